@@ -1,0 +1,406 @@
+"""What a user may ask for: RunConfig and its sections, read from YAML and dotted overrides.
+
+Typed and frozen.  An unknown key or a wrong type is a ValueError that names the field, shows the line it stands on and
+suggests.  `null` (or leaving a key out) means that the program chooses; it then prints the value with its reason.
+Precedence, lowest first: defaults here, the recipe file, overrides on the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, WithJsonSchema
+
+from widefield.naming import did_you_mean
+
+Unit = Literal["ep", "step"]
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A stretch of training: `90ep` (epochs) or `2000step` (optimizer steps)."""
+
+    count: int
+    unit: Unit
+
+    def __str__(self) -> str:
+        return f"{self.count}{self.unit}"
+
+    def in_steps(self, steps_per_epoch: int) -> int:
+        return self.count * (steps_per_epoch if self.unit == "ep" else 1)
+
+
+def read_duration(text: object) -> Duration:
+    """`"90ep"` or `"2000step"` as a Duration; ValueError otherwise."""
+    if isinstance(text, Duration):
+        return text
+    match = re.fullmatch(r"(\d+)\s*(ep|step)", text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"not a duration: {text!r}; write a whole number and a unit, as 90ep (epochs) or 2000step")
+    return Duration(int(match[1]), match[2])  # type: ignore[arg-type]
+
+
+DurationField = Annotated[
+    Duration,
+    BeforeValidator(read_duration),
+    PlainSerializer(str),
+    WithJsonSchema({"type": "string", "pattern": r"^\d+\s*(ep|step)$", "examples": ["90ep", "2000step"]}),
+]
+Options = dict[str, Any]
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A frozen group of fields; unknown keys and wrong types are refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, arbitrary_types_allowed=True
+    )
+
+
+class TaskConfig(Section):
+    name: str = "classification"
+    """A file in widefield/tasks/."""
+    options: Options = {}
+    """Arguments of the task, for classification `label_smoothing: 0.1`."""
+
+
+class ModelConfig(Section):
+    name: str
+    """`resnet` or `unet` (ours), `torchvision/resnet50`, `timm/resnet50`, or `package.module:callable`."""
+    options: Options = {}
+    """Keyword arguments of the model's constructor."""
+    weights: str | None = None
+    """A .safetensors file to start from; its names must be the model's."""
+    channels_last: bool | None = None
+    """Memory format of images and weights; chosen by the device where null."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+
+
+class DataConfig(Section):
+    name: str
+    """A file in widefield/data/formats/: `digits`, `imagefolder`."""
+    path: str | None = None
+    """Folder that the format reads; `digits` needs none."""
+    batch_size: Positive = 64
+    """Samples per optimizer step over all ranks together, so that the number of ranks changes no number."""
+    evaluate_batch_size: Positive | None = None
+    """Samples per rank and batch in evaluation; changes memory and speed alone."""
+    hold_out: Share | None = None
+    """Share of samples held out for evaluation where the folder has no val/ of its own."""
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """Processes per rank that read and decode."""
+    read: list[Any] = []
+    """torchvision.transforms.v2 by name, run as an image is read, in training: `[RandomResizedCrop: {size: 224}]`."""
+    read_evaluate: list[Any] = []
+    """The same in evaluation and prediction."""
+    augment: list[Any] = []
+    """torchvision.transforms.v2 by name, run on uint8 images on the device, in training alone."""
+    mean: Annotated[list[float], Field(min_length=1)] | None = None
+    """Per channel, of pixels scaled to 0..1; the format's own where null."""
+    std: Annotated[list[float], Field(min_length=1)] | None = None
+    """Per channel, of pixels scaled to 0..1; the format's own where null."""
+    mixup: Annotated[float, Field(ge=0)] = 0.0
+    """Alpha of mixup's beta distribution; 0 is off.  Neighbours in the order of samples are mixed."""
+    cutmix: Annotated[float, Field(ge=0)] = 0.0
+    """Alpha of cutmix's beta distribution; 0 is off.  With mixup on too, each pair draws one of the two."""
+    bad_images: Literal["stop", "skip"] = "stop"
+    """What an unreadable image does: stop the run and name it, or be left out and counted."""
+
+
+class OptimizerConfig(Section):
+    name: str = "sgd"
+    """sgd, adamw, lars or lamb; lars and lamb come from timm."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate; null derives it from the batch size by lr_rule."""
+    lr_rule: Literal["linear", "sqrt"] | None = None
+    """How the learning rate grows with the batch size (with lr null): linear for sgd and lars, sqrt for adamw and lamb."""
+    base_lr: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate at base_batch_size; the optimizer's own default where null."""
+    base_batch_size: Positive = 256
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    decay_norm_and_bias: bool = False
+    """Apply weight decay to biases and normalization weights (parameters of one dim) too."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    nesterov: bool = False
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    """Clip the norm of the whole gradient to this."""
+    options: Options = {}
+    """Further arguments of the optimizer's constructor."""
+
+
+class ScheduleConfig(Section):
+    name: str = "cosine"
+    """constant, cosine, step, polynomial or onecycle; counted in samples."""
+    length: DurationField = Duration(90, "ep")
+    """How long the run trains."""
+    warmup: DurationField = Duration(0, "step")
+    """Linear rise from warmup_from times the peak."""
+    warmup_from: Annotated[float, Field(ge=0, le=1)] = 0.01
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where cosine, polynomial and onecycle end, as a share of the peak."""
+    every: DurationField | None = None
+    """`step`: multiply by gamma this often."""
+    gamma: Annotated[float, Field(gt=0)] = 0.1
+    power: Annotated[float, Field(gt=0)] = 1.0
+    """`polynomial`: the exponent."""
+
+
+class GradientConfig(Section):
+    accumulate: Positive = 1
+    """Passes per optimizer step; each takes its share of the batch."""
+    bucket_mib: Annotated[float, Field(gt=0)] = 25.0
+    """Size of DDP's gradient buckets."""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """What gradients travel as between ranks; anything but none gives up exactness."""
+    powersgd_rank: Positive = 1
+    powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
+    """Steps of plain all-reduce before PowerSGD begins."""
+
+
+class MeshConfig(Section):
+    replicate: Positive | None = None
+    """Whole copies of the model (data parallelism); all ranks there are, where null."""
+    shard: Positive = 1
+    space: list[Positive] = []
+    channel: Positive = 1
+    stage: Positive = 1
+    data_strategy: Literal["data", "data_parallel"] = "data"
+    """A file in widefield/engine/strategies/: `data` is DDP, `data_parallel` is torch.nn.DataParallel in one process."""
+
+
+class EmaConfig(Section):
+    decay: Annotated[float, Field(gt=0, lt=1)]
+    """Weight of the old average at each step; the average is what is evaluated and exported."""
+
+
+class EvaluateConfig(Section):
+    every: DurationField = Duration(1, "ep")
+
+
+class CheckpointConfig(Section):
+    every: DurationField = Duration(1, "ep")
+    keep_last: Positive = 3
+    keep_best: Annotated[int, Field(ge=0)] = 1
+    background: bool = True
+    """Write while training goes on."""
+
+
+class LogConfig(Section):
+    every: Positive = 10
+    """Steps between lines."""
+    tensorboard: bool = True
+    wandb: str | None = None
+    """A Weights & Biases project to log to (needs the extra `wandb`)."""
+
+
+class RunConfig(Section):
+    """A whole run.  Every key of a recipe is a field here."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    task: TaskConfig = TaskConfig()
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    gradient: GradientConfig = GradientConfig()
+    batch_norm: Literal["synchronized", "averaged", "broadcast"] = "synchronized"
+    """synchronized: statistics of the whole batch, as on one device.  averaged: each rank's own, running statistics averaged
+    once per epoch.  broadcast: each rank's own, rank 0's running statistics win (what DDP does)."""
+    precision: Literal["float64", "float32", "tf32", "bfloat16", "float16"] | None = None
+    """Arithmetic of the model; bfloat16 and float16 are autocast over float32 weights.  Chosen by the device where null."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels, so that runs on a GPU repeat bit for bit; slower."""
+    mesh: MeshConfig = MeshConfig()
+    ema: EmaConfig | None = None
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars: 1e-3 is a number (PyYAML reads text), yes and on are text (PyYAML reads true)."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.inf|\.nan)$"),
+    list("-+0123456789."),
+)
+
+Path_ = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where values came from, for error messages: the file's lines and, by path, the line or override that set them."""
+
+    name: str
+    lines: Sequence[str]
+    line_of: Mapping[Path_, int]
+    overrides: Mapping[Path_, str]
+
+    def where(self, path: Path_) -> str:
+        """`recipes/digits.yaml, line 3:  batchsize: 64`, for the nearest place that is known."""
+        for end in range(len(path), -1, -1):
+            near = path[:end]
+            if near in self.overrides:
+                return f"command line:  {self.overrides[near]}"
+            if near in self.line_of and near:
+                line = self.line_of[near]
+                return f"{self.name}, line {line}:  {self.lines[line - 1].strip()}"
+        return self.name
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The recipe at `path` with dotted overrides (`optimizer.lr=0.2`) as a RunConfig.
+
+    ValueError where the file does not exist, is no YAML mapping, or asks for what does not exist.
+    """
+    path = Path(path)
+    if not path.is_file():
+        beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, beside)
+        have = f" {path.parent}/ has: {', '.join(beside)}." if beside else ""
+        raise ValueError(f"no recipe at {path};{hint}{have}")
+    return parse_config(path.read_text(encoding="utf-8"), overrides, name=str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
+    """As `read_config`, from text."""
+    section = parse_section(RunConfig, text, overrides, name=name)
+    assert isinstance(section, RunConfig)
+    return section
+
+
+def parse_section(kind: type[Section], text: str, overrides: Sequence[str] = (), *, name: str) -> Section:
+    """Any Section from YAML text; ValueError that names field, line and the nearest known key."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        values = yaml.load(text, Loader=_Loader) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} holds a {type(values).__name__}; a mapping of keys to values is wanted, as seed: 0")
+    line_of: dict[Path_, int] = {}
+    if root is not None:
+        _note_lines(root, (), line_of, name)
+    given: dict[Path_, str] = {}
+    for override in overrides:
+        given[_override(values, override)] = override
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        source = _Source(name, text.splitlines(), line_of, given)
+        raise ValueError("\n".join(_explain(kind, problem, source) for problem in error.errors())) from None
+
+
+def _note_lines(node: yaml.Node, path: Path_, line_of: dict[Path_, int], name: str) -> None:
+    """Remember the line of every key below `node`; a key given twice is an error (YAML readers keep the last in silence)."""
+    line_of.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*path, key.value)
+            if here in line_of:
+                first, again = line_of[here], key.start_mark.line + 1
+                raise ValueError(f"{name}, line {again}: {'.'.join(map(str, here))} is given twice, first on line {first}")
+            line_of[here] = key.start_mark.line + 1
+            _note_lines(value, here, line_of, name)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _note_lines(item, (*path, index), line_of, name)
+
+
+def _override(values: dict[str, Any], override: str) -> Path_:
+    """Set `a.b=value` in `values`; returns the path set."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"not an override: {override!r}; write KEY=VALUE, as optimizer.lr=0.2 or data.path=images")
+    *parents, last = key.split(".")
+    place = values
+    for depth, parent in enumerate(parents):
+        inner = place.get(parent)
+        if inner is None:
+            inner = place[parent] = {}
+        if not isinstance(inner, dict):
+            raise ValueError(f"command line: {override}: {'.'.join(parents[: depth + 1])} holds {inner!r}, which has no keys")
+        place = inner
+    try:
+        place[last] = yaml.load(text, Loader=_Loader) if text else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"command line: {override}: {text!r} is not YAML: {error}") from None
+    return (*parents, last)
+
+
+def _explain(kind: type[Section], problem: Any, source: _Source) -> str:
+    """One pydantic problem in our words: which field, why, where, what to do."""
+    path: Path_ = tuple(problem["loc"])
+    field = ".".join(str(part) for part in path)
+    where = source.where(path)
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(kind, path[:-1])
+        inside = f"'{'.'.join(map(str, path[:-1]))}'" if len(path) > 1 else "a recipe"
+        hint = did_you_mean(str(path[-1]), known)
+        return f"unknown key '{field}';{hint} {inside} has: {', '.join(known)}\n  {where}"
+    if problem["type"] == "missing":
+        return f"'{field}' is missing; it has no default, so write it in the recipe\n  {where}"
+    reason = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "literal_error":
+        hint = did_you_mean(str(problem["input"]), re.findall(r"'([^']+)'", problem["ctx"]["expected"]))
+        return f"'{field}' is {problem['input']!r};{hint} It can be {problem['ctx']['expected']}\n  {where}"
+    return f"'{field}' is {problem['input']!r} ({type(problem['input']).__name__}): {reason[0].lower() + reason[1:]}\n  {where}"
+
+
+def _fields_at(kind: type[BaseModel], path: Path_) -> list[str]:
+    """The keys that the section at `path` knows."""
+    for part in path:
+        annotation: Any = kind.model_fields[str(part)].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        kind = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    return list(kind.model_fields)
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def to_yaml(section: Section) -> str:
+    """The section as YAML that reads back equal."""
+    return yaml.safe_dump(section.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+
+
+def json_schema() -> str:
+    """JSON Schema of a recipe, for editors (`# yaml-language-server: $schema=...`)."""
+    return json.dumps(RunConfig.model_json_schema(), indent=2) + "\n"
+
+
+def differences(old: Section, new: Section) -> list[str]:
+    """`["optimizer.lr: 0.1 -> 0.2"]`: the fields in which two configs differ."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    keys = [*before, *(key for key in after if key not in before)]
+    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict) or not values:
+        return {prefix: values}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return flat

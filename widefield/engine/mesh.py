@@ -1,0 +1,159 @@
+"""Who are the ranks of this run, and how do they agree?  A World from the launcher, a Mesh from a Plan.
+
+Collectives here are the few that training needs beside the strategies' own.  On one rank no process group exists and
+every call returns at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from widefield.plan import Plan, check
+
+
+@dataclass(frozen=True)
+class World:
+    """What the launcher says of this process: its rank among `size`, its place on its machine, where all meet."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    launcher: str = "none"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a run, laid out by its plan.
+
+    `data_group` holds the ranks that share a batch (replicate x shard); None where there is one rank.
+    `devices` is torch's DeviceMesh, None likewise.
+    """
+
+    plan: Plan
+    world: World
+    device: torch.device
+    devices: DeviceMesh | None = None
+    data_group: dist.ProcessGroup | None = None
+    checkpoint_group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes the run's files."""
+        return self.world.rank == 0
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Add `tensor` up over the data ranks, in place; the sum on every rank."""
+        if self.data_group is not None:
+            dist.all_reduce(tensor, group=self.data_group)
+        return tensor
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` with rank 0's on every rank."""
+        if self.data_group is not None:
+            dist.broadcast(tensor, src=0, group=self.data_group)
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable `value`, in rank order, on every rank."""
+        if self.data_group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.data_group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        if self.data_group is not None:
+            dist.barrier(group=self.data_group)
+
+    def agree(self, problem: str | None) -> None:
+        """Raise ValueError on every rank if any rank has a problem, naming the first; so nobody waits for a dead peer."""
+        problems = [f"rank {rank}: {text}" if self.size > 1 else text
+                    for rank, text in enumerate(self.gather_objects(problem)) if text is not None]  # fmt: skip
+        if problems:
+            raise ValueError(problems[0])
+
+
+def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
+    """Meet the other ranks and lay them out as `plan` says.  Call once per process; `leave` undoes it.
+
+    ValueError before any message: the plan does not fit the number of ranks, or the meeting place has no address.
+    A process group that exists already is used as it is.
+    """
+    check(plan, ranks=world.size)
+    device = _device_of(world)
+    if world.size == 1:
+        return Mesh(plan, world, device)
+    if not dist.is_initialized():
+        _meet(world, device, timeout_seconds)
+    devices = init_device_mesh(device.type, (plan.replicate, plan.shard), mesh_dim_names=("replicate", "shard"))
+    checkpoint_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
+    return Mesh(plan, world, device, devices, dist.group.WORLD, checkpoint_group)
+
+
+def leave() -> None:
+    """Close the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device_of(world: World) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if world.local_rank >= count:
+        raise ValueError(
+            f"rank {world.rank} is number {world.local_rank} on its machine and that has {count} GPUs; "
+            f"start at most {count} ranks per machine"
+        )
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
+    place = f"{world.address}:{world.port}"
+    try:
+        socket.getaddrinfo(world.address, world.port)
+    except OSError as error:
+        raise ValueError(
+            f"rank {world.rank} of {world.size} cannot resolve the meeting place {place} ({error}); "
+            f"the environment of {world.launcher} names it: set MASTER_ADDR to a host that every rank can resolve"
+        ) from None
+    os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))
+    os.environ.setdefault("RANK", str(world.rank))
+    os.environ.setdefault("WORLD_SIZE", str(world.size))
+    try:
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            rank=world.rank,
+            world_size=world.size,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        raise ValueError(
+            f"rank {world.rank} of {world.size} did not meet the others at {place} within {timeout_seconds:.0f} s ({error}); "
+            "see that all ranks were started and that the port is open between their machines"
+        ) from None

@@ -1,0 +1,150 @@
+"""How is a run laid out over ranks?  A Plan: mesh axes with their sizes and the choices of each strategy, as data.
+
+Frozen, with a text form that reads back equal; checked here and nowhere else; printed, and stored with every checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from widefield.config import Positive, RunConfig, Section, parse_section, to_yaml
+from widefield.naming import names_in
+
+STRATEGY_OF_AXIS = {
+    "replicate": "data",
+    "shard": "fully_shard",
+    "space": "space",
+    "channel": "channel",
+    "stage": "pipeline",
+}
+"""Which file in engine/strategies/ lays a model out over an axis larger than 1."""
+
+
+class Plan(Section):
+    """Mesh axes and sizes, and how gradients and statistics are agreed on."""
+
+    replicate: Positive = 1
+    """Whole copies of the model, each with its share of the batch."""
+    shard: Positive = 1
+    space: list[Positive] = []
+    channel: Positive = 1
+    stage: Positive = 1
+    data_strategy: Literal["data", "data_parallel"] = "data"
+    batch_norm: Literal["synchronized", "averaged", "broadcast"] = "synchronized"
+    accumulate: Positive = 1
+    bucket_mib: float = 25.0
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    powersgd_rank: Positive = 1
+    powersgd_start_step: int = 1000
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Size of every axis, outermost first."""
+        return {
+            "replicate": self.replicate,
+            "shard": self.shard,
+            "space": math.prod(self.space),
+            "channel": self.channel,
+            "stage": self.stage,
+        }
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the plan needs."""
+        return math.prod(self.axes.values())
+
+    def __str__(self) -> str:
+        """`replicate=2` and what differs from one device; `one rank` for a single one."""
+        used = [f"{axis}={size}" for axis, size in self.axes.items() if size > 1]
+        return " x ".join(used) or "one rank"
+
+
+def plan_of(config: RunConfig, ranks: int) -> Plan:
+    """The plan that a config asks for on `ranks` ranks; an axis left null takes the ranks that the others leave."""
+    mesh, gradient = config.mesh, config.gradient
+    others = mesh.shard * math.prod(mesh.space) * mesh.channel * mesh.stage
+    return Plan(
+        replicate=mesh.replicate or max(1, ranks // others),
+        shard=mesh.shard,
+        space=mesh.space,
+        channel=mesh.channel,
+        stage=mesh.stage,
+        data_strategy=mesh.data_strategy,
+        batch_norm=config.batch_norm,
+        accumulate=gradient.accumulate,
+        bucket_mib=gradient.bucket_mib,
+        compression=gradient.compression,
+        powersgd_rank=gradient.powersgd_rank,
+        powersgd_start_step=gradient.powersgd_start_step,
+    )
+
+
+def ranks_asked_for(config: RunConfig) -> int | None:
+    """How many ranks the mesh of a config names; None where `replicate` is left to the machine."""
+    mesh = config.mesh
+    if mesh.replicate is None:
+        return None
+    return mesh.replicate * mesh.shard * math.prod(mesh.space) * mesh.channel * mesh.stage
+
+
+def check(plan: Plan, *, ranks: int, samples_per_step: int | None = None) -> None:
+    """Refuse, in words, a plan that `ranks` ranks cannot carry out exactly.  Every rank calls this before any message.
+
+    ValueError: sizes the user can change.  NotImplementedError: what no file in engine/strategies/ does yet.
+    """
+    _check_strategies(plan)
+    _check_ranks(plan, ranks)
+    _check_data_parallel(plan)
+    copies = plan.replicate * plan.shard
+    if samples_per_step is not None and samples_per_step < copies:
+        raise ValueError(
+            f"{copies} copies of the model share a batch of {samples_per_step} samples, so some would always be idle; "
+            f"use data.batch_size={copies} or more, or fewer ranks on mesh.replicate"
+        )
+
+
+def _check_strategies(plan: Plan) -> None:
+    have = names_in("widefield.engine.strategies")
+    for axis, size in plan.axes.items():
+        if size > 1 and STRATEGY_OF_AXIS[axis] not in have:
+            raise NotImplementedError(
+                f"mesh.{axis}={plan.space if axis == 'space' else size} cannot run: engine/strategies/ has no "
+                f"{STRATEGY_OF_AXIS[axis]}.py. It has: {', '.join(have)}. Set mesh.{axis}={'[]' if axis == 'space' else 1}."
+            )
+
+
+def _check_ranks(plan: Plan, ranks: int) -> None:
+    if plan.ranks == ranks:
+        return
+    axes = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items() if size > 1) or "every axis 1"
+    others = plan.ranks // plan.replicate
+    advice = f"set mesh.replicate={ranks // others}" if ranks % others == 0 else f"start a multiple of {others} ranks"
+    raise ValueError(f"the mesh ({axes}) needs {plan.ranks} ranks and there are {ranks}; {advice}, or start {plan.ranks} ranks")
+
+
+def _check_data_parallel(plan: Plan) -> None:
+    if plan.data_strategy != "data_parallel":
+        return
+    if plan.ranks > 1:
+        raise ValueError(
+            f"data_strategy=data_parallel drives all GPUs from one process and the mesh asks for {plan.ranks}; "
+            "set mesh.replicate=1, or mesh.data_strategy=data for one process per GPU"
+        )
+    if plan.batch_norm != "broadcast":
+        raise ValueError(
+            f"torch.nn.DataParallel normalizes each GPU's share alone, so batch_norm={plan.batch_norm} cannot hold; "
+            "set batch_norm=broadcast to accept that, or mesh.data_strategy=data"
+        )
+
+
+def to_text(plan: Plan) -> str:
+    """The plan as YAML; `from_text` gives it back equal."""
+    return to_yaml(plan)
+
+
+def from_text(text: str, *, name: str = "plan") -> Plan:
+    """The plan in a YAML text; ValueError names the key that is wrong."""
+    plan = parse_section(Plan, text, name=name)
+    assert isinstance(plan, Plan)
+    return plan
