@@ -9,8 +9,9 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from widefield.plan import Plan, check
+
+
+T = TypeVar("T")
+
+
+class AgreedError(ValueError):
+    """A problem that every rank raises together; one rank's words are enough."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,17 @@ class Mesh:
             dist.all_reduce(tensor, group=self.data_group)
         return tensor
 
+    def start_sum(self, tensor: Tensor) -> Callable[[], list[float]]:
+        """Begin to add `tensor` up over the data ranks; the function given back waits and gives the sums as numbers.
+
+        On a GPU the wait is for what was queued before this call, not for what is queued after it, so that a step's
+        loss can be looked at while its backward pass runs.
+        """
+        work = None if self.data_group is None else dist.all_reduce(tensor, group=self.data_group, async_op=True)
+        if tensor.device.type != "cuda":
+            return lambda: (work.wait() if work is not None else None, tensor.tolist())[1]
+        return _copy_aside(tensor, work)
+
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's on every rank."""
         if self.data_group is not None:
@@ -87,11 +106,24 @@ class Mesh:
             dist.barrier(group=self.data_group)
 
     def agree(self, problem: str | None) -> None:
-        """Raise ValueError on every rank if any rank has a problem, naming the first; so nobody waits for a dead peer."""
+        """Raise AgreedError on every rank if any rank has a problem, naming the first; so nobody waits for a dead peer."""
         problems = [f"rank {rank}: {text}" if self.size > 1 else text
                     for rank, text in enumerate(self.gather_objects(problem)) if text is not None]  # fmt: skip
         if problems:
-            raise ValueError(problems[0])
+            raise AgreedError(problems[0])
+
+
+    def together(self, work: Callable[[], T]) -> T:
+        """`work()` on every rank; where a rank meets a ValueError or NotImplementedError, every rank raises AgreedError."""
+        problem, result = None, None
+        try:
+            result = work()
+        except AgreedError:  # all ranks are raising it
+            raise
+        except (ValueError, NotImplementedError) as error:
+            problem = str(error)
+        self.agree(problem)
+        return result  # type: ignore[return-value]
 
 
 def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
@@ -115,6 +147,20 @@ def leave() -> None:
     """Close the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _copy_aside(tensor: Tensor, work: dist.Work | None) -> Callable[[], list[float]]:
+    """Copy `tensor` to the host on a stream of its own, once `work` is done."""
+    aside, done = torch.cuda.Stream(tensor.device), torch.cuda.Event()
+    aside.wait_stream(torch.cuda.current_stream(tensor.device))
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    with torch.cuda.stream(aside):
+        if work is not None:
+            work.wait()
+        host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(aside)
+        done.record()
+    return lambda: (done.synchronize(), host.tolist())[1]
 
 
 def _device_of(world: World) -> torch.device:

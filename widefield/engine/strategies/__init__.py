@@ -1,0 +1,47 @@
+"""One file per way to lay a model out.  A file here is a strategy; each defines
+
+- `PHASE`: when it is applied, see Phase;
+- `apply(model, mesh, *, rehearse=None) -> list[str]`: lays `model` out in place and returns what it chose, a sentence each
+  with the reason.  The module stays the object it was, parameter names too, and calling it runs the strategy.
+  `rehearse()` runs the model on a small batch of this rank and returns a scalar loss, so that a strategy can look before it
+  chooses; it leaves no trace.  What the strategy cannot do exactly it refuses, on every rank, before the first message;
+- `CASES`: small nets on which three optimizer steps over ranks must equal one device.
+
+Gradients are averaged over the data ranks.  A loop whose loss is a sum over samples therefore scales it by
+ranks / samples over all ranks: then the average is the gradient of the mean over the whole batch, however it is shared out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from torch import nn
+
+
+class Phase(IntEnum):
+    """The order in which strategies are applied; each finds the model as the earlier ones left it."""
+
+    SPLIT = 1
+    """Changes what a rank computes: space, channel, pipeline."""
+    KEEP = 2
+    """Changes what a rank remembers: recompute, offload."""
+    AVERAGE = 3
+    """Averages the gradients of what is there by then: data, fully_shard."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small net to train in float64 under a plan, over ranks and on one device."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    """A net for `shape[1:]` inputs; any output."""
+    shape: tuple[int, ...]
+    """Of the whole batch."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Fields of the Plan beside the mesh axis."""
+    reason: str = ""
+    """A pattern that one of the sentences of `apply` must match."""

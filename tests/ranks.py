@@ -1,0 +1,231 @@
+"""Run a function on several ranks and bring back what each returns: `on_ranks(2, body)`.
+
+Ranks are gloo processes on the CPU, spawned once per world size and kept for the whole test session; a body travels to
+them by pipe as file and name, so it must be a top-level function of a test module, and what it takes and gives must pickle.
+A body that fails or hangs costs its pool: the ranks are killed, the test gets the failing rank's traceback, and the next
+call spawns afresh.  Warnings are errors on the ranks too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from widefield.plan import Plan
+
+TIMEOUT_SECONDS = 120.0
+# What a rank says when another died first; such an error is never the one to show.
+CONSEQUENCES = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
+
+
+class RankFailed(Exception):
+    """A body failed on a rank; the text is that rank's traceback."""
+
+
+def on_ranks(
+    world_size: int, body: Callable[..., Any], *args: Any, plan: Plan | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+) -> list[Any]:
+    """`body(mesh, *args)` on `world_size` ranks; each rank's return value, in rank order.
+
+    mesh: a widefield Mesh of `plan`, by default Plan(replicate=world_size).
+    RankFailed holds the failing rank's traceback, or where every rank stood when the time was up.
+    """
+    pool = _POOLS.get(world_size)
+    if pool is None:
+        pool = _POOLS[world_size] = _spawn(world_size)
+    try:
+        return pool.run(body, args, plan or Plan(replicate=world_size), timeout_seconds)
+    except BaseException:
+        _POOLS.pop(world_size).kill()
+        raise
+
+
+def close_all() -> None:
+    """End every rank; called when the test session ends."""
+    while _POOLS:
+        _POOLS.popitem()[1].kill()
+
+
+# ---------------------------------------------------------------------------------------------- the test's side
+
+
+@dataclass
+class _Pool:
+    processes: list[Any]
+    pipes: list[Connection]
+    folder: tempfile.TemporaryDirectory
+
+    def run(self, body: Callable[..., Any], args: tuple, plan: Plan, timeout_seconds: float) -> list[Any]:
+        where = (inspect.getsourcefile(body), body.__module__)
+        work = pickle.dumps((body, args, plan))
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((where, work)))
+        answers = self._collect(time.monotonic() + timeout_seconds)
+        failures = [(rank, answers[rank][1]) for rank in sorted(answers) if not answers[rank][0]]
+        if failures:
+            first = next((f for f in failures if not any(text in f[1] for text in CONSEQUENCES)), failures[0])
+            raise RankFailed(f"rank {first[0]} of {len(self.pipes)}:\n{first[1]}")
+        if len(answers) < len(self.pipes):
+            raise RankFailed(self._where_they_hang(answers, timeout_seconds))
+        return [answers[rank][1] for rank in range(len(self.pipes))]
+
+    def _collect(self, deadline: float) -> dict[int, tuple[bool, Any]]:
+        """Answers by rank until all came or time is up; after a first failure the others get 5 s to fail too."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < len(self.pipes):
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return answers
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    self.processes[rank].join(5)
+                    answers[rank] = (False, f"the process ended with exit code {self.processes[rank].exitcode}")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + 5)
+        return answers
+
+    def _where_they_hang(self, answers: dict, timeout_seconds: float) -> str:
+        """Every silent rank's Python stack."""
+        silent = [rank for rank in range(len(self.pipes)) if rank not in answers]
+        for rank in silent:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(1)
+        stacks = [f"rank {rank}:\n{(Path(self.folder.name) / f'stack{rank}').read_text()}" for rank in silent]
+        return f"ranks {silent} of {len(self.pipes)} gave no answer within {timeout_seconds:.0f} s\n" + "\n".join(stacks)
+
+    def kill(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+            process.close()
+        self.folder.cleanup()
+
+
+_POOLS: dict[int, _Pool] = {}
+atexit.register(close_all)
+
+
+def _spawn(world_size: int) -> _Pool:
+    folder = tempfile.TemporaryDirectory(prefix="widefield_ranks_")
+    context = multiprocessing.get_context("spawn")
+    pool = _Pool([], [], folder)
+    with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):  # read when the child imports torch
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, world_size, folder.name, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank} of {world_size}")
+            process.start()
+            theirs.close()
+            pool.processes.append(process)
+            pool.pipes.append(ours)
+    return pool
+
+
+@contextlib.contextmanager
+def _environment(**values: str):
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+# ---------------------------------------------------------------------------------------------- the rank's side
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+    """A rank's life: run what comes through the pipe until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the test session ends its ranks
+    stack = open(Path(folder) / f"stack{rank}", "w")  # open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    mesh_of = _meet(rank, world_size, folder)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)  # torch's own teardown may wait for peers that are gone
+        try:
+            pipe.send_bytes(pickle.dumps((True, _run(message, mesh_of))))
+        except BaseException:
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+
+
+def _meet(rank: int, world_size: int, folder: str) -> Callable[[Plan], Any]:
+    """Join the process group; what it returns gives the mesh of a plan, the same one for equal plans."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    from widefield.engine.mesh import World, join
+
+    torch.set_num_threads(1)
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name without an address must not stop the tests
+    timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+    if world_size > 1:
+        place = f"file://{folder}/store"  # a file: no port that another session could take
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world_size, timeout=timeout)
+    world = World(rank=rank, size=world_size, local_rank=rank, local_size=world_size, launcher="tests")
+    meshes: dict[str, Any] = {}
+
+    def mesh_of(plan: Plan) -> Any:
+        if str(plan) not in meshes:
+            meshes[str(plan)] = join(world, plan)
+        return meshes[str(plan)]
+
+    return mesh_of
+
+
+def _run(message: bytes, mesh_of: Callable[[Plan], Any]) -> Any:
+    import torch
+
+    (path, module), work = pickle.loads(message)
+    _import(path, module)
+    body, args, plan = pickle.loads(work)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    mesh = mesh_of(plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return body(mesh, *args)
+
+
+def _import(path: str, module: str) -> None:
+    """Make `module` importable under the name that the test session knows it by, once."""
+    if module in sys.modules or module.split(".")[0] == "widefield":
+        return
+    spec = importlib.util.spec_from_file_location(module, path)
+    assert spec is not None and spec.loader is not None, f"{path} is no Python file"
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[module] = loaded
+    try:
+        spec.loader.exec_module(loaded)
+    except BaseException:
+        del sys.modules[module]
+        raise

@@ -1,0 +1,260 @@
+"""The command `widefield`: parse, then call run.py or inference.py."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from widefield.config import RunConfig, json_schema, read_config, to_yaml
+from widefield.plan import ranks_asked_for
+
+if TYPE_CHECKING:
+    from widefield.engine.mesh import World
+
+MAIN = """\
+Train convolutional networks on images of any size, on any number of devices,
+with the numbers that one device with endless memory would give.
+
+  widefield train recipes/digits.yaml                      a first run, in seconds
+  widefield train recipes/digits.yaml mesh.replicate=2     the same numbers, on two ranks
+  widefield evaluate runs/0001                             every image exactly once
+  widefield report runs/0001                               one HTML file
+
+widefield VERB --help explains each verb.
+"""
+TRAIN = """\
+Train as a recipe says.  Keys of the recipe can be set on the command line, dotted:
+
+  widefield train recipes/digits.yaml --run runs/first
+  widefield train recipes/digits.yaml optimizer.lr=0.2 schedule.length=5ep seed=3
+  widefield train recipes/imagefolder.yaml data.path=photos model.name=timm/resnet50
+
+The same command with the same --run goes on where the run stopped: after Ctrl-C, SIGTERM, a crash or
+a kill.  Ctrl-C saves after the step it is in; a second one ends at once.
+
+Ranks: one per GPU is started here, or as many as mesh.replicate asks.  Under torchrun, srun, mpirun or
+Kubeflow the same command sees its place in the environment and starts nothing:
+
+  torchrun --nproc-per-node 8 -m widefield train recipes/imagefolder.yaml data.path=photos
+  srun --ntasks 16 widefield train recipes/imagefolder.yaml data.path=photos --run runs/big
+"""
+EVALUATE = """\
+Evaluate a run's weights on its evaluation split: every image exactly once, on any number of ranks.
+
+  widefield evaluate runs/0001
+  widefield evaluate runs/0001 mesh.replicate=2 data.evaluate_batch_size=512
+  widefield evaluate runs/0001 data.path=other_photos
+"""
+PREDICT = """\
+Ask a run's model about image files.
+
+  widefield predict runs/0001 cat.jpg dog.png
+  widefield predict runs/0001 scans/*.tiff --top 5
+"""
+EXPORT = """\
+Write a run's model for use without widefield.
+
+  widefield export runs/0001 --to safetensors            names and shapes of the plain model
+  widefield export runs/0001 --to state_dict             for torch.load(..., weights_only=True)
+  widefield export runs/0001 --to onnx --output net.onnx
+"""
+REPORT = """\
+Write (again) the report of a run: one HTML file that needs nothing else.
+
+  widefield report runs/0001
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the status for the shell: 0, 2 for what the user can mend, 1 for anything else."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse gives up on `train RECIPE --run DIR a.b=1`: positionals after an option are left over
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    if overrides != rest or (rest and "overrides" not in options):
+        parser.error(f"not understood: {' '.join(rest)}; see widefield VERB --help")
+    try:
+        if overrides:
+            options.overrides = [*options.overrides, *overrides]
+        return options.verb(options)
+    except (ValueError, NotImplementedError) as error:
+        if not _is_ours(error):
+            raise
+        return _refuse(error)
+    except KeyboardInterrupt:
+        print("widefield: ended at once; the newest checkpoint stands", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "widefield", description=MAIN, formatter_class=argparse.RawDescriptionHelpFormatter, usage="widefield VERB ..."
+    )
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    train = _verb(verbs, "train", _train, "train as a recipe says, or go on with a run", TRAIN)
+    train.add_argument("recipe", nargs="?", help="a YAML file, as recipes/digits.yaml")
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
+    train.add_argument("--run", metavar="DIR", help="run folder; a fresh numbered one under runs/ if left out")
+    train.add_argument("--print-config", action="store_true", help="print the whole config, defaults included, and stop")
+    train.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors, and stop")
+
+    evaluate = _verb(verbs, "evaluate", _evaluate, "evaluate a run's weights exactly", EVALUATE)
+    evaluate.add_argument("run", metavar="RUN_DIR")
+    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the run's config")
+    _add_weights(evaluate)
+
+    predict = _verb(verbs, "predict", _predict, "ask a run's model about image files", PREDICT)
+    predict.add_argument("run", metavar="RUN_DIR")
+    predict.add_argument("images", nargs="+", metavar="IMAGE")
+    predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes to name (3)")
+    _add_weights(predict)
+
+    export = _verb(verbs, "export", _export, "write a run's model for use elsewhere", EXPORT)
+    export.add_argument("run", metavar="RUN_DIR")
+    export.add_argument("--to", default="safetensors", metavar="FORMAT", help="safetensors, state_dict or onnx")
+    export.add_argument("--output", metavar="FILE", help="where to; model.* in the run folder if left out")
+    _add_weights(export)
+
+    report = _verb(verbs, "report", _report, "write a run's report", REPORT)
+    report.add_argument("run", metavar="RUN_DIR")
+    return parser
+
+
+def _verb(verbs, name: str, call, short: str, text: str) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=short, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verb.set_defaults(verb=call)
+    return verb
+
+
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--weights", metavar="FILE", help="a .safetensors file; the run's own if left out")
+
+
+# ------------------------------------------------------------------------------------------------ verbs
+
+
+def _train(options: argparse.Namespace) -> int:
+    if options.schema:
+        print(json_schema(), end="")
+        return 0
+    if options.recipe is None:
+        raise ValueError("name a recipe, as: widefield train recipes/digits.yaml")
+    config = read_config(options.recipe, options.overrides)
+    if options.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    world, started = _world(config, lambda folder: _train_arguments(options, folder), options.run)
+    if world is None:
+        return started
+    from widefield.run import train
+
+    folder = Path(options.run) if options.run else _shared_fresh_folder(world)
+    return train(config, folder, world).status
+
+
+def _train_arguments(options: argparse.Namespace, folder: str | None) -> list[str]:
+    return ["train", options.recipe, *options.overrides, "--run", folder or str(_fresh())]
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from widefield.train.folder import existing_folder
+
+    config = read_config(existing_folder(options.run) / "config.yaml", options.overrides)
+    weights = ["--weights", options.weights] if options.weights else []
+    world, started = _world(config, lambda folder: ["evaluate", options.run, *options.overrides, *weights], None)
+    if world is None:
+        return started
+    from widefield.inference import evaluate_run
+
+    evaluation = evaluate_run(Path(options.run), options.overrides, world, weights=options.weights)
+    if world.rank == 0:
+        print(f"{evaluation.sentence}  loss {evaluation.loss:.4g}")
+    return 0
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from widefield.inference import predict
+
+    for answer in predict(Path(options.run), options.images, top=options.top, weights=options.weights):
+        shares = (f"{name} {100 * share:.1f} %" for name, share in zip(answer.classes, answer.probabilities, strict=True))
+        print(f"{answer.path}  {'  '.join(shares)}")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from widefield.inference import export
+
+    output = Path(options.output) if options.output else None
+    print(export(Path(options.run), options.to, output=output, weights=options.weights))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from widefield.report import write_report
+    from widefield.train.folder import existing_folder
+
+    print(write_report(existing_folder(options.run)))
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------ ranks
+
+
+def _world(config: RunConfig, arguments, run: str | None) -> tuple[World | None, int]:
+    """This process's place among the ranks; or, where it has started ranks and seen them end, None and their status."""
+    from widefield.launchers import world_from
+    from widefield.launchers.local import local_ranks, start
+
+    world = world_from(os.environ)
+    if world is not None:
+        return world, 0
+    import torch
+
+    from widefield.engine.mesh import World
+
+    ranks, reason = local_ranks(ranks_asked_for(config), torch.cuda.device_count())
+    if ranks == 1:
+        return World(), 0
+    print(reason, flush=True)
+    return None, start(ranks, arguments(run))
+
+
+def _fresh() -> Path:
+    from widefield.train.folder import fresh_folder
+
+    return fresh_folder()
+
+
+def _shared_fresh_folder(world: World) -> Path:
+    """A fresh folder where one process runs; ranks that others started cannot agree on one before they have met."""
+    if world.size > 1:
+        raise ValueError(
+            f"{world.size} ranks were started by {world.launcher} without --run, and each would make a folder of its own; "
+            "add --run DIR"
+        )
+    return _fresh()
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether widefield itself raised it, in words meant for the user; what torch raises wants its traceback."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith("widefield")
+
+
+def _refuse(error: BaseException) -> int:
+    """Say what is wrong, once: of an error that all ranks raise together, rank 0 speaks."""
+    from widefield.engine.mesh import AgreedError
+
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    if rank == 0 or not isinstance(error, AgreedError):
+        print(f"widefield: {'' if rank == 0 else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
+    return 2

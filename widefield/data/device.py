@@ -1,0 +1,79 @@
+"""From a uint8 batch to what the network reads: to the device, augmented, scaled, normalized, mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from widefield.data.loader import Batch
+from widefield.data.transforms import Transforms
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Images travel as uint8, a quarter of float32's bytes; arithmetic happens on the device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    mean: Sequence[float]
+    std: Sequence[float]
+    num_classes: int
+    channels_last: bool
+    augment: Transforms
+    """Run here, image by image with each sample's own seed, where the device is no CPU; empty otherwise."""
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Images (B, C, H, W) and targets: (B,) class numbers, or (B, num_classes) shares where images were mixed."""
+        image = batch.image.to(self.device, non_blocking=True)
+        target = batch.target.to(self.device, non_blocking=True)
+        if self.augment.steps:
+            image = torch.stack([self.augment(one, seed) for one, seed in zip(image, batch.seeds, strict=True)])
+        image = self._scaled(image)
+        if batch.partner is not None:
+            image, target = self._mixed(image, target, batch)
+        return image.contiguous(memory_format=self._format(image)), target
+
+    def _format(self, image: Tensor) -> torch.memory_format:
+        return torch.channels_last if self.channels_last and image.ndim == 4 else torch.contiguous_format
+
+    def _scaled(self, image_BCHW: Tensor) -> Tensor:
+        """(pixel / 255 - mean) / std as one multiplication and one addition."""
+        return torch.addcmul(self._offset, image_BCHW.to(self.dtype), self._factor)
+
+    @cached_property
+    def _offset(self) -> Tensor:
+        return -self._channels(self.mean) / self._channels(self.std)
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        return 1 / (255 * self._channels(self.std))
+
+    def _channels(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=self.dtype, device=self.device).view(1, -1, 1, 1)
+
+    def _mixed(self, image_BCHW: Tensor, target_B: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        assert batch.partner is not None and batch.share is not None and batch.box is not None
+        partner = batch.partner.to(self.device)
+        inside_BHW = _inside(batch.box, image_BCHW.shape[-2:])
+        cut_B = (batch.box[:, 2] > batch.box[:, 0]).to(torch.float64)
+        share_B = torch.where(cut_B > 0, 1 - inside_BHW.mean((1, 2)), batch.share)
+        # one formula for both: the partner's weight is the pasted box for cutmix, 1 - share everywhere for mixup
+        weight_BHW = torch.where(cut_B.view(-1, 1, 1) > 0, inside_BHW, (1 - share_B).view(-1, 1, 1))
+        weight = weight_BHW.to(self.device, self.dtype).unsqueeze(1)
+        own = F.one_hot(target_B, self.num_classes).to(self.dtype)
+        share = share_B.to(self.device, self.dtype).unsqueeze(1)
+        return torch.lerp(image_BCHW, image_BCHW[partner], weight), torch.lerp(own[partner], own, share)
+
+
+def _inside(box_B4: Tensor, size: Sequence[int]) -> Tensor:
+    """(B, H, W) of 1 where a pixel's center lies in the sample's box."""
+    height, width = size
+    y = ((torch.arange(height, dtype=torch.float64) + 0.5) / height).view(1, -1, 1)
+    x = ((torch.arange(width, dtype=torch.float64) + 0.5) / width).view(1, 1, -1)
+    top, left, bottom, right = (box_B4[:, side].view(-1, 1, 1) for side in range(4))
+    return ((y >= top) & (y < bottom) & (x >= left) & (x < right)).to(torch.float64)

@@ -1,0 +1,1 @@
+"""A dataset format per file: `open_dataset(config) -> Dataset`, and CASES."""

@@ -1,0 +1,61 @@
+"""Handwritten digits that ship inside scikit-learn: 1,797 real scans of 8x8 grey pixels (UCI optdigits, test part).
+
+1,437 train and 360 evaluate; the split is fixed (stratified by class, scikit-learn's `train_test_split` with seed 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from widefield.config import DataConfig
+from widefield.data import Dataset
+
+
+@dataclass(frozen=True)
+class Digits:
+    """`images` (N, 1, 8, 8) uint8, `labels` and `numbers` (the place in scikit-learn's list) N long."""
+
+    images: Tensor
+    labels: list[int]
+    numbers: list[int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], self.labels[index]
+
+    def name_of(self, index: int) -> str:
+        return f"digits/{self.numbers[index]}"
+
+
+def open_dataset(config: DataConfig) -> Dataset:
+    """The digits; `path` and `hold_out` must be left out, since the images and the split are fixed."""
+    if config.path is not None or config.hold_out is not None:
+        raise ValueError("data.name=digits is built in, with a fixed split; leave data.path and data.hold_out out")
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    pixels = torch.from_numpy((digits.images * 255 / 16).round()).to(torch.uint8).unsqueeze(1)  # scans have 17 grey levels
+    train, held_out = train_test_split(range(len(pixels)), test_size=360, random_state=0, stratify=digits.target)
+
+    def part(numbers: list[int]) -> Digits:
+        return Digits(pixels[numbers], [int(digits.target[number]) for number in numbers], numbers)
+
+    return Dataset(
+        train=part(train),
+        evaluate=part(held_out),
+        classes=[str(digit) for digit in range(10)],
+        channels=1,
+        mean=[0.305],  # of the 1,437 training scans
+        std=[0.376],
+        in_memory=True,
+    )
+
+
+CASES = [({}, 1437, 360, 10)]
+"""(what a data config says, training images, evaluation images, classes)."""

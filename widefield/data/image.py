@@ -1,0 +1,48 @@
+"""Image files to uint8 tensors: JPEG, PNG, TIFF, WebP and whatever else Pillow reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from widefield.data import BadImageError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp")
+
+
+def read_image(path: str | Path, channels: int) -> Tensor:
+    """The image at `path` as (channels, H, W) uint8: 1 is grey, 3 is RGB; turned upright as its EXIF says.
+
+    16-bit images keep their upper 8 bits.  BadImageError names a file that is missing, empty, cut short or no image.
+    """
+    try:
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image)
+            pixels = _bytes_of(upright, "L" if channels == 1 else "RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        size = Path(path).stat().st_size if Path(path).is_file() else None
+        told = "there is no such file" if size is None else f"{size} bytes; {error}"
+        raise BadImageError(f"cannot read the image {path} ({told})") from None
+    return pixels
+
+
+def _bytes_of(image: Image.Image, mode: str) -> Tensor:
+    if image.mode.startswith("I"):  # 16 bits in 'I;16' or 'I'; Pillow's own conversion clips them at 255
+        wide = np.asarray(image, dtype=np.int64)
+        image = Image.fromarray((wide >> 8 if wide.max(initial=0) > 255 else wide).clip(0, 255).astype(np.uint8))
+    pixels = np.array(image.convert(mode))
+    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
+
+
+def write_image(pixels_CHW: Tensor, path: Path) -> None:
+    """Save (C, H, W) uint8, C of 1 or 3, as the format of the path's suffix."""
+    array = pixels_CHW.permute(1, 2, 0).cpu().numpy()
+    Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array).save(path)
+
+
+Image.MAX_IMAGE_PIXELS = None
+"""Pillow takes an image above 179 million pixels for an attack; here they are the point."""

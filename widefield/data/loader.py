@@ -1,0 +1,284 @@
+"""Which samples does each rank read at each step, and as what batch?
+
+The order of an epoch is a permutation drawn from (seed, epoch).  Step k of an epoch takes positions [k B, k B + B), the
+last step what is left; that interval is cut evenly over ranks, and each rank's part over its passes.  Nothing depends on
+ranks or workers but who reads what.  No sample is dropped or repeated: a part may be shorter than others, or empty; then
+a stand-in image goes along so that the rank can join the collectives, marked as no sample (`Batch.samples` is 0).
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from widefield.config import DataConfig
+from widefield.data import BadImageError, Images
+from widefield.data.transforms import Transforms, seed_of
+from widefield.geometry import Interval, even_cut, parts_of
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank works on in one pass.  `image` is (B, C, H, W) uint8 and `target` (B,) class numbers.
+
+    `samples` counts the real ones: B, or 0 where the batch is a stand-in.  `index` (B,) numbers the images in their split.
+    `partner`, `share` and `box` say how mixup and cutmix blend image i with image partner[i]; None without mixing.
+    `skipped` names unreadable images left out; `problem` is why this rank cannot go on, for all ranks to raise together.
+    """
+
+    image: Tensor
+    target: Tensor
+    index: Tensor
+    seeds: list[int] = field(default_factory=list)
+    samples: int = 0
+    partner: Tensor | None = None
+    share: Tensor | None = None
+    box: Tensor | None = None
+    skipped: list[str] = field(default_factory=list)
+    problem: str | None = None
+
+    def pin_memory(self) -> Batch:
+        tensors = {name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The arithmetic of steps: `samples` per epoch, `batch` per step; the last step of an epoch takes what is left."""
+
+    samples: int
+    batch: int
+
+    @property
+    def per_epoch(self) -> int:
+        return -(-self.samples // self.batch)
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.per_epoch
+
+    def positions(self, step: int) -> Interval:
+        """Positions in their epoch of the samples of step `step`, counted from 0 over the whole run."""
+        start = (step % self.per_epoch) * self.batch
+        return Interval(start, min(start + self.batch, self.samples))
+
+    def seen(self, step: int) -> int:
+        """Samples consumed before step `step`, over all epochs."""
+        return self.epoch_of(step) * self.samples + (step % self.per_epoch) * self.batch
+
+
+@dataclass(frozen=True)
+class Key:
+    """One sample to read: image `index` in `epoch`, at `position` of its order; `real` False for a stand-in."""
+
+    epoch: int
+    position: int
+    index: int
+    real: bool = True
+
+
+def order_of(seed: int, epoch: int, samples: int) -> Tensor:
+    """The permutation of an epoch: image order_of(...)[p] stands at position p."""
+    generator = torch.Generator().manual_seed(seed_of(seed, "order", epoch))
+    return torch.randperm(samples, generator=generator)
+
+
+def share_of(positions: Interval, *, rank: int, ranks: int, passes: int, multiple: int) -> list[Interval]:
+    """The positions that `rank` takes of a step, one interval per pass; some may be empty."""
+    own = parts_of(even_cut(len(positions), ranks, multiple=multiple))[rank]
+    cuts = parts_of(even_cut(len(own), passes, multiple=multiple))
+    start = positions.start + own.start
+    return [Interval(start + part.start, start + part.stop) for part in cuts]
+
+
+class TrainSampler(Sampler[list[Key]]):
+    """Lists of keys, one per pass, from step `first` to `last` of a run; prefetching runs across epochs."""
+
+    def __init__(self, steps: Steps, *, seed: int, first: int, last: int, rank: int, ranks: int, passes: int, multiple: int):
+        self.steps, self.seed, self.first, self.last = steps, seed, first, last
+        self.share = {"rank": rank, "ranks": ranks, "passes": passes, "multiple": multiple}
+
+    def __len__(self) -> int:
+        return (self.last - self.first) * self.share["passes"]
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        epoch, order = -1, torch.empty(0)
+        for step in range(self.first, self.last):
+            if self.steps.epoch_of(step) != epoch:
+                epoch = self.steps.epoch_of(step)
+                order = order_of(self.seed, epoch, self.steps.samples)
+            positions = self.steps.positions(step)
+            for part in share_of(positions, **self.share):
+                keys = [Key(epoch, position, int(order[position])) for position in part]
+                yield keys or [Key(epoch, positions.start, int(order[positions.start]), real=False)]
+
+
+class EvaluateSampler(Sampler[list[Key]]):
+    """Every image of a split once over all ranks, in order, `batch` at a time."""
+
+    def __init__(self, samples: int, *, batch: int, rank: int, ranks: int) -> None:
+        own = parts_of(even_cut(samples, ranks))[rank]
+        self.batches = [range(start, min(start + batch, own.stop)) for start in range(own.start, own.stop, batch)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        return ([Key(0, index, index) for index in batch] for batch in self.batches)
+
+
+@dataclass(frozen=True)
+class Reader(Dataset):
+    """Reads the samples of a list of keys into a Batch.  Runs in worker processes."""
+
+    images: Images
+    transforms: Transforms
+    augment: Transforms
+    """Run here where the device is the CPU; empty where the device augments."""
+    num_classes: int
+    seed: int
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    bad_images: Literal["stop", "skip"] = "stop"
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        """Problems come back inside the batch, not as exceptions, so that all ranks can stop together."""
+        try:
+            return self._batch(keys)
+        except ValueError as error:
+            problem = str(error)
+        except Exception:  # a transform's own failure, say; its traceback is what helps
+            problem = f"reading a batch failed:\n{traceback.format_exc()}"
+        nothing = torch.zeros(0)
+        return Batch(nothing, nothing, nothing, problem=problem)
+
+    def _batch(self, keys: Sequence[Key]) -> Batch:
+        skipped: list[str] = []
+        read = [sample for key in keys if (sample := self._read(key, skipped)) is not None]
+        real = bool(read) and keys[0].real
+        if not read:
+            read = [self._stand_in(keys[0])]
+        kept = [key for key, _, _ in read]
+        batch = Batch(
+            image=self._stack(read),
+            target=torch.tensor([target for _, _, target in read]),
+            index=torch.tensor([key.index for key in kept]),
+            seeds=[seed_of(self.seed, "augment", key.epoch, key.index) for key in kept],
+            samples=len(read) if real else 0,
+            skipped=skipped,
+        )
+        return self._mixed(batch, kept) if self.mixup or self.cutmix else batch
+
+    def _read(self, key: Key, skipped: list[str]) -> tuple[Key, Tensor, int] | None:
+        try:
+            image, target = self.images.read(key.index)
+        except BadImageError as error:
+            if self.bad_images == "stop":
+                raise BadImageError(
+                    f"{error}; mend or remove it, or set data.bad_images=skip to leave such images out"
+                ) from None
+            skipped.append(self.images.name_of(key.index))
+            return None
+        if not 0 <= target < self.num_classes:
+            name, top = self.images.name_of(key.index), self.num_classes - 1
+            raise ValueError(f"the label of {name} is {target}, outside 0..{top}; mend the label or the number of classes")
+        image = self.transforms(image, seed_of(self.seed, "read", key.epoch, key.index))
+        return key, self.augment(image, seed_of(self.seed, "augment", key.epoch, key.index)), target
+
+    def _stand_in(self, key: Key) -> tuple[Key, Tensor, int]:
+        """Any image that can be read: what it shows does not count, its shape does."""
+        for offset in range(len(self.images)):
+            near = replace(key, index=(key.index + offset) % len(self.images), real=False)
+            try:
+                image, _ = self.images.read(near.index)
+            except BadImageError:
+                continue
+            return near, self.augment(self.transforms(image, 0), 0), 0
+        raise BadImageError(f"none of the {len(self.images)} images can be read; the first is {self.images.name_of(0)}")
+
+    def _stack(self, read: list[tuple[Key, Tensor, int]]) -> Tensor:
+        first = read[0][1]
+        for key, image, _ in read:
+            if image.shape != first.shape:
+                a, b = self.images.name_of(read[0][0].index), self.images.name_of(key.index)
+                raise ValueError(
+                    f"images of one batch differ in size (C, H, W): {a} is {tuple(first.shape)} and {b} is "
+                    f"{tuple(image.shape)}; add RandomResizedCrop: {{size: [H, W]}} to data.read and "
+                    "Resize: {size: [H, W]} to data.read_evaluate"
+                )
+        return torch.stack([image for _, image, _ in read])
+
+    def _mixed(self, batch: Batch, keys: list[Key]) -> Batch:
+        """Pair positions 2i and 2i + 1 (shares are cut at even positions); a sample without its partner stays pure."""
+        place = {key.position: number for number, key in enumerate(keys)}
+        partner = [place.get(key.position ^ 1, number) for number, key in enumerate(keys)]
+        draws = [self._draw(key.epoch, key.position // 2) for key in keys]
+        return replace(
+            batch,
+            partner=torch.tensor(partner),
+            share=torch.tensor([share for share, _ in draws], dtype=torch.float64),
+            box=torch.tensor([box for _, box in draws], dtype=torch.float64),
+        )
+
+    def _draw(self, epoch: int, pair: int) -> tuple[float, list[float]]:
+        """A pair's own share and, for cutmix, the box (top, left, bottom, right, as shares of the image) that is pasted in.
+
+        mixup: Zhang et al. 2018, arXiv:1710.09412; cutmix: Yun et al. 2019, arXiv:1905.04899.
+        """
+        draw = np.random.default_rng(seed_of(self.seed, "mix", epoch, pair))
+        cut = bool(self.cutmix) and (not self.mixup or draw.random() < 0.5)
+        share = draw.beta(*(2 * [self.cutmix if cut else self.mixup]))
+        if not cut:
+            return share, [0.0, 0.0, 0.0, 0.0]
+        side, (y, x) = (1 - share) ** 0.5, draw.random(2)
+        top, left = max(0.0, y - side / 2), max(0.0, x - side / 2)
+        return share, [top, left, min(1.0, y + side / 2), min(1.0, x + side / 2)]
+
+
+def _collate(batch: Any) -> Any:
+    return batch
+
+
+def _start_worker(_: int) -> None:
+    """A worker leaves Ctrl-C to its rank, which ends it, and does not inherit the rank's own handlers."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def load_batches(reader: Reader, sampler: Sampler[list[Key]], *, workers: int, device: torch.device) -> DataLoader:
+    """A loader of this rank's Batches in the sampler's order, read by `workers` processes (0: by this one)."""
+    return DataLoader(
+        reader,
+        batch_sampler=sampler,
+        num_workers=workers,
+        collate_fn=_collate,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=_start_worker,
+    )
+
+
+def reader_of(config: DataConfig, images: Images, *, num_classes: int, seed: int, train: bool, device: torch.device) -> Reader:
+    """The reader that a config asks for.  Random augmentation runs in it on the CPU and on the device otherwise."""
+    listed = config.read if train else config.read_evaluate
+    here = config.augment if train and device.type == "cpu" else []
+    return Reader(
+        images=images,
+        transforms=Transforms(listed, field="data.read" if train else "data.read_evaluate"),
+        augment=Transforms(here, field="data.augment"),
+        num_classes=num_classes,
+        seed=seed,
+        mixup=config.mixup if train else 0.0,
+        cutmix=config.cutmix if train else 0.0,
+        bad_images=config.bad_images,
+    )

@@ -1,0 +1,353 @@
+"""BatchNorm whose statistics are those of the whole batch, however it is shared out over ranks.
+
+`SyncBatchNorm.convert(model, group)` is the one-liner.  Forward sends one message per layer (2C + 1 numbers), backward one
+(2C numbers).  The counts travel with the sums and stay on the device, so nothing waits for the GPU and ranks may hold
+different numbers of samples, none too.  torch's own SyncBatchNorm refuses CPU tensors and reads the counts back per layer.
+
+`ghost(model)` is for the rank that has no samples left and runs a stand-in, so that the others' messages find a partner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from widefield.engine.mesh import Mesh
+
+
+class _Held:
+    """A process group as a module attribute: copies share it, and a pickle leaves it behind (then the layer stands alone)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict) -> _Held:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _Held, ()
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm for (N, C, *) inputs, N > 0 or not, with the statistics of all ranks of `group`.
+
+    In training the mean, the variance and the running statistics (unbiased with the count over all ranks) are those of the
+    whole batch; in evaluation, and where `group` is None or one rank, it is torch's BatchNorm.  Statistics are float32, or
+    float64 for float64 inputs; they are merged in float64 about `running_mean`, which must be equal on all ranks (it stays so).
+    The gradients of weight and bias are this rank's part: DDP adds them up like any other.
+    ValueError, on every rank alike: one value per channel or none over all ranks.  On a GPU that would take waiting for the
+    device in every layer, so there the variance is 0 and the output is the bias.
+    Second derivatives are refused (RuntimeError from torch).
+    """
+
+    held: _Held
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.held = _Held(group)
+
+    @classmethod
+    def convert(cls, module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+        """Turn every BatchNorm in `module` into a SyncBatchNorm over `group`, in place; the same module back.
+
+        Parameters, buffers, hooks, names and the training flag are kept, for the layers stay the objects they were.
+        A subclass keeps what it adds as long as it leaves `forward` alone; timm's BatchNormAct2d is known.
+        NotImplementedError, before anything is changed: another forward (it would be lost), or a lazy BatchNorm.
+        """
+        kinds = {layer: _synchronized_kind(layer, name) for name, layer in module.named_modules() if _is_batch_norm(layer)}
+        for layer, kind in kinds.items():
+            layer.__class__ = kind
+            layer.held = _Held(group)
+        return module
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.held.group
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.group is None or self.group.size() == 1:
+            return super().forward(input)
+        if torch.compiler.is_compiling():
+            return torch._dynamo.disable(self._over_ranks)(input)
+        return self._over_ranks(input)
+
+    def _over_ranks(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        ghost = getattr(self, "ghost", False)
+        whole = self._statistics_of_the_whole(input, ghost)
+        return _Normalize.apply(input, self.weight, self.bias, whole, self.eps, self.group, ghost)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.size(1) != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm({self.num_features}) got an input of shape {tuple(input.shape)}; "
+                f"it wants (N, {self.num_features}, ...): samples, then channels"
+            )
+
+    @torch.no_grad()
+    def _statistics_of_the_whole(self, input: Tensor, ghost: bool) -> _Statistics:
+        """Merge this rank's statistics with the others' (one message) and move the running ones."""
+        # A NaN in the running mean must not reach the output: plain BatchNorm never reads it in training.
+        origin = None if self.running_mean is None else self.running_mean.double().nan_to_num(0, 0, 0)
+        sums = _sums_about(origin, input, empty=ghost or input.numel() == 0)
+        dist.all_reduce(sums, group=self.group)
+        if not sums.is_cuda and sums[-1] <= 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {self.group.size()} ranks "
+                f"(this rank's input: {tuple(input.shape)}); use a larger batch or larger images"
+            )
+        whole = _finish(sums, origin, torch.float64 if input.dtype == torch.float64 else torch.float32)
+        if self.track_running_stats and self.running_mean is not None:
+            self._move_running_statistics(whole)
+        return whole
+
+    def _move_running_statistics(self, whole: _Statistics) -> None:
+        self.num_batches_tracked.add_(1)
+        for running, batch in ((self.running_mean, whole.mean), (self.running_var, whole.unbiased)):
+            if self.momentum is None:  # a mean over all batches; its weight stays on the device
+                running.lerp_(batch.to(running.dtype), (1.0 / self.num_batches_tracked).to(running.dtype))
+            else:
+                running.lerp_(batch.to(running.dtype), self.momentum)
+
+
+class _SyncBatchNormAct(SyncBatchNorm):
+    """timm's BatchNormAct2d: the normalization, then its `drop` and `act`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.drop(super().forward(input)))
+
+
+# ---------------------------------------------------------------------------------------------- arithmetic
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    """Of one batch, per channel; all on the device.  `count` is one number: values per channel."""
+
+    mean: Tensor
+    var: Tensor
+    unbiased: Tensor
+    count: Tensor
+
+
+def _sums_about(origin: Tensor | None, input: Tensor, *, empty: bool) -> Tensor:
+    """What this rank adds to the whole: n * (mean - origin), squared deviations from the origin, n; 2C + 1 float64 numbers."""
+    channels = input.size(1)
+    if empty:
+        return input.new_zeros(2 * channels + 1, dtype=torch.float64)
+    mean, var = (statistic.double() for statistic in _local_statistics(input))
+    count = input.numel() // channels
+    shift = mean if origin is None else mean - origin
+    return torch.cat([shift * count, (var + shift * shift) * count, shift.new_full((1,), count)])
+
+
+def _local_statistics(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel by torch's own stable kernels, in float32 or float64."""
+    channels = input.size(1)
+    if input.is_cuda or input.dtype in (torch.float32, torch.float64):
+        return torch.batch_norm_update_stats(input, None, None, 0.0)
+    # On the CPU, 16-bit inputs give 16-bit statistics unless float32 buffers are passed; these are thrown away.
+    unused = torch.zeros(channels), torch.ones(channels)
+    return torch.batch_norm_update_stats(input, *unused, 0.0)
+
+
+def _finish(sums: Tensor, origin: Tensor | None, dtype: torch.dtype) -> _Statistics:
+    """Statistics of the whole from the added-up sums, in `dtype`."""
+    channels = (sums.numel() - 1) // 2
+    count = sums[-1]
+    shift = sums[:channels] / count.clamp(min=1)
+    squares = (sums[channels:-1] - count * shift * shift).clamp_(min=0)
+    mean = shift if origin is None else origin + shift
+    var, unbiased = squares / count.clamp(min=1), squares / (count - 1).clamp(min=1)
+    return _Statistics(mean.to(dtype), var.to(dtype), unbiased.to(dtype), count)
+
+
+class _Normalize(torch.autograd.Function):
+    """(input - mean) / sqrt(var + eps) * weight + bias, with the gradient that flows through the whole batch's statistics.
+
+    A ghost adds nothing to the sums of the backward pass and gets a gradient of zero.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        whole: _Statistics,
+        eps: float,
+        group: dist.ProcessGroup,
+        ghost: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, whole.mean, whole.var, whole.count)
+        ctx.eps, ctx.group, ctx.ghost = eps, group, ghost
+        scale = None if weight is None else weight.to(whole.mean.dtype)
+        shift = None if bias is None else bias.to(whole.mean.dtype)
+        return F.batch_norm(input, whole.mean, whole.var, scale, shift, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, var, count = ctx.saved_tensors
+        empty = ctx.ghost or input.numel() == 0
+        invstd = torch.rsqrt(var + ctx.eps)
+        grad = _laid_out_as(input, grad)
+        sums = mean.new_zeros(2, mean.numel()) if empty else _gradient_sums(grad, input, mean, var, ctx.eps)
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            whole = sums.clone()  # weight and bias take this rank's part, the input takes the whole's
+            dist.all_reduce(whole, group=ctx.group)
+            scale = invstd if weight is None else invstd * weight.to(mean.dtype)
+            arguments = (grad, input, _Statistics(mean, var, var, count), scale, whole, ctx.eps)
+            grad_input = torch.zeros_like(input) if empty else _input_gradient(*arguments)
+        grad_weight = sums[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = sums[1].to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+def _laid_out_as(input: Tensor, grad: Tensor) -> Tensor:
+    """`grad` in the memory format of `input`: torch's kernels are fast, or right at all, only where the two agree."""
+    for memory_format, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+        if input.dim() == dims and input.is_contiguous(memory_format=memory_format):
+            return grad.contiguous(memory_format=memory_format)
+    return grad.contiguous()
+
+
+def _gradient_sums(grad: Tensor, input: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """Sums over this rank's values, per channel: of grad * normalized input, and of grad; (2, C) in the statistics' dtype."""
+    # With train=False the kernel takes mean and var for constants, and its two sums are what is wanted; no input gradient.
+    _, weight_sum, bias_sum = torch.ops.aten.native_batch_norm_backward(
+        grad, input, torch.ones_like(mean), mean, var, None, None, False, eps, [False, True, True]
+    )
+    return torch.stack([weight_sum, bias_sum])
+
+
+def _input_gradient(
+    grad: Tensor, input: Tensor, statistics: _Statistics, scale: Tensor, sums: Tensor, eps: float
+) -> Tensor:
+    """scale * (grad - sum(grad) / n - normalized * sum(grad * normalized) / n), the sums over all ranks.
+
+    sums: (2, C), first of grad * normalized; scale: weight / sqrt(var + eps).
+    """
+    mean, var, count = statistics.mean, statistics.var, statistics.count
+    if grad.is_cuda:  # one kernel for all three terms, the one in torch's own SyncBatchNorm
+        invstd = torch.rsqrt(var + eps)
+        centred = sums[0] / invstd  # it wants the sum of grad * (input - mean)
+        return torch.batch_norm_backward_elemt(
+            grad, input, mean, invstd, scale / invstd, sums[1], centred, count.to(torch.int32).reshape(1)
+        )
+    # The two small terms are BatchNorm of the input with another weight and bias, one pass; then the large one is added.
+    # 16-bit numbers are widened before, so that each is rounded once; mixed arguments would be copied here anyway.
+    along_normalized, along_mean = sums / count.to(sums.dtype)
+    wide, wide_grad = input.to(mean.dtype), grad.to(mean.dtype)
+    gradient = F.batch_norm(wide, mean, var, -scale * along_normalized, -scale * along_mean, training=False, eps=eps)
+    return gradient.addcmul_(wide_grad, scale.view(-1, *[1] * (input.dim() - 2))).to(input.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- converting
+
+
+def _is_batch_norm(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm)
+
+
+def _synchronized_kind(layer: nn.Module, name: str) -> type[SyncBatchNorm]:
+    """The class that `layer` becomes; NotImplementedError, naming the layer, where its own forward would be lost."""
+    kind = type(layer)
+    where = f"'{name}' ({kind.__module__}.{kind.__qualname__})" if name else f"{kind.__module__}.{kind.__qualname__}"
+    if issubclass(kind, SyncBatchNorm):
+        return kind
+    if issubclass(kind, nn.modules.lazy.LazyModuleMixin):
+        raise NotImplementedError(
+            f"{where} is lazy: it does not know its channels yet, so it cannot be synchronized; run the model once before"
+        )
+    if "forward" in vars(layer):
+        raise NotImplementedError(f"{where} has a forward set on the object, which synchronizing would bypass; {_ADVICE}")
+    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        return SyncBatchNorm
+    if (kind.__module__, kind.__name__) in _TIMM_ACT:
+        return _mixed(_SyncBatchNormAct, kind)
+    if kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        return _mixed(SyncBatchNorm, kind)
+    raise NotImplementedError(f"{where} has a forward of its own, which synchronizing would drop; {_ADVICE}")
+
+
+_ADVICE = "use nn.BatchNorm1d/2d/3d there, or batch_norm=averaged or broadcast, which leave the layer as it is"
+_TIMM_ACT = (("timm.layers.norm_act", "BatchNormAct2d"), ("timm.layers.norm_act", "SyncBatchNormAct"))
+_MIXED: dict[tuple[type, type], type] = {}
+
+
+def _mixed(ours: type[SyncBatchNorm], theirs: type) -> type[SyncBatchNorm]:
+    """Our forward over their class, so that isinstance and what the subclass adds stay; one class per pair."""
+    if (ours, theirs) not in _MIXED:
+        names = {"__module__": theirs.__module__, "__doc__": theirs.__doc__}
+        _MIXED[ours, theirs] = type(f"Sync{theirs.__name__}", (ours, theirs), names)
+    return _MIXED[ours, theirs]
+
+
+# ---------------------------------------------------------------------------------------------- around training
+
+
+@contextmanager
+def ghost(model: nn.Module) -> Iterator[None]:
+    """Inside, this rank's batch is a stand-in that counts nothing: run forward and backward of a rank without samples here.
+
+    SyncBatchNorm adds zero values to the whole's statistics, normalizes the stand-in with them and sends back no gradient;
+    any other BatchNorm or InstanceNorm leaves its running statistics alone.  The loss of a stand-in must be multiplied by 0
+    for the layers behind the last SyncBatchNorm.  Recomputed activations (checkpointing) need backward inside as well.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, _NormBase)]
+    ours = [layer for layer in layers if isinstance(layer, SyncBatchNorm)]
+    others = [(layer, dict(layer._buffers)) for layer in layers if not isinstance(layer, SyncBatchNorm)]
+    for layer in ours:
+        layer.ghost = True
+    for layer, buffers in others:  # they write into copies, which are dropped
+        layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+    try:
+        yield
+    finally:
+        for layer in ours:
+            del layer.ghost
+        for layer, buffers in others:
+            layer._buffers.update(buffers)
+
+
+def average_running_statistics(model: nn.Module, mesh: Mesh) -> None:
+    """Replace the running mean and variance of every BatchNorm by their mean over the ranks: one message, once per epoch.
+
+    Cheap and inexact: the mean of the ranks' variances leaves out how far their means lie apart.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.running_mean is not None]
+    running = [statistic for layer in layers for statistic in (layer.running_mean, layer.running_var)]
+    if mesh.size == 1 or not running:
+        return
+    flat = mesh.sum_(torch.cat([statistic.double() for statistic in running])) / mesh.size
+    for statistic, mean in zip(running, flat.split([statistic.numel() for statistic in running]), strict=True):
+        statistic.copy_(mean)
+
+
+def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Overwrite every buffer with rank 0's; one message per buffer, before training and before a checkpoint."""
+    for buffer in model.buffers():
+        whole = buffer.detach().contiguous()
+        buffer.detach().copy_(mesh.broadcast_(whole))

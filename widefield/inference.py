@@ -1,0 +1,143 @@
+"""What one does with a trained run: evaluate it again, ask it about images, take its weights elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from widefield.config import RunConfig, read_config
+from widefield.data import Dataset
+from widefield.data.image import read_image
+from widefield.data.loader import Batch
+from widefield.data.transforms import Transforms
+from widefield.engine.mesh import Mesh, World, join, leave
+from widefield.naming import did_you_mean
+from widefield.plan import Plan, plan_of
+from widefield.run import evaluate_parts
+from widefield.train.assemble import Parts, assemble
+from widefield.train.checkpoint import Checkpoints
+from widefield.train.evaluate import Evaluation
+from widefield.train.folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model
+from widefield.train.record import replace_text
+from widefield.train.state import shapes_of
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model says of one image: classes with their probabilities, likeliest first."""
+
+    path: str
+    classes: list[str]
+    probabilities: list[float]
+
+
+def evaluate_run(folder: Path, overrides: Sequence[str], world: World, *, weights: str | None = None) -> Evaluation:
+    """Evaluate a run's weights on its evaluation split, over the ranks of `world`; the same counts on any number of them."""
+    config = read_config(existing_folder(folder) / "config.yaml", overrides)
+    with ExitStack() as stack:
+        mesh = join(world, plan_of(config, world.size))
+        stack.callback(leave)
+        parts = mesh.together(lambda: _loaded(folder, config, mesh, weights))
+        return evaluate_parts(parts, parts.model)
+
+
+def predict(folder: Path, images: Sequence[str], *, top: int = 3, weights: str | None = None) -> list[Answer]:
+    """What a run's model says of image files, in their order.  ValueError names an image that cannot be read."""
+    parts = _alone(folder, weights)
+    transforms = Transforms(parts.config.data.read_evaluate, field="data.read_evaluate")
+    prepare, classes = parts.preparation(train=False), parts.dataset.classes
+    parts.model.eval()
+    answers = []
+    for path in images:
+        pixels = transforms(read_image(path, parts.dataset.channels), 0).unsqueeze(0)
+        image, _ = prepare(Batch(pixels, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)))
+        with torch.no_grad(), parts.arithmetic.autocast():
+            output = parts.model(image)
+        best = parts.task.answers(output.double())[0].topk(min(top, len(classes)))
+        answers.append(Answer(path, [classes[index] for index in best.indices], best.values.tolist()))
+    return answers
+
+
+def export(folder: Path, to: str, *, output: Path | None = None, weights: str | None = None) -> Path:
+    """Write a run's model for use without widefield; the path written.
+
+    to: `safetensors` or `state_dict` (torch.save of tensors alone): names and shapes of the plain model; `onnx`: the
+    network for images of the evaluation's size, any batch, pixels normalized as the run did (a .json beside it says how).
+    """
+    if to not in _EXPORTS:
+        raise ValueError(f"cannot export to '{to}';{did_you_mean(to, _EXPORTS)} It can be: {', '.join(_EXPORTS)}")
+    parts = _alone(folder, weights)
+    write, suffix = _EXPORTS[to]
+    path = output or folder / f"model{suffix}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts.model.eval()
+    write(parts, path)
+    replace_text(path.with_suffix(".json"), (folder / MODEL).read_text(encoding="utf-8"))
+    return path
+
+
+def _safetensors(parts: Parts, path: Path) -> None:
+    import safetensors.torch
+
+    safetensors.torch.save_model(parts.model, str(path))
+
+
+def _state_dict(parts: Parts, path: Path) -> None:
+    torch.save({name: value.cpu() for name, value in parts.model.state_dict().items()}, path)
+
+
+def _onnx(parts: Parts, path: Path) -> None:
+    try:
+        import onnxscript  # noqa: F401  (torch.onnx needs it)
+    except ImportError:
+        raise ValueError("exporting to onnx needs onnx and onnxscript; pip install 'widefield[onnx]'") from None
+    shape = parts.dataset.evaluate.shape  # type: ignore[attr-defined]
+    pair = torch.zeros(2, *shape, dtype=parts.arithmetic.dtype, device=parts.mesh.device)  # torch takes 1 for a constant
+    batch = torch.export.Dim("batch", min=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.onnx warns of its own internals
+        torch.onnx.export(
+            parts.model, (pair,), str(path), dynamo=True, dynamic_shapes=({0: batch},), input_names=["image"],
+            output_names=["output"], external_data=False, verbose=False,
+        )  # fmt: skip
+
+
+_EXPORTS: dict[str, tuple[Callable[[Parts, Path], None], str]] = {
+    "safetensors": (_safetensors, ".safetensors"),
+    "state_dict": (_state_dict, ".pt"),
+    "onnx": (_onnx, ".onnx"),
+}
+
+
+def _alone(folder: Path, weights: str | None) -> Parts:
+    """The run's parts on this process alone, without its dataset."""
+    config = read_config(existing_folder(folder) / "config.yaml")
+    return _loaded(folder, config, join(World(), Plan()), weights, read_model(folder))
+
+
+def _loaded(folder: Path, config: RunConfig, mesh: Mesh, weights: str | None, dataset: Dataset | None = None) -> Parts:
+    """Data and model of a run, with the weights named, or the run's own, or those of its newest sound checkpoint."""
+    parts = assemble(config, mesh, dataset)
+    if weights is not None:
+        load_weights(weights, parts.model)
+    elif (folder / WEIGHTS).is_file():
+        load_weights(folder / WEIGHTS, parts.model)
+    else:
+        _load_newest(folder, parts.model, mesh)
+    return parts
+
+
+def _load_newest(folder: Path, model: nn.Module, mesh: Mesh) -> None:
+    checkpoints = Checkpoints(folder / "checkpoints", mesh, keep_last=1, keep_best=0, warn=print)
+    found = checkpoints.newest_sound()
+    if found is None:
+        raise ValueError(f"{folder} has neither {WEIGHTS} nor a sound checkpoint; train it first, or name --weights FILE")
+    state, _ = checkpoints.load(found, model=shapes_of(model))
+    average = {name.removeprefix("module."): value for name, value in state["ema"].items() if name.startswith("module.")}
+    model.load_state_dict(average or state["model"])

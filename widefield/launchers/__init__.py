@@ -1,0 +1,70 @@
+"""Who started this process?  One file per launcher; each reads its own variables and says World, None or what is wrong.
+
+A launcher's file has three things: `ASKED`, when its turn comes (lower is earlier); `detect(environment)`; and `CASES`,
+environments with the World that they mean or a pattern of the error that they deserve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from widefield.naming import load, names_in
+
+if TYPE_CHECKING:
+    from widefield.engine.mesh import World
+
+
+def world_from(environment: Mapping[str, str]) -> World | None:
+    """This process's place among the ranks, as its launcher's variables say; None where nobody has started several.
+
+    Files are asked in the order of their ASKED, and the innermost launcher comes first: torchrun inside srun inside a
+    pod is torchrun.  ValueError where variables are half set or contradict each other: a process that was started as
+    one of many never goes on alone.
+    """
+    modules = [load(__name__, name) for name in names_in(__name__)]
+    for module in sorted(modules, key=lambda module: (module.ASKED, module.__name__)):
+        world = module.detect(environment)
+        if world is not None:
+            return _sound(world)
+    return None
+
+
+def numbers(environment: Mapping[str, str], names: Iterable[str], *, launcher: str) -> list[int]:
+    """The variables `names` as whole numbers, in that order; ValueError names what is missing, or what is no number."""
+    wanted = list(names)
+    require(environment, wanted, launcher=launcher)
+    return [_number(environment, name) for name in wanted]
+
+
+def require(environment: Mapping[str, str], names: Iterable[str], *, launcher: str) -> None:
+    """ValueError naming what is set and what is missing, unless all of `names` are set and not empty."""
+    wanted = list(names)
+    missing = [name for name in wanted if not environment.get(name)]
+    if missing:
+        found = ", ".join(f"{name}={environment[name]}" for name in wanted if environment.get(name)) or "none of its variables"
+        raise ValueError(
+            f"the environment of {launcher} is half set: it has {found} and lacks {', '.join(missing)}; "
+            f"start under {launcher}, which sets them all, or unset what is left over from an earlier run"
+        )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(
+            f"{name}={environment[name]!r} is not a whole number; the launcher sets it, so leave it to the launcher"
+        )
+    return int(text)
+
+
+def _sound(world: World) -> World:
+    """The world itself, unless its numbers contradict each other."""
+    if world.rank >= world.size or world.local_rank >= world.local_size or world.local_size > world.size:
+        raise ValueError(
+            f"the environment of {world.launcher} contradicts itself: rank {world.rank} of {world.size}, "
+            f"{world.local_rank} of {world.local_size} on its machine (ranks count from 0); start under one launcher only"
+        )
+    if world.size > 1 and not 0 < world.port < 65536:
+        raise ValueError(f"the environment of {world.launcher} gives port {world.port} to meet at; set MASTER_PORT to 1..65535")
+    return world

@@ -1,0 +1,333 @@
+"""This machine: start the ranks here, watch them, and leave nothing behind.
+
+`start` drives torch's elastic agent, the engine behind torchrun, with its rendezvous on a free port of this machine.  The
+agent is torch's; the endings are ours, because torch's own give a rank that hangs after another's crash 30 s, and leave
+orphans when a second signal comes while they wait:
+
+    a rank fails      the others get 1 s to end by themselves (each may be about to say what is wrong), then SIGTERM, 1 s
+                      later SIGKILL
+    a first signal    is passed on to all ranks, which save and end; they have `grace_seconds`, unless one of them fails
+    a second signal   SIGKILL to all, at once
+
+What a rank writes goes to the terminal untouched.  A rank reads its place from torchrun's variables (torchrun.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from subprocess import Popen
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from widefield.engine.mesh import World
+
+ASKED = 90
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+OWN_END_SECONDS = 1.0
+"""How long the other ranks may go on after one has failed, before SIGTERM and once more before SIGKILL."""
+POLL_SECONDS = 0.05
+LAUNCHER = "WIDEFIELD_LAUNCHER"
+"""Tells a rank the process that started it; see `end_with_launcher`."""
+
+
+def detect(environment: Mapping[str, str]) -> World | None:
+    """None: whoever has no launcher starts ranks here, and the ranks started here have torchrun's variables."""
+    return None
+
+
+CASES: list[tuple[dict[str, str], World | str | None]] = [({}, None), ({LAUNCHER: "17"}, None)]
+
+
+def local_ranks(asked: int | None, gpus: int) -> tuple[int, str]:
+    """How many ranks to start on this machine, and why: as the mesh asks, else one per GPU, else one.
+
+    asked: what the mesh needs, None where mesh.replicate is left open.  gpus: how many this machine has.
+    ValueError where a machine with GPUs has fewer than asked for.
+    """
+    if asked is None:
+        if gpus:
+            return gpus, f"{gpus} {_ranks(gpus)}: one per GPU"
+        return 1, "1 rank: no GPU here; mesh.replicate=N starts N CPU ranks"
+    if 0 < gpus < asked:
+        raise ValueError(
+            f"the mesh asks for {asked} ranks and this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}, for one rank each; "
+            f"set mesh.replicate so that all axes together make {gpus}, start on more machines (torchrun, srun), or hide the "
+            "GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
+    return asked, f"{asked} {_ranks(asked)}: as the mesh asks"
+
+
+def _ranks(count: int) -> str:
+    return "rank" if count == 1 else "ranks"
+
+
+def start(ranks: int, arguments: list[str], *, grace_seconds: float = 300.0, program: list[str] | None = None) -> int:
+    """Run `widefield` with `arguments` on `ranks` ranks of this machine; the status that the command should exit with.
+
+    0 where all ended well; a failed rank's own exit code, 128 + its signal where it was killed, said in one sentence on
+    stderr; 130 after Ctrl-C and 143 after SIGTERM (128 + the signal) where the ranks ended well upon it.
+    grace_seconds: how long the ranks may take to save after the first signal; a second one kills them at once.
+    program: what to run in place of `python -m widefield`.
+    OMP_NUM_THREADS is the ranks' share of the cores, unless it is set.  Call in the main thread (signals are handled).
+    On Linux no process of the ranks outlives this call, not even one in a session of its own.
+    """
+    command = [*(program or [sys.executable, "-m", "widefield"]), *arguments]
+    party = _Party(run_id=f"widefield-{uuid.uuid4().hex}", grace_seconds=grace_seconds)
+    with _quiet_torch(), _environment(ranks), _signals_to(party.on_signal):
+        try:
+            _run_agent(ranks, command, party)
+        finally:
+            party.kill()
+    if party.verdict:
+        print(f"widefield: {party.verdict}", file=sys.stderr, flush=True)
+    return party.status
+
+
+def end_with_launcher(environment: Mapping[str, str]) -> None:
+    """Let the kernel kill this rank when the process that started it dies, even by SIGKILL; call it early in a rank.
+
+    Without it such ranks would train on, and write into the run folder beside the next run.  Does nothing for a process
+    that `start` did not start, nor on systems other than Linux.
+    """
+    launcher = environment.get(LAUNCHER)
+    if launcher is None or sys.platform != "linux":
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != int(launcher):  # it died before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------ endings
+
+
+class _Party:
+    """The ranks' processes, the signal that asked them to end, and the verdict on how they ended."""
+
+    def __init__(self, run_id: str, grace_seconds: float) -> None:
+        self.run_id = run_id
+        self.grace_seconds = grace_seconds
+        self.processes: dict[int, Popen[bytes]] = {}
+        self.received: signal.Signals | None = None
+        self.ended_at_once = False
+        self.status = 0
+        self.verdict = ""
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Remember the first signal, which is acted on between two looks at the ranks; kill all at the second."""
+        if self.received is None:
+            self.received = signal.Signals(number)
+        else:
+            self.ended_at_once = True
+            self.kill()
+
+    def running(self) -> list[int]:
+        """The ranks that have not ended."""
+        return [rank for rank, process in self.processes.items() if process.poll() is None]
+
+    def ended_well(self) -> bool:
+        return all(process.poll() == 0 for process in self.processes.values())
+
+    def failed(self, well: tuple[int, ...] = (0,)) -> bool:
+        """Whether a rank has ended with a code not in `well`.
+
+        The first one found gets the blame; of several found at once, one that a signal killed, for the others may have
+        failed on losing it.
+        """
+        codes = {rank: code for rank, process in self.processes.items() if (code := process.poll()) not in (None, *well)}
+        if codes and not self.verdict:
+            rank = min(codes, key=lambda rank: (codes[rank] > 0, rank))
+            self.status, self.verdict = _verdict(rank, codes[rank])
+        return bool(codes)
+
+    def end_after_signal(self, received: signal.Signals) -> None:
+        """Pass the signal on and wait for the ranks to save and end, as long as none of them fails."""
+        name = "Ctrl-C" if received == signal.SIGINT else received.name
+        text = f"{name}: the ranks save and end, in {self.grace_seconds:.0f} s at most; a second signal ends them at once"
+        print(f"widefield: {text}", file=sys.stderr, flush=True)
+        passed_on = signal.SIGINT if received == signal.SIGINT else signal.SIGTERM  # what a rank saves upon
+        well = (0, 128 + received, 128 + passed_on, -passed_on)
+        self.status = 128 + received
+        self.send(passed_on)
+        self.wait(self.grace_seconds, unless=lambda: not self.ended_at_once and self.failed(well))
+        if self.ended_at_once or self.verdict:
+            self.end_after_failure()
+        elif late := self.running():
+            self.status = 128 + signal.SIGKILL
+            self.verdict = f"rank {late[0]} had not ended {self.grace_seconds:.0f} s after {name} and was killed"
+
+    def end_after_failure(self) -> None:
+        """Give the ranks that are left a moment, then SIGTERM, then SIGKILL."""
+        self.wait(OWN_END_SECONDS)
+        self.send(signal.SIGTERM)
+        self.wait(OWN_END_SECONDS)
+        self.kill()
+
+    def wait(self, seconds: float, unless: Callable[[], bool] = lambda: False) -> None:
+        """Wait until all ranks have ended, or `seconds` are over, or `unless` comes true."""
+        deadline = time.monotonic() + seconds
+        while not unless() and self.running() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to every running rank and the processes it started (torch gives each rank a session)."""
+        for rank in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.processes[rank].pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to the ranks and, on Linux, to everything that carries their run's id, such as a dead rank's workers."""
+        self.send(signal.SIGKILL)
+        for _ in range(20):  # a process may fork while it is being found; a killed one takes a moment to go
+            left = _processes_of(self.run_id)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not left:
+                break
+            time.sleep(POLL_SECONDS)
+        self.wait(OWN_END_SECONDS)  # they are dead, and now are no zombies either
+
+
+def _verdict(rank: int, code: int) -> tuple[int, str]:
+    """The exit status of a rank that failed and the sentence on it; `code` as Popen gives it, negative for a signal."""
+    if code > 0:
+        return code, f"rank {rank} ended with exit code {code}; its message is above"
+    hint = "; the machine may be out of memory" if -code == signal.SIGKILL else ""
+    return 128 - code, f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
+
+
+def _processes_of(run_id: str) -> list[int]:
+    """Every process started with this run's id in its environment; none where there is no /proc."""
+    mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone, or another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ torch's agent
+
+
+def _run_agent(ranks: int, command: list[str], party: _Party) -> None:
+    """Start `command` on the ranks and see them to their end, which `party` then knows."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+    meeting = registry.get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint="localhost:0",  # port 0: a free one
+            run_id=party.run_id,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",  # else the ranks are sent to this machine's full name, which often does not resolve
+            is_host=True,
+        )
+    )
+    try:
+        _agent(ranks, command, meeting, party).run()
+    except SignalException:
+        pass  # our own, from _monitor_workers: the ranks have ended
+    finally:
+        meeting.shutdown()
+
+
+def _agent(ranks: int, command: list[str], meeting: Any, party: _Party) -> Any:
+    """Torch's agent for `command` on `ranks` ranks, with our endings.  A function, for torch is imported when ranks start."""
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
+    class Agent(LocalElasticAgent):
+        def _start_workers(self, worker_group):
+            pids = super()._start_workers(worker_group)
+            party.processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+            return pids
+
+        def _monitor_workers(self, worker_group):
+            if party.received is not None and not party.ended_well():
+                party.end_after_signal(party.received)
+                party.kill()
+                raise SignalException("stopped", party.received)
+            if party.failed():
+                party.end_after_failure()
+            elif party.running():
+                return RunResult(state=WorkerState.HEALTHY)
+            return super()._monitor_workers(worker_group)
+
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=ranks,
+        rdzv_handler=meeting,
+        entrypoint=command[0],
+        args=tuple(argument.replace("$", "$$") for argument in command[1:]),  # torch fills in ${local_rank} and halves $$
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull))  # no log files: else a folder in /tmp is left behind
+
+
+# ------------------------------------------------------------------------------------------------ surroundings
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Torch's agent says nothing itself, unless LOGLEVEL asks it to: its 20-line banners hide the rank's own message."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    nowhere = logging.NullHandler()  # with no handler at all, Python would print warnings itself
+    propagate = logger.propagate
+    logger.addHandler(nowhere)
+    logger.propagate = "LOGLEVEL" in os.environ
+    try:
+        yield
+    finally:
+        logger.removeHandler(nowhere)
+        logger.propagate = propagate
+
+
+@contextlib.contextmanager
+def _environment(ranks: int) -> Iterator[None]:
+    """What the ranks inherit; as before afterwards."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // ranks)),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # torch's handlers raise wherever they strike, even between two starts of a rank
+        LAUNCHER: str(os.getpid()),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Signals that stop a program go to `handler`; those that were ignored, as SIGHUP is under nohup, still are."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    heard = [number for number, action in before.items() if action is not signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])

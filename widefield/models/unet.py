@@ -1,0 +1,55 @@
+"""A small U-Net (Ronneberger et al. 2015, arXiv:1505.04597) for images of any size, answering per pixel.
+
+Convolutions are padded, so the output has the image's size; odd sizes are met by resizing up to the skip's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def _double(in_channels: int, channels: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for start in (in_channels, channels):
+        conv = nn.Conv2d(start, channels, 3, padding=1, bias=False)
+        layers += [conv, nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
+
+
+class UNet(nn.Module):
+    def __init__(self, in_channels: int, num_classes: int, *, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(_double(start, width) for start, width in zip([in_channels, *widths], widths, strict=False))
+        self.pool = nn.MaxPool2d(2)
+        deep = list(reversed(widths))
+        pairs = list(zip(deep, deep[1:], strict=False))
+        self.narrow = nn.ModuleList(nn.Conv2d(below, here, 1) for below, here in pairs)
+        self.up = nn.ModuleList(_double(2 * here, here) for _, here in pairs)
+        self.head = nn.Conv2d(widths[0], num_classes, 1)
+
+    def forward(self, image_BCHW: Tensor) -> Tensor:
+        x, skips = image_BCHW, []
+        for number, down in enumerate(self.down):
+            x = down(self.pool(x) if number else x)
+            skips.append(x)
+        skips.pop()
+        for narrow, up in zip(self.narrow, self.up, strict=True):
+            skip = skips.pop()
+            x = F.interpolate(narrow(x), size=skip.shape[2:], mode="bilinear", align_corners=False)
+            x = up(torch.cat([skip, x], dim=1))
+        return self.head(x)
+
+
+def build(in_channels: int, num_classes: int, *, widths: Sequence[int] = (16, 32, 64, 128)) -> nn.Module:
+    """widths: channels of each level, from the image's size downwards; each level halves the image."""
+    return UNet(in_channels, num_classes, widths=widths)
+
+
+CASES = [
+    ({"widths": [4, 8, 16]}, torch.Size((1, 3, 21, 18)), torch.Size((1, 10, 21, 18))),
+]
+"""(options, image shape, output shape for 10 classes)."""

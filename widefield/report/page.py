@@ -1,0 +1,438 @@
+"""What became of a run?  One page from the files of its folder: record.jsonl, evaluation.json, config.yaml, mistakes/.
+
+Every text on the page is made here; page.html only lays it out.  Equal files give equal bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from PIL import Image
+
+from widefield import plan as plans
+from widefield.report import plots
+from widefield.train.record import Line, read, replace_text
+from widefield.train.terminal import memory_text, rate_text
+
+DATA_BOUND_SHARE = 0.10  # below a tenth, no change to the loader can make the run more than 1.11 times as fast
+MATRIX_CLASSES = 40
+"""With more classes than this, the most confused pairs are listed in place of the matrix."""
+LISTED = 20
+PICTURE_PX = 512
+"""Longer pictures are made this long, so that the page stays light."""
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write `report.html` into a run folder and return its path.  The page stands alone: it loads nothing.
+
+    A run that is still going, was interrupted or never evaluated has a page too, which says so.
+    ValueError: the folder holds no record, or a file in it is damaged.
+    """
+    folder = Path(folder)
+    path = folder / "report.html"
+    replace_text(path, _page(_Run(folder, read(folder), _evaluation(folder), _text(folder / "config.yaml"))))
+    return path
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run folder, read.  `evaluation` is the newest one in full; None before the first."""
+
+    folder: Path
+    lines: list[Line]
+    evaluation: dict[str, Any] | None
+    config: str
+
+    def of(self, kind: str) -> list[Line]:
+        return [line for line in self.lines if line.get("kind") == kind]
+
+    @cached_property
+    def start(self) -> Line:
+        return (self.of("start") or [{}])[-1]
+
+    @cached_property
+    def end(self) -> Line | None:
+        """How the last attempt ended; None while it runs, or where it was killed."""
+        ends = [line for line in self.lines if line.get("kind") in ("start", "end")]
+        return ends[-1] if ends and ends[-1]["kind"] == "end" else None
+
+    @cached_property
+    def steps(self) -> list[Line]:
+        return self.of("step")
+
+    @cached_property
+    def usual_steps(self) -> list[Line]:
+        """Steps without the first of each attempt, which pays for warm-up; all of them where that leaves none."""
+        before = [{}, *self.lines]
+        warm = [line for line, last in zip(self.lines, before, strict=False)
+                if line.get("kind") == "step" and last.get("kind") not in (None, "start")]  # fmt: skip
+        return warm or self.steps
+
+    @property
+    def last_step(self) -> int:
+        return self.steps[-1]["step"] if self.steps else 0
+
+
+def _page(run: _Run) -> str:
+    template = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template).render(
+        title=_title(run.config),
+        state=run.end["reason"] if run.end else "open",
+        verdict=_verdict(run),
+        cards=[card for card in _cards(run) if card],
+        bound=_bound(run),
+        curves=_curves(run),
+        evaluations=_evaluation_rows(run),
+        plan=_plan(run.start),
+        reasons=run.start.get("reasons", []),
+        machine=_machine(run.start),
+        history=_history(run),
+        confusion=_confusion(run.evaluation),
+        mistakes=_mistakes(run),
+        warnings=_warnings(run),
+        skipped=_skipped(run),
+        config=run.config,
+        version=run.start.get("versions", {}).get("widefield", ""),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _evaluation(folder: Path) -> dict[str, Any] | None:
+    path = folder / "evaluation.json"
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        numbers = {"loss": float(values["loss"]), "metrics": {key: float(value) for key, value in values["metrics"].items()}}
+        return {**values, **numbers}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}); delete it, then run `widefield evaluate {folder}`"
+        ) from None
+
+
+def _title(config: str) -> str:
+    """`resnet on digits`, from the config."""
+    try:
+        values = yaml.safe_load(config)
+        return f"{values['model']['name']} on {values['data']['name']}"
+    except (yaml.YAMLError, TypeError, KeyError):
+        return "Training run"
+
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+def _duration(seconds: float) -> str:
+    """`4.2 s`, `1 min 12 s`, `2 h 03 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes} min {second:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _epochs(epoch: float) -> str:
+    text = f"{epoch:.2f}".rstrip("0").rstrip(".")
+    return f"{text} {'epoch' if text == '1' else 'epochs'}"
+
+
+def _metric_name(name: str) -> str:
+    return re.sub(r"^top(\d+)$", r"top-\1", name)
+
+
+def _metric(name: str, value: float) -> str:
+    return f"{value:.2f} %" if re.fullmatch(r"top\d+", name) else f"{value:.4g}"
+
+
+def _verdict(run: _Run) -> str:
+    """What became of the run, in a sentence or two."""
+    total = run.start.get("steps", run.last_step)
+    at = f"at step {run.last_step:,} of {total:,}"
+    done = f"{_epochs(run.steps[-1]['epoch'])} ({_count(run.last_step, 'step')})" if run.steps else "no step"
+    ends = {
+        "complete": f"Trained {done} on {_count(run.start.get('ranks', 1), 'rank')} in {_duration(_wall_seconds(run))}.",
+        "interrupted": f"Interrupted {at}. The same command again goes on from the newest checkpoint.",
+        "failed": f"Failed {at}: {run.end['text'] if run.end else ''}",
+        "open": f"Still running, or killed: the record ends {at}. The same command again goes on from the newest checkpoint.",
+    }
+    return f"{ends[run.end['reason'] if run.end else 'open']} {_reached(run)}"
+
+
+def _reached(run: _Run) -> str:
+    if run.evaluation is None:
+        return "No evaluation was made."
+    late = run.evaluation["step"] != run.last_step
+    where = f", measured at step {run.evaluation['step']:,}" if late else ""
+    return f"It reached {run.evaluation['sentence']}{where}."
+
+
+# ---------------------------------------------------------------------------------------------- figures
+
+
+def _cards(run: _Run) -> list[dict[str, str]]:
+    """Headline figures: value, what it is, and what it was taken over."""
+    start, steps = run.start, run.steps
+    cards = [_metric_card(run), _loss_card(run)]
+    if steps:
+        total = start.get("steps", run.last_step)
+        usual = run.usual_steps
+        images_per_second = statistics.median(line["samples"] / max(line["seconds"], 1e-9) for line in usual)
+        share = _data_share(usual)
+        cards += [
+            _card(_epochs(steps[-1]["epoch"]), "trained", f"step {run.last_step:,} of {total:,}"),
+            _card(_duration(_wall_seconds(run)), "wall time", _time_parts(run)),
+            _card(f"{rate_text(images_per_second)} img/s", "throughput", "median step, all ranks together"),
+            _card(f"{100 * share:.1f} %", "waiting for data", _kind(share)),
+            _card(memory_text(max(line["memory_bytes"] for line in steps)), "peak memory", "as the steps recorded it"),
+        ]
+    if start:
+        axes = ", ".join(f"{axis} {size}" for axis, size, _ in _plan(start)["axes"] if size > 1)
+        cards.append(_card(f"{start['ranks']:,}", "rank" if start["ranks"] == 1 else "ranks", axes or "one device"))
+    return cards
+
+
+def _card(value: str, label: str, detail: str) -> dict[str, str]:
+    return {"value": value, "label": label, "detail": detail}
+
+
+def _metric_card(run: _Run) -> dict[str, str]:
+    if run.evaluation is None or not run.evaluation["metrics"]:
+        return _card("–", "no evaluation yet", "one is due after evaluate.every")
+    evaluation = run.evaluation
+    name, value = next(iter(evaluation["metrics"].items()))
+    matrix = evaluation.get("confusion") or []
+    right = f"{sum(row[i] for i, row in enumerate(matrix)):,} of {sum(map(sum, matrix)):,} right; " if matrix else ""
+    seen = f"{evaluation['images']:,}/{evaluation['of']:,} images, {_count(evaluation['duplicates'], 'duplicate')}"
+    return _card(_metric(name, value), _metric_name(name), right + seen)
+
+
+def _loss_card(run: _Run) -> dict[str, str]:
+    last = f"training loss {run.steps[-1]['loss']:.4g}" if run.steps else ""
+    if run.evaluation is not None:
+        return _card(f"{run.evaluation['loss']:.4g}", "evaluation loss", last)
+    return _card(last.removeprefix("training loss "), "training loss", "at the last step") if last else {}
+
+
+def _wall_seconds(run: _Run) -> float:
+    """From each start to the last line that its attempt left."""
+    seconds, began, last = 0.0, None, None
+    for line in run.lines:
+        if line.get("kind") == "start":
+            seconds += last - began if began is not None and last is not None else 0.0
+            began = line["time"]
+        last = line["time"]
+    return seconds + (last - began if began is not None and last is not None else 0.0)
+
+
+def _time_parts(run: _Run) -> str:
+    training = sum(line["seconds"] for line in run.steps)
+    evaluation = sum(line["seconds"] for line in run.of("evaluation"))
+    return f"steps {_duration(training)}, evaluation {_duration(evaluation)}"
+
+
+def _data_share(steps: Sequence[Line]) -> float:
+    return sum(line["data_seconds"] for line in steps) / max(sum(line["seconds"] for line in steps), 1e-9)
+
+
+def _kind(share: float) -> str:
+    return "data-bound" if share >= DATA_BOUND_SHARE else "compute-bound"
+
+
+def _bound(run: _Run) -> str:
+    if not run.steps:
+        return "No step was recorded."
+    share = _data_share(run.usual_steps)
+    advice = ""
+    if share >= DATA_BOUND_SHARE:
+        advice = "; raise data.workers, store smaller images, or move work from data.read to data.augment"
+    return f"{_kind(share)}: {100 * share:.1f} % of the time of steps went into waiting for data{advice}."
+
+
+def _curves(run: _Run) -> list[dict[str, str | Markup]]:
+    """Title, SVG and caption of every picture the record has points for."""
+    steps, evaluations = run.steps, run.of("evaluation")
+    curves = []
+    if steps:
+        x = [line["step"] for line in steps]
+        curves.append(_curve("Training loss", *plots.loss_curve(x, [line["loss"] for line in steps])))
+    if evaluations:
+        metrics = {_metric_name(name): [line["metrics"].get(name, float("nan")) for line in evaluations]
+                   for name in evaluations[-1]["metrics"]}  # fmt: skip
+        epochs, losses = [line["epoch"] for line in evaluations], [line["loss"] for line in evaluations]
+        caption = f"{_count(len(evaluations), 'evaluation')}; metrics above, loss below."
+        curves.append(_curve("Evaluation", plots.evaluation_curve(epochs, metrics, losses), caption))
+    if steps:
+        split = plots.time_curve(x, [line["seconds"] for line in steps], [line["data_seconds"] for line in steps])
+        curves.append(_curve("Time per step", split[0], _bound(run).capitalize() + split[1]))
+        rates = [line["lr"] for line in steps]
+        caption = f"Highest {max(rates):.4g}, last {rates[-1]:.4g}."
+        curves.append(_curve("Learning rate", plots.rate_curve(x, rates), caption))
+    return curves
+
+
+def _curve(title: str, svg: str, caption: str) -> dict[str, str | Markup]:
+    return {"title": title, "svg": Markup(svg), "caption": caption}  # the SVG holds our own words and numbers alone
+
+
+def _evaluation_rows(run: _Run) -> dict[str, Any]:
+    evaluations = run.of("evaluation")
+    names = list(evaluations[-1]["metrics"]) if evaluations else []
+    rows = [
+        [f"{line['step']:,}", f"{line['epoch']:.2f}"]
+        + [_metric(name, line["metrics"].get(name, float("nan"))) for name in names]
+        + [f"{line['loss']:.4g}", f"{line['images']:,}/{line['of']:,}", f"{line['seconds']:.2f} s"]
+        for line in evaluations
+    ]
+    return {"head": ["step", "epoch", *map(_metric_name, names), "loss", "images", "time"], "rows": rows}
+
+
+# ---------------------------------------------------------------------------------------------- plan and machine
+
+
+def _plan(start: Line) -> dict[str, Any]:
+    """Axes as (name, size, strategy), and the text; the text alone where this version cannot read it."""
+    text = start.get("plan", "")
+    try:
+        plan = plans.from_text(text)
+    except ValueError:
+        return {"axes": [], "text": text}
+    names = {**plans.STRATEGY_OF_AXIS, "replicate": plan.data_strategy}
+    return {"axes": [(axis, size, names[axis] if size > 1 else "") for axis, size in plan.axes.items()], "text": text}
+
+
+def _machine(start: Line) -> list[tuple[str, str]]:
+    if not start:
+        return []
+    machine = start["machine"]
+    memory = memory_text(machine["memory_bytes"])
+    gpus = [f"{count} × {name}" for name, count in Counter(machine["gpus"]).items()]
+    return [
+        ("host", machine["host"]),
+        ("processor", f"{machine['cpu']}, {_count(machine['cores'], 'core')}"),
+        ("memory", memory),
+        ("GPUs", ", ".join(gpus) or "none"),
+        ("parameters", f"{start['parameters']:,}"),
+        ("samples per epoch", f"{start['samples_per_epoch']:,}"),
+        *start["versions"].items(),
+    ]
+
+
+def _history(run: _Run) -> list[tuple[str, str]]:
+    """(time, what happened): starts, ends and the newest checkpoint."""
+    events = []
+    for line in run.lines:
+        if line.get("kind") == "start":
+            resumed = line["resumed_from"]
+            events.append((_when(line), "started" if resumed is None else f"resumed from step {resumed:,}"))
+        if line.get("kind") == "end":
+            events.append((_when(line), f"{line['reason']} at step {line['step']:,}"))
+    checkpoints = run.of("checkpoint")
+    if checkpoints:
+        name = checkpoints[-1]["name"]
+        events.append((_when(checkpoints[-1]), f"newest of {_count(len(checkpoints), 'checkpoint')}: {name}"))
+    return events
+
+
+def _when(line: Line) -> str:
+    return datetime.fromtimestamp(line["time"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+
+def _confusion(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The matrix, or for many classes the most confused pairs and the hardest classes."""
+    if evaluation is None or not evaluation.get("confusion"):
+        return None
+    names, matrix = evaluation["classes"], evaluation["confusion"]
+    if len(names) > MATRIX_CLASSES:
+        return {"count": len(names), "rows": [], "pairs": _pairs(names, matrix), "hardest": _hardest(names, matrix)}
+    rows = [
+        {"name": name, "cells": [_cell(count, sum(row), i == j) for j, count in enumerate(row)], "recall": _recall(row, i)}
+        for i, (name, row) in enumerate(zip(names, matrix, strict=True))
+    ]
+    return {"count": len(names), "names": names, "rows": rows, "pairs": _pairs(names, matrix), "hardest": []}
+
+
+def _cell(count: int, total: int, right: bool) -> dict[str, Any]:
+    """`tint` grows with the root of the share, so that a single mistake among hundreds is seen."""
+    return {"count": count, "right": right, "tint": round(100 * (count / total) ** 0.5) if total else 0}
+
+
+def _recall(row: Sequence[int], index: int) -> str:
+    return f"{100 * row[index] / sum(row):.1f} %" if sum(row) else "–"
+
+
+def _pairs(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> list[tuple[str, str, int, str]]:
+    """(truth, prediction, count, share of the truth's images), most frequent first."""
+    wrong = ((count, i, j) for i, row in enumerate(matrix) for j, count in enumerate(row) if i != j and count)
+    worst = sorted(wrong, key=lambda pair: (-pair[0], pair[1], pair[2]))[:LISTED]
+    return [(names[i], names[j], count, f"{100 * count / sum(matrix[i]):.1f} %") for count, i, j in worst]
+
+
+def _hardest(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> list[tuple[str, str, str]]:
+    """(class, right of all, recall), lowest recall first."""
+    seen = [(row[i] / sum(row), i) for i, row in enumerate(matrix) if sum(row)]
+    return [(names[i], f"{matrix[i][i]:,} of {sum(matrix[i]):,}", _recall(matrix[i], i)) for _, i in sorted(seen)[:LISTED]]
+
+
+def _mistakes(run: _Run) -> list[dict[str, Any]]:
+    listed: Iterable[Mapping[str, Any]] = (run.evaluation or {}).get("mistakes") or []
+    return [
+        {**mistake, **_picture(run.folder, mistake["picture"]), "probability": f"{100 * mistake['probability']:.1f} %",
+         "loss": f"{float(mistake['loss']):.3g}", "wrong": mistake["truth"] != mistake["prediction"]}
+        for mistake in listed
+    ]  # fmt: skip
+
+
+def _picture(folder: Path, name: str) -> dict[str, Any]:
+    """The picture as a data URI; none where the file is gone, is no picture, or lies outside the run folder."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()) or not path.is_file():
+        return {"uri": None, "tiny": False}
+    try:
+        with Image.open(path) as image:
+            tiny = max(image.size) <= 64
+            image.thumbnail((PICTURE_PX, PICTURE_PX))
+            png = io.BytesIO()
+            image.save(png, "PNG")
+    except OSError:
+        return {"uri": None, "tiny": False}
+    return {"uri": "data:image/png;base64," + base64.b64encode(png.getvalue()).decode(), "tiny": tiny}
+
+
+def _warnings(run: _Run) -> list[str]:
+    """Texts of warnings, each once, with how often it came."""
+    texts = Counter(line["text"] for line in run.of("warning"))
+    return [text if count == 1 else f"{text} ({count} times)" for text, count in texts.items()]
+
+
+def _skipped(run: _Run) -> list[str]:
+    """Paths of the images that the newest evaluation could not read."""
+    return list((run.evaluation or {}).get("skipped") or [])

@@ -1,0 +1,192 @@
+"""The curves of a run as SVG that takes its colours and fonts from the page around it.
+
+Equal values give equal text: no dates, and ids from a fixed salt.  Colours are drawn as placeholders and replaced by the
+page's CSS variables, so that one picture reads on light and on dark.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import matplotlib
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+WIDTH_IN, HEIGHT_IN = 5.6, 3.1  # 403 x 223 pt: about a phone's width, so that text stays readable where it is not enlarged
+INK, FAINT, GRID, SURFACE = "#010101", "#020202", "#030303", "#040404"
+SERIES = ("#050505", "#060606", "#070707", "#080808")
+_VARIABLE = {
+    INK: "--ink", FAINT: "--muted", GRID: "--line", SURFACE: "--card",
+    **{colour: f"--series-{number}" for number, colour in enumerate(SERIES, start=1)},
+}  # fmt: skip
+_STYLE = {
+    "svg.fonttype": "none", "figure.facecolor": "none", "axes.facecolor": "none", "font.size": 10, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.edgecolor": GRID, "axes.labelcolor": FAINT, "text.color": INK, "xtick.color": FAINT,
+    "ytick.color": FAINT, "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.6, "axes.axisbelow": True,
+    "lines.linewidth": 1.8, "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round", "xtick.major.size": 0,
+    "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0, "axes.formatter.useoffset": False,
+    "text.parse_math": False, "axes.unicode_minus": True, "figure.constrained_layout.use": True,
+}  # fmt: skip
+BINS = 300
+"""Curves longer than twice this are drawn by the extremes of so many runs of steps."""
+
+
+def loss_curve(steps: Sequence[int], losses: Sequence[float]) -> tuple[str, str]:
+    """(SVG, caption) of the training loss at every step, with its moving average."""
+    x, y = np.asarray(steps, float), np.asarray(losses, float)
+    span = smoothing_span(len(y))
+    with _style():
+        figure, axes = _canvas("step")
+        scale = _loss_scale(axes, y)
+        if span > 1:
+            axes.plot(*thinned(x, y), color=SERIES[0], alpha=0.35, linewidth=0.9)
+            axes.plot(*thinned(x, moving_average(y, span)), color=SERIES[0])
+        else:
+            axes.plot(x, y, color=SERIES[0], marker="o", markersize=3)
+        text = f"Each step{f'; thick: mean of the last {span} steps' if span > 1 else ''}{scale}."
+        return _svg(figure, "training loss by step"), text + _left_out(y)
+
+
+def evaluation_curve(epochs: Sequence[float], metrics: Mapping[str, Sequence[float]], losses: Sequence[float]) -> str:
+    """SVG of the metrics (above) and of the loss (below) at every evaluation."""
+    marker = {"marker": "o", "markersize": 3.2} if len(epochs) <= 60 else {}
+    with _style():
+        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+        for colour, (name, values) in zip(SERIES[:3], metrics.items(), strict=False):
+            above.plot(epochs, values, color=colour, label=name, **marker)
+        if metrics:
+            above.legend(loc="best", frameon=False, ncols=3, handlelength=1.2, labelcolor=INK)
+        below.plot(epochs, losses, color=SERIES[3], **marker)
+        _loss_scale(below, np.asarray(losses, float))
+        below.set_xlabel("epoch")
+        below.set_ylabel("loss")
+        above.set_ylabel("%" if metrics and all(re.fullmatch(r"top-\d+", name) for name in metrics) else "metric")
+        return _svg(figure, "metrics and loss of evaluations by epoch")
+
+
+def rate_curve(steps: Sequence[int], rates: Sequence[float]) -> str:
+    """SVG of the learning rate at every step."""
+    with _style():
+        figure, axes = _canvas("step")
+        marker = {"marker": "o", "markersize": 3} if len(steps) < 3 else {}
+        axes.plot(*thinned(np.asarray(steps, float), np.asarray(rates, float)), color=SERIES[0], **marker)
+        axes.set_ylim(bottom=0)
+        return _svg(figure, "learning rate by step")
+
+
+def time_curve(steps: Sequence[int], seconds: Sequence[float], data_seconds: Sequence[float]) -> tuple[str, str]:
+    """(SVG, caption) of the milliseconds of a step, split into compute and waiting for data."""
+    x, total, data = (np.asarray(values, float) for values in (steps, seconds, data_seconds))
+    x, total, data = (_means(values) for values in (x, 1e3 * total, 1e3 * data))
+    with _style():
+        figure, axes = _canvas("step")
+        axes.set_ylabel("ms per step")
+        compute = np.maximum(total - data, 0)
+        parts = {"compute": compute, "waiting for data": data}
+        if len(x) < 3:
+            axes.bar(x, compute, color=SERIES[0], width=0.5, label="compute")
+            axes.bar(x, data, bottom=compute, color=SERIES[1], width=0.5, label="waiting for data")
+            axes.set_xlim(x[0] - 2, x[-1] + 2)
+        else:
+            axes.stackplot(x, *parts.values(), colors=SERIES[:2], labels=list(parts), alpha=0.85, linewidth=0)
+            axes.margins(x=0)
+        top = 1.6 * float(np.quantile(total, 0.95))  # the first step alone would squash all others
+        axes.set_ylim(0, top or 1.0)
+        axes.legend(loc="upper right", frameon=False, ncols=2, handlelength=1.0, labelcolor=INK)
+        beyond = [int(step) for step, value in zip(x, total, strict=True) if value > top]
+        return _svg(figure, "time per step, split into compute and waiting for data"), _beyond(beyond, total)
+
+
+def _style() -> AbstractContextManager[None]:
+    """Our settings over matplotlib's own defaults, so that no matplotlibrc of the user changes the page."""
+    return matplotlib.style.context(_STYLE, after_reset=True)
+
+
+def smoothing_span(count: int) -> int:
+    """How many steps the moving average covers: a twentieth of the run; 1, which is none, below 20 steps."""
+    return 1 if count < 20 else max(5, count // 20)
+
+
+def moving_average(values: np.ndarray, span: int) -> np.ndarray:
+    """Mean of the last `span` values (fewer at the start) that are finite; NaN where there is none."""
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    stop = np.arange(1, len(values) + 1)
+    start = np.maximum(stop - span, 0)
+    there = counts[stop] - counts[start]
+    return np.where(there > 0, (sums[stop] - sums[start]) / np.maximum(there, 1), np.nan)
+
+
+def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The curve by the lowest and highest point of each of BINS runs; as it is up to 2 * BINS points.  No peak is lost."""
+    if len(x) <= 2 * BINS:
+        return x, y
+    keep: list[int] = []
+    for run in np.array_split(np.arange(len(x)), BINS):
+        finite = run[np.isfinite(y[run])]
+        if len(finite):
+            keep += sorted({int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])})
+    return x[keep], y[keep]
+
+
+def _means(values: np.ndarray) -> np.ndarray:
+    if len(values) <= BINS:
+        return values
+    return np.array([run.mean() for run in np.array_split(values, BINS)])
+
+
+def _canvas(xlabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
+    axes = figure.subplots()
+    axes.set_xlabel(xlabel)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    return figure, axes
+
+
+def _loss_scale(axes: Axes, losses: np.ndarray) -> str:
+    """A logarithmic scale where losses span more than a factor of 30, for the end of training hides on a linear one."""
+    finite = losses[np.isfinite(losses)]
+    if len(finite) and finite.min() > 0 and finite.max() > 30 * finite.min():
+        axes.set_yscale("log")
+        decades = math.log10(finite.max() / finite.min())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3) if decades < 4 else (1,)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: "")
+        return "; logarithmic scale"
+    return ""
+
+
+def _left_out(losses: np.ndarray) -> str:
+    bad = int((~np.isfinite(losses)).sum())
+    return f" {bad} {'step has' if bad == 1 else 'steps have'} a loss that is not finite." if bad else ""
+
+
+def _beyond(steps: Sequence[int], total: np.ndarray) -> str:
+    if not steps:
+        return ""
+    subject = f"Step {steps[0]} reaches" if len(steps) == 1 else f"{len(steps)} steps reach"
+    return f" {subject} beyond the picture, the slowest at {total.max():,.0f} ms."
+
+
+def _svg(figure: Figure, label: str) -> str:
+    """The figure as an `<svg>` element to stand inside HTML: no prolog, sizes, ids or namespaces that the page has itself."""
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": label}):
+        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style .*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"| (version|width|height)="[^"]*"(?=[^<>]*viewBox)', "", svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    svg = re.sub(r" font-family: [^;\"]*;", "", svg)
+    return re.sub("|".join(_VARIABLE), lambda match: f"var({_VARIABLE[match[0]]})", svg)

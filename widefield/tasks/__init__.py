@@ -1,0 +1,58 @@
+"""What a network is trained for: a file per task, each with `build(num_classes, **options)` and CASES."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torchmetrics import MetricCollection
+
+from widefield.config import TaskConfig
+from widefield.naming import load
+
+
+class Task(Protocol):
+    """A loss that is a sum and a count, and metrics whose states add up.  Knows nothing of ranks."""
+
+    headline: str
+    """Which metric is the result, as a key of `metrics()`."""
+    higher_is_better: bool
+
+    def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
+        """The loss added up over samples (or pixels), a scalar."""
+
+    def count(self, target: Tensor) -> int | Tensor:
+        """How many samples (or pixels) that sum is over."""
+
+    def loss_each(self, output: Tensor, target: Tensor) -> Tensor:
+        """(B,) loss of each sample, to find the worst."""
+
+    def metrics(self) -> MetricCollection:
+        """Fresh metrics, updated with `(answers(output), target)`; every state is reduced by sum."""
+
+    def answers(self, output: Tensor) -> Tensor:
+        """What metrics compare and users see: for classification (B, num_classes) probabilities."""
+
+    def sentence(self, values: dict[str, float]) -> str:
+        """`98.61 % top-1`: the result as said in a log."""
+
+
+def build(config: TaskConfig, *, num_classes: int) -> Task:
+    """The task a config names; ValueError where there is none or it does not take the options."""
+    module = load("widefield.tasks", config.name)
+    try:
+        return module.build(num_classes, **config.options)
+    except TypeError as error:
+        raise ValueError(f"task.options {config.options} do not fit '{config.name}': {error}") from None
+
+
+def output_of(task_name: str, output: Any, *, batch: int, classes: int) -> Tensor:
+    """The output itself if it is a tensor of (batch, classes, ...); ValueError that says what came instead."""
+    if isinstance(output, torch.Tensor) and output.ndim >= 2 and output.shape[:2] == (batch, classes):
+        return output
+    got = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+    raise ValueError(
+        f"task '{task_name}' wants an output of shape ({batch}, {classes}, ...) and the model gave {got}; "
+        "set the model's number of classes, or switch auxiliary outputs off in model.options"
+    )

@@ -1,0 +1,60 @@
+"""In which numbers does the model compute?  The five precisions, and what each means to torch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """`dtype` of weights and images; `low` the type that autocast computes in, or None."""
+
+    precision: str
+    device: torch.device
+    dtype: torch.dtype
+    low: torch.dtype | None = None
+
+    def autocast(self) -> AbstractContextManager:
+        """Where the forward pass runs."""
+        if self.low is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.low)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Scales float16's loss so that small gradients survive; does nothing in other precisions."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.low == torch.float16)
+
+
+def choose_precision(asked: str | None, device: torch.device) -> tuple[str, str | None]:
+    """The precision to use and, where the program chose it, the reason."""
+    if asked is not None:
+        return asked, None
+    if device.type == "cpu":
+        return "float32", "precision=float32: the device is a CPU, where narrower types are slower"
+    name = torch.cuda.get_device_name(device)
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bfloat16", f"precision=bfloat16: {name} computes in it at full speed; precision=float32 for exact comparisons"
+    return "float16", f"precision=float16: {name} has no bfloat16; gradients are scaled"
+
+
+def arithmetic_of(precision: str, device: torch.device) -> Arithmetic:
+    """Set torch's switches for `precision` and say what the model computes in.  ValueError: tf32 without such a GPU."""
+    if precision == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        raise ValueError(
+            f"precision=tf32 is a mode of NVIDIA GPUs from Ampere on and the device is {_name(device)}; set precision=float32"
+        )
+    if device.type == "cuda":
+        mode = "tf32" if precision == "tf32" else "ieee"
+        torch.backends.cuda.matmul.fp32_precision = mode
+        torch.backends.cudnn.conv.fp32_precision = mode  # type: ignore[attr-defined]
+    low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
+    return Arithmetic(precision, device, torch.float64 if precision == "float64" else torch.float32, low)
+
+
+def _name(device: torch.device) -> str:
+    return "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)

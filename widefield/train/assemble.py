@@ -1,0 +1,180 @@
+"""From a config and a mesh to the things that train: dataset, model, learner, loaders.
+
+Every value that the program chooses comes back with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from widefield import models, tasks
+from widefield.config import RunConfig
+from widefield.data import Dataset, open_dataset
+from widefield.data.device import Preparation
+from widefield.data.loader import Batch, EvaluateSampler, Key, Reader, Steps, TrainSampler, load_batches, reader_of
+from widefield.data.transforms import Transforms, seed_of
+from widefield.engine.mesh import Mesh
+from widefield.engine.parallelize import parallelize
+from widefield.engine.parallelize import reasons as parallel_reasons
+from widefield.tasks import Task
+from widefield.train.arithmetic import Arithmetic, arithmetic_of, choose_precision
+from widefield.train.folder import load_weights
+from widefield.train.loop import Learner
+from widefield.train.optimizer import build_optimizer, learning_rate
+from widefield.train.schedule import build_schedule
+from widefield.train.state import seed_everything
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What training, evaluation and prediction have in common: the data, an unwrapped model and how it computes."""
+
+    config: RunConfig
+    mesh: Mesh
+    dataset: Dataset
+    model: nn.Module
+    task: Task
+    arithmetic: Arithmetic
+    workers: int
+    channels_last: bool
+    reasons: list[str] = field(default_factory=list)
+
+    def preparation(self, *, train: bool) -> Preparation:
+        """Images to the device; random augmentation there where that is no CPU."""
+        data, on_device = self.config.data, train and self.mesh.device.type != "cpu"
+        return Preparation(
+            device=self.mesh.device,
+            dtype=self.arithmetic.dtype,
+            mean=data.mean or self.dataset.mean,
+            std=data.std or self.dataset.std,
+            num_classes=len(self.dataset.classes),
+            channels_last=self.channels_last,
+            augment=Transforms(data.augment if on_device else [], field="data.augment"),
+        )
+
+    def reader(self, *, train: bool) -> Reader:
+        images = self.dataset.train if train else self.dataset.evaluate
+        classes, device = len(self.dataset.classes), self.mesh.device
+        return reader_of(self.config.data, images, num_classes=classes, seed=self.config.seed, train=train, device=device)
+
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """This rank's part of the evaluation split."""
+        batch = self.config.data.evaluate_batch_size or self.config.data.batch_size
+        samples = len(self.dataset.evaluate)
+        sampler = EvaluateSampler(samples, batch=batch, rank=self.mesh.rank, ranks=self.mesh.size)
+        return iter(load_batches(self.reader(train=False), sampler, workers=self.workers, device=self.mesh.device))
+
+
+def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None) -> Parts:
+    """Open the data (unless given) and build the model, the same on every rank.
+
+    ValueError: what the config names does not exist or fit.
+    """
+    precision, why_precision = choose_precision(config.precision, mesh.device)
+    arithmetic = arithmetic_of(precision, mesh.device)
+    dataset = dataset or open_dataset(config.data)
+    _check_channels(config, dataset)
+    workers, why_workers = _choose_workers(config, dataset, mesh)
+    channels_last, why_format = _choose_format(config, arithmetic)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
+        torch.use_deterministic_algorithms(True)
+    seed_everything(config.seed)
+    model = models.build(config.model, in_channels=dataset.channels, num_classes=len(dataset.classes))
+    model.to(mesh.device, arithmetic.dtype)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    if config.model.weights is not None:
+        load_weights(config.model.weights, model)
+    reasons = [reason for reason in (why_precision, why_workers, why_format) if reason is not None]
+    task = tasks.build(config.task, num_classes=len(dataset.classes))
+    return Parts(config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons)
+
+
+def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
+    """A learner at step 0, its model laid out over the mesh; and the reasons of what was chosen on the way.
+
+    Ranks talk in here (strategies look at a trial pass together), so every rank must call it.
+    """
+    config, mesh, model = parts.config, parts.mesh, parts.model
+    steps = Steps(len(parts.dataset.train), config.data.batch_size)
+    lr, why_lr = learning_rate(config.optimizer, config.data.batch_size)
+    ema = None
+    if config.ema is not None:
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema.decay))
+    learner = Learner(
+        config=config,
+        mesh=mesh,
+        task=parts.task,
+        model=model,
+        optimizer=build_optimizer(config.optimizer, model, lr),
+        schedule=build_schedule(config.schedule, seen=steps.seen, steps_per_epoch=steps.per_epoch),
+        lr=lr,
+        arithmetic=parts.arithmetic,
+        scaler=parts.arithmetic.scaler(),
+        prepare=parts.preparation(train=True),
+        steps=steps,
+        spare=spare_of(parts),
+        ema=ema,
+    )
+    if config.model.compile:
+        model.compile()
+    learner.model = parallelize(model, mesh, rehearse=learner.rehearse)
+    seed_everything(seed_of(config.seed, "rank", mesh.rank))  # dropout draws otherwise on each rank
+    return learner, [*([why_lr] if why_lr else []), *parallel_reasons(learner.model)]
+
+
+def spare_of(parts: Parts) -> Batch:
+    """One training image as a stand-in batch; AgreedError on every rank where none can be read."""
+    batch = parts.reader(train=True).__getitems__([Key(0, 0, 0, real=False)])
+    parts.mesh.agree(batch.problem)
+    return batch
+
+
+def training_batches(parts: Parts, *, first: int, last: int) -> Iterator[Batch]:
+    """This rank's passes of the steps from `first` to before `last`."""
+    config, mesh = parts.config, parts.mesh
+    mixing = config.data.mixup > 0 or config.data.cutmix > 0
+    sampler = TrainSampler(
+        Steps(len(parts.dataset.train), config.data.batch_size),
+        seed=config.seed,
+        first=first,
+        last=last,
+        rank=mesh.rank,
+        ranks=mesh.size,
+        passes=config.gradient.accumulate,
+        multiple=2 if mixing else 1,  # a pair that is mixed stays on one rank
+    )
+    return iter(load_batches(parts.reader(train=True), sampler, workers=parts.workers, device=mesh.device))
+
+
+def _check_channels(config: RunConfig, dataset: Dataset) -> None:
+    for name, values in (("mean", config.data.mean), ("std", config.data.std)):
+        if values is not None and len(values) not in (1, dataset.channels):
+            raise ValueError(
+                f"data.{name} has {len(values)} numbers and the images have {dataset.channels} channels; give one per channel"
+            )
+
+
+def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[int, str | None]:
+    if config.data.workers is not None:
+        return config.data.workers, None
+    if dataset.in_memory:
+        return 0, f"data.workers=0: {config.data.name} lies in memory, so there is nothing to wait for"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = max(0, min(8, cores // mesh.world.local_size - 1))
+    return workers, f"data.workers={workers}: {cores} cores for {mesh.world.local_size} ranks, one left to each rank, 8 at most"
+
+
+def _choose_format(config: RunConfig, arithmetic: Arithmetic) -> tuple[bool, str | None]:
+    if config.model.channels_last is not None:
+        return config.model.channels_last, None
+    if arithmetic.device.type == "cuda" and arithmetic.low is not None:
+        return True, f"model.channels_last=true: convolutions of {arithmetic.precision} on tensor cores read it"
+    return False, f"model.channels_last=false: {arithmetic.precision} on {arithmetic.device.type} gains nothing by it"

@@ -1,0 +1,311 @@
+"""What survives a crash?  Checkpoints: written beside, hashed, synced, renamed, and only then current.
+
+Every rank writes its share of the tensors, by torch.distributed.checkpoint (DCP), while training goes on.  Plain values go
+into JSON.  shelf.py says what is on the disk and manifest.py how a flipped bit is found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+
+from widefield.engine.mesh import Mesh
+from widefield.train import manifest, nested, shelf
+from widefield.train.shelf import ABOUT, METADATA, PLAIN, About, Found, Warn, newest_sound_in
+
+T = TypeVar("T")
+__all__ = ["About", "Checkpoints", "Found", "newest_sound_in", "read"]
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """One rank's part of a save, copied, so that training may change everything it came from."""
+
+    about: About
+    tensors: dict[str, Tensor]
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+class _Failed(ValueError):
+    """What some rank could not do; the text is the same on every rank."""
+
+
+class Checkpoints:
+    """The checkpoints of a run.  Every rank calls every method, in the same order.
+
+    folder: one that all ranks share.  Making this removes what a killed run left half done there.
+    keep_last, keep_best: how many stay, newest first and by `About.metric`; the one just saved always stays.
+    background: write in a thread while training goes on.
+    warn: called on rank 0 alone, maybe from that thread.
+    """
+
+    def __init__(
+        self, folder: Path, mesh: Mesh, *, keep_last: int, keep_best: int, background: bool = True, warn: Warn
+    ) -> None:
+        self.folder = Path(folder)
+        self.failure: str | None = None
+        """Why the last save failed; None where it did not.  Look after `wait`."""
+        self._mesh, self._background = mesh, background
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._warn: Warn = warn if mesh.is_main else _say_nothing
+        self._thread: threading.Thread | None = None
+        mesh.agree(_problem_of(lambda: shelf.clean(self.folder)) if mesh.is_main else None)
+
+    def save(self, state: dict, about: About, *, own: dict | None = None, wait: bool = False) -> None:
+        """Save `state`, equal on all ranks, and `own`, this rank's alone; wait first for a save that is in flight.
+
+        Leaves are tensors on any device, int, float, str, bool and None, in dicts, lists and tuples.
+        Cost: a copy of all tensors to memory before this returns; with wait, or no background, the whole write.
+        A save that fails (a full disk) warns, sets `failure` and loses nothing.  A checkpoint of the same step is replaced.
+        ValueError, on every rank and before anything is written, where a leaf on any rank is of another kind.
+        """
+        self.wait()
+        taken: list[_Staged] = []
+        problem = _problem_of(lambda: taken.append(_stage(state, about, own, self._mesh.rank)))
+        self._mesh.agree(problem)
+        # A daemon: a rank whose peer died must be able to end; what it leaves half done is never current.
+        self._thread = threading.Thread(target=self._write, args=taken, name="checkpoint", daemon=True)
+        self._thread.start()
+        if wait or not self._background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return once no save is in flight; call it before the process ends.  Never raises: see `failure`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def newest_sound(self) -> Found | None:
+        """The newest checkpoint whose every byte is as written, the same on every rank; a warning for each passed over.
+
+        Rank 0 reads all files of it.  None where there is none.
+        """
+        self.wait()
+        return self._together(lambda: newest_sound_in(self.folder, warn=self._warn) if self._mesh.is_main else None)[0]
+
+    def load(self, found: Found, *, model: Mapping[str, Sequence[int]] | None = None) -> tuple[dict, dict | None]:
+        """(state, own) of a checkpoint; see `read`.  What fails on one rank is a ValueError on all of them."""
+        self.wait()
+        loaded: list[tuple[dict, dict | None]] = []
+
+        def work() -> None:
+            loaded.append(read(found, rank=self._mesh.rank, ranks=self._mesh.size, model=model))
+
+        self._mesh.agree(_problem_of(work))
+        return loaded[0]
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def _write(self, staged: _Staged) -> None:
+        """Save on every rank or on none; the thread's whole life."""
+        try:
+            self._write_and_seal(staged)
+            self.failure = None
+        except Exception as error:  # a full disk, a dead peer: training goes on
+            self.failure = self._give_up(staged, error)
+            self._warn(self.failure)
+
+    def _write_and_seal(self, staged: _Staged) -> None:
+        """Each line is done by all ranks before any begins the next; a failure on one ends it on all."""
+        partial = shelf.partial_of(self.folder, staged.about.step)
+        rank, main = self._mesh.rank, self._mesh.is_main
+        if self._mesh.device.type == "cuda":
+            torch.cuda.set_device(self._mesh.device)  # a new thread begins on GPU 0, and would claim memory there
+        self._together(lambda: shelf.make_anew(partial) if main else None)
+        self._together(lambda: _write_texts(partial, staged.texts))
+        self._write_tensors(partial, staged.tensors)
+        hashes = self._together(lambda: _sync_and_hash(partial, rank))
+        self._together(lambda: shelf.make_current(partial, _union(hashes)) if main else None)
+        if main:
+            shelf.prune(self.folder, step=staged.about.step, last=self._keep_last, best=self._keep_best, warn=self._warn)
+
+    def _write_tensors(self, partial: Path, tensors: dict[str, Tensor]) -> None:
+        """What dcp.save does, by DCP's public parts: tensors that several ranks hold are written by one of them.
+
+        Not dcp.save itself: on one rank it warns whatever it is told, and a filter for that would be the whole process's
+        while training runs beside; and it hides the disk's own words in the text of another error.
+        """
+        # One thread: DCP loses what is raised in its further threads.  No copy ahead: that would use the stream that
+        # training computes on.  No sync: every file is synced below, after it is closed.
+        writer = FileSystemWriter(partial, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        main = self._mesh.is_main
+        planner.set_up_planner(tensors, writer.storage_meta(), main)
+        writer.set_up_storage_writer(main)
+
+        def plan_all() -> tuple[Any, Any]:
+            parts, metadata = planner.create_global_plan(parts_of_ranks)
+            return writer.prepare_global_plan(parts), metadata
+
+        parts_of_ranks = self._together(lambda: writer.prepare_local_plan(planner.create_local_plan()))
+        parts, metadata = self._together(lambda: plan_all() if main else None)[0]
+        part = parts[self._mesh.rank]
+        results = self._together(lambda: writer.write_data(planner.finish_plan(part), planner).value())
+        self._together(lambda: writer.finish(metadata, results) if main else None)
+
+    def _give_up(self, staged: _Staged, error: Exception) -> str:
+        """Remove what a failed save wrote; the text of the failure."""
+        if self._mesh.is_main:
+            shutil.rmtree(shelf.partial_of(self.folder, staged.about.step), ignore_errors=True)
+        needed = sum(tensor.nbytes for tensor in staged.tensors.values())
+        before = shelf.steps_in(self.folder)
+        current = f"{before[-1].name} stays the newest" if before else "there is none before it"
+        return (
+            f"the checkpoint of step {staged.about.step} was not saved: {_reason(error)}. It takes {needed:,} bytes and "
+            f"{_free_bytes(self.folder):,} are free in {self.folder}; {current}. Training goes on and saves again at the "
+            "next time; until then free some space there, or see to the disk"
+        )
+
+    # ------------------------------------------------------------------------------------------ agreeing
+
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        """Every rank's result of `work`, on every rank; _Failed on all of them where it fails on any.
+
+        Over a process group of its own, so that the thread's messages never mix with training's.
+        """
+        results: list[T] = []
+        problem = _problem_of(lambda: results.append(work()))
+        outcomes = [(problem, results)]
+        if self._mesh.checkpoint_group is not None:
+            outcomes *= self._mesh.size
+            dist.all_gather_object(outcomes, (problem, results), group=self._mesh.checkpoint_group)
+        for rank, (text, _) in enumerate(outcomes):
+            if text is not None:
+                raise _Failed(f"rank {rank}: {text}" if self._mesh.size > 1 else text)
+        return [given[0] for _, given in outcomes]
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def read(
+    found: Found, *, rank: int = 0, ranks: int | None = None, model: Mapping[str, Sequence[int]] | None = None
+) -> tuple[dict, dict | None]:
+    """(state, own): what was saved, in its nesting, every tensor whole and on the CPU.
+
+    own is what `rank` saved as its own; None where it saved none, or where `ranks` is not the number that saved.
+    model: names and shapes that the state must fit; ValueError names those that differ.
+    """
+    if model is not None:
+        shelf.check_model(found, model)
+    place, own_name = found.folder, _own_name(rank)
+    texts = [(place / PLAIN).read_text(encoding="utf-8")]
+    if ranks in (None, found.about.ranks) and (place / own_name).is_file():
+        texts.append((place / own_name).read_text(encoding="utf-8"))
+    strides = {name: stride for text in texts for name, stride in nested.tensors_in(text).items()}
+    tensors = _read_tensors(place, strides)
+    values = [nested.put_together(text, tensors) for text in texts]
+    return values[0], values[1] if len(values) > 1 else None
+
+
+def _read_tensors(folder: Path, strides: Mapping[str, list[int] | None]) -> dict[str, Tensor]:
+    """The tensors named, whole, by DCP's public parts (as above, dcp.load warns on one rank).
+
+    `.metadata` is a pickle: read only what `newest_sound_in` found to be as this program wrote it.
+    """
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    metadata = reader.read_metadata()
+    tensors = {name: _empty(metadata.state_dict_metadata[name], stride) for name, stride in strides.items()}
+    planner.set_up_planner(tensors, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    part = reader.prepare_local_plan(planner.create_local_plan())
+    (part,) = reader.prepare_global_plan(planner.create_global_plan([part]))
+    reader.read_data(planner.finish_plan(part), planner).wait()
+    return tensors
+
+
+def _empty(stored: Any, stride: list[int] | None) -> Tensor:
+    if stride is None:
+        return torch.empty(stored.size, dtype=stored.properties.dtype)
+    return torch.empty_strided(stored.size, stride, dtype=stored.properties.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- one rank's work
+
+
+def _stage(state: dict, about: About, own: dict | None, rank: int) -> _Staged:
+    """Texts and copied tensors of this rank's part; `state`'s texts on rank 0 alone."""
+    plain, tensors = nested.take_apart(state)
+    texts = {}
+    if rank == 0:
+        texts = {PLAIN: plain, ABOUT: nested.take_apart(dataclasses.asdict(about))[0]}
+    if own is not None:
+        own_name = _own_name(rank)
+        texts[own_name], own_tensors = nested.take_apart(own, name=f"own_{rank}", taken=tensors)
+        tensors = tensors | own_tensors
+    return _Staged(about, _copy_to_memory(tensors), texts)
+
+
+def _copy_to_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the CPU's memory, each in its order of memory; those from GPUs travel side by side."""
+    copies = {}
+    for name, tensor in tensors.items():
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.preserve_format)
+        copies[name] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def _write_texts(partial: Path, texts: Mapping[str, str]) -> None:
+    if not partial.is_dir():
+        raise FileNotFoundError(f"{partial}, which rank 0 made, is not seen here; name a run folder that all machines share")
+    for name, text in texts.items():
+        (partial / name).write_text(text, encoding="utf-8")
+
+
+def _sync_and_hash(partial: Path, rank: int) -> dict[str, str]:
+    """Put the files that this rank wrote on the disk; their hashes."""
+    mine = [path.name for path in partial.glob(f"__{rank}_*")] + [_own_name(rank)] + [PLAIN, ABOUT, METADATA] * (rank == 0)
+    names = sorted(name for name in mine if (partial / name).is_file())
+    for name in names:
+        manifest.sync(partial / name)
+    return manifest.hashes_of(partial, names)
+
+
+def _own_name(rank: int) -> str:
+    return f"own_{rank}.json"
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
+def _problem_of(work: Callable[[], Any]) -> str | None:
+    """Do `work`; what went wrong, in words, or None."""
+    try:
+        work()
+    except Exception as error:
+        return _reason(error)
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    """An error in words: the disk's own, where torch's serializer has put another on top of it."""
+    deepest: BaseException | None = error
+    while deepest is not None and not isinstance(deepest, OSError):
+        deepest = deepest.__cause__ or deepest.__context__
+    if deepest is not None or isinstance(error, ValueError):
+        return str(deepest or error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _union(parts: Sequence[dict[str, str]]) -> dict[str, str]:
+    return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _say_nothing(text: str) -> None:
+    """Ranks other than 0 are silent."""

@@ -1,0 +1,161 @@
+"""How good is the model, exactly?  Every image once, on any number of ranks, with the count that proves it.
+
+Each rank evaluates its part of the split; metric states, the loss sum and a tally of who was evaluated how often are
+added up over ranks once, at the end.  Ranks may have different numbers of batches: nothing is sent in between.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+from torchmetrics.utilities import dim_zero_sum
+
+from widefield.data.device import Preparation
+from widefield.data.loader import Batch
+from widefield.engine.mesh import Mesh
+from widefield.tasks import Task
+from widefield.train.arithmetic import Arithmetic
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One image the model got wrong, or was least sure of."""
+
+    index: int
+    truth: int
+    prediction: int
+    probability: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of one evaluation, the same on every rank; `mistakes` are the worst by loss over all ranks."""
+
+    metrics: dict[str, float]
+    confusion: list[list[int]] | None
+    loss: float
+    images: int
+    of: int
+    duplicates: int
+    skipped: list[str]
+    sentence: str
+    seconds: float
+    mistakes: list[Mistake] = field(default_factory=list)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    task: Task,
+    prepare: Preparation,
+    arithmetic: Arithmetic,
+    mesh: Mesh,
+    samples: int,
+    worst: int = 24,
+) -> Evaluation:
+    """Evaluate `model` on this rank's `batches` of a split of `samples` images; every rank calls it and gets the whole result.
+
+    Counts are bit for bit those of one rank.  ValueError, on every rank: an image that cannot be read (unless skipped).
+    """
+    start, training = time.monotonic(), model.training
+    metrics = task.metrics().to(mesh.device)
+    tally = torch.zeros(samples, dtype=torch.int64)
+    loss_sum, count = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
+    mistakes: list[Mistake] = []
+    skipped: list[str] = []
+    problem: str | None = None
+    model.eval()
+    for batch in batches:
+        skipped += batch.skipped
+        if batch.problem is not None:
+            problem = batch.problem
+            break
+        if batch.samples == 0:
+            continue
+        image, target = prepare(batch)
+        with arithmetic.autocast():
+            output = model(image)
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
+        answers = task.answers(output)
+        metrics.update(answers, target)
+        each = task.loss_each(output, target)
+        loss_sum, count = loss_sum + each.sum(dtype=torch.float64), count + each.numel()
+        tally.index_add_(0, batch.index, torch.ones_like(batch.index))
+        mistakes = heapq.nlargest(worst, mistakes + _mistakes(batch.index, target, answers, each, worst), key=_by_loss)
+    model.train(training)
+    mesh.agree(problem)
+    losses = torch.stack([loss_sum, torch.full_like(loss_sum, count)])
+    return _total(task, metrics, losses, tally, mistakes, skipped, mesh, worst, time.monotonic() - start)
+
+
+def _mistakes(index: Tensor, target: Tensor, answers: Tensor, loss: Tensor, worst: int) -> list[Mistake]:
+    """The batch's worst wrong answers by loss."""
+    probability, prediction = answers.max(1)
+    wrong = (prediction != target).nonzero().flatten()
+    if len(wrong) == 0:
+        return []
+    top = wrong[loss[wrong].topk(min(worst, len(wrong))).indices]
+    columns = [tensor[top.to(tensor.device)].tolist() for tensor in (index, target, prediction, probability, loss)]
+    return [Mistake(*row) for row in zip(*columns, strict=True)]
+
+
+def _by_loss(mistake: Mistake) -> tuple[float, int]:
+    return mistake.loss, -mistake.index
+
+
+def _total(
+    task: Task,
+    metrics: MetricCollection,
+    losses: Tensor,
+    tally: Tensor,
+    mistakes: list[Mistake],
+    skipped: list[str],
+    mesh: Mesh,
+    worst: int,
+    seconds: float,
+) -> Evaluation:
+    """Add everything up over ranks and put it into words."""
+    for metric in metrics.values():
+        _add_up(metric, mesh)
+    mesh.sum_(losses)
+    tally = mesh.sum_(tally.to(mesh.device)).cpu()
+    gathered = mesh.gather_objects((mistakes, skipped))
+    values = dict(metrics.compute())
+    confusion = values.pop("confusion").tolist() if "confusion" in values else None
+    images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names in gathered for name in names]
+    duplicates = int(tally.sum()) - images
+    numbers = {name: float(value) for name, value in values.items()}
+    told = f", {len(skipped)} unreadable left out" if skipped else ""
+    return Evaluation(
+        metrics=numbers,
+        confusion=confusion,
+        loss=float(losses[0] / losses[1]),
+        images=images,
+        of=of,
+        duplicates=duplicates,
+        skipped=skipped,
+        sentence=f"{task.sentence(numbers)} on {images:,}/{of:,} images, {duplicates} duplicates{told}",
+        seconds=seconds,
+        mistakes=heapq.nlargest(worst, [one for some, _ in gathered for one in some], key=_by_loss),
+    )
+
+
+def _add_up(metric: torch.nn.Module, mesh: Mesh) -> None:
+    """Sum the states of a torchmetrics metric over ranks; NotImplementedError for a state that is no sum."""
+    for name, reduce in metric._reductions.items():
+        state = getattr(metric, name)
+        if reduce is not dim_zero_sum or not isinstance(state, Tensor):
+            raise NotImplementedError(
+                f"the state '{name}' of {type(metric).__name__} does not add up over ranks (its reduction is {reduce}); "
+                "use a metric whose states are sums"
+            )
+        mesh.sum_(state)

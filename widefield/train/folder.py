@@ -1,0 +1,234 @@
+"""The run folder: what lies where, who may write, and the files that belong to no step.
+
+config.yaml  plan.yaml  record.jsonl  summary.csv  tensorboard/  checkpoints/  report.html
+weights.safetensors  evaluation.json  mistakes/  nan.json (after a loss that was no number)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torchvision.transforms.v2 import functional as v2
+
+from widefield.config import RunConfig, differences, read_config, to_yaml
+from widefield.data import Dataset, Images
+from widefield.data.image import write_image
+from widefield.naming import did_you_mean
+from widefield.plan import Plan, to_text
+from widefield.train.evaluate import Evaluation
+from widefield.train.record import replace_text
+
+WEIGHTS = "weights.safetensors"
+MODEL = "model.json"
+
+
+def fresh_folder(root: Path = Path("runs")) -> Path:
+    """Make and give the next free numbered folder, `runs/0001`."""
+    root.mkdir(parents=True, exist_ok=True)
+    taken = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit()]
+    for number in range(max(taken, default=0) + 1, 10**9):
+        try:
+            (root / f"{number:04}").mkdir()
+        except FileExistsError:  # another run took it just now
+            continue
+        return root / f"{number:04}"
+    raise AssertionError("a billion runs")
+
+
+def existing_folder(path: str | Path) -> Path:
+    """`path` as a run folder; ValueError, with the nearest name, where it is none."""
+    folder = Path(path)
+    if (folder / "config.yaml").is_file():
+        return folder
+    beside = sorted(p.parent.name for p in folder.parent.glob("*/config.yaml")) if folder.parent.is_dir() else []
+    hint = did_you_mean(folder.name, beside)
+    raise ValueError(f"{folder} is no run folder (it has no config.yaml);{hint} name the --run folder of a training run")
+
+
+def lock(folder: Path) -> IO[str]:
+    """Keep other processes from training into `folder` while the file given back is open.
+
+    The lock goes with the process, however it dies.  ValueError: somebody else trains there.
+    """
+    file = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise ValueError(
+            f"process {owner} is training into {folder}; wait for it, stop it, or name another folder with --run"
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def write_config(folder: Path, config: RunConfig, plan: Plan) -> list[str]:
+    """Leave the config and the plan in the folder; what differs from the config that was there, as sentences."""
+    path = folder / "config.yaml"
+    changed = [] if not path.is_file() else differences(read_config(path), config)
+    replace_text(path, to_yaml(config))
+    replace_text(folder / "plan.yaml", to_text(plan))
+    return changed
+
+
+@dataclass(frozen=True)
+class NoImages:
+    """Stands for a split whose images are not at hand; `shape` is what one of them was, (C, H, W)."""
+
+    shape: list[int]
+
+    def __len__(self) -> int:
+        return 0
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        raise AssertionError("this split holds no images")
+
+    def name_of(self, index: int) -> str:
+        raise AssertionError("this split holds no images")
+
+
+def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[float], std: list[float], name: str) -> None:
+    """Leave what using the model takes beside its weights: classes, image shape (C, H, W), normalization."""
+    told = {
+        "model": name,
+        "classes": dataset.classes,
+        "image": shape,
+        "pixels": "(value / 255 - mean) / std",
+        "mean": mean,
+        "std": std,
+    }
+    replace_text(folder / MODEL, json.dumps(told, indent=1) + "\n")
+
+
+def read_model(folder: Path) -> Dataset:
+    """What `write_model` left, as a dataset without images; ValueError where the run never came so far."""
+    path = folder / MODEL
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {MODEL}, so its run never began to train; train it first")
+    told = json.loads(path.read_text(encoding="utf-8"))
+    none = NoImages(told["image"])
+    return Dataset(none, none, told["classes"], told["image"][0], told["mean"], told["std"], in_memory=True)
+
+
+def write_weights(folder: Path, model: nn.Module, metadata: dict[str, str]) -> Path:
+    """Save parameters and buffers under the plain model's own names, whole or not at all."""
+    path = folder / WEIGHTS
+    beside = path.with_suffix(".part")
+    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    safetensors.torch.save_file(_unshared(tensors), beside, metadata={"format": "pt"} | metadata)
+    with beside.open("rb") as file:
+        os.fsync(file.fileno())
+    beside.replace(path)
+    return path
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors refuses two names for one memory (tied weights), so each gets a copy of its own."""
+    seen: set[int] = set()
+    copies = {}
+    for name, value in tensors.items():
+        copies[name] = value.clone() if value.data_ptr() in seen else value
+        seen.add(value.data_ptr())
+    return copies
+
+
+def load_weights(path: str | Path, model: nn.Module) -> None:
+    """Load a .safetensors file into the plain model; ValueError names what is missing, unknown or of another shape."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there are no weights at {path}; name a .safetensors file")
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no sound .safetensors file ({error}); export it again") from None
+    check_names(
+        {name: list(value.shape) for name, value in tensors.items()},
+        {name: list(value.shape) for name, value in model.state_dict().items()},
+        str(path),
+    )
+    model.load_state_dict(tensors)
+
+
+def check_names(given: dict[str, list[int]], wanted: dict[str, list[int]], source: str) -> None:
+    """ValueError where names or shapes differ, naming the first of each kind."""
+    problems = [
+        f"{name} is {given[name]} there and {shape} here"
+        for name, shape in wanted.items()
+        if name in given and given[name] != shape
+    ]
+    problems += [f"{name} is missing there" for name in wanted if name not in given]
+    problems += [f"{name} is unknown here" for name in given if name not in wanted]
+    if problems:
+        more = f" and {len(problems) - 3} more differences" if len(problems) > 3 else ""
+        raise ValueError(
+            f"{source} is of another model: {'; '.join(problems[:3])}{more}; "
+            "set model.name and model.options to what it was trained with"
+        )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One of the worst mistakes, as the report shows it."""
+
+    id: str
+    picture: str
+    truth: str
+    prediction: str
+    probability: float
+    loss: float
+
+
+def write_evaluation(
+    folder: Path, evaluation: Evaluation, *, step: int, epoch: float, classes: list[str], images: Images
+) -> None:
+    """Leave an evaluation and pictures of its worst mistakes in the folder."""
+    place = folder / "mistakes"
+    place.mkdir(exist_ok=True)
+    pictures = []
+    for number, mistake in enumerate(evaluation.mistakes):
+        picture = f"mistakes/{number:02}.png"
+        write_image(_thumbnail(images.read(mistake.index)[0]), folder / picture)
+        truth, prediction = classes[mistake.truth], classes[mistake.prediction]
+        name = images.name_of(mistake.index)
+        pictures.append(Picture(name, picture, truth, prediction, mistake.probability, mistake.loss))
+    for stale in sorted(place.glob("*.png"))[len(pictures) :]:
+        stale.unlink()
+    values = {key: value for key, value in asdict(evaluation).items() if key not in ("mistakes", "seconds")}
+    values |= {"step": step, "epoch": epoch, "classes": classes, "mistakes": [asdict(picture) for picture in pictures]}
+    replace_text(folder / "evaluation.json", json.dumps(values) + "\n")
+
+
+def _thumbnail(image_CHW: Tensor, side: int = 160) -> Tensor:
+    """The image, at most `side` pixels long; small ones as they are."""
+    longest = max(image_CHW.shape[1:])
+    if longest <= side:
+        return image_CHW
+    size = [max(1, round(length * side / longest)) for length in image_CHW.shape[1:]]
+    return v2.resize(image_CHW, size, antialias=True)
+
+
+def write_nan(folder: Path, values: dict[str, Any]) -> Path:
+    """Leave which images a loss that is no number came from."""
+    replace_text(folder / "nan.json", json.dumps(values, indent=1) + "\n")
+    return folder / "nan.json"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this rank has held: allocated on its GPU, or resident in its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

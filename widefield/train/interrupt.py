@@ -1,0 +1,42 @@
+"""Ctrl-C and SIGTERM ask for an end; the loop saves after its step and stops on all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+
+class Interrupt:
+    """While open, the first SIGINT, SIGTERM or SIGUSR1 (Slurm's warning) is remembered; a second SIGINT ends the process.
+
+    watch_parent: the death of the process that started this one counts as a request too; for ranks, which would be
+        orphans without their launcher, and not for a run that a shell started and left.
+    Outside the main thread Python takes no handlers, so only the parent is watched there.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self, *, watch_parent: bool) -> None:
+        self.signal: signal.Signals | None = None
+        self._parent = os.getppid() if watch_parent else None
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    @property
+    def asked(self) -> bool:
+        return self.signal is not None or (self._parent is not None and os.getppid() != self._parent)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)

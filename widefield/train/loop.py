@@ -1,0 +1,210 @@
+"""One optimizer step, and the order of things around it.
+
+    for each step:
+        passes <- this rank's batches of the step, from the loader
+        for each pass:  loss_sum <- task's loss of the model's output;  backward of loss_sum * ranks / samples
+        all ranks add up [loss_sum, count, problem, stop] while the last backward runs
+        a problem or a loss that is not finite: raise on every rank, weights untouched
+        gradients -> clip -> optimizer -> average;  record
+        at the end of an epoch, or as asked: evaluate;  save
+
+DDP averages gradients over ranks, so a loss scaled by ranks / samples gives the gradient of the mean over the whole
+batch, however unevenly it is shared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from widefield.config import RunConfig
+from widefield.data.device import Preparation
+from widefield.data.loader import Batch, Steps
+from widefield.engine.mesh import AgreedError, Mesh
+from widefield.engine.normalization import ghost
+from widefield.engine.strategies.data import without_sync
+from widefield.tasks import Task
+from widefield.train.arithmetic import Arithmetic
+from widefield.train.schedule import Schedule
+
+
+class NonFiniteLossError(AgreedError):
+    """The loss is NaN or infinite; `index` numbers the images of the step, over all ranks."""
+
+    def __init__(self, text: str, *, step: int, index: list[int]) -> None:
+        super().__init__(text)
+        self.step, self.index = step, index
+
+
+@dataclass
+class Learner:
+    """A model with all that changes as it learns."""
+
+    config: RunConfig
+    mesh: Mesh
+    task: Task
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    lr: float
+    arithmetic: Arithmetic
+    scaler: torch.amp.GradScaler
+    prepare: Preparation
+    steps: Steps
+    spare: Batch
+    """A batch of one image, for a rank that has none of its own."""
+    ema: AveragedModel | None = None
+    step: int = 0
+    """Optimizer steps done."""
+    skipped: list[str] = field(default_factory=list)
+    """Unreadable images this rank left out."""
+
+    def __post_init__(self) -> None:
+        self._trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done, with the fraction."""
+        return self.steps.seen(self.step) / self.steps.samples
+
+    def lr_now(self) -> float:
+        """The learning rate of the next step."""
+        return self.lr * self.schedule.factor(self.steps.seen(self.step))
+
+    def rehearse(self) -> Tensor:
+        """Loss of the model on one image twice: a trial pass, for strategies that look at the graph first."""
+        image, target = self.prepare(self.spare)
+        with self.arithmetic.autocast():
+            output = self.model(torch.cat([image, image]))
+        target = torch.cat([target, target])
+        return self._loss_of(output, target) / len(target)
+
+    def learn(self, passes: list[Batch], *, stop: bool) -> tuple[float, bool]:
+        """One optimizer step on this rank's passes; the loss of the whole batch, and whether any rank wants to stop.
+
+        AgreedError on every rank, weights untouched: a rank could not read its data.  NonFiniteLossError likewise.
+        """
+        samples = len(self.steps.positions(self.step))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr_now()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_sum, count, wants_to_stop = self._gradients(passes, stop, samples)
+        self._check(loss_sum, count, passes)
+        self._update(scale=samples / count)
+        self.step += 1
+        self.skipped += [name for batch in passes for name in batch.skipped]
+        return loss_sum / count, wants_to_stop
+
+    def _gradients(self, passes: list[Batch], stop: bool, samples: int) -> tuple[float, float, bool]:
+        """Backward of every pass; sums over ranks of the loss and its count, and whether to stop."""
+        own_loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        own_count = 0.0
+        for number, batch in enumerate(passes):
+            last = number == len(passes) - 1
+            with ExitStack() as stack:
+                if not last:
+                    stack.enter_context(without_sync(self.model))
+                if batch.samples == 0:
+                    stack.enter_context(ghost(self.model))
+                loss, count = self._loss(batch)
+                own_loss += loss.detach()
+                own_count += count
+                if last:
+                    total = self._start_total(own_loss, own_count, passes, stop)
+                self.scaler.scale(loss * (self.mesh.size / samples)).backward()
+        loss_sum, count, problems, stops = total()
+        if problems:
+            self.mesh.agree(next((batch.problem for batch in passes if batch.problem is not None), None))
+        return loss_sum, count, stops > 0
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, float]:
+        """Loss sum and count of one pass; 0 and 0, with a graph all the same, for a batch that is a stand-in."""
+        image, target = self.prepare(batch if batch.problem is None else self.spare)
+        with self.arithmetic.autocast():
+            output = self.model(image)
+        loss = self._loss_of(output, target)
+        if batch.samples == 0:
+            return loss * 0.0, 0.0
+        return loss, float(self.task.count(target))
+
+    def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
+        """Losses are taken in float32 or wider, outside autocast."""
+        if isinstance(output, Tensor):
+            output = output.to(torch.promote_types(output.dtype, torch.float32))
+        return self.task.loss_sum(output, target)
+
+    def _start_total(self, loss: Tensor, count: float, passes: list[Batch], stop: bool):
+        problem = any(batch.problem is not None for batch in passes)
+        rest = torch.tensor([count, float(problem), float(stop)], dtype=torch.float64).to(loss.device, non_blocking=True)
+        return self.mesh.start_sum(torch.cat([loss.reshape(1), rest]))
+
+    def _check(self, loss_sum: float, count: float, passes: list[Batch]) -> None:
+        if count == 0:
+            raise AgreedError(
+                f"no image of step {self.step + 1} could be read, so there is nothing to learn from; see data.path"
+            )
+        if not abs(loss_sum) < float("inf"):
+            gathered = self.mesh.gather_objects([int(i) for batch in passes if batch.samples for i in batch.index])
+            raise NonFiniteLossError(
+                f"the loss of step {self.step + 1} is {loss_sum}; the optimizer did not step and the weights are those of "
+                f"step {self.step}. Look at the images named below; a lower optimizer.lr, optimizer.clip_norm=1 or a "
+                "longer schedule.warmup are the usual cures",
+                step=self.step + 1,
+                index=[index for part in gathered for index in part],
+            )
+
+    def _update(self, scale: float) -> None:
+        """Clip, step, average.  `scale` corrects gradients where not every sample of the batch counted."""
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, scale)
+        if self.config.optimizer.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self._trained, self.config.optimizer.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
+
+    def is_finite(self) -> bool:
+        """Whether every weight is a finite number."""
+        return bool(torch.isfinite(torch.stack(torch._foreach_norm([p.detach() for p in self._trained]))).all())
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Wall seconds of a step, and how many of them went into waiting for data."""
+
+    seconds: float
+    data_seconds: float
+
+
+class Passes:
+    """Groups a loader's batches into steps and notes the time spent waiting for them."""
+
+    def __init__(self, batches: Iterator[Batch], passes: int) -> None:
+        self._batches, self._passes = batches, passes
+        self._waited, self._began = 0.0, time.perf_counter()
+
+    def next(self) -> list[Batch]:
+        start = time.perf_counter()
+        group = [next(self._batches) for _ in range(self._passes)]
+        self._waited = time.perf_counter() - start
+        return group
+
+    def lap(self) -> StepTimes:
+        """Times since the last lap."""
+        now = time.perf_counter()
+        times = StepTimes(now - self._began, self._waited)
+        self._began = now
+        return times
+
+    def skip_lap(self) -> None:
+        """Leave what has happened since the last lap (evaluation, a save) out of the next one."""
+        self._began = time.perf_counter()

@@ -1,0 +1,112 @@
+"""How does a nested dict of tensors and plain values become one JSON text and named tensors, and itself again?
+
+JSON because reading it can run nothing, and because a person can read it.  What JSON has no word for is a dict of one key
+that begins with `$`: {"$tensor": name}, {"$tuple": [...]}, {"$float": bits} for nan and the infinities, and
+{"$dict": [[key, value], ...]} for a dict with a key that is no text, or that begins with `$` itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def take_apart(value: Any, *, name: str = "", taken: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
+    """The JSON of `value`, and its tensors by name: the keys that lead to one, joined by dots, after `name`.
+
+    taken: names that others have; a name that is taken, or comes twice, gets a `~`.
+    Dicts come back as dict, lists as list, tuples (named ones too) as tuple; every float comes back bit for bit.
+    ValueError where a leaf is neither a plain tensor, int, float, str, bool nor None.
+    """
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_encode(value, name, tensors, taken or {}), allow_nan=False)
+    return text, tensors
+
+
+def tensors_in(text: str) -> dict[str, list[int] | None]:
+    """The names of the tensors that a JSON text asks for, and the strides of those that are not contiguous."""
+    found: dict[str, list[int] | None] = {}
+
+    def note(read: dict[str, Any]) -> dict[str, Any]:
+        if "$tensor" in read:
+            found[read["$tensor"]["name"]] = read["$tensor"].get("stride")
+        return read
+
+    json.loads(text, object_hook=note)
+    return found
+
+
+def put_together(text: str, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that `take_apart` took apart; `tensors` may hold more than the text asks for."""
+    return _decode(json.loads(text), tensors)
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor], taken: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return {"$tensor": _name_tensor(value, path, tensors, taken)}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, _join(path, index), tensors, taken) for index, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        return _encode_dict(value, path, tensors, taken)
+    raise ValueError(
+        f"a checkpoint cannot hold {path}, a {type(value).__module__}.{type(value).__qualname__}; "
+        "make it a tensor, int, float, str, bool, None, or a list, tuple or dict of those"
+    )
+
+
+def _name_tensor(value: Tensor, path: str, tensors: dict[str, Tensor], taken: Mapping[str, Tensor]) -> dict[str, Any]:
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_meta:
+        raise ValueError(
+            f"a checkpoint cannot hold {path}, a {type(value).__name__} ({value.layout}, on {value.device}); "
+            "give it as a plain, dense tensor that has values"
+        )
+    while path in tensors or path in taken:
+        path += "~"
+    tensors[path] = value.detach()
+    # The order of memory (channels_last) is kept: elementwise kernels may round otherwise on another one.
+    stride = torch.empty_like(value, device="meta").stride()
+    return {"name": path} if value.is_contiguous() else {"name": path, "stride": list(stride)}
+
+
+def _encode_dict(value: Mapping, path: str, tensors: dict[str, Tensor], taken: Mapping[str, Tensor]) -> dict[str, Any]:
+    odd = next((key for key in value if not isinstance(key, (str, int))), None)
+    if odd is not None:
+        raise ValueError(
+            f"a checkpoint cannot hold the key {odd!r} in {path or 'the state'}; use text or whole numbers as keys"
+        )
+    pairs = [(key, _encode(item, _join(path, key), tensors, taken)) for key, item in value.items()]
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return dict(pairs)
+    return {"$dict": [list(pair) for pair in pairs]}
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$tensor": {"name": name}}:
+            return tensors[name]
+        case {"$tuple": items}:
+            return tuple(_decode(item, tensors) for item in items)
+        case {"$float": bits}:
+            return struct.unpack(">d", bytes.fromhex(bits))[0]
+        case {"$dict": pairs}:
+            return {key: _decode(item, tensors) for key, item in pairs}
+    return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)

@@ -1,0 +1,95 @@
+"""Optimizers by name, and the learning rate that a batch size asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from widefield.config import OptimizerConfig
+from widefield.naming import did_you_mean
+
+Groups = list[dict[str, Any]]
+
+
+def _sgd(groups: Groups, config: OptimizerConfig, lr: float, fused: bool) -> torch.optim.Optimizer:
+    options = {"momentum": config.momentum, "nesterov": config.nesterov, "fused": fused}
+    return torch.optim.SGD(groups, lr=lr, **(options | config.options))
+
+
+def _adamw(groups: Groups, config: OptimizerConfig, lr: float, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=lr, **({"betas": tuple(config.betas), "fused": fused} | config.options))
+
+
+def _lars(groups: Groups, config: OptimizerConfig, lr: float, fused: bool) -> torch.optim.Optimizer:
+    options = {"momentum": config.momentum, "nesterov": config.nesterov}
+    return _timm("lars").Lars(groups, lr=lr, **(options | config.options))
+
+
+def _lamb(groups: Groups, config: OptimizerConfig, lr: float, fused: bool) -> torch.optim.Optimizer:
+    return _timm("lamb").Lamb(groups, lr=lr, **({"betas": tuple(config.betas)} | config.options))
+
+
+def _timm(name: str) -> Any:
+    try:
+        import timm.optim
+    except ImportError:
+        raise ValueError(
+            f"optimizer.name={name} comes from timm, which is not installed; pip install 'widefield[timm]'"
+        ) from None
+    return timm.optim
+
+
+Build = Callable[[Groups, OptimizerConfig, float, bool], torch.optim.Optimizer]
+_OPTIMIZERS: dict[str, tuple[Build, float, str]] = {
+    "sgd": (_sgd, 0.1, "linear"),  # Goyal et al. 2017, arXiv:1706.02677: 0.1 at 256
+    "adamw": (_adamw, 1e-3, "sqrt"),
+    "lars": (_lars, 0.5, "linear"),  # You et al. 2017, arXiv:1708.03888
+    "lamb": (_lamb, 1.75e-3, "sqrt"),  # timm's A2 recipe: 5e-3 at 2,048
+}
+"""name: how to build it, its learning rate at a batch of 256, and how that grows with the batch."""
+
+
+def learning_rate(config: OptimizerConfig, batch: int) -> tuple[float, str | None]:
+    """The peak learning rate for a global batch and, where the program chose it, the rule as a sentence."""
+    if config.lr is not None:
+        return config.lr, None
+    _, own_lr, own_rule = _known(config.name)
+    base, rule = config.base_lr or own_lr, config.lr_rule or own_rule
+    ratio = batch / config.base_batch_size
+    lr = base * (ratio if rule == "linear" else ratio**0.5)
+    return lr, f"optimizer.lr={lr:.6g}: {base:g} at batch {config.base_batch_size} by the {rule} rule, for batch {batch}"
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The optimizer over the parameters of `model` that take gradients, in torch's fused form where it has one.
+
+    Weight decay spares parameters of one dim (biases, normalization) unless `decay_norm_and_bias`.
+    ValueError: no such optimizer, arguments it does not take, or a model without parameters to train.
+    """
+    build, _, _ = _known(config.name)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("the model has no parameter that takes gradients, so there is nothing to train")
+    fused = all(p.is_floating_point() and p.device.type in ("cuda", "cpu") for p in parameters)
+    try:
+        return build(_groups(parameters, config), config, lr, fused)
+    except TypeError as error:
+        raise ValueError(f"optimizer.options {config.options} do not fit '{config.name}': {error}") from None
+
+
+def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> Groups:
+    decayed = [p for p in parameters if p.ndim > 1 or config.decay_norm_and_bias]
+    spared = [p for p in parameters if not (p.ndim > 1 or config.decay_norm_and_bias)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _known(name: str) -> tuple[Build, float, str]:
+    if name not in _OPTIMIZERS:
+        raise ValueError(
+            f"there is no optimizer '{name}';{did_you_mean(name, _OPTIMIZERS)} It can be: {', '.join(_OPTIMIZERS)}"
+        )
+    return _OPTIMIZERS[name]

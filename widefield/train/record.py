@@ -1,0 +1,304 @@
+"""What does a run write down, and how is it read back?  record.jsonl, summary.csv, TensorBoard, W&B and the terminal.
+
+`record.jsonl` is the record; everything else is a view of it.  One JSON object per line, each with `kind` and `time`
+(unix seconds):
+
+    start       versions, machine, ranks, plan (YAML text), reasons, resumed_from, steps, samples_per_epoch, parameters
+    step        step, epoch (epochs done), loss, lr, samples (over all ranks), seconds, data_seconds, memory_bytes (peak)
+    evaluation  step, epoch, images, of, duplicates, skipped, loss, metrics, seconds
+    checkpoint  step, name
+    warning     text
+    end         reason (complete, interrupted or failed), step, text
+
+A number that is not finite is written as the text "nan", "inf" or "-inf", so that strict parsers read every line and
+`float(...)` understands the value; `read` gives it back as a float.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import io
+import json
+import math
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from widefield.config import LogConfig
+from widefield.train.scalars import check_log, scalar_logs
+from widefield.train.terminal import GIB, Pace, clock_text, memory_text, printable, rate_text, terminal
+
+Line = dict[str, Any]
+FILE = "record.jsonl"
+
+
+def read(folder: str | Path) -> list[Line]:
+    """Every line of the record in a run folder, oldest first; a last line torn by a kill is left out.
+
+    ValueError: the folder holds no record, or a line before the last is damaged.
+    """
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {FILE}, so it is no run folder; name the --run folder of a training run")
+    rows = path.read_bytes().split(b"\n")
+    lines: list[Line] = []
+    for number, row in enumerate(rows, start=1):
+        line = _decoded(row)
+        if line is not None:
+            lines.append(line)
+        elif row.strip() and number < len(rows):
+            raise ValueError(f"{path}, line {number} is not a JSON object: {row[:60]!r}; delete that line to read the others")
+    return lines
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give `path` this text or leave it as it was: written beside, synced, renamed.  UTF-8; lone surrogates are escaped."""
+    beside = path.with_name(path.name + ".part")
+    with beside.open("wb") as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes the numbers."""
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "widefield")}
+    return {"python": platform.python_version(), **packages}
+
+
+def machine() -> dict[str, Any]:
+    """This machine: host, cpu, cores this process may use, memory_bytes, gpus."""
+    import torch  # here, since a reader of records needs no torch
+
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "host": socket.gethostname(),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus],
+    }
+
+
+class Record:
+    """The open record of a run; rank 0 alone holds one.  Call it from one thread; `close` it, or use it in a `with`.
+
+    Every line is handed to the operating system before the call returns, so a kill loses none.
+    """
+
+    def __init__(self, folder: Path, log: LogConfig, resumed_step: int | None, stream: TextIO) -> None:
+        kept = _cut_back(folder, resumed_step)
+        self._folder, self._log, self._resumed_step = folder, log, resumed_step
+        self._evaluations = [line for line in kept if line.get("kind") == "evaluation"]
+        self._terminal = terminal(stream)
+        self._scalars = scalar_logs(folder, log, resumed_step)
+        self._pace = Pace()
+        self._steps = 0
+        self._file = (folder / FILE).open("a", encoding="utf-8")
+
+    @classmethod
+    def open(
+        cls, folder: str | Path, *, log: LogConfig, resumed_step: int | None = None, stream: TextIO | None = None
+    ) -> Record:
+        """Begin or go on with the record in `folder`, which is made if need be.
+
+        resumed_step: the step whose checkpoint was loaded.  Lines of later steps are dropped, since those steps will be run
+            again; None begins again at step 0, and lines of every step are dropped.  Starts and warnings always stay.
+        stream: where lines for people go, standard output if left out; a progress bar is drawn where it is a terminal.
+        ValueError, with no file touched: see `check_log`, and `read` for a damaged record.
+        """
+        check_log(log)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder, log, resumed_step, stream or sys.stdout)
+
+    def start(
+        self, *, plan: str, reasons: Sequence[str], ranks: int, steps: int, samples_per_epoch: int, parameters: int
+    ) -> None:
+        """Note what runs and where, before the first step.  `steps`: optimizer steps of the whole run."""
+        self._steps = steps
+        line = self._write(
+            "start", versions=versions(), machine=machine(), ranks=ranks, plan=plan, reasons=list(reasons),
+            resumed_from=self._resumed_step, steps=steps, samples_per_epoch=samples_per_epoch, parameters=parameters,
+        )  # fmt: skip
+        for log in self._scalars:
+            log.describe(line)
+        self._terminal.begin(self._resumed_step or 0, steps)
+
+    def step(
+        self,
+        *,
+        step: int,
+        epoch: float,
+        loss: float,
+        lr: float,
+        samples: int,
+        seconds: float,
+        data_seconds: float,
+        memory_bytes: int,
+    ) -> None:
+        """Note one optimizer step; every `log.every` steps, and at the last, print a line and log the scalars.
+
+        seconds: wall time of the step, of which data_seconds went into waiting for data.  samples: over all ranks.
+        """
+        line = self._write(
+            "step", step=step, epoch=epoch, loss=loss, lr=lr, samples=samples, seconds=seconds,
+            data_seconds=data_seconds, memory_bytes=memory_bytes,
+        )  # fmt: skip
+        self._pace.add(samples, seconds, data_seconds)
+        eta = clock_text(self._pace.seconds_left(self._steps - step))
+        self._terminal.advance(step, loss, self._pace.images_per_second, eta)
+        if step % self._log.every == 0 or step == self._steps:
+            self._report_interval(line, eta)
+
+    def evaluation(
+        self,
+        *,
+        step: int,
+        epoch: float,
+        images: int,
+        of: int,
+        duplicates: int,
+        skipped: int,
+        loss: float,
+        metrics: Mapping[str, float],
+        seconds: float,
+        text: str,
+    ) -> None:
+        """Note an evaluation and print its sentence `text`, as `98.61 % top-1 on 360/360 images, 0 duplicates`."""
+        line = self._write(
+            "evaluation", step=step, epoch=epoch, images=images, of=of, duplicates=duplicates, skipped=skipped,
+            loss=loss, metrics=dict(metrics), seconds=seconds,
+        )  # fmt: skip
+        self._evaluations.append(line)
+        replace_text(self._folder / "summary.csv", _summary(self._evaluations))
+        self._log_scalars(step, {"val/loss": loss, **{f"val/{name}": value for name, value in metrics.items()}})
+        self._pace.also(seconds)
+        self.say(f"step {step}  ep {epoch:.2f}".removesuffix(".00") + f"  {text}  loss {loss:.4g}")
+
+    def checkpoint(self, *, step: int, name: str) -> None:
+        """Note that a checkpoint is whole and current."""
+        self._write("checkpoint", step=step, name=name)
+
+    def warning(self, text: str) -> None:
+        """Note and print what went wrong without ending the run."""
+        self._write("warning", text=text)
+        self.say(f"warning: {text}")
+
+    def say(self, text: str) -> None:
+        """Print lines for people; not part of the record."""
+        self._terminal.say(printable(text))
+
+    def end(self, reason: Literal["complete", "interrupted", "failed"], *, step: int, text: str) -> None:
+        """Note how the run ended, and print `text`."""
+        self._write("end", reason=reason, step=step, text=text)
+        self.say(text)
+
+    def close(self) -> None:
+        """Give files and terminal back; a second call does nothing."""
+        if self._file.closed:
+            return
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._terminal.close()
+        for log in self._scalars:
+            log.close()
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _write(self, kind: str, **values: Any) -> Line:
+        line = {"kind": kind, "time": time.time(), **values}
+        self._file.write(_encoded(line))
+        self._file.flush()  # into the kernel: a kill -9 of this process cannot take it back
+        return line
+
+    def _report_interval(self, line: Line, eta: str) -> None:
+        """Print and log what is averaged since the last printed line.  TensorBoard's five calls take 0.13 ms."""
+        images_per_second, data_share = self._pace.interval()
+        memory_gib = line["memory_bytes"] / GIB
+        self._log_scalars(line["step"], {
+            "train/loss": line["loss"], "train/lr": line["lr"], "perf/img_s": images_per_second,
+            "perf/data_wait_frac": data_share, "perf/mem_peak_gib": memory_gib,
+        })  # fmt: skip
+        self.say(
+            f"step {line['step']}/{self._steps}  ep {line['epoch']:.2f}  loss {line['loss']:.4g}  "
+            f"{rate_text(images_per_second)} img/s  data {100 * data_share:.1f} %  "
+            f"mem {memory_text(line['memory_bytes'])}  lr {line['lr']:.4g}  eta {eta}"
+        )
+
+    def _log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for log in self._scalars:
+            log.scalars(step, values)
+
+
+# ---------------------------------------------------------------------------------------------- lines
+
+
+def _encoded(line: Line) -> str:
+    return json.dumps(_finite(line), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """`value` with numbers that JSON has no word for as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _decoded(row: bytes) -> Line | None:
+    """The line in a row of the file; None where there is no whole JSON object."""
+    try:
+        line = json.loads(row)
+    except ValueError:
+        return None
+    if not isinstance(line, dict):
+        return None
+    return _numbers_back(line) if line.get("kind") in ("step", "evaluation") else line  # those two hold no text
+
+
+def _numbers_back(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers_back(item) for key, item in value.items()}
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def _cut_back(folder: Path, resumed_step: int | None) -> list[Line]:
+    """Drop what steps after `resumed_step` wrote, and a torn last line; the lines that stay."""
+    if not (folder / FILE).exists():
+        return []
+    last = -1 if resumed_step is None else resumed_step
+    kept = [line for line in read(folder) if line.get("step", -1) <= last]
+    replace_text(folder / FILE, "".join(map(_encoded, kept)))
+    replace_text(folder / "summary.csv", _summary([line for line in kept if line.get("kind") == "evaluation"]))
+    return kept
+
+
+def _summary(evaluations: Sequence[Line]) -> str:
+    """The evaluations as CSV, metrics after the loss."""
+    metrics = list(dict.fromkeys(name for line in evaluations for name in line["metrics"]))
+    columns = ["step", "epoch", "loss", *metrics, "images", "of", "duplicates", "skipped", "seconds"]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**line, **line["metrics"]} for line in evaluations)
+    return text.getvalue()
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    rows = info.read_text(errors="replace").splitlines() if info.is_file() else []
+    names = [row.partition(":")[2].strip() for row in rows if row.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,211 @@
+"""Which checkpoints stand in a folder, which of them are sound, and which stay?  Files and names alone: no tensor, no rank.
+
+    step_00000120/            a checkpoint that counts
+      about.json              what it is: step, metric, plan, names and shapes of the model
+      plain.json              the state without its tensors; own_R.json the same for what is rank R's alone
+      .metadata, __R_0.distcp the tensors, as torch.distributed.checkpoint writes them
+      manifest.sha256         the hash of every file above; `sha256sum -c manifest.sha256` checks it
+    .step_00000140.partial/   one being written; a killed run leaves it, the next one removes it
+    .step_00000100.trash/     one being deleted
+    .step_00000120.replaced/  the one before, while a new one of the same step takes its name
+
+One run at a time writes to a folder.  Anyone may read beside it: finding what is sound changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from widefield.train import manifest, nested
+
+Warn = Callable[[str], None]
+ABOUT, PLAIN, METADATA = "about.json", "plain.json", ".metadata"
+_STEP = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|trash)")
+
+
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint is of.  `model` gives the shape of each parameter and buffer; `plan` is the plan's text."""
+
+    step: int
+    epoch: int
+    samples: int
+    metric: float | None
+    higher_is_better: bool
+    ranks: int
+    plan: str
+    model: dict[str, list[int]]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint whose every byte was seen to be as written."""
+
+    folder: Path
+    about: About
+
+
+# ---------------------------------------------------------------------------------------------- finding
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, sound or not, oldest step first."""
+    if not folder.is_dir():
+        return []
+    return sorted((place for place in folder.iterdir() if _STEP.fullmatch(place.name)), key=_step_of)
+
+
+def newest_sound_in(folder: Path, *, warn: Warn) -> Found | None:
+    """The newest checkpoint whose every byte is as written; a warning that names the bad file for each passed over."""
+    for place in reversed(steps_in(Path(folder))):
+        problem = manifest.what_is_wrong(place, needed=(ABOUT, PLAIN, METADATA))
+        if problem is None:
+            about = _about_or_none(place)
+            if about is not None:
+                return Found(place, about)
+            problem = f"{ABOUT} is whole, and not what this version of widefield writes"
+        warn(
+            f"the checkpoint {place} is passed over: {problem}. "
+            "The next older sound one is taken; copy this one back from where it is whole, or delete it"
+        )
+    return None
+
+
+def check_model(found: Found, model: Mapping[str, Sequence[int]]) -> None:
+    """ValueError, naming the first that differ, where the checkpoint's names and shapes are not those of `model`."""
+    saved = found.about.model
+    differ = [name for name in sorted({*saved, *model}) if _shape(saved, name) != _shape(model, name)]
+    if not differ:
+        return
+    first = "; ".join(f"{name} is {_shape(saved, name)} there and {_shape(model, name)} here" for name in differ[:3])
+    raise ValueError(
+        f"the checkpoint {found.folder} is of another model: {len(differ)} of {len({*saved, *model})} names differ. "
+        f"{first}{'; ...' if len(differ) > 3 else ''}. "
+        "Build the model as it was (model.name and model.options), or start a new run folder"
+    )
+
+
+def _shape(model: Mapping[str, Sequence[int]], name: str) -> str:
+    return str(list(model[name])) if name in model else "missing"
+
+
+def _about_or_none(folder: Path) -> About | None:
+    try:
+        return About(**nested.put_together((folder / ABOUT).read_text(encoding="utf-8"), {}))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _step_of(place: Path) -> int:
+    match = _STEP.fullmatch(place.name)
+    assert match is not None, f"{place} is no checkpoint"
+    return int(match[1])
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def clean(folder: Path) -> None:
+    """Remove what a killed run left; a replaced checkpoint whose successor never got the name has it back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in sorted(folder.glob(".step_*.replaced")):
+        current = left.with_name(left.name.removeprefix(".").removesuffix(".replaced"))
+        if current.exists():
+            shutil.rmtree(left)
+        else:
+            left.rename(current)
+    for left in sorted(folder.glob(".step_*")):
+        if _LEFTOVER.fullmatch(left.name):
+            shutil.rmtree(left)
+
+
+def partial_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written before it counts."""
+    return folder / f".{name_of(step)}.partial"
+
+
+def make_anew(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+
+
+def make_current(partial: Path, hashes: Mapping[str, str]) -> None:
+    """Seal a written folder and give it its name: from then on it counts, and after a power cut still does.
+
+    hashes: of every file in it, all of them on the disk already.  A checkpoint of the same step is replaced.
+    """
+    manifest.write_manifest(partial, hashes)
+    folder = partial.parent
+    current = folder / partial.name.removeprefix(".").removesuffix(".partial")
+    with _replaced(current):
+        partial.rename(current)
+        manifest.sync(folder)
+
+
+@contextlib.contextmanager
+def _replaced(current: Path):
+    """Put a checkpoint aside, and back if what is done meanwhile fails; killed meanwhile, `clean` puts it back."""
+    aside = current.with_name(f".{current.name}.replaced")
+    if not current.exists():
+        yield
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+    current.rename(aside)
+    try:
+        yield
+    except OSError:
+        if not current.exists():
+            aside.rename(current)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------- keeping
+
+
+def prune(folder: Path, *, step: int, last: int, best: int, warn: Warn) -> None:
+    """Delete what need not be kept now that `step` is saved; what does not let itself be deleted is a warning."""
+    # Later steps were found unsound by the run that resumed before them.  Counted, they would push out this one.
+    old = [place for place in steps_in(folder) if _step_of(place) <= step]
+    keep = kept({place.name: _about_or_none(place) for place in old}, last=last, best=best)
+    for place in old:
+        if place.name not in keep:
+            try:
+                _delete(place)
+            except OSError as error:
+                warn(f"the old checkpoint {place} could not be deleted: {error}; delete it by hand")
+
+
+def kept(abouts: Mapping[str, About | None], *, last: int, best: int) -> set[str]:
+    """Names of the checkpoints to keep, of those given oldest first: the `last` newest and the `best` by metric.
+
+    Of equal metrics the newer is kept.  One without a metric, or with nan, is no candidate for best, nor is a None, whose
+    about.json cannot be read.
+    """
+    merit: dict[str, float] = {}
+    for name, about in abouts.items():
+        if about is not None and about.metric is not None and not math.isnan(about.metric):
+            merit[name] = about.metric if about.higher_is_better else -about.metric
+    newest_first = list(merit)[::-1]
+    ranked = sorted(newest_first, key=merit.__getitem__, reverse=True)  # stable: of equals the first, the newer, stays first
+    return {*list(abouts)[-max(1, last) :], *ranked[:best]}
+
+
+def _delete(place: Path) -> None:
+    """Take a checkpoint's name away first, so that one half deleted never looks current."""
+    trash = place.with_name(f".{place.name}.trash")
+    shutil.rmtree(trash, ignore_errors=True)
+    place.rename(trash)
+    shutil.rmtree(trash)

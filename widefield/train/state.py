@@ -1,0 +1,89 @@
+"""Everything a resumed run needs, as nested dicts of tensors and plain values, and back.
+
+Optimizer state goes by parameter name, not by number, so that it survives another order of parameter groups.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+Nested = dict[str, Any]
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Nested:
+    """`parameters`: state of each parameter by its name; `groups`: counters that some optimizers (timm's Lamb) keep there.
+
+    Hyperparameters are left out: they come from the config.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    state = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
+    known = {"params", "initial_lr", *optimizer.defaults}
+    groups = [{key: value for key, value in group.items() if key not in known} for group in optimizer.param_groups]
+    return {"parameters": state, "groups": {str(number): group for number, group in enumerate(groups)}}
+
+
+def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Nested) -> None:
+    """Take over what `optimizer_state` gave; tensors go to their parameter's device.
+
+    ValueError: the state is of another optimizer.
+    """
+    parameters = dict(model.named_parameters())
+    unknown = sorted(set(state["parameters"]) - set(parameters))
+    if unknown:
+        raise ValueError(f"the checkpoint's optimizer trains {unknown[0]} (and {len(unknown) - 1} more), unknown to this model")
+    for name, values in state["parameters"].items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = {key: _like(parameter, key, value) for key, value in values.items()}
+    for number, group in state["groups"].items():
+        optimizer.param_groups[int(number)].update(group)
+
+
+def _like(parameter: nn.Parameter, key: str, value: Any) -> Any:
+    """Momenta live beside their parameter; a fused optimizer's step counter does too."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == parameter.shape:
+        moved = torch.empty_like(parameter, dtype=value.dtype)  # keeps the memory format, which the fused kernels want
+        return moved.copy_(value)
+    return value.to(parameter.device)
+
+
+def random_state() -> Nested:
+    """Where Python's, NumPy's and torch's random numbers stand on this rank."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: Nested = {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "numpy": {"name": name, "keys": torch.from_numpy(keys.astype(np.int64)), "rest": [position, has_gauss, cached]},
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_random_state(state: Nested) -> None:
+    """Go on where `random_state` stood."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    np.random.set_state((numpy["name"], numpy["keys"].numpy().astype(np.uint32), *numpy["rest"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def seed_everything(seed: int) -> None:
+    """Start Python's, NumPy's and torch's random numbers from `seed`."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def shapes_of(model: nn.Module) -> dict[str, list[int]]:
+    """Name and shape of every parameter and buffer: what a checkpoint must match."""
+    return {name: list(value.shape) for name, value in model.state_dict().items()}

@@ -1,0 +1,155 @@
+"""What do people see while a run trains?  Dense lines, and a progress bar where they sit at a terminal.
+
+On a file or a pipe, as under Slurm, there are plain lines without control characters.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol, TextIO
+
+GIB, MIB = 2**30, 2**20
+
+
+class Terminal(Protocol):
+    """Where lines for people go.  `begin` comes before the first `advance`, `say` may come at any time."""
+
+    def begin(self, done: int, steps: int) -> None: ...
+    def advance(self, step: int, loss: float, images_per_second: float, eta: str) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def terminal(stream: TextIO) -> Terminal:
+    """Lines on `stream`, with a progress bar below them if it is a terminal that can redraw."""
+    redraws = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    return _Bar(stream) if redraws else _Plain(stream)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters (as file names may hold) spelled out."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+
+
+class _Plain:
+    """Lines on a file or a pipe, as under Slurm: no control characters."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def begin(self, done: int, steps: int) -> None: ...
+
+    def advance(self, step: int, loss: float, images_per_second: float, eta: str) -> None: ...
+
+    def say(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"  # under LANG=C it is ASCII, and a path may not be
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None: ...
+
+
+class _Bar:
+    """A progress bar at the foot of a terminal, lines above it.
+
+    Redrawn by `advance`, never by a thread: a worker forked while such a thread holds its lock would hang when it prints.
+    """
+
+    REDRAW_SECONDS = 0.1
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        ours = stream is sys.stdout
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[facts]}"),
+            console=Console(file=stream, force_terminal=True), auto_refresh=False, expand=True,
+            redirect_stdout=ours, redirect_stderr=ours,
+        )  # fmt: skip
+        self._task: Any = None
+        self._drawn = 0.0
+
+    def begin(self, done: int, steps: int) -> None:
+        self._task = self._progress.add_task("", total=steps, completed=done, facts="")
+        self._progress.start()
+
+    def advance(self, step: int, loss: float, images_per_second: float, eta: str) -> None:
+        facts = f"loss {loss:.4g}  {rate_text(images_per_second)} img/s  eta {eta}"
+        self._progress.update(self._task, completed=step, facts=facts)
+        now = time.monotonic()
+        if now - self._drawn >= self.REDRAW_SECONDS:
+            self._progress.refresh()
+            self._drawn = now
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+@dataclass
+class Pace:
+    """Throughput and time left, from the steps this process has done.
+
+    Its first step pays for warm-up (allocation, the search for kernels, compilation), often many times a usual step, so
+    that it counts only as long as there is no other.
+    """
+
+    images_per_second: float = math.nan
+    """Over the last interval, or over the steps so far in the first one."""
+    _seen: int = 0
+    _spent: float = 0.0
+    _samples: int = 0
+    _seconds: float = 0.0
+    _data_seconds: float = 0.0
+
+    def add(self, samples: int, seconds: float, data_seconds: float) -> None:
+        if self._seen == 1:
+            self._samples, self._seconds, self._data_seconds = 0, 0.0, 0.0
+        self._spent += seconds if self._seen else 0.0
+        self._seen += 1
+        self._samples += samples
+        self._seconds += seconds
+        self._data_seconds += data_seconds
+        if math.isnan(self.images_per_second) or self._seen == 2:
+            self.images_per_second = self._samples / max(self._seconds, 1e-9)
+
+    def also(self, seconds: float) -> None:
+        """Time that went into evaluation, which comes again as the run goes on."""
+        self._spent += seconds if self._seen > 1 else 0.0
+
+    def seconds_left(self, steps: int) -> float | None:
+        """For so many steps more; None while only the first step is known."""
+        return steps * self._spent / (self._seen - 1) if self._seen > 1 else None
+
+    def interval(self) -> tuple[float, float]:
+        """(images per second, share of time spent waiting for data) since the last call."""
+        seconds = max(self._seconds, 1e-9)
+        self.images_per_second, share = self._samples / seconds, self._data_seconds / seconds
+        self._samples, self._seconds, self._data_seconds = 0, 0.0, 0.0
+        return self.images_per_second, share
+
+
+def clock_text(seconds: float | None) -> str:
+    """`0:23`, `1:02:03`, `2d 03:04`; `-:--` where it is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-:--"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}:{minute:02d}"
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def rate_text(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def memory_text(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
