@@ -29,6 +29,25 @@ def state_of(step: int, *, numbers: int = 2048) -> dict:
     return {"model": {"weight": torch.full((numbers,), float(step))}, "step": step}
 
 
+def checkpoints_in(
+    folder: Path, mesh: Mesh = ONE_RANK, *, keep_last: int = 3, keep_best: int = 0, warn=None, **how
+) -> Checkpoints:
+    """Checkpoints that must not warn, unless `warn` takes it."""
+    return Checkpoints(folder, mesh, keep_last=keep_last, keep_best=keep_best, warn=warn or no_warning, **how)
+
+
+def save_two(folder: Path) -> Path:
+    """Sound checkpoints of steps 1 and 2."""
+    checkpoints = checkpoints_in(folder)
+    for step in (1, 2):
+        checkpoints.save(state_of(step), about_of(step), own={"seed": torch.arange(5)}, wait=True)
+    return folder
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(place.name for place in folder.iterdir())
+
+
 def no_warning(text: str) -> None:
     raise AssertionError(f"an unexpected warning: {text}")
 

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from widefield.plan import Plan
+from widefield.plan import Plan, to_text
 
 TIMEOUT_SECONDS = 120.0
 # What a rank says when another died first; such an error is never the one to show.
@@ -195,9 +195,9 @@ def _meet(rank: int, world_size: int, folder: str) -> Callable[[Plan], Any]:
     meshes: dict[str, Any] = {}
 
     def mesh_of(plan: Plan) -> Any:
-        if str(plan) not in meshes:
-            meshes[str(plan)] = join(world, plan)
-        return meshes[str(plan)]
+        if to_text(plan) not in meshes:
+            meshes[to_text(plan)] = join(world, plan)
+        return meshes[to_text(plan)]
 
     return mesh_of
 

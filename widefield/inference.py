@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from widefield.naming import did_you_mean
 from widefield.plan import Plan, plan_of
 from widefield.run import evaluate_parts
 from widefield.train.assemble import Parts, assemble
-from widefield.train.checkpoint import Checkpoints
+from widefield.train.checkpoint import newest_sound_in, read
 from widefield.train.evaluate import Evaluation
 from widefield.train.folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model
 from widefield.train.record import replace_text
@@ -42,7 +43,7 @@ def evaluate_run(folder: Path, overrides: Sequence[str], world: World, *, weight
     config = read_config(existing_folder(folder) / "config.yaml", overrides)
     with ExitStack() as stack:
         mesh = join(world, plan_of(config, world.size))
-        stack.callback(leave)
+        stack.callback(leave, mesh)
         parts = mesh.together(lambda: _loaded(folder, config, mesh, weights))
         return evaluate_parts(parts, parts.model)
 
@@ -129,15 +130,14 @@ def _loaded(folder: Path, config: RunConfig, mesh: Mesh, weights: str | None, da
     elif (folder / WEIGHTS).is_file():
         load_weights(folder / WEIGHTS, parts.model)
     else:
-        _load_newest(folder, parts.model, mesh)
+        _load_newest(folder, parts.model)
     return parts
 
 
-def _load_newest(folder: Path, model: nn.Module, mesh: Mesh) -> None:
-    checkpoints = Checkpoints(folder / "checkpoints", mesh, keep_last=1, keep_best=0, warn=print)
-    found = checkpoints.newest_sound()
+def _load_newest(folder: Path, model: nn.Module) -> None:
+    found = newest_sound_in(folder / "checkpoints", warn=lambda text: print(text, file=sys.stderr))
     if found is None:
         raise ValueError(f"{folder} has neither {WEIGHTS} nor a sound checkpoint; train it first, or name --weights FILE")
-    state, _ = checkpoints.load(found, model=shapes_of(model))
+    state, _ = read(found, model=shapes_of(model))
     average = {name.removeprefix("module."): value for name, value in state["ema"].items() if name.startswith("module.")}
     model.load_state_dict(average or state["model"])

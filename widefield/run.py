@@ -56,7 +56,7 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun"))
         mesh = join(world, plan)
-        stack.callback(leave)
+        stack.callback(leave, mesh)
         mesh.together(lambda: stack.enter_context(_claim(folder)) if mesh.is_main else None)
         parts = mesh.together(lambda: assemble(config, mesh))
         _check_sizes(parts)
@@ -231,8 +231,7 @@ class _Story:
         if not complete and self.mesh.world.launcher != "torchrun":  # elastic takes any other status for a crash
             status = 128 + (interrupt.signal or signal.SIGTERM)
         if self.record is not None:
-            metadata = {"widefield": versions()["widefield"], "model": self.config.model.name, "step": str(learner.step)}
-            write_weights(self.folder, self._answering, metadata)
+            write_weights(self.folder, self._answering)
             at = f"step {learner.step} of {self.last}"
             text = "trained to the end" if complete else f"stopped at {at}; the same command goes on from there"
             self.record.end("complete" if complete else "interrupted", step=learner.step, text=text)
@@ -297,14 +296,26 @@ def _check_sizes(parts: Parts) -> None:
         )
 
 
-def _open_record(record: Record, parts: Parts, learner: Learner, *, plan_text: str, reasons: list[str], last: int) -> None:
+def _open_record(
+    record: Record, parts: Parts, learner: Learner, *, plan_text: str, reasons: list[str], last: int
+) -> None:
+    """Say what is about to run, and every value that the program chose with its reason."""
+    mesh, steps, dataset = parts.mesh, learner.steps, parts.dataset
+    parameters = sum(p.numel() for p in learner.model.parameters())
+    record.say(
+        f"{parts.config.model.name}, {parameters:,} parameters, on {mesh.plan} ({mesh.device.type}); "
+        f"{steps.samples:,} images to train on, {len(dataset.evaluate):,} to evaluate, {len(dataset.classes)} classes; "
+        f"{last:,} steps of {steps.batch} images, {steps.per_epoch:,} an epoch"
+    )
+    for reason in reasons:
+        record.say(f"  {reason}")
     record.start(
         plan=plan_text,
         reasons=reasons,
-        ranks=parts.mesh.size,
+        ranks=mesh.size,
         steps=last,
-        samples_per_epoch=learner.steps.samples,
-        parameters=sum(p.numel() for p in learner.model.parameters()),
+        samples_per_epoch=steps.samples,
+        parameters=parameters,
     )
 
 
@@ -330,7 +341,7 @@ def _state_of(learner: Learner) -> dict[str, Any]:
 def _own_state(learner: Learner) -> dict[str, Any]:
     """What belongs to this rank alone."""
     hook = hook_state(learner.model)
-    return {"random": random_state()} | ({"hook": hook} if hook is not None else {})
+    return {"random": random_state(), "order": learner.order} | ({"hook": hook} if hook is not None else {})
 
 
 def _about(story: _Story) -> About:
@@ -360,8 +371,9 @@ def _resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[st
             learner.ema.load_state_dict(state["ema"])
         else:  # the average was switched on after that checkpoint
             learner.ema.module.load_state_dict(state["model"])
-    if own is not None and "hook" in own:
-        load_hook_state(learner.model, own["hook"])
+    if own is not None:
+        learner.order = own["order"]
+        load_hook_state(learner.model, own.get("hook"))
     return own
 
 

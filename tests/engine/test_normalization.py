@@ -60,7 +60,9 @@ def compare_with_the_whole(mesh, shape, cut, options, assert_equal=close, dtype=
     assert type(ours) is SyncBatchNorm
     run = {} if run is None else {"run": run}
     whole, weights, buffers = trained(layer_of(shape, **options).to(dtype), pairs)
-    parts, my_weights, my_buffers = trained(ours, [(x[mine.start : mine.stop], g[mine.start : mine.stop]) for x, g in pairs], **run)
+    parts, my_weights, my_buffers = trained(
+        ours, [(x[mine.start : mine.stop], g[mine.start : mine.stop]) for x, g in pairs], **run
+    )
     for part, all_rows in zip(parts, whole, strict=True):
         assert_equal(part, all_rows[mine.start : mine.stop])
     for name, gradient in weights.items():
@@ -131,6 +133,17 @@ def test_compiling_changes_nothing(backend):
     on_ranks(2, compare_with_the_whole, (7, 3, 4, 5), (0, 3, 7), {}, close, torch.float64, run)
 
 
+def from_broken_running_statistics(mesh):
+    layer = SyncBatchNorm(2, group=mesh.data_group, dtype=torch.float64)
+    layer.running_mean.fill_(float("nan"))
+    return layer(torch.arange(4.0, dtype=torch.float64).view(2, 2) + 4 * mesh.rank)
+
+
+def test_a_nan_in_the_running_mean_does_not_reach_the_output():
+    whole = nn.BatchNorm1d(2).double()(torch.arange(8.0, dtype=torch.float64).view(4, 2)).detach()
+    close(torch.cat([part.detach() for part in on_ranks(2, from_broken_running_statistics)]), whole)
+
+
 # ---------------------------------------------------------------------------------------------- low precision
 
 
@@ -182,6 +195,27 @@ def test_a_model_wholly_in_bfloat16_runs():
     assert on_ranks(2, half_model)[0] == [torch.bfloat16] * 3
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU test: no GPU here")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gpus_kernels_give_what_the_cpus_operations_give(dtype, memory_format, tmp_path):
+    """One rank through the path of many; values per channel 1e2, so errors are a few units in the last place."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        pairs = [(x.contiguous(memory_format=memory_format), g) for x, g in batches((7, 3, 4, 5), dtype)]
+        layer = layer_of((7, 3, 4, 5)).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        whole, weights, buffers = trained(copy.deepcopy(layer), pairs)
+        there = SyncBatchNorm.convert(layer, dist.group.WORLD).cuda()
+        run = lambda layer, x: layer._over_ranks(x)  # noqa: E731
+        found = trained(there, [(x.cuda(), g.cuda()) for x, g in pairs], run)
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+        same = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance, check_device=False)
+        for ours, theirs in zip(found, (whole, weights, buffers), strict=True):
+            same(ours, theirs)
+    finally:
+        dist.destroy_process_group()
+
+
 # ---------------------------------------------------------------------------------------------- messages
 
 
@@ -215,7 +249,9 @@ def test_no_message_backward_where_the_input_needs_no_gradient():
 
 def in_a_subgroup(mesh):
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
-    x = torch.arange(6.0, dtype=torch.float64).view(3, 2, 1)[mesh.rank : mesh.rank + 1] * torch.ones(1, 2, 3, dtype=torch.float64)
+    x = torch.arange(6.0, dtype=torch.float64).view(3, 2, 1)[mesh.rank : mesh.rank + 1] * torch.ones(
+        1, 2, 3, dtype=torch.float64
+    )
     layer = SyncBatchNorm(2, group=groups[mesh.rank // 2], dtype=torch.float64)
     layer(x + torch.arange(3))
     return layer.running_mean
@@ -258,7 +294,9 @@ def test_a_ghost_counts_nothing_and_gives_no_gradient():
     assert on_ranks(2, ghost_is_no_one) == [False, False]
 
 
-@pytest.mark.parametrize("kind", [nn.BatchNorm2d, partial(nn.InstanceNorm2d, track_running_stats=True)], ids=["batch", "instance"])
+@pytest.mark.parametrize(
+    "kind", [nn.BatchNorm2d, partial(nn.InstanceNorm2d, track_running_stats=True)], ids=["batch", "instance"]
+)
 def test_a_ghost_leaves_running_statistics_of_plain_layers_alone(kind):
     model = nn.Sequential(kind(3))
     before = copy.deepcopy(model.state_dict())
@@ -292,7 +330,9 @@ class Doubled(nn.BatchNorm2d):
 
 
 def test_convert_keeps_the_objects_names_hooks_and_modes():
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Sequential(nn.SyncBatchNorm(2), Named(2), nn.BatchNorm1d(3)))
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Sequential(nn.SyncBatchNorm(2), Named(2), nn.BatchNorm1d(3))
+    )
     model[1].eval()
     layers, names, tensors = list(model.modules()), list(model.state_dict()), [id(p) for p in model.parameters()]
     seen = []

@@ -3,7 +3,6 @@
 import math
 import os
 import resource
-import shutil
 import struct
 import subprocess
 import threading
@@ -11,13 +10,25 @@ import time
 
 import pytest
 import torch
-from faults import ONE_RANK, Flip, about_of, every_bit_of, kill_saves, missed, no_warning, random_flips, state_of
+from faults import (
+    Flip,
+    about_of,
+    checkpoints_in,
+    every_bit_of,
+    kill_saves,
+    missed,
+    names_in,
+    no_warning,
+    random_flips,
+    save_two,
+    state_of,
+)
 from ranks import on_ranks
 from torch.distributed.checkpoint import FileSystemWriter
 
 from widefield.train import manifest, nested, shelf
-from widefield.train.checkpoint import Checkpoints, read
-from widefield.train.shelf import kept, newest_sound_in, steps_in
+from widefield.train.checkpoint import read
+from widefield.train.shelf import newest_sound_in, steps_in
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -61,21 +72,10 @@ def everything() -> dict:
     return {"tensors": tensors, "model": model, "odd": odd, "optimizer": optimizer, "plain": plain, "clash": clash}
 
 
-def checkpoints_in(folder, mesh=ONE_RANK, *, keep_last=3, keep_best=0, warn=no_warning, **how):
-    return Checkpoints(folder, mesh, keep_last=keep_last, keep_best=keep_best, warn=warn, **how)
-
-
 @pytest.fixture
 def two_saved(tmp_path):
     """A folder with sound checkpoints of steps 1 and 2."""
-    checkpoints = checkpoints_in(tmp_path)
-    for step in (1, 2):
-        checkpoints.save(state_of(step), about_of(step), own={"seed": torch.arange(5)}, wait=True)
-    return tmp_path
-
-
-def names_in(folder):
-    return sorted(place.name for place in folder.iterdir())
+    return save_two(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------- the same bits
@@ -111,11 +111,6 @@ def saves_and_loads(mesh, folder):
     return bits_of(loaded[0]) == bits_of(state), bits_of(loaded[1]) == bits_of(own), names_in(found.folder)
 
 
-def loads_on_other_ranks(mesh, folder):
-    checkpoints = checkpoints_in(folder, mesh)
-    return checkpoints.load(checkpoints.newest_sound())[1]
-
-
 def test_ranks_share_the_writing_and_each_gets_its_own_back(tmp_path):
     (equal, own_equal, names), second = on_ranks(2, saves_and_loads, tmp_path)
     assert equal and own_equal and second == (True, True, names)
@@ -137,6 +132,24 @@ def test_a_background_save_does_not_see_what_training_does_next(tmp_path, monkey
     go.set()
     loaded, _ = checkpoints.load(checkpoints.newest_sound())
     assert loaded["list"] == [1] and torch.equal(loaded["weight"], torch.ones(64))
+
+
+def test_a_save_waits_for_the_one_in_flight(tmp_path, monkeypatch):
+    inside, most, write = [], [], FileSystemWriter.write_data
+
+    def slowly(*given):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.1)
+        inside.pop()
+        return write(*given)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", slowly)
+    checkpoints = checkpoints_in(tmp_path)
+    for step in (1, 2, 3):
+        checkpoints.save(state_of(step), about_of(step))
+    checkpoints.wait()
+    assert most == [1, 1, 1] and len(steps_in(tmp_path)) == 3
 
 
 def test_sha256sum_checks_a_checkpoint(two_saved):
@@ -326,69 +339,7 @@ def test_a_checkpoint_of_another_model_is_refused(two_saved, shapes):
     assert checkpoints.load(found, model={"weight": (8, 16)})[0]["step"] == 2
 
 
-# ---------------------------------------------------------------------------------------------- what stays
-
-
-def test_the_newest_and_the_best_stay(tmp_path):
-    checkpoints = checkpoints_in(tmp_path, keep_last=2, keep_best=1)
-    for step, metric in enumerate([0.5, 0.9, 0.7, 0.9, math.nan, 0.1, None, 0.2]):
-        checkpoints.save({"step": step}, about_of(step, metric=metric), wait=True)
-    assert names_in(tmp_path) == ["step_00000003", "step_00000006", "step_00000007"]
-
-
-def test_lower_may_be_better():
-    abouts = {
-        str(step): about_of(step, metric=metric, higher_is_better=False) for step, metric in enumerate([3.0, 1.0, 2.0, 4.0])
-    }
-    assert kept(abouts, last=1, best=2) == {"1", "2", "3"}
-    assert kept({**abouts, "4": None}, last=1, best=0) == {"4"}
-
-
-def test_the_one_just_saved_stays_though_a_later_step_is_there(two_saved):
-    (two_saved / "step_00000002" / "plain.json").unlink()
-    checkpoints = checkpoints_in(two_saved, keep_last=1, warn=lambda text: None)
-    checkpoints.save({}, about_of(1), wait=True)  # resumed before step 2, which is unsound
-    assert checkpoints.newest_sound().about.step == 1
-    checkpoints.save({}, about_of(2), wait=True)
-    assert names_in(two_saved) == ["step_00000002"] and checkpoints.newest_sound().about.step == 2
-
-
-def test_a_step_saved_again_is_replaced(two_saved):
-    checkpoints = checkpoints_in(two_saved)
-    checkpoints.save({"again": True}, about_of(2), wait=True)
-    assert checkpoints.load(checkpoints.newest_sound())[0] == {"again": True}
-    assert names_in(two_saved) == ["step_00000001", "step_00000002"]
-
-
-def test_what_cannot_be_deleted_is_a_warning_and_no_failure(two_saved, monkeypatch):
-    def fails(place):
-        raise PermissionError(13, "Permission denied")
-
-    warnings = []
-    checkpoints = checkpoints_in(two_saved, keep_last=2, warn=warnings.append)
-    monkeypatch.setattr(shelf, "_delete", fails)
-    checkpoints.save({}, about_of(3), wait=True)
-    assert checkpoints.failure is None and "step_00000001 could not be deleted" in warnings[0] and len(warnings) == 1
-
-
 # ---------------------------------------------------------------------------------------------- killed runs
-
-
-def test_what_a_killed_run_left_is_removed_and_what_it_put_aside_is_put_back(two_saved):
-    shutil.copytree(two_saved / "step_00000002", two_saved / ".step_00000003.partial")
-    shutil.copytree(two_saved / "step_00000002", two_saved / ".step_00000000.trash")
-    shutil.copytree(two_saved / "step_00000001", two_saved / ".step_00000001.replaced")
-    (two_saved / "step_00000002").rename(two_saved / ".step_00000002.replaced")
-    (two_saved / ".mine").touch()
-    assert newest_sound_in(two_saved, warn=no_warning).about.step == 1
-    assert checkpoints_in(two_saved).newest_sound().about.step == 2
-    assert names_in(two_saved) == [".mine", "step_00000001", "step_00000002"]
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file"):
-        checkpoints_in(tmp_path / "file")
 
 
 def test_kill_minus_nine_at_any_moment_leaves_a_sound_checkpoint(tmp_path):

@@ -1,8 +1,8 @@
 """Which samples does each rank read at each step, and as what batch?
 
 The order of an epoch is a permutation drawn from (seed, epoch).  Step k of an epoch takes positions [k B, k B + B), the
-last step what is left; that interval is cut evenly over ranks, and each rank's part over its passes.  Nothing depends on
-ranks or workers but who reads what.  No sample is dropped or repeated: a part may be shorter than others, or empty; then
+last step what is left; that interval is cut evenly over passes, and each pass over ranks.  Nothing depends on ranks or
+workers but who reads what.  No sample is dropped or repeated: a part may be shorter than others, or empty; then
 a stand-in image goes along so that the rank can join the collectives, marked as no sample (`Batch.samples` is 0).
 """
 
@@ -91,11 +91,20 @@ def order_of(seed: int, epoch: int, samples: int) -> Tensor:
 
 
 def share_of(positions: Interval, *, rank: int, ranks: int, passes: int, multiple: int) -> list[Interval]:
-    """The positions that `rank` takes of a step, one interval per pass; some may be empty."""
-    own = parts_of(even_cut(len(positions), ranks, multiple=multiple))[rank]
-    cuts = parts_of(even_cut(len(own), passes, multiple=multiple))
-    start = positions.start + own.start
-    return [Interval(start + part.start, start + part.stop) for part in cuts]
+    """The positions that `rank` takes of a step, one interval per pass; some may be empty.
+
+    Cut over passes first and then over ranks, so that a pass of all ranks together is the same images on any number of
+    ranks: batch normalization takes its statistics over a pass.
+
+    >>> share_of(Interval(0, 10), rank=1, ranks=2, passes=2, multiple=1)
+    [Interval(start=3, stop=5), Interval(start=8, stop=10)]
+    """
+    own = []
+    for part in parts_of(even_cut(len(positions), passes, multiple=multiple)):
+        share = parts_of(even_cut(len(part), ranks, multiple=multiple))[rank]
+        start = positions.start + part.start
+        own.append(Interval(start + share.start, start + share.stop))
+    return own
 
 
 class TrainSampler(Sampler[list[Key]]):

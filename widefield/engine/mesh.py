@@ -55,6 +55,8 @@ class Mesh:
     devices: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
+    opened: bool = False
+    """Whether `join` opened the process group, so that `leave` closes it."""
 
     @property
     def rank(self) -> int:
@@ -136,16 +138,17 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
     device = _device_of(world)
     if world.size == 1:
         return Mesh(plan, world, device)
-    if not dist.is_initialized():
+    opened = not dist.is_initialized()
+    if opened:
         _meet(world, device, timeout_seconds)
     devices = init_device_mesh(device.type, (plan.replicate, plan.shard), mesh_dim_names=("replicate", "shard"))
     checkpoint_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
-    return Mesh(plan, world, device, devices, dist.group.WORLD, checkpoint_group)
+    return Mesh(plan, world, device, devices, dist.group.WORLD, checkpoint_group, opened)
 
 
-def leave() -> None:
-    """Close the process group, if there is one."""
-    if dist.is_initialized():
+def leave(mesh: Mesh) -> None:
+    """Close what `join` opened."""
+    if mesh.opened and dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -242,9 +242,7 @@ def _gradient_sums(grad: Tensor, input: Tensor, mean: Tensor, var: Tensor, eps: 
     return torch.stack([weight_sum, bias_sum])
 
 
-def _input_gradient(
-    grad: Tensor, input: Tensor, statistics: _Statistics, scale: Tensor, sums: Tensor, eps: float
-) -> Tensor:
+def _input_gradient(grad: Tensor, input: Tensor, statistics: _Statistics, scale: Tensor, sums: Tensor, eps: float) -> Tensor:
     """scale * (grad - sum(grad) / n - normalized * sum(grad * normalized) / n), the sums over all ranks.
 
     sums: (2, C), first of grad * normalized; scale: weight / sqrt(var + eps).

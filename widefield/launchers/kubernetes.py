@@ -61,7 +61,7 @@ def _pytorch_job(environment: Mapping[str, str]) -> World:
 def _needs_torchrun(pods: str, processes: str) -> ValueError:
     return ValueError(
         f"Kubeflow wants PET_NPROC_PER_NODE={processes} processes in each of PET_NNODES={pods} pods and has started one, which "
-        "has no RANK; make the container's command `torchrun -m widefield ...`, for torchrun starts what these variables ask for"
+        "has no RANK; make the container's command `torchrun -m widefield ...`: torchrun reads these variables and starts all"
     )
 
 

@@ -15,7 +15,6 @@ What a rank writes goes to the terminal untouched.  A rank reads its place from 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -33,12 +32,11 @@ if TYPE_CHECKING:
 
 ASKED = 90
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""SIGUSR1 is how Slurm warns that a job's time is nearly over."""
 OWN_END_SECONDS = 1.0
 """How long the other ranks may go on after one has failed, before SIGTERM and once more before SIGKILL."""
 POLL_SECONDS = 0.05
-LAUNCHER = "WIDEFIELD_LAUNCHER"
-"""Tells a rank the process that started it; see `end_with_launcher`."""
 
 
 def detect(environment: Mapping[str, str]) -> World | None:
@@ -46,7 +44,7 @@ def detect(environment: Mapping[str, str]) -> World | None:
     return None
 
 
-CASES: list[tuple[dict[str, str], World | str | None]] = [({}, None), ({LAUNCHER: "17"}, None)]
+CASES: list[tuple[dict[str, str], World | str | None]] = [({}, None)]
 
 
 def local_ranks(asked: int | None, gpus: int) -> tuple[int, str]:
@@ -94,21 +92,6 @@ def start(ranks: int, arguments: list[str], *, grace_seconds: float = 300.0, pro
     return party.status
 
 
-def end_with_launcher(environment: Mapping[str, str]) -> None:
-    """Let the kernel kill this rank when the process that started it dies, even by SIGKILL; call it early in a rank.
-
-    Without it such ranks would train on, and write into the run folder beside the next run.  Does nothing for a process
-    that `start` did not start, nor on systems other than Linux.
-    """
-    launcher = environment.get(LAUNCHER)
-    if launcher is None or sys.platform != "linux":
-        return
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before the line above
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 # ------------------------------------------------------------------------------------------------ endings
 
 
@@ -143,11 +126,12 @@ class _Party:
         """Whether a rank has ended with a code not in `well`.
 
         The first one found gets the blame; of several found at once, one that a signal killed, for the others may have
-        failed on losing it.
+        failed on losing it.  (SIGABRT counts as an exit: Gloo's threads raise it in a rank that leaves by an exception.)
         """
-        codes = {rank: code for rank, process in self.processes.items() if (code := process.poll()) not in (None, *well)}
+        ended = {rank: code for rank, process in self.processes.items() if (code := process.poll()) is not None}
+        codes = {rank: code for rank, code in ended.items() if code not in well}
         if codes and not self.verdict:
-            rank = min(codes, key=lambda rank: (codes[rank] > 0, rank))
+            rank = min(codes, key=lambda rank: (codes[rank] > 0 or codes[rank] == -signal.SIGABRT, rank))
             self.status, self.verdict = _verdict(rank, codes[rank])
         return bool(codes)
 
@@ -204,8 +188,9 @@ def _verdict(rank: int, code: int) -> tuple[int, str]:
     """The exit status of a rank that failed and the sentence on it; `code` as Popen gives it, negative for a signal."""
     if code > 0:
         return code, f"rank {rank} ended with exit code {code}; its message is above"
-    hint = "; the machine may be out of memory" if -code == signal.SIGKILL else ""
-    return 128 - code, f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
+    hints = {signal.SIGKILL: "; the machine may be out of memory", signal.SIGABRT: "; its message is above"}
+    number = signal.Signals(-code)
+    return 128 - code, f"rank {rank} was killed by {number.name}{hints.get(number, '')}"
 
 
 def _processes_of(run_id: str) -> list[int]:
@@ -253,12 +238,13 @@ def _agent(ranks: int, command: list[str], meeting: Any, party: _Party) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
     class Agent(LocalElasticAgent):
-        def _start_workers(self, worker_group):
+        def _start_workers(self, worker_group: Any) -> Any:
             pids = super()._start_workers(worker_group)
-            party.processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+            context: Any = self._pcontext  # a SubprocessContext, for `command` is no Python function
+            party.processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
             return pids
 
-        def _monitor_workers(self, worker_group):
+        def _monitor_workers(self, worker_group: Any) -> Any:
             if party.received is not None and not party.ended_well():
                 party.end_after_signal(party.received)
                 party.kill()
@@ -306,7 +292,6 @@ def _environment(ranks: int) -> Iterator[None]:
     wanted = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // ranks)),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # torch's handlers raise wherever they strike, even between two starts of a rank
-        LAUNCHER: str(os.getpid()),
     }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

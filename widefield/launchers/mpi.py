@@ -48,8 +48,8 @@ def _meeting_place(environment: Mapping[str, str], rank: int, size: int, local_s
     if missing and local_size < size:
         raise ValueError(
             f"rank {rank} of {size} is one of {local_size} on its machine, so there are several machines, and mpirun does not "
-            f"say where to meet; {' and '.join(missing)} not set. Set MASTER_ADDR to rank 0's host and MASTER_PORT to a port that "
-            "is free there: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (Hydra: -genv MASTER_ADDR HOST)"
+            f"say where to meet; {' and '.join(missing)} not set. Set MASTER_ADDR to rank 0's host and MASTER_PORT to a "
+            "port free there: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (Hydra: -genv MASTER_ADDR HOST)"
         )
     given = "MASTER_PORT" not in missing
     port = numbers(environment, ["MASTER_PORT"], launcher="mpirun")[0] if given else _port(environment)

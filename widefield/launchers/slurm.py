@@ -33,7 +33,8 @@ def detect(environment: Mapping[str, str]) -> World | None:
     if "SLURM_JOB_ID" not in environment:
         return None
     if not _in_step(environment):
-        return _outside_a_step(environment)
+        _refuse_lone_process_of_many(environment)
+        return None
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     rank, size, local_rank, node = numbers(
         environment, ("SLURM_PROCID", tasks, "SLURM_LOCALID", "SLURM_NODEID"), launcher="srun"
@@ -54,13 +55,13 @@ def _in_step(environment: Mapping[str, str]) -> bool:
     return "SLURM_STEP_ID" in environment and numbers(environment, ["SLURM_STEP_ID"], launcher="srun")[0] < FIRST_SPECIAL_STEP
 
 
-def _outside_a_step(environment: Mapping[str, str]) -> None:
-    """None where the job is one task on one node; ValueError otherwise, for the other tasks would never be started."""
+def _refuse_lone_process_of_many(environment: Mapping[str, str]) -> None:
+    """ValueError where the job is more than one task on one node: outside of srun the others would never be started."""
     tasks, nodes = (int(environment.get(name) or 1) for name in ("SLURM_NTASKS", "SLURM_NNODES"))
     if tasks > 1 or nodes > 1:
         raise ValueError(
-            f"Slurm job {environment['SLURM_JOB_ID']} has {tasks} tasks on {nodes} nodes and this process is none of them (it is "
-            "a batch script, or under salloc); start with srun: srun widefield ..., or ask for one task on one node"
+            f"Slurm job {environment['SLURM_JOB_ID']} has {tasks} tasks on {nodes} nodes and this process is none of them "
+            "(a batch script, or a shell under salloc); start with srun: srun widefield ..., or ask for one task on one node"
         )
 
 

@@ -5,13 +5,11 @@ Every text on the page is made here; page.html only lays it out.  Equal files gi
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -22,19 +20,13 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
-from PIL import Image
 
 from widefield import plan as plans
-from widefield.report import plots
+from widefield.report import mistakes, plots
 from widefield.train.record import Line, read, replace_text
 from widefield.train.terminal import memory_text, rate_text
 
 DATA_BOUND_SHARE = 0.10  # below a tenth, no change to the loader can make the run more than 1.11 times as fast
-MATRIX_CLASSES = 40
-"""With more classes than this, the most confused pairs are listed in place of the matrix."""
-LISTED = 20
-PICTURE_PX = 512
-"""Longer pictures are made this long, so that the page stays light."""
 
 
 def write_report(folder: str | Path) -> Path:
@@ -103,8 +95,8 @@ def _page(run: _Run) -> str:
         reasons=run.start.get("reasons", []),
         machine=_machine(run.start),
         history=_history(run),
-        confusion=_confusion(run.evaluation),
-        mistakes=_mistakes(run),
+        confusion=mistakes.confusion(run.evaluation),
+        mistakes=mistakes.pictures(run.folder, run.evaluation),
         warnings=_warnings(run),
         skipped=_skipped(run),
         config=run.config,
@@ -147,7 +139,7 @@ def _title(config: str) -> str:
 
 def _duration(seconds: float) -> str:
     """`4.2 s`, `1 min 12 s`, `2 h 03 min`."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes} min {second:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
@@ -178,7 +170,7 @@ def _verdict(run: _Run) -> str:
     ends = {
         "complete": f"Trained {done} on {_count(run.start.get('ranks', 1), 'rank')} in {_duration(_wall_seconds(run))}.",
         "interrupted": f"Interrupted {at}. The same command again goes on from the newest checkpoint.",
-        "failed": f"Failed {at}: {run.end['text'] if run.end else ''}",
+        "failed": f"Failed {at}: {run.end['text'].rstrip('.') if run.end else ''}.",
         "open": f"Still running, or killed: the record ends {at}. The same command again goes on from the newest checkpoint.",
     }
     return f"{ends[run.end['reason'] if run.end else 'open']} {_reached(run)}"
@@ -201,15 +193,13 @@ def _cards(run: _Run) -> list[dict[str, str]]:
     cards = [_metric_card(run), _loss_card(run)]
     if steps:
         total = start.get("steps", run.last_step)
-        usual = run.usual_steps
-        images_per_second = statistics.median(line["samples"] / max(line["seconds"], 1e-9) for line in usual)
-        share = _data_share(usual)
+        share = _data_share(run.usual_steps)
         cards += [
             _card(_epochs(steps[-1]["epoch"]), "trained", f"step {run.last_step:,} of {total:,}"),
             _card(_duration(_wall_seconds(run)), "wall time", _time_parts(run)),
-            _card(f"{rate_text(images_per_second)} img/s", "throughput", "median step, all ranks together"),
+            _card(_median_rate(run), "throughput", "median step, all ranks together"),
             _card(f"{100 * share:.1f} %", "waiting for data", _kind(share)),
-            _card(memory_text(max(line["memory_bytes"] for line in steps)), "peak memory", "as the steps recorded it"),
+            _card(memory_text(max(line["memory_bytes"] for line in steps)), "peak memory", "highest of any step"),
         ]
     if start:
         axes = ", ".join(f"{axis} {size}" for axis, size, _ in _plan(start)["axes"] if size > 1)
@@ -256,6 +246,10 @@ def _time_parts(run: _Run) -> str:
     return f"steps {_duration(training)}, evaluation {_duration(evaluation)}"
 
 
+def _median_rate(run: _Run) -> str:
+    return f"{rate_text(statistics.median(line['samples'] / max(line['seconds'], 1e-9) for line in run.usual_steps))} img/s"
+
+
 def _data_share(steps: Sequence[Line]) -> float:
     return sum(line["data_seconds"] for line in steps) / max(sum(line["seconds"] for line in steps), 1e-9)
 
@@ -289,7 +283,7 @@ def _curves(run: _Run) -> list[dict[str, str | Markup]]:
         curves.append(_curve("Evaluation", plots.evaluation_curve(epochs, metrics, losses), caption))
     if steps:
         split = plots.time_curve(x, [line["seconds"] for line in steps], [line["data_seconds"] for line in steps])
-        curves.append(_curve("Time per step", split[0], _bound(run).capitalize() + split[1]))
+        curves.append(_curve("Time per step", split[0], f"Median {_median_rate(run)}." + split[1]))
         rates = [line["lr"] for line in steps]
         caption = f"Highest {max(rates):.4g}, last {rates[-1]:.4g}."
         curves.append(_curve("Learning rate", plots.rate_curve(x, rates), caption))
@@ -363,68 +357,7 @@ def _when(line: Line) -> str:
     return datetime.fromtimestamp(line["time"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-# ---------------------------------------------------------------------------------------------- mistakes
-
-
-def _confusion(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The matrix, or for many classes the most confused pairs and the hardest classes."""
-    if evaluation is None or not evaluation.get("confusion"):
-        return None
-    names, matrix = evaluation["classes"], evaluation["confusion"]
-    if len(names) > MATRIX_CLASSES:
-        return {"count": len(names), "rows": [], "pairs": _pairs(names, matrix), "hardest": _hardest(names, matrix)}
-    rows = [
-        {"name": name, "cells": [_cell(count, sum(row), i == j) for j, count in enumerate(row)], "recall": _recall(row, i)}
-        for i, (name, row) in enumerate(zip(names, matrix, strict=True))
-    ]
-    return {"count": len(names), "names": names, "rows": rows, "pairs": _pairs(names, matrix), "hardest": []}
-
-
-def _cell(count: int, total: int, right: bool) -> dict[str, Any]:
-    """`tint` grows with the root of the share, so that a single mistake among hundreds is seen."""
-    return {"count": count, "right": right, "tint": round(100 * (count / total) ** 0.5) if total else 0}
-
-
-def _recall(row: Sequence[int], index: int) -> str:
-    return f"{100 * row[index] / sum(row):.1f} %" if sum(row) else "–"
-
-
-def _pairs(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> list[tuple[str, str, int, str]]:
-    """(truth, prediction, count, share of the truth's images), most frequent first."""
-    wrong = ((count, i, j) for i, row in enumerate(matrix) for j, count in enumerate(row) if i != j and count)
-    worst = sorted(wrong, key=lambda pair: (-pair[0], pair[1], pair[2]))[:LISTED]
-    return [(names[i], names[j], count, f"{100 * count / sum(matrix[i]):.1f} %") for count, i, j in worst]
-
-
-def _hardest(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> list[tuple[str, str, str]]:
-    """(class, right of all, recall), lowest recall first."""
-    seen = [(row[i] / sum(row), i) for i, row in enumerate(matrix) if sum(row)]
-    return [(names[i], f"{matrix[i][i]:,} of {sum(matrix[i]):,}", _recall(matrix[i], i)) for _, i in sorted(seen)[:LISTED]]
-
-
-def _mistakes(run: _Run) -> list[dict[str, Any]]:
-    listed: Iterable[Mapping[str, Any]] = (run.evaluation or {}).get("mistakes") or []
-    return [
-        {**mistake, **_picture(run.folder, mistake["picture"]), "probability": f"{100 * mistake['probability']:.1f} %",
-         "loss": f"{float(mistake['loss']):.3g}", "wrong": mistake["truth"] != mistake["prediction"]}
-        for mistake in listed
-    ]  # fmt: skip
-
-
-def _picture(folder: Path, name: str) -> dict[str, Any]:
-    """The picture as a data URI; none where the file is gone, is no picture, or lies outside the run folder."""
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()) or not path.is_file():
-        return {"uri": None, "tiny": False}
-    try:
-        with Image.open(path) as image:
-            tiny = max(image.size) <= 64
-            image.thumbnail((PICTURE_PX, PICTURE_PX))
-            png = io.BytesIO()
-            image.save(png, "PNG")
-    except OSError:
-        return {"uri": None, "tiny": False}
-    return {"uri": "data:image/png;base64," + base64.b64encode(png.getvalue()).decode(), "tiny": tiny}
+# ---------------------------------------------------------------------------------------------- warnings
 
 
 def _warnings(run: _Run) -> list[str]:

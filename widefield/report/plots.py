@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import matplotlib
 import matplotlib.style
@@ -28,7 +29,7 @@ _VARIABLE = {
     **{colour: f"--series-{number}" for number, colour in enumerate(SERIES, start=1)},
 }  # fmt: skip
 _STYLE = {
-    "svg.fonttype": "none", "figure.facecolor": "none", "axes.facecolor": "none", "font.size": 10, "axes.spines.top": False,
+    "svg.fonttype": "none", "figure.facecolor": "none", "axes.facecolor": "none", "font.size": 11, "axes.spines.top": False,
     "axes.spines.right": False, "axes.edgecolor": GRID, "axes.labelcolor": FAINT, "text.color": INK, "xtick.color": FAINT,
     "ytick.color": FAINT, "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.6, "axes.axisbelow": True,
     "lines.linewidth": 1.8, "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round", "xtick.major.size": 0,
@@ -44,20 +45,20 @@ def loss_curve(steps: Sequence[int], losses: Sequence[float]) -> tuple[str, str]
     x, y = np.asarray(steps, float), np.asarray(losses, float)
     span = smoothing_span(len(y))
     with _style():
-        figure, axes = _canvas("step")
+        figure, axes = _canvas(steps)
         scale = _loss_scale(axes, y)
         if span > 1:
             axes.plot(*thinned(x, y), color=SERIES[0], alpha=0.35, linewidth=0.9)
             axes.plot(*thinned(x, moving_average(y, span)), color=SERIES[0])
         else:
             axes.plot(x, y, color=SERIES[0], marker="o", markersize=3)
-        text = f"Each step{f'; thick: mean of the last {span} steps' if span > 1 else ''}{scale}."
+        text = f"Each step{f'; thick: mean of {span} steps around' if span > 1 else ''}{scale}."
         return _svg(figure, "training loss by step"), text + _left_out(y)
 
 
 def evaluation_curve(epochs: Sequence[float], metrics: Mapping[str, Sequence[float]], losses: Sequence[float]) -> str:
     """SVG of the metrics (above) and of the loss (below) at every evaluation."""
-    marker = {"marker": "o", "markersize": 3.2} if len(epochs) <= 60 else {}
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3.2} if len(epochs) <= 60 else {}
     with _style():
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
@@ -68,6 +69,7 @@ def evaluation_curve(epochs: Sequence[float], metrics: Mapping[str, Sequence[flo
         below.plot(epochs, losses, color=SERIES[3], **marker)
         _loss_scale(below, np.asarray(losses, float))
         below.set_xlabel("epoch")
+        below.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=max(epochs) - min(epochs) >= 4))
         below.set_ylabel("loss")
         above.set_ylabel("%" if metrics and all(re.fullmatch(r"top-\d+", name) for name in metrics) else "metric")
         return _svg(figure, "metrics and loss of evaluations by epoch")
@@ -76,8 +78,8 @@ def evaluation_curve(epochs: Sequence[float], metrics: Mapping[str, Sequence[flo
 def rate_curve(steps: Sequence[int], rates: Sequence[float]) -> str:
     """SVG of the learning rate at every step."""
     with _style():
-        figure, axes = _canvas("step")
-        marker = {"marker": "o", "markersize": 3} if len(steps) < 3 else {}
+        figure, axes = _canvas(steps)
+        marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(steps) < 3 else {}
         axes.plot(*thinned(np.asarray(steps, float), np.asarray(rates, float)), color=SERIES[0], **marker)
         axes.set_ylim(bottom=0)
         return _svg(figure, "learning rate by step")
@@ -85,25 +87,22 @@ def rate_curve(steps: Sequence[int], rates: Sequence[float]) -> str:
 
 def time_curve(steps: Sequence[int], seconds: Sequence[float], data_seconds: Sequence[float]) -> tuple[str, str]:
     """(SVG, caption) of the milliseconds of a step, split into compute and waiting for data."""
-    x, total, data = (np.asarray(values, float) for values in (steps, seconds, data_seconds))
-    x, total, data = (_means(values) for values in (x, 1e3 * total, 1e3 * data))
+    whole = 1e3 * np.asarray(seconds, float)
+    x, total, data = (_means(np.asarray(values, float)) for values in (steps, whole, 1e3 * np.asarray(data_seconds, float)))
+    parts = {"waiting for data": data, "compute": np.maximum(total - data, 0)}
     with _style():
-        figure, axes = _canvas("step")
+        figure, axes = _canvas(steps)
         axes.set_ylabel("ms per step")
-        compute = np.maximum(total - data, 0)
-        parts = {"compute": compute, "waiting for data": data}
         if len(x) < 3:
-            axes.bar(x, compute, color=SERIES[0], width=0.5, label="compute")
-            axes.bar(x, data, bottom=compute, color=SERIES[1], width=0.5, label="waiting for data")
-            axes.set_xlim(x[0] - 2, x[-1] + 2)
+            axes.bar(x, parts["waiting for data"], color=SERIES[1], width=0.5, label="waiting for data")
+            axes.bar(x, parts["compute"], bottom=data, color=SERIES[0], width=0.5, label="compute")
         else:
-            axes.stackplot(x, *parts.values(), colors=SERIES[:2], labels=list(parts), alpha=0.85, linewidth=0)
+            axes.stackplot(x, *parts.values(), colors=SERIES[1::-1], labels=list(parts), alpha=0.85, linewidth=0)
             axes.margins(x=0)
-        top = 1.6 * float(np.quantile(total, 0.95))  # the first step alone would squash all others
-        axes.set_ylim(0, top or 1.0)
+        top = 1.6 * float(np.quantile(total[1:] if len(total) > 1 else total, 0.95)) or 1.0  # the first would squash all others
+        axes.set_ylim(0, top)
         axes.legend(loc="upper right", frameon=False, ncols=2, handlelength=1.0, labelcolor=INK)
-        beyond = [int(step) for step, value in zip(x, total, strict=True) if value > top]
-        return _svg(figure, "time per step, split into compute and waiting for data"), _beyond(beyond, total)
+        return _svg(figure, "time per step, split into compute and waiting for data"), _beyond(steps, whole, top)
 
 
 def _style() -> AbstractContextManager[None]:
@@ -112,17 +111,17 @@ def _style() -> AbstractContextManager[None]:
 
 
 def smoothing_span(count: int) -> int:
-    """How many steps the moving average covers: a twentieth of the run; 1, which is none, below 20 steps."""
-    return 1 if count < 20 else max(5, count // 20)
+    """How many steps the moving average covers: about a twentieth of the run, odd; 1, which is none, below 20 steps."""
+    return 1 if count < 20 else max(5, count // 20) | 1
 
 
 def moving_average(values: np.ndarray, span: int) -> np.ndarray:
-    """Mean of the last `span` values (fewer at the start) that are finite; NaN where there is none."""
+    """Mean of the finite ones among `span` (odd) values around each, fewer at the ends; NaN where there is none."""
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
-    stop = np.arange(1, len(values) + 1)
-    start = np.maximum(stop - span, 0)
+    middle = np.arange(len(values))
+    start, stop = np.maximum(middle - span // 2, 0), np.minimum(middle + span // 2 + 1, len(values))
     there = counts[stop] - counts[start]
     return np.where(there > 0, (sums[stop] - sums[start]) / np.maximum(there, 1), np.nan)
 
@@ -145,11 +144,13 @@ def _means(values: np.ndarray) -> np.ndarray:
     return np.array([run.mean() for run in np.array_split(values, BINS)])
 
 
-def _canvas(xlabel: str) -> tuple[Figure, Axes]:
+def _canvas(steps: Sequence[int]) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
     axes = figure.subplots()
-    axes.set_xlabel(xlabel)
+    axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    if len(steps) < 3:  # matplotlib would show a fraction of a step around a single point
+        axes.set_xlim(steps[0] - 2, steps[-1] + 2)
     return figure, axes
 
 
@@ -171,11 +172,12 @@ def _left_out(losses: np.ndarray) -> str:
     return f" {bad} {'step has' if bad == 1 else 'steps have'} a loss that is not finite." if bad else ""
 
 
-def _beyond(steps: Sequence[int], total: np.ndarray) -> str:
-    if not steps:
+def _beyond(steps: Sequence[int], milliseconds: np.ndarray, top: float) -> str:
+    beyond = np.flatnonzero(milliseconds > top)
+    if not len(beyond):
         return ""
-    subject = f"Step {steps[0]} reaches" if len(steps) == 1 else f"{len(steps)} steps reach"
-    return f" {subject} beyond the picture, the slowest at {total.max():,.0f} ms."
+    subject = f"Step {steps[beyond[0]]:,} reaches" if len(beyond) == 1 else f"{len(beyond):,} steps reach"
+    return f" {subject} beyond the picture, the slowest with {milliseconds.max():,.0f} ms."
 
 
 def _svg(figure: Figure, label: str) -> str:

@@ -122,12 +122,12 @@ def read_model(folder: Path) -> Dataset:
     return Dataset(none, none, told["classes"], told["image"][0], told["mean"], told["std"], in_memory=True)
 
 
-def write_weights(folder: Path, model: nn.Module, metadata: dict[str, str]) -> Path:
-    """Save parameters and buffers under the plain model's own names, whole or not at all."""
+def write_weights(folder: Path, model: nn.Module) -> Path:
+    """Save parameters and buffers under the plain model's own names, whole or not at all; equal weights, equal bytes."""
     path = folder / WEIGHTS
     beside = path.with_suffix(".part")
     tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    safetensors.torch.save_file(_unshared(tensors), beside, metadata={"format": "pt"} | metadata)
+    safetensors.torch.save_file(_unshared(tensors), beside, metadata={"format": "pt"})
     with beside.open("rb") as file:
         os.fsync(file.fileno())
     beside.replace(path)

@@ -14,6 +14,7 @@ batch, however unevenly it is shared.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -64,6 +65,8 @@ class Learner:
     """Optimizer steps done."""
     skipped: list[str] = field(default_factory=list)
     """Unreadable images this rank left out."""
+    order: str = ""
+    """SHA-256 chain over the images this rank has learnt from, in order: two runs with the same one saw the same images."""
 
     def __post_init__(self) -> None:
         self._trained = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -98,6 +101,7 @@ class Learner:
         self._check(loss_sum, count, passes)
         self._update(scale=samples / count)
         self.step += 1
+        self.order = _chained(self.order, passes)
         self.skipped += [name for batch in passes for name in batch.skipped]
         return loss_sum / count, wants_to_stop
 
@@ -175,6 +179,13 @@ class Learner:
     def is_finite(self) -> bool:
         """Whether every weight is a finite number."""
         return bool(torch.isfinite(torch.stack(torch._foreach_norm([p.detach() for p in self._trained]))).all())
+
+
+def _chained(order: str, passes: list[Batch]) -> str:
+    digest = hashlib.sha256(order.encode())
+    for batch in passes:
+        digest.update(batch.index[: batch.samples].numpy().tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

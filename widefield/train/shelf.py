@@ -18,7 +18,7 @@ import contextlib
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,7 +155,7 @@ def make_current(partial: Path, hashes: Mapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(current: Path):
+def _replaced(current: Path) -> Iterator[None]:
     """Put a checkpoint aside, and back if what is done meanwhile fails; killed meanwhile, `clean` puts it back."""
     aside = current.with_name(f".{current.name}.replaced")
     if not current.exists():

@@ -36,9 +36,13 @@ class _Routed(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or a pickle is the plain model, without wrapper."""
-        rebuild, (_, *arguments), state, *rest = super().__reduce_ex__(protocol)
+        _, _, state, *rest = super().__reduce_ex__(protocol)
         plain = {key: value for key, value in state.items() if not key.startswith("_widefield_")}
-        return rebuild, (type(self).__mro__[2], *arguments), plain, *rest
+        return _new, (type(self).__mro__[2],), plain, *rest
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
 
 
 def inside(model: nn.Module) -> Inside:

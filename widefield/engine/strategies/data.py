@@ -1,8 +1,8 @@
 """Data parallelism by torch's DistributedDataParallel: a whole copy of the model per rank, gradients averaged in buckets.
 
 What DDP wants to be told is found out by trial passes: whether every parameter gets a gradient, and whether the graph stays
-the same.  A last trial pass through DDP lets it order its buckets before the first step, so that a resumed run adds numbers
-up in the order of one that never stopped: from 3 ranks on that decides the last bits.
+the same.  Two more passes through DDP let it order its buckets before the first step, so that a resumed run adds numbers up
+in the order of one that never stopped: from 3 ranks on that decides the last bits.
 
 A rank whose gradients differ in which parameters they reach raises one step later, in DDP's words.
 """
@@ -10,6 +10,7 @@ A rank whose gradients differ in which parameters they reach raises one step lat
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -43,7 +44,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     reasons = []
     if plan.batch_norm == "synchronized":
         reasons += _synchronize(model, mesh)
-    broadcast_buffers(model, mesh)
+    broadcast_buffers(model, mesh)  # SyncBatchNorm's trial pass wants them equal, and DDP before 2.13 leaves them out
     flags, why = _find_flags(model, mesh, rehearse)
     wrapper = DistributedDataParallel(
         inside(model),
@@ -54,8 +55,8 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
         **_buffer_flag(plan.batch_norm == "broadcast"),
     )
     route(model, wrapper)
-    if rehearse is not None:
-        _rehearse(model, rehearse)
+    if rehearse is not None:  # DDP orders its buckets after one pass, with a static graph after two
+        _trial_passes(model, rehearse, 2)
     return [*reasons, why, *_compress(model, wrapper, mesh)]
 
 
@@ -71,9 +72,9 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
 def _synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
     SyncBatchNorm.convert(model, mesh.data_group)
     count = sum(isinstance(layer, SyncBatchNorm) for layer in model.modules())
-    return [f"BatchNorm: {count} layers share their statistics over {mesh.size} ranks, so that the numbers are one device's"] * (
-        count > 0
-    )
+    return [
+        f"BatchNorm: {count} layers share their statistics over {mesh.size} ranks, so that the numbers are one device's"
+    ] * (count > 0)
 
 
 def _buffer_flag(every_forward: bool) -> dict[str, bool]:
@@ -89,8 +90,7 @@ def _find_flags(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor] | N
     """DDP's static_graph and find_unused_parameters, from two trial passes, the same on every rank; and the reason."""
     if rehearse is None:
         return {}, "plain DDP: no trial pass was given, so every parameter is expected to get a gradient in every pass"
-    trials = [_rehearse(model, rehearse) for _ in range(2)]
-    found = [used for of_rank in mesh.gather_objects(trials) for used in of_rank]
+    found = [used for of_rank in mesh.gather_objects(_trial_passes(model, rehearse, 2)) for used in of_rank]
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     unused = [name for name in trainable if not all(name in used for used in found)]
     if any(used != found[0] for used in found):
@@ -113,25 +113,32 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _rehearse(model: nn.Module, rehearse: Callable[[], Tensor]) -> set[str]:
-    """One forward and backward pass that leaves no trace; the names of the parameters that got gradients."""
+def _trial_passes(model: nn.Module, rehearse: Callable[[], Tensor], count: int) -> list[set[str]]:
+    """Forward and backward `count` times, leaving no trace; the names of the parameters that got gradients each time.
+
+    Random states move on from one pass to the next, so that a branch taken by chance shows.
+    """
+    found = []
     with _without_trace(model):
-        rehearse().backward()
-        return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        for _ in range(count):
+            model.zero_grad(set_to_none=True)
+            rehearse().backward()
+            found.append({name for name, parameter in model.named_parameters() if parameter.grad is not None})
+    return found
 
 
 @contextmanager
 def _without_trace(model: nn.Module) -> Iterator[None]:
-    """Buffers, random states and training flags come back as they were; gradients are None before and after."""
+    """Buffers, random states and training flags come back as they were; gradients are None after."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     training = [(module, module.training) for module in model.modules()]
-    numpy_state = np.random.get_state()
-    model.zero_grad(set_to_none=True)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield
     finally:
+        random.setstate(python_state)
         np.random.set_state(numpy_state)
         model.zero_grad(set_to_none=True)
         for buffer, before in buffers:
@@ -182,10 +189,10 @@ def hook_state(model: nn.Module) -> dict[str, Any] | None:
     if state is None:
         return None
     kind, keys, position, has_gauss, gauss = state.rng.get_state()
-    random = {"kind": kind, "keys": torch.tensor(keys.astype(np.int64)), "position": position, "has_gauss": has_gauss,
+    generator = {"kind": kind, "keys": torch.tensor(keys.astype(np.int64)), "position": position, "has_gauss": has_gauss,
               "gauss": gauss}  # fmt: skip
     tensors = {name: {str(bucket): t.clone() for bucket, t in getattr(state, name).items()} for name in _TENSORS}
-    return {**tensors, **{name: int(getattr(state, name)) for name in _NUMBERS}, "random": random}
+    return {**tensors, **{name: int(getattr(state, name)) for name in _NUMBERS}, "generator": generator}
 
 
 def load_hook_state(model: nn.Module, saved: dict[str, Any] | None) -> None:
@@ -207,9 +214,9 @@ def load_hook_state(model: nn.Module, saved: dict[str, Any] | None) -> None:
         setattr(state, name, {int(bucket): t.to(device, copy=True) for bucket, t in saved[name].items()})
     for name in _NUMBERS:
         setattr(state, name, saved[name])
-    random = saved["random"]
-    keys = random["keys"].cpu().numpy().astype(np.uint32)
-    state.rng.set_state((random["kind"], keys, random["position"], random["has_gauss"], random["gauss"]))
+    generator = saved["generator"]
+    keys = generator["keys"].cpu().numpy().astype(np.uint32)
+    state.rng.set_state((generator["kind"], keys, generator["position"], generator["has_gauss"], generator["gauss"]))
 
 
 # ---------------------------------------------------------------------------------------------- cases
@@ -228,7 +235,8 @@ class _Branches(nn.Module):
     def __init__(self, sometimes: bool = False) -> None:
         super().__init__()
         self.stem, self.side, self.never = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.sometimes, self.passes = sometimes, 0
+        self.sometimes = sometimes
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
@@ -237,7 +245,7 @@ class _Branches(nn.Module):
 
 
 CASES = [
-    Case("batch norm", _conv_net, (7, 2, 6, 5), reason="static graph: all 8 parameters"),
+    Case("batch norm", _conv_net, (7, 2, 6, 5), reason="static graph: all 9 parameters"),
     Case("no batch norm", partial(_conv_net, lambda channels: nn.GroupNorm(1, channels)), (7, 2, 6, 5)),
     Case("many buckets", _conv_net, (7, 2, 6, 5), {"bucket_mib": 1e-4}),
     Case("accumulation", partial(_conv_net, nn.Identity), (7, 2, 6, 5), {"accumulate": 2}, "plain DDP: .*accumulate=2"),

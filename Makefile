@@ -1,0 +1,34 @@
+# make demo   trains on scikit-learn's digits and writes a report
+# make test   runs every test
+# make docs   builds the documentation into site/
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test docs clean
+demo: $(VENV)/installed
+	$(BIN)/widefield train recipes/digits.yaml mesh.replicate=2
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest
+
+docs: $(VENV)/installed-docs
+	$(BIN)/mkdocs build --strict
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) site

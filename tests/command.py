@@ -1,0 +1,116 @@
+"""Runs the command as a user does: `widefield ...` in processes of its own, which can be watched and killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from widefield.train.checkpoint import newest_sound_in, read
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+DIGITS = str(RECIPES / "digits.yaml")
+
+
+def start(*arguments: str | Path, **options) -> subprocess.Popen:
+    """The command in the background, its output in a pipe."""
+    command = [sys.executable, "-m", "widefield", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def run(*arguments: str | Path, status: int = 0, seconds: float = 300, **options) -> str:
+    """The command to its end; what it printed.  AssertionError where it ends otherwise than with `status`."""
+    process = start(*arguments, **options)
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        raise
+    assert process.returncode == status, f"ended with {process.returncode}, not {status}:\n{output}"
+    return output
+
+
+def record(folder: Path, kind: str) -> list[dict]:
+    """The lines of one kind in a run's record; a torn last line is left out."""
+    path = folder / "record.jsonl"
+    if not path.is_file():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in record(folder, "step")]
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int, *, seconds: float = 120) -> None:
+    """Return once the run has recorded `step` after the start that `process` made."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"ended with {process.returncode} before step {step}:\n{process.stdout.read()}"
+        if any(line["step"] >= step for line in record(folder, "step")[-1:]):
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"step {step} did not come within {seconds} s")
+
+
+def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
+    """The rank processes below a launcher, by rank."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        rank = child.environ().get("RANK")
+        if rank is not None and "train" in child.cmdline():
+            found[int(rank)] = child
+    return [found[rank] for rank in sorted(found)]
+
+
+def kill_rank(process: subprocess.Popen, rank: int) -> str:
+    """SIGKILL to one rank (or the process itself, where there are none); what the command printed to its end."""
+    ranks = ranks_of(process)
+    os.kill(ranks[rank].pid if ranks else process.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    return output
+
+
+def fingerprint(folder: Path, *, ranks: int) -> dict[str, str]:
+    """SHA-256 of what a finished run is: weights, everything its last checkpoint holds, sample order and losses."""
+    found = newest_sound_in(folder / "checkpoints", warn=print)
+    assert found is not None
+    state, _ = read(found, rank=0, ranks=ranks)
+    orders = [read(found, rank=rank, ranks=ranks)[1]["order"] for rank in range(ranks)]
+    return {
+        "weights": hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest(),
+        "model": _hash(state["model"]),
+        "optimizer": _hash(state["optimizer"]),
+        "order": _hash(orders),
+        "losses": _hash(losses(folder)),
+    }
+
+
+def _hash(value) -> str:
+    digest = hashlib.sha256()
+    _update(digest, value)
+    return digest.hexdigest()
+
+
+def _update(digest, value) -> None:
+    if isinstance(value, dict):
+        for key in sorted(value):
+            digest.update(str(key).encode())
+            _update(digest, value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _update(digest, item)
+    elif hasattr(value, "numpy"):
+        digest.update(value.contiguous().flatten().view(-1).numpy().tobytes())
+    else:
+        digest.update(repr(value).encode())

@@ -1,0 +1,146 @@
+"""Do ranks meet, agree and refuse together?"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from widefield.engine.mesh import World, join
+from widefield.plan import Plan, check
+
+
+def place(mesh):
+    return (
+        mesh.rank,
+        mesh.size,
+        mesh.is_main,
+        mesh.device.type,
+        dict(zip(mesh.devices.mesh_dim_names, mesh.devices.shape, strict=True)),
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_know_their_place(size):
+    axes = {"replicate": size, "shard": 1}
+    assert on_ranks(size, place) == [(rank, size, rank == 0, "cpu", axes) for rank in range(size)]
+
+
+def exchanged(mesh):
+    number = torch.tensor([mesh.rank + 1.0, 10.0])
+    total = mesh.sum_(number)
+    first = mesh.broadcast_(torch.tensor([mesh.rank + 5]))
+    mesh.barrier()
+    return total is number, total.tolist(), first.tolist(), mesh.gather_objects({"rank": mesh.rank})
+
+
+def test_sums_are_in_place_over_all_ranks_and_rank_zero_is_broadcast():
+    assert on_ranks(3, exchanged) == [(True, [6.0, 30.0], [5], [{"rank": 0}, {"rank": 1}, {"rank": 2}])] * 3
+
+
+def test_on_one_rank_every_message_stays_at_home():
+    assert on_ranks(1, exchanged) == [(True, [1.0, 10.0], [5], [{"rank": 0}])]
+
+
+def disagreement(mesh, problems):
+    try:
+        mesh.agree(problems[mesh.rank])
+    except ValueError as error:
+        return str(error)
+
+
+def test_one_ranks_problem_is_raised_on_every_rank():
+    assert on_ranks(3, disagreement, [None, "no such folder", "disk full"]) == ["rank 1: no such folder"] * 3
+    assert on_ranks(3, disagreement, [None] * 3) == [None] * 3
+    assert on_ranks(1, disagreement, ["no such folder"]) == ["no such folder"]
+
+
+def checkpoint_group(mesh):
+    return mesh.checkpoint_group is not mesh.data_group, mesh.checkpoint_group.size()
+
+
+def test_checkpoints_have_a_group_of_their_own():
+    assert on_ranks(2, checkpoint_group) == [(True, 2)] * 2
+
+
+def test_on_one_rank_there_is_no_process_group():
+    mesh = join(World(), Plan())
+    assert mesh.data_group is None and mesh.checkpoint_group is None and not torch.distributed.is_initialized()
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(("plan", "ranks", "words"), [
+    (Plan(replicate=4), 3, r"the mesh \(replicate 4\) needs 4 ranks and there are 3; set mesh.replicate=3, or start 4 ranks"),
+    (Plan(), 2, r"the mesh \(every axis 1\) needs 1 ranks and there are 2; set mesh.replicate=2"),
+])  # fmt: skip
+def test_a_wrong_number_of_ranks_names_the_axis_to_change(plan, ranks, words):
+    with pytest.raises(ValueError, match=words):
+        check(plan, ranks=ranks)
+    with pytest.raises(ValueError, match=words):
+        join(World(size=ranks), plan)
+
+
+@pytest.mark.parametrize(("plan", "words"), [
+    (Plan(shard=2), "mesh.shard=2 cannot run: engine/strategies/ has no fully_shard.py. It has: data, data_parallel."),
+    (Plan(space=[2, 2]), "mesh.space=[2, 2] cannot run: engine/strategies/ has no space.py."),
+    (Plan(space=[2, 2]), "Set mesh.space=[]."),
+    (Plan(channel=2), "mesh.channel=2 cannot run"),
+    (Plan(stage=3), "mesh.stage=3 cannot run"),
+])  # fmt: skip
+def test_an_axis_without_a_strategy_is_refused_by_name(plan, words):
+    with pytest.raises(NotImplementedError) as said:
+        check(plan, ranks=plan.ranks)
+    assert words in str(said.value)
+
+
+def test_more_copies_than_samples_are_refused():
+    with pytest.raises(ValueError, match="4 copies of the model share a batch of 3 samples.*data.batch_size=4 or more"):
+        check(Plan(replicate=4), ranks=4, samples_per_step=3)
+    check(Plan(replicate=4), ranks=4, samples_per_step=4)
+
+
+@pytest.mark.parametrize(("plan", "ranks", "words"), [
+    (Plan(replicate=2, data_strategy="data_parallel"), 2, "drives all GPUs from one process and the mesh asks for 2"),
+    (Plan(data_strategy="data_parallel"), 1, "batch_norm=synchronized cannot hold; set batch_norm=broadcast"),
+])  # fmt: skip
+def test_data_parallel_with_ranks_or_exact_batch_norm_is_refused(plan, ranks, words):
+    with pytest.raises(ValueError, match=words):
+        check(plan, ranks=ranks)
+
+
+def test_a_meeting_place_without_an_address_is_an_error_and_never_a_world_of_one():
+    world = World(rank=1, size=2, address="no-such-host.invalid", port=29500, launcher="slurm")
+    with pytest.raises(ValueError) as said:
+        join(world, Plan(replicate=2))
+    assert "rank 1 of 2 cannot resolve the meeting place no-such-host.invalid:29500" in str(said.value)
+    assert "the environment of slurm names it: set MASTER_ADDR" in str(said.value)
+    assert not torch.distributed.is_initialized()
+
+
+ALONE = """
+import sys
+from widefield.engine.mesh import World, join
+from widefield.plan import Plan
+try:
+    join(World(rank=int(sys.argv[1]), size=2, port=int(sys.argv[2])), Plan(replicate=2), timeout_seconds=2)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_rank_whose_peers_never_come_says_so():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", ALONE, "0", str(port)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port} within 2 s" in said.stdout, said.stderr
+    assert "see that all ranks were started and that the port is open" in said.stdout

@@ -1,0 +1,81 @@
+"""Where was the model wrong?  The confusion matrix and the worst mistakes of an evaluation, ready for the page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+MATRIX_CLASSES = 40
+"""With more classes than this, the most confused pairs are listed in place of the matrix."""
+LISTED = 20
+PICTURE_PX = 512
+"""Longer pictures are made this long, so that the page stays light."""
+TINY_PX = 64
+"""Pictures up to this long are enlarged pixel by pixel."""
+
+
+def confusion(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The matrix, or for many classes the most confused pairs and the hardest classes."""
+    if evaluation is None or not evaluation.get("confusion"):
+        return None
+    names, matrix = evaluation["classes"], evaluation["confusion"]
+    if len(names) > MATRIX_CLASSES:
+        return {"count": len(names), "rows": [], "pairs": _pairs(names, matrix), "hardest": _hardest(names, matrix)}
+    rows = [
+        {"name": name, "cells": [_cell(count, sum(row), i == j) for j, count in enumerate(row)], "recall": _recall(row, i)}
+        for i, (name, row) in enumerate(zip(names, matrix, strict=True))
+    ]
+    return {"count": len(names), "names": names, "rows": rows, "pairs": _pairs(names, matrix), "hardest": []}
+
+
+def _cell(count: int, total: int, right: bool) -> dict[str, Any]:
+    """`tint` grows with the root of the share, so that a single mistake among hundreds is seen."""
+    return {"count": count, "right": right, "tint": round(100 * (count / total) ** 0.5) if total else 0}
+
+
+def _recall(row: Sequence[int], index: int) -> str:
+    return f"{100 * row[index] / sum(row):.1f} %" if sum(row) else "–"
+
+
+def _pairs(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> list[tuple[str, str, int, str]]:
+    """(truth, prediction, count, share of the truth's images), most frequent first."""
+    wrong = ((count, i, j) for i, row in enumerate(matrix) for j, count in enumerate(row) if i != j and count)
+    worst = sorted(wrong, key=lambda pair: (-pair[0], pair[1], pair[2]))[:LISTED]
+    return [(names[i], names[j], count, f"{100 * count / sum(matrix[i]):.1f} %") for count, i, j in worst]
+
+
+def _hardest(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> list[tuple[str, str, str]]:
+    """(class, right of all, recall), lowest recall first."""
+    seen = [(row[i] / sum(row), i) for i, row in enumerate(matrix) if sum(row)]
+    return [(names[i], f"{matrix[i][i]:,} of {sum(matrix[i]):,}", _recall(matrix[i], i)) for _, i in sorted(seen)[:LISTED]]
+
+
+def pictures(folder: Path, evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The images with the highest loss: id, truth, prediction, probability, loss, and the picture as a data URI."""
+    listed: Iterable[Mapping[str, Any]] = (evaluation or {}).get("mistakes") or []
+    return [
+        {**mistake, **_picture(folder, mistake["picture"]), "probability": f"{100 * mistake['probability']:.1f} %",
+         "loss": f"{float(mistake['loss']):.3g}", "wrong": mistake["truth"] != mistake["prediction"]}
+        for mistake in listed
+    ]  # fmt: skip
+
+
+def _picture(folder: Path, name: str) -> dict[str, Any]:
+    """The picture as a data URI; none where the file is gone, is no picture, or lies outside the run folder."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()) or not path.is_file():
+        return {"uri": None, "tiny": False}
+    try:
+        with Image.open(path) as image:
+            tiny = max(image.size) <= TINY_PX
+            image.thumbnail((PICTURE_PX, PICTURE_PX))
+            png = io.BytesIO()
+            image.save(png, "PNG")
+    except OSError:
+        return {"uri": None, "tiny": False}
+    return {"uri": "data:image/png;base64," + base64.b64encode(png.getvalue()).decode(), "tiny": tiny}
