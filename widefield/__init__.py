@@ -1,0 +1,63 @@
+"""widefield: train convolutional networks on images of any size, on any number of devices, with the numbers of one device.
+
+    import widefield as wf
+
+    mesh = wf.build_mesh()                       # all ranks there are, from torchrun's, Slurm's, MPI's environment, or one
+    model = wf.parallelize(model, mesh)          # the same module, names unchanged; BatchNorm synchronized
+    loss = F.cross_entropy(model(x), y, reduction="sum") * mesh.size / samples_of_all_ranks
+    loss.backward()                              # every p.grad is the whole batch's gradient, on every rank
+
+    wf.train(wf.read_config("recipes/digits.yaml"), Path("runs/digits"), wf.World())   # what `widefield train` does
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from widefield.config import RunConfig, read_config
+    from widefield.engine.mesh import Mesh, World
+    from widefield.engine.normalization import SyncBatchNorm
+    from widefield.engine.parallelize import parallelize
+    from widefield.launchers import build_mesh
+    from widefield.plan import Plan
+    from widefield.report import write_report
+    from widefield.run import train
+
+_DOOR = {
+    "Mesh": "engine.mesh",
+    "Plan": "plan",
+    "RunConfig": "config",
+    "SyncBatchNorm": "engine.normalization",
+    "World": "engine.mesh",
+    "build_mesh": "launchers",
+    "parallelize": "engine.parallelize",
+    "read_config": "config",
+    "train": "run",
+    "write_report": "report",
+}
+"""Each public name and the module it lives in; imported when first asked for, so that `import widefield` costs nothing."""
+
+__all__ = [
+    "Mesh",
+    "Plan",
+    "RunConfig",
+    "SyncBatchNorm",
+    "World",
+    "build_mesh",
+    "parallelize",
+    "read_config",
+    "train",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DOOR:
+        raise AttributeError(f"widefield has no '{name}'; it has: {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"widefield.{_DOOR[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, WithJsonSchema
@@ -46,12 +46,8 @@ def read_duration(text: object) -> Duration:
     return Duration(int(match[1]), match[2])  # type: ignore[arg-type]
 
 
-DurationField = Annotated[
-    Duration,
-    BeforeValidator(read_duration),
-    PlainSerializer(str),
-    WithJsonSchema({"type": "string", "pattern": r"^\d+\s*(ep|step)$", "examples": ["90ep", "2000step"]}),
-]
+_DURATION = WithJsonSchema({"type": "string", "pattern": r"^\d+\s*(ep|step)$", "examples": ["90ep", "2000step"]})
+DurationField = Annotated[Duration, BeforeValidator(read_duration), PlainSerializer(str), _DURATION]
 Options = dict[str, Any]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -63,6 +59,9 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, arbitrary_types_allowed=True
     )
+
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 class TaskConfig(Section):
@@ -231,19 +230,22 @@ class RunConfig(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: 1e-3 is a number (PyYAML reads text), yes and on are text (PyYAML reads true)."""
+    """YAML 1.2's scalars: 1e-3 is a number (PyYAML reads text), yes, on and 2026-01-31 are text (PyYAML: true, a date)."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that either reader, YAML 1.1's or ours, would take for something else."""
+
+
+_BOOL, _FLOAT, _DATE = (f"tag:yaml.org,2002:{name}" for name in ("bool", "float", "timestamp"))
+_NUMBER = re.compile(r"^[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.inf|\.nan)$")
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _FLOAT, _DATE)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.inf|\.nan)$"),
-    list("-+0123456789."),
-)
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
+for _yaml in (_Loader, _Dumper):
+    _yaml.add_implicit_resolver(_FLOAT, _NUMBER, list("-+0123456789."))
 
 Path_ = tuple[str | int, ...]
 
@@ -277,20 +279,17 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = Path(path)
     if not path.is_file():
         beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, beside)
         have = f" {path.parent}/ has: {', '.join(beside)}." if beside else ""
-        raise ValueError(f"no recipe at {path};{hint}{have}")
+        raise ValueError(f"no recipe at {path};{did_you_mean(path.name, beside)}{have}")
     return parse_config(path.read_text(encoding="utf-8"), overrides, name=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
     """As `read_config`, from text."""
-    section = parse_section(RunConfig, text, overrides, name=name)
-    assert isinstance(section, RunConfig)
-    return section
+    return parse_section(RunConfig, text, overrides, name=name)
 
 
-def parse_section(kind: type[Section], text: str, overrides: Sequence[str] = (), *, name: str) -> Section:
+def parse_section(kind: type[AnySection], text: str, overrides: Sequence[str] = (), *, name: str) -> AnySection:
     """Any Section from YAML text; ValueError that names field, line and the nearest known key."""
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -302,9 +301,7 @@ def parse_section(kind: type[Section], text: str, overrides: Sequence[str] = (),
     line_of: dict[Path_, int] = {}
     if root is not None:
         _note_lines(root, (), line_of, name)
-    given: dict[Path_, str] = {}
-    for override in overrides:
-        given[_override(values, override)] = override
+    given = {_override(values, override): override for override in overrides}
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -319,8 +316,8 @@ def _note_lines(node: yaml.Node, path: Path_, line_of: dict[Path_, int], name: s
         for key, value in node.value:
             here = (*path, key.value)
             if here in line_of:
-                first, again = line_of[here], key.start_mark.line + 1
-                raise ValueError(f"{name}, line {again}: {'.'.join(map(str, here))} is given twice, first on line {first}")
+                where = f"{name}, line {key.start_mark.line + 1}: {'.'.join(map(str, here))}"
+                raise ValueError(f"{where} is given twice, first on line {line_of[here]}")
             line_of[here] = key.start_mark.line + 1
             _note_lines(value, here, line_of, name)
     elif isinstance(node, yaml.SequenceNode):
@@ -336,9 +333,9 @@ def _override(values: dict[str, Any], override: str) -> Path_:
     *parents, last = key.split(".")
     place = values
     for depth, parent in enumerate(parents):
-        inner = place.get(parent)
-        if inner is None:
-            inner = place[parent] = {}
+        if place.get(parent) is None:
+            place[parent] = {}
+        inner = place[parent]
         if not isinstance(inner, dict):
             raise ValueError(f"command line: {override}: {'.'.join(parents[: depth + 1])} holds {inner!r}, which has no keys")
         place = inner
@@ -357,8 +354,7 @@ def _explain(kind: type[Section], problem: Any, source: _Source) -> str:
     if problem["type"] == "extra_forbidden":
         known = _fields_at(kind, path[:-1])
         inside = f"'{'.'.join(map(str, path[:-1]))}'" if len(path) > 1 else "a recipe"
-        hint = did_you_mean(str(path[-1]), known)
-        return f"unknown key '{field}';{hint} {inside} has: {', '.join(known)}\n  {where}"
+        return f"unknown key '{field}';{did_you_mean(str(path[-1]), known)} {inside} has: {', '.join(known)}\n  {where}"
     if problem["type"] == "missing":
         return f"'{field}' is missing; it has no default, so write it in the recipe\n  {where}"
     reason = problem["msg"].removeprefix("Value error, ")
@@ -382,7 +378,7 @@ def _fields_at(kind: type[BaseModel], path: Path_) -> list[str]:
 
 def to_yaml(section: Section) -> str:
     """The section as YAML that reads back equal."""
-    return yaml.safe_dump(section.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+    return yaml.dump(section.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
 def json_schema() -> str:
@@ -400,7 +396,5 @@ def differences(old: Section, new: Section) -> list[str]:
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(values, dict) or not values:
         return {prefix: values}
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return flat
+    inner = [_flat(value, f"{prefix}.{key}" if prefix else key) for key, value in values.items()]
+    return {key: value for part in inner for key, value in part.items()}

@@ -145,6 +145,4 @@ def to_text(plan: Plan) -> str:
 
 def from_text(text: str, *, name: str = "plan") -> Plan:
     """The plan in a YAML text; ValueError names the key that is wrong."""
-    plan = parse_section(Plan, text, name=name)
-    assert isinstance(plan, Plan)
-    return plan
+    return parse_section(Plan, text, name=name)

@@ -90,14 +90,15 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
                 record.warning(f"the config has changed since this run began: {line}")
             if found is not None:
                 record.say(f"resumed from {found.folder} at step {learner.step}" + ("" if own else _OTHER_RANKS))
+        stack.callback(checkpoints.wait)
+        passes = Passes(batches, config.gradient.accumulate)
+        stack.callback(passes.close)
         story = _Story(config, folder, parts, learner, checkpoints, record, last, warnings)
         try:
-            return story.tell(batches, interrupt)
+            return story.tell(passes, interrupt)
         except AgreedError as error:
             story.fail(error)
             raise
-        finally:
-            checkpoints.wait()
 
 
 _OTHER_RANKS = "; it was written by another number of ranks, so random states begin anew"
@@ -121,10 +122,9 @@ class _Story:
     def mesh(self) -> Mesh:
         return self.learner.mesh
 
-    def tell(self, batches: Any, interrupt: Interrupt) -> Outcome:
+    def tell(self, passes: Passes, interrupt: Interrupt) -> Outcome:
         """Train to the last step or until somebody asks to stop."""
-        learner, config, passes = self.learner, self.config, Passes(batches, self.config.gradient.accumulate)
-        stopped = False
+        learner, config, stopped = self.learner, self.config, False
         evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
         while learner.step < self.last and not stopped:
             lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
@@ -136,6 +136,8 @@ class _Story:
             if due or (learner.step % evaluate_every == 0 and not stopped):
                 self._evaluate()
                 passes.skip_lap()
+            if due or stopped:
+                passes.close()
             if due or stopped or learner.step % save_every == 0:
                 self._save(wait=due or stopped)
                 passes.skip_lap()

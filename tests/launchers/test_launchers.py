@@ -415,15 +415,18 @@ def test_ranks_write_to_the_terminal_itself(launch):
 # ------------------------------------------------------------------------------------------------ the real launchers
 
 JOIN = """
-import dataclasses, os, torch
+import os, sys, torch
 from widefield.engine import mesh
 from widefield.launchers import world_from
 from widefield.plan import Plan
-world = world_from(os.environ)
-joined = mesh.join(world, Plan(replicate=world.size), timeout_seconds=60)
-total = joined.sum_(torch.tensor([float(world.rank)])).item()
-print(world.rank, world.size, world.local_rank, world.local_size, world.launcher, total, flush=True)
-mesh.leave(joined)
+def main():  # not at the top: a DeviceMesh that lives until Python's end makes Gloo abort the process there, at times
+    world = world_from(os.environ)
+    joined = mesh.join(world, Plan(replicate=world.size), timeout_seconds=60)
+    total = joined.sum_(torch.tensor([float(world.rank)])).item()
+    words = (world.rank, world.size, world.local_rank, world.local_size, world.launcher, total)
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece: both ranks write to one pipe
+    mesh.leave(joined)
+main()
 """
 
 

@@ -259,10 +259,11 @@ def _collate(batch: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    """A worker leaves Ctrl-C to its rank, which ends it, and does not inherit the rank's own handlers."""
+    """A worker leaves signals to its rank, which ends it: launchers send them to all processes, and the rank goes on reading
+    until its step is done.  Should the rank be killed, torch's worker notices and ends by itself."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def load_batches(reader: Reader, sampler: Sampler[list[Key]], *, workers: int, device: torch.device) -> DataLoader:
@@ -275,6 +276,11 @@ def load_batches(reader: Reader, sampler: Sampler[list[Key]], *, workers: int, d
         pin_memory=device.type == "cuda",
         worker_init_fn=_start_worker,
     )
+
+
+def close(batches: Iterator[Batch]) -> None:
+    """End the worker processes behind a loader's iterator, now rather than when it is collected."""
+    getattr(batches, "_shutdown_workers", lambda: None)()
 
 
 def reader_of(config: DataConfig, images: Images, *, num_classes: int, seed: int, train: bool, device: torch.device) -> Reader:

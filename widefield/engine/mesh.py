@@ -146,6 +146,16 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
     return Mesh(plan, world, device, devices, dist.group.WORLD, checkpoint_group, opened)
 
 
+def current_world() -> World | None:
+    """This process's place in the process group that exists already; None where there is none."""
+    if not dist.is_initialized():
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count() or size)
+    local_rank = int(os.environ.get("LOCAL_RANK") or rank % local_size)
+    return World(rank, size, local_rank, local_size, launcher="process group")
+
+
 def leave(mesh: Mesh) -> None:
     """Close what `join` opened."""
     if mesh.opened and dist.is_initialized():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -25,7 +25,7 @@ class Interval:
     def __contains__(self, index: int) -> bool:
         return self.start <= index < self.stop
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self.stop))
 
     def __and__(self, other: Interval) -> Interval:
@@ -35,7 +35,8 @@ class Interval:
 def even_cut(length: int, parts: int, *, multiple: int = 1) -> tuple[int, ...]:
     """Boundaries that cut `length` things into `parts` nearly equal runs, every inner boundary a multiple of `multiple`.
 
-    Runs differ by at most `multiple`; the longer ones come first; with more parts than things the last runs are empty.
+    Counted in blocks of `multiple`, the last of them possibly short, runs differ by at most one block; the longer ones come
+    first; with more parts than blocks the last runs are empty.
 
     >>> even_cut(64, 3), even_cut(5, 2, multiple=2), even_cut(2, 3)
     ((0, 22, 43, 64), (0, 4, 5), (0, 1, 2, 2))

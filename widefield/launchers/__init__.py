@@ -6,13 +6,16 @@ environments with the World that they mean or a pattern of the error that they d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from widefield.naming import load, names_in
+from widefield.plan import Plan
 
 if TYPE_CHECKING:
-    from widefield.engine.mesh import World
+    from widefield.engine.mesh import Mesh, World
 
 
 def world_from(environment: Mapping[str, str]) -> World | None:
@@ -28,6 +31,30 @@ def world_from(environment: Mapping[str, str]) -> World | None:
         if world is not None:
             return _sound(world)
     return None
+
+
+def build_mesh(
+    *,
+    replicate: int | None = None,
+    shard: int = 1,
+    space: Sequence[int] = (),
+    channel: int = 1,
+    stage: int = 1,
+    batch_norm: Literal["synchronized", "averaged", "broadcast"] = "synchronized",
+) -> Mesh:
+    """Meet the other ranks and lay them out; every rank calls it once.
+
+    Who this rank is comes from the process group, if there is one already, else from the launcher's environment; with
+    neither, it is alone.  replicate: all ranks that the other axes leave, where None.
+    ValueError or NotImplementedError, before any message: the axes do not fit the ranks, or cannot run exactly yet.
+    """
+    from widefield.engine.mesh import World, current_world, join
+
+    world = current_world() or world_from(os.environ) or World()
+    others = shard * math.prod(space) * channel * stage
+    copies = replicate or max(1, world.size // others)
+    sizes = {"replicate": copies, "shard": shard, "space": list(space), "channel": channel, "stage": stage}
+    return join(world, Plan(batch_norm=batch_norm, **sizes))
 
 
 def numbers(environment: Mapping[str, str], names: Iterable[str], *, launcher: str) -> list[int]:

@@ -29,13 +29,13 @@ class Task(Protocol):
         """(B,) loss of each sample, to find the worst."""
 
     def metrics(self) -> MetricCollection:
-        """Fresh metrics, updated with `(answers(output), target)`; every state is reduced by sum."""
+        """Fresh metrics from 0 to 1, updated with `(answers(output), target)`; every state is reduced by sum."""
 
     def answers(self, output: Tensor) -> Tensor:
         """What metrics compare and users see: for classification (B, num_classes) probabilities."""
 
     def sentence(self, values: dict[str, float]) -> str:
-        """`98.61 % top-1`: the result as said in a log."""
+        """`98.61 % top-1`: the result as said in a log; `values` are in percent."""
 
 
 def build(config: TaskConfig, *, num_classes: int) -> Task:

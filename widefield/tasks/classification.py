@@ -48,7 +48,7 @@ class Classification:
         )
 
     def sentence(self, values: dict[str, float]) -> str:
-        return f"{100 * values['top1']:.2f} % top-1"
+        return f"{values['top1']:.2f} % top-1"
 
 
 def build(num_classes: int, *, label_smoothing: float = 0.0) -> Classification:

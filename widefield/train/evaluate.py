@@ -36,7 +36,10 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one evaluation, the same on every rank; `mistakes` are the worst by loss over all ranks."""
+    """The result of one evaluation, the same on every rank; `mistakes` are the worst by loss over all ranks.
+
+    `metrics` are in percent.
+    """
 
     metrics: dict[str, float]
     confusion: list[list[int]] | None
@@ -133,7 +136,7 @@ def _total(
     confusion = values.pop("confusion").tolist() if "confusion" in values else None
     images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names in gathered for name in names]
     duplicates = int(tally.sum()) - images
-    numbers = {name: float(value) for name, value in values.items()}
+    numbers = {name: 100 * float(value) for name, value in values.items()}
     told = f", {len(skipped)} unreadable left out" if skipped else ""
     return Evaluation(
         metrics=numbers,

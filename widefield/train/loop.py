@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from widefield.config import RunConfig
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, Steps
+from widefield.data.loader import Batch, Steps, close
 from widefield.engine.mesh import AgreedError, Mesh
 from widefield.engine.normalization import ghost
 from widefield.engine.strategies.data import without_sync
@@ -215,6 +215,10 @@ class Passes:
         times = StepTimes(now - self._began, self._waited)
         self._began = now
         return times
+
+    def close(self) -> None:
+        """End the processes that read ahead."""
+        close(self._batches)
 
     def skip_lap(self) -> None:
         """Leave what has happened since the last lap (evaluation, a save) out of the next one."""

@@ -1,0 +1,194 @@
+"""How much of a hand-written DDP loop's speed does `widefield train` give?  ResNet-18, 2 ranks, the same images.
+
+Both loops train the same network on the same images, in the same processes, in turn: blocks of steps A B A B ...; the
+ratio of each pair is noted and the median is the result, so that a machine whose speed drifts does not decide it.
+
+  by hand         DistributedDataParallel as PyTorch's tutorial has it, gradient_as_bucket_view, fused SGD, a DataLoader
+                  over the uint8 images, loss.item() every 10 steps
+  widefield       the loop of run.py: the order of samples, global loss every step, the NaN check, the record on disk
+  synchronized    the same with BatchNorm synchronized, which the loop by hand does not do: the price of exactness
+
+    python benchmarks/data_parallel.py [--ranks 2] [--batch 32] [--side 64] [--steps 4] [--pairs 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchvision
+from sklearn.datasets import load_sample_images
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from widefield.config import parse_config
+from widefield.data import Dataset
+from widefield.engine.mesh import join, leave
+from widefield.launchers import world_from
+from widefield.launchers.local import start
+from widefield.plan import plan_of, to_text
+from widefield.run import _Story
+from widefield.train.assemble import assemble, learner_of, training_batches
+from widefield.train.loop import Passes
+from widefield.train.record import Record
+
+RESULT = Path(__file__).parent / "results" / "data_parallel.json"
+CLASSES = 10
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Squares cut out of scikit-learn's two photographs, in memory."""
+
+    images: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.images[index], index % CLASSES
+
+    def name_of(self, index: int) -> str:
+        return f"piece {index}"
+
+
+def pieces(count: int, side: int) -> Pieces:
+    photo = torch.from_numpy(load_sample_images().images[0].copy()).permute(2, 0, 1)
+    draw = torch.Generator().manual_seed(0)
+    corners = torch.randint(0, min(photo.shape[1:]) - side, (count, 2), generator=draw).tolist()
+    return Pieces(torch.stack([photo[:, top : top + side, left : left + side] for top, left in corners]))
+
+
+def by_hand(images: Pieces, options: argparse.Namespace, device: torch.device) -> Iterator[None]:
+    """One step per `next`, as one would write it."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        torchvision.models.resnet18(num_classes=CLASSES).to(device), gradient_as_bucket_view=True, static_graph=True
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+    targets = torch.arange(len(images)) % CLASSES
+    own = slice(rank, None, ranks)
+    dataset = TensorDataset(images.images[own], targets[own])
+    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))
+    step = 0
+    while True:
+        for image, target in DataLoader(dataset, batch_size=options.batch, shuffle=True, drop_last=True):
+            image = (image.to(device).float() / 255 - mean) / std
+            optimizer.zero_grad(set_to_none=True)
+            loss = F.cross_entropy(model(image), target.to(device))
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % 10 == 0:
+                loss.item()
+            yield
+
+
+def ours(images: Pieces, options: argparse.Namespace, mesh, folder: Path, batch_norm: str) -> Iterator[None]:
+    """One step per `next`, by widefield's own loop."""
+    config = parse_config(
+        f"model: {{name: torchvision/resnet18}}\ndata: {{name: digits, batch_size: {options.batch * mesh.size}}}\n"
+        f"optimizer: {{lr: 1.0e-3}}\nschedule: {{name: constant, length: 100000step}}\nprecision: float32\n"
+        f"batch_norm: {batch_norm}\nlog: {{tensorboard: true}}\n"
+    )
+    mesh = type(mesh)(**(vars(mesh) | {"plan": plan_of(config, mesh.size)}))
+    dataset = Dataset(images, images, [str(i) for i in range(CLASSES)], 3, MEAN, STD, in_memory=True)
+    parts = assemble(config, mesh, dataset)
+    learner, _ = learner_of(parts)
+    passes = Passes(training_batches(parts, first=0, last=100000), 1)
+    record = None
+    if mesh.is_main:
+        record = Record.open(folder / batch_norm, log=config.log, stream=open(os.devnull, "w"))
+        record.start(plan="", reasons=[], ranks=mesh.size, steps=100000, samples_per_epoch=len(images), parameters=0)
+    story = _Story(config, folder, parts, learner, None, record, 100000, [])
+    while True:
+        lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
+        loss, _ = learner.learn(passes.next(), stop=False)
+        story._note(loss, lr, samples, passes)
+        yield
+
+
+def seconds_of(loop: Iterator[None], steps: int, device: torch.device) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        next(loop)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def on_rank(options: argparse.Namespace) -> None:
+    world = world_from(os.environ)
+    config = parse_config("model: {name: resnet}\ndata: {name: digits}\nbatch_norm: broadcast\n")
+    mesh = join(world, plan_of(config, world.size))
+    images = pieces(64 * options.batch * world.size // world.size, options.side)
+    with tempfile.TemporaryDirectory() as place:
+        loops = {
+            "by hand": by_hand(images, options, mesh.device),
+            "widefield": ours(images, options, mesh, Path(place), "broadcast"),
+            "synchronized": ours(images, options, mesh, Path(place), "synchronized"),
+        }
+        for loop in loops.values():
+            seconds_of(loop, 2, mesh.device)
+        times: dict[str, list[float]] = {name: [] for name in loops}
+        for pair in range(options.pairs):
+            for name in loops if pair % 2 == 0 else reversed(loops):
+                times[name].append(seconds_of(loops[name], options.steps, mesh.device))
+        if mesh.is_main:
+            report(times, options, mesh)
+    leave(mesh)
+
+
+def report(times: dict[str, list[float]], options: argparse.Namespace, mesh) -> None:
+    images = options.steps * options.batch * mesh.size
+    result = {
+        "question": "images/s of widefield's loop over a hand-written DDP loop",
+        "conditions": {
+            "model": "torchvision resnet18", "ranks": mesh.size, "batch per rank": options.batch,
+            "image": [3, options.side, options.side], "steps per block": options.steps, "pairs": options.pairs,
+            "device": mesh.device.type, "processor": platform.processor() or platform.machine(),
+            "threads per rank": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
+            "date": time.strftime("%Y-%m-%d"),
+        },
+        "images per second, median": {name: round(images / statistics.median(all_), 1) for name, all_ in times.items()},
+    }  # fmt: skip
+    for name in ("widefield", "synchronized"):
+        ratios = sorted(hand / our for hand, our in zip(times["by hand"], times[name], strict=True))
+        spread = {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
+        result[f"{name} over by hand"] = {key: round(value, 4) for key, value in spread.items()}
+    print(json.dumps(result, indent=1))
+    if options.save:
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("ranks", 2), ("batch", 32), ("side", 64), ("steps", 4), ("pairs", 8)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--save", action="store_true", help=f"write {RESULT.name} into results/")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        on_rank(options)
+        return 0
+    return start(options.ranks, [], program=[sys.executable, __file__, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

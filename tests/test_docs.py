@@ -1,0 +1,282 @@
+"""Do the words say what the code does?  Every command, recipe and example in README, CONTRIBUTING and docs/ is tried here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.run import get_args_parser
+
+from widefield import cli, data, launchers, models, tasks
+from widefield.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TaskConfig, parse_config, read_config
+from widefield.data.image import write_image
+from widefield.naming import names_in
+from widefield.train import optimizer, schedule
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+STARTERS = ("widefield", "python", "srun", "mpirun", "torchrun")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language and text, and where it stands."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(language: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            place = (str(page.relative_to(ROOT)), text.count("\n", 0, match.start()) + 1)
+            found.append(Block(*place, match[2], match[3]))
+    return [block for block in found if block.language == language]
+
+
+def commands() -> list[Any]:
+    """Every shell line that runs widefield, as (words of the launcher, words after `widefield`)."""
+    found = []
+    for block in blocks("bash"):
+        text = re.sub(r"\\\n *", " ", block.text)  # a line that goes on behind a backslash
+        for number, line in enumerate(text.splitlines(), start=block.line + 1):
+            words = shlex.split(line, comments=True)
+            if words and words[0] in STARTERS and "widefield" in words:
+                at = words.index("widefield")
+                found.append(pytest.param(words[:at], words[at + 1 :], id=f"{block.page}:{number}"))
+    return found
+
+
+def example(path: str) -> str:
+    """The code in CONTRIBUTING.md whose first line names the file it would be."""
+    found = [block.text for block in blocks("python") if block.text.startswith(f"# {path}\n")]
+    assert len(found) == 1, f"CONTRIBUTING.md has {len(found)} examples for {path}"
+    return found[0]
+
+
+# ---------------------------------------------------------------------------------------------- commands and recipes
+
+
+@pytest.mark.parametrize(("launcher", "words"), commands())
+def test_every_command_is_one_that_the_command_takes(launcher, words, monkeypatch):
+    taken = []
+    verb = cli._verb
+    monkeypatch.setattr(cli, "_verb", lambda verbs, name, call, *rest: verb(verbs, name, _take(taken), *rest))
+    assert cli.main(words) == 0
+    (options,) = taken
+    recipe = getattr(options, "recipe", None)
+    read_config(ROOT / (recipe or "recipes/digits.yaml"), getattr(options, "overrides", []))
+
+
+def _take(taken: list) -> Any:
+    return lambda options: (taken.append(options), 0)[1]
+
+
+@pytest.mark.parametrize(("launcher", "words"), [case for case in commands() if case.values[0][:1] == ["torchrun"]])
+def test_every_torchrun_command_leaves_our_options_to_us(launcher, words):
+    """torchrun's parser looks behind the program's name too, and takes --run for its own --run-path."""
+    options = get_args_parser().parse_args([*launcher[1:], "widefield", *words])
+    assert (options.module, options.training_script, options.training_script_args) == (True, "widefield", words)
+
+
+def test_a_torchrun_command_without_the_dashes_fails(capsys):
+    with pytest.raises(SystemExit):
+        get_args_parser().parse_args(["-m", "widefield", "train", "recipes/digits.yaml", "--run", "runs/one"])
+    assert "ambiguous option: --run" in capsys.readouterr().err
+
+
+def test_many_commands_were_found():
+    """So that a change to the pages' form cannot empty the tests above."""
+    assert len(commands()) > 20 and len(blocks("yaml")) >= 3
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_every_recipe_is_one_that_the_config_takes(block):
+    """A fragment is completed by a model and a dataset."""
+    values = {"model": {}, "data": {}} | yaml.safe_load(block.text)
+    values["model"].setdefault("name", "resnet")
+    values["data"].setdefault("name", "digits")
+    parse_config(yaml.safe_dump(values), name=str(block))
+
+
+# ---------------------------------------------------------------------------------------------- the table of keys
+
+
+@pytest.fixture(scope="module")
+def generate():
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_keys_is_what_the_config_says(generate):
+    text = generate.PAGE.read_text(encoding="utf-8")
+    assert generate.page(text) == text, "docs/guide/recipes.md is out of date; run: python docs/generate.py"
+
+
+def test_the_table_has_every_key_that_a_resolved_recipe_has(generate):
+    values = parse_config("model: {name: resnet}\ndata: {name: digits}\nema: {decay: 0.9}").model_dump(mode="json")
+    keys = [f"{name}.{key}" if isinstance(value, dict) else name
+            for name, value in values.items() for key in (value if isinstance(value, dict) else [name])]  # fmt: skip
+    assert sorted(re.findall(r"^\| `([\w.]+)` \|", generate.table(), re.MULTILINE)) == sorted(keys)
+
+
+def test_a_key_that_nobody_explains_is_refused(generate, monkeypatch):
+    monkeypatch.delitem(generate.PLAIN, "seed")
+    with pytest.raises(ValueError, match="seed is explained in 0 places; write a docstring"):
+        generate.table()
+
+
+def test_a_key_that_two_places_explain_is_refused(generate, monkeypatch):
+    monkeypatch.setitem(generate.PLAIN, "data.path", "twice")
+    with pytest.raises(ValueError, match="data.path is explained in 2 places"):
+        generate.table()
+
+
+def test_words_for_a_key_that_is_gone_are_none(generate):
+    assert set(generate.PLAIN) <= {key for key, _ in generate.fields()}
+
+
+def test_a_page_without_a_place_for_the_table_is_refused(generate):
+    with pytest.raises(ValueError, match="has no place for the table"):
+        generate.page("# Recipes\n")
+
+
+# ---------------------------------------------------------------------------------------------- the examples of CONTRIBUTING
+
+
+@pytest.fixture
+def added(tmp_path, monkeypatch):
+    """Adds an example to its package, as if the file lay in the folder, for the length of a test."""
+
+    def add(path: str) -> Any:
+        package, name = ".".join(Path(path).parts[:-1]), Path(path).stem
+        assert name not in names_in(package)
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(example(path), encoding="utf-8")
+        importlib.import_module(package).__path__.append(str(folder))
+        names.append((package, name, str(folder)))
+        return importlib.import_module(f"{package}.{name}")
+
+    names: list[tuple[str, str, str]] = []
+    yield add
+    for package, name, folder in names:
+        importlib.import_module(package).__path__.remove(folder)
+        del sys.modules[f"{package}.{name}"]
+        delattr(sys.modules[package], name)
+
+
+def test_the_example_of_a_task_works(added):
+    module = added("widefield/tasks/hinge.py")
+    task = tasks.build(TaskConfig(name="hinge", options={"margin": 0.5}), num_classes=3)
+    output, target = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), torch.tensor([0, 2])
+    assert task.loss_sum(output, target).item() == pytest.approx((0.5 + 1.5) / 3, rel=1e-6)  # by hand; float32
+    torch.testing.assert_close(task.loss_each(output, target).sum(), task.loss_sum(output, target))
+    for task, output, target, wanted in module.CASES:
+        metrics = task.metrics()
+        metrics.update(task.answers(output), target)
+        assert {name: metrics.compute()[name].item() for name in wanted} == wanted
+
+
+def test_the_example_of_a_format_works(added, tmp_path):
+    (config, train, evaluate, classes) = added("widefield/data/formats/npz.py").CASES[0]
+    place = tmp_path / "place"
+    place.mkdir()
+    path = str(config["path"](place, lambda file: write_image(torch.zeros(3, 4, 4, dtype=torch.uint8), file)))
+    dataset = data.open_dataset(DataConfig(name="npz", **{**config, "path": path}))
+    assert (len(dataset.train), len(dataset.evaluate), len(dataset.classes)) == (train, evaluate, classes)
+    arrays = np.load(path)
+    image, label = dataset.evaluate.read(0)
+    assert image.dtype == torch.uint8 and image.shape[0] == dataset.channels
+    assert (image.permute(1, 2, 0).numpy() == arrays["images"][-evaluate]).all() and label == arrays["labels"][-evaluate]
+    with pytest.raises(ValueError, match="there is no such file"):
+        data.open_dataset(DataConfig(name="npz", path=str(tmp_path / "none.npz")))
+
+
+def test_the_example_of_a_model_works(added):
+    for options, shape, wanted in added("widefield/models/plain.py").CASES:
+        model = models.build(ModelConfig(name="plain", options=options), in_channels=shape[1], num_classes=10)
+        assert model(torch.zeros(shape)).shape == wanted
+
+
+def test_the_example_of_a_launcher_works(added):
+    for environment, wanted in added("widefield/launchers/jsrun.py").CASES:
+        if isinstance(wanted, str):
+            with pytest.raises(ValueError, match=wanted):
+                launchers.world_from(environment)
+        else:
+            assert launchers.world_from(environment) == wanted
+
+
+def test_the_example_of_a_strategy_gives_one_devices_gradient():
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    whole = _net()
+    (whole(x) - y).square().sum().div(6).backward()
+    for gradients in on_ranks(2, _gradients_under, example("widefield/engine/strategies/plain_average.py"), x, y):
+        for gradient, parameter in zip(gradients, whole.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-12)  # float64, sums of 6 products
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def _gradients_under(mesh, source: str, x, y) -> list[torch.Tensor]:
+    """Gradients of a net laid out by the strategy in `source`, on this rank's unequal share: 1 sample and 5."""
+    names: dict[str, Any] = {"__name__": "plain_average"}
+    exec(source, names)
+    model = _net()
+    assert all(isinstance(reason, str) for reason in names["apply"](model, mesh))
+    share = slice(0, 1) if mesh.rank == 0 else slice(1, 6)
+    ((model(x[share]) - y[share]).square().sum() * mesh.size / 6).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_the_example_of_an_optimizer_works(monkeypatch):
+    names = _run_example("widefield/train/optimizer.py", vars(optimizer))
+    monkeypatch.setitem(optimizer._OPTIMIZERS, "adagrad", names["ROW"])
+    config = OptimizerConfig(name="adagrad")
+    rate, _ = optimizer.learning_rate(config, 256)
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    built = optimizer.build_optimizer(config, model, rate)
+    model(torch.ones(1, 2)).sum().backward()
+    built.step()
+    assert isinstance(built, torch.optim.Adagrad) and not torch.equal(model.weight, before)
+
+
+def test_the_example_of_a_schedule_works(monkeypatch):
+    names = _run_example("widefield/train/schedule.py", vars(schedule))
+    monkeypatch.setitem(schedule._CURVES, "rootdecay", names["ROW"])
+    config = ScheduleConfig(name="rootdecay", length="100step", warmup="4step")
+    curve = schedule.build_schedule(config, seen=lambda step: 10 * step, steps_per_epoch=5)
+    assert [curve.factor(samples) for samples in (40, 160, 640)] == [1.0, 0.5, 0.25]  # by hand: sqrt(40 / samples)
+
+
+def _run_example(path: str, known: dict[str, Any]) -> dict[str, Any]:
+    names = dict(known)
+    exec(example(path), names)
+    return names

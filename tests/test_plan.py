@@ -1,0 +1,137 @@
+"""Is a plan what the config asks for, does its text read back, and is what ranks cannot do refused in words?"""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from widefield.config import parse_config
+from widefield.plan import Plan, check, from_text, plan_of, ranks_asked_for, to_text
+
+RECIPE = "model: {name: resnet}\ndata: {name: digits}\n"
+
+
+def plan(*overrides: str, ranks: int = 1) -> Plan:
+    return plan_of(parse_config(RECIPE, overrides), ranks)
+
+
+sizes = st.integers(1, 4)
+plans = st.builds(
+    Plan,
+    replicate=sizes,
+    shard=sizes,
+    space=st.lists(sizes, max_size=3),
+    channel=sizes,
+    stage=sizes,
+    batch_norm=st.sampled_from(["synchronized", "averaged", "broadcast"]),
+    accumulate=sizes,
+    bucket_mib=st.floats(0.001, 1e6),
+    compression=st.sampled_from(["none", "fp16", "bf16", "powersgd"]),
+)
+
+
+@given(plans)
+def test_the_text_of_a_plan_reads_back_equal(one):
+    assert from_text(to_text(one)) == one
+
+
+@given(plans)
+def test_a_plan_needs_as_many_ranks_as_its_axes_multiply_to(one):
+    product = one.replicate * one.shard * one.channel * one.stage
+    for size in one.space:
+        product *= size
+    assert one.ranks == product and list(one.axes) == ["replicate", "shard", "space", "channel", "stage"]
+
+
+def test_a_plan_is_frozen_and_says_what_differs_from_one_device():
+    with pytest.raises(ValidationError, match="frozen"):
+        Plan().replicate = 2
+    assert str(Plan()) == "one rank"
+    assert str(Plan(replicate=2, space=[2, 2])) == "replicate=2 x space=4"
+
+
+def test_a_wrong_key_in_a_plans_text_is_named_with_its_line():
+    with pytest.raises(ValueError, match=r"unknown key 'replicat'; did you mean 'replicate'\?(?s:.*)plan\.yaml, line 2"):
+        from_text("shard: 1\nreplicat: 2\n", name="plan.yaml")
+    with pytest.raises(ValueError, match="'replicate' is 0"):
+        from_text("replicate: 0\n")
+
+
+def test_replicate_left_open_takes_the_ranks_that_other_axes_leave():
+    assert plan(ranks=6).replicate == 6
+    assert plan("mesh.shard=2", ranks=6).replicate == 3
+    assert plan("mesh.space=[2, 2]", ranks=8).replicate == 2
+    assert plan("mesh.replicate=2", ranks=6).replicate == 2
+    assert plan("mesh.shard=4", ranks=2).replicate == 1
+
+
+def test_every_choice_of_the_config_reaches_the_plan():
+    overrides = [
+        "mesh.shard=2", "mesh.space=[2, 1]", "mesh.channel=3", "mesh.stage=4", "mesh.data_strategy=data_parallel",
+        "batch_norm=averaged", "gradient.accumulate=3", "gradient.bucket_mib=7", "gradient.compression=bf16",
+        "gradient.powersgd_rank=2", "gradient.powersgd_start_step=50", "mesh.replicate=5",
+    ]  # fmt: skip
+    changed = plan(*overrides).model_dump()
+    defaults = Plan().model_dump()
+    assert [name for name in defaults if changed[name] == defaults[name]] == []
+
+
+def test_the_ranks_a_config_asks_for():
+    assert ranks_asked_for(parse_config(RECIPE)) is None
+    assert ranks_asked_for(parse_config(RECIPE, ["mesh.replicate=3"])) == 3
+    assert ranks_asked_for(parse_config(RECIPE, ["mesh.replicate=3", "mesh.space=[2, 2]", "mesh.stage=2"])) == 24
+
+
+def test_a_plan_that_fits_is_accepted():
+    check(Plan(), ranks=1, samples_per_step=1)
+    check(Plan(replicate=3), ranks=3, samples_per_step=3)
+    check(Plan(data_strategy="data_parallel", batch_norm="broadcast"), ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("one", "ranks", "told"),
+    [
+        (Plan(replicate=2), 3, "the mesh (replicate 2) needs 2 ranks and there are 3; set mesh.replicate=3, or start 2 ranks"),
+        (Plan(), 2, "the mesh (every axis 1) needs 1 ranks and there are 2; set mesh.replicate=2, or start 1 ranks"),
+        (
+            Plan(data_strategy="data_parallel", batch_norm="broadcast", replicate=2),
+            2,
+            "data_strategy=data_parallel drives all GPUs from one process and the mesh asks for 2; set mesh.replicate=1,",
+        ),
+        (Plan(data_strategy="data_parallel"), 1, "normalizes each GPU's share alone, so batch_norm=synchronized cannot hold;"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_ranks_says_which_axis_to_change(one, ranks, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check(one, ranks=ranks)
+
+
+def test_ranks_that_no_multiple_fits_say_the_multiple(monkeypatch):
+    """No strategy lays a model out over `shard` yet, so one is pretended: the sentence must be right when it comes."""
+    monkeypatch.setattr("widefield.plan.names_in", lambda package: ["data", "fully_shard"])
+    with pytest.raises(ValueError, match=r"\(replicate 2 x shard 2\) needs 4 ranks and there are 3; start a multiple of 2 ranks"):
+        check(Plan(replicate=2, shard=2), ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "told"),
+    [
+        ("shard", 2, "mesh.shard=2 cannot run: engine/strategies/ has no fully_shard.py. It has: "),
+        ("space", [2, 2], "mesh.space=[2, 2] cannot run: engine/strategies/ has no space.py. It has: "),
+        ("channel", 2, "mesh.channel=2 cannot run: engine/strategies/ has no channel.py. It has: "),
+        ("stage", 2, "mesh.stage=2 cannot run: engine/strategies/ has no pipeline.py. It has: "),
+    ],
+)
+def test_an_axis_without_a_strategy_file_is_refused(monkeypatch, axis, size, told):
+    monkeypatch.setattr("widefield.plan.names_in", lambda package: ["data", "data_parallel"])
+    one = Plan(**{axis: size})
+    with pytest.raises(NotImplementedError, match=re.escape(told + "data, data_parallel. Set mesh." + axis + "=")):
+        check(one, ranks=one.ranks)
+
+
+def test_fewer_samples_than_copies_are_refused():
+    told = "3 copies of the model share a batch of 2 samples, so some would always be idle; use data.batch_size=3 or more"
+    with pytest.raises(ValueError, match=told):
+        check(Plan(replicate=3), ranks=3, samples_per_step=2)
