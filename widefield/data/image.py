@@ -17,15 +17,16 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp")
 def read_image(path: str | Path, channels: int) -> Tensor:
     """The image at `path` as (channels, H, W) uint8: 1 is grey, 3 is RGB; turned upright as its EXIF says.
 
-    16-bit images keep their upper 8 bits.  BadImageError names a file that is missing, empty, cut short or no image.
+    16-bit images keep their upper 8 bits.  BadImageError names a file that is missing, empty, cut short, no image, or one
+    of pixels wider than 16 bits.
     """
     try:
         with Image.open(path) as image:
             upright = ImageOps.exif_transpose(image)
             pixels = _bytes_of(upright, "L" if channels == 1 else "RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except Exception as error:  # decoders trip over flipped bits in many ways, OverflowError and MemoryError among them
         size = Path(path).stat().st_size if Path(path).is_file() else None
-        told = "there is no such file" if size is None else f"{size} bytes; {error}"
+        told = "there is no such file" if size is None else f"{size} bytes; {str(error) or type(error).__name__}"
         raise BadImageError(f"cannot read the image {path} ({told})") from None
     return pixels
 
@@ -33,7 +34,11 @@ def read_image(path: str | Path, channels: int) -> Tensor:
 def _bytes_of(image: Image.Image, mode: str) -> Tensor:
     if image.mode.startswith("I"):  # 16 bits in 'I;16' or 'I'; Pillow's own conversion clips them at 255
         wide = np.asarray(image, dtype=np.int64)
-        image = Image.fromarray((wide >> 8 if wide.max(initial=0) > 255 else wide).clip(0, 255).astype(np.uint8))
+        if wide.min(initial=0) < 0 or wide.max(initial=0) > 65535:
+            raise ValueError(f"pixels from {wide.min()} to {wide.max()} do not fit 16 bits; save it with 8 or 16 bits")
+        image = Image.fromarray((wide >> 8).astype(np.uint8))
+    if image.mode == "F":  # Pillow would clip at 0 and 255, and so read 0..1 as black
+        raise ValueError("its pixels are floating-point numbers of unknown range; save it with 8 or 16 bits")
     pixels = np.array(image.convert(mode))
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
 

@@ -99,12 +99,14 @@ def share_of(positions: Interval, *, rank: int, ranks: int, passes: int, multipl
     >>> share_of(Interval(0, 10), rank=1, ranks=2, passes=2, multiple=1)
     [Interval(start=3, stop=5), Interval(start=8, stop=10)]
     """
-    own = []
-    for part in parts_of(even_cut(len(positions), passes, multiple=multiple)):
-        share = parts_of(even_cut(len(part), ranks, multiple=multiple))[rank]
-        start = positions.start + part.start
-        own.append(Interval(start + share.start, start + share.stop))
-    return own
+    return [_parts(part, ranks, multiple)[rank] for part in _parts(positions, passes, multiple)]
+
+
+def _parts(run: Interval, parts: int, multiple: int) -> list[Interval]:
+    """Even parts of `run`, cut at multiples counted from the epoch's start: a pair that is mixed begins at an even position."""
+    before = run.start % multiple
+    cut = even_cut(before + len(run), parts, multiple=multiple)
+    return parts_of([run.start + max(0, boundary - before) for boundary in cut])
 
 
 class TrainSampler(Sampler[list[Key]]):
@@ -196,7 +198,8 @@ class Reader(Dataset):
                 raise BadImageError(
                     f"{error}; mend or remove it, or set data.bad_images=skip to leave such images out"
                 ) from None
-            skipped.append(self.images.name_of(key.index))
+            if key.real:  # the rank whose sample it is counts it
+                skipped.append(self.images.name_of(key.index))
             return None
         if not 0 <= target < self.num_classes:
             name, top = self.images.name_of(key.index), self.num_classes - 1

@@ -71,6 +71,8 @@ def _one(entry: Any, field: str) -> v2.Transform:
     ((name, arguments),) = entry.items()
     if name not in _KNOWN:
         raise ValueError(f"{field}: torchvision.transforms.v2 has no '{name}';{did_you_mean(name, _KNOWN)}")
+    if not isinstance(arguments, dict | None):
+        raise ValueError(f"{field}: {name} is given {arguments!r}; name its arguments: {name}: {{size: 32}}")
     try:
         return getattr(v2, name)(**_arguments(arguments or {}))
     except (TypeError, ValueError) as error:
