@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from widefield.config import RunConfig, json_schema, read_config, to_yaml
-from widefield.plan import ranks_asked_for
+from widefield.plan import check, plan_of, ranks_asked_for
 
 if TYPE_CHECKING:
     from widefield.engine.mesh import World
@@ -40,8 +40,10 @@ a kill.  Ctrl-C saves after the step it is in; a second one ends at once.
 Ranks: one per GPU is started here, or as many as mesh.replicate asks.  Under torchrun, srun, mpirun or
 Kubeflow the same command sees its place in the environment and starts nothing:
 
-  torchrun --nproc-per-node 8 -m widefield train recipes/imagefolder.yaml data.path=photos
+  torchrun --nproc-per-node 8 -m widefield train recipes/imagefolder.yaml data.path=photos --run-dir runs/big
   srun --ntasks 16 widefield train recipes/imagefolder.yaml data.path=photos --run runs/big
+
+(torchrun takes --run for an abbreviation of its own --run-path; --run-dir means the same and passes.)
 """
 EVALUATE = """\
 Evaluate a run's weights on its evaluation split: every image exactly once, on any number of ranks.
@@ -100,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     train = _verb(verbs, "train", _train, "train as a recipe says, or go on with a run", TRAIN)
     train.add_argument("recipe", nargs="?", help="a YAML file, as recipes/digits.yaml")
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
-    train.add_argument("--run", metavar="DIR", help="run folder; a fresh numbered one under runs/ if left out")
+    train.add_argument("--run", "--run-dir", dest="run", metavar="DIR", help="run folder; a fresh numbered one under runs/ if left out")
     train.add_argument("--print-config", action="store_true", help="print the whole config, defaults included, and stop")
     train.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors, and stop")
 
@@ -219,6 +221,7 @@ def _world(config: RunConfig, arguments, run: str | None) -> tuple[World | None,
     from widefield.engine.mesh import World
 
     ranks, reason = local_ranks(ranks_asked_for(config), torch.cuda.device_count())
+    check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_size)
     if ranks == 1:
         return World(), 0
     print(reason, flush=True)
@@ -236,7 +239,7 @@ def _shared_fresh_folder(world: World) -> Path:
     if world.size > 1:
         raise ValueError(
             f"{world.size} ranks were started by {world.launcher} without --run, and each would make a folder of its own; "
-            "add --run DIR"
+            "add --run-dir DIR"
         )
     return _fresh()
 

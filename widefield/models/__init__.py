@@ -64,8 +64,10 @@ def _users_own(config: ModelConfig, shape: dict[str, int]) -> nn.Module:
     module_name, _, name = config.name.partition(":")
     try:
         build = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model.name is '{config.name}' and that cannot be imported: {error}") from None
+    if not callable(build):
+        raise ValueError(f"model.name is '{config.name}' and that is a {type(build).__name__}, which cannot be called")
     takes = inspect.signature(build).parameters
     given = {key: value for key, value in shape.items() if key in takes}
     model = _call(build, config, given)

@@ -47,12 +47,12 @@ def build(config: TaskConfig, *, num_classes: int) -> Task:
         raise ValueError(f"task.options {config.options} do not fit '{config.name}': {error}") from None
 
 
-def output_of(task_name: str, output: Any, *, batch: int, classes: int) -> Tensor:
-    """The output itself if it is a tensor of (batch, classes, ...); ValueError that says what came instead."""
-    if isinstance(output, torch.Tensor) and output.ndim >= 2 and output.shape[:2] == (batch, classes):
+def output_of(task_name: str, output: Any, *, batch: int, classes: int, pixels: bool = False) -> Tensor:
+    """The output itself if it is a tensor of (batch, classes), or (batch, classes, ...) with `pixels`; else ValueError."""
+    if isinstance(output, torch.Tensor) and output.shape[:2] == (batch, classes) and (output.ndim > 2) == pixels:
         return output
     got = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     raise ValueError(
-        f"task '{task_name}' wants an output of shape ({batch}, {classes}, ...) and the model gave {got}; "
-        "set the model's number of classes, or switch auxiliary outputs off in model.options"
+        f"task '{task_name}' wants an output of shape ({batch}, {classes}{', ...' if pixels else ''}) and the model gave {got}; "
+        "take a model that answers so, set its number of classes, or switch auxiliary outputs off in model.options"
     )

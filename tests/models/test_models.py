@@ -1,0 +1,144 @@
+"""Is a model what its name and options say, and is a name that is none refused with the nearest?"""
+
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from widefield.config import ModelConfig
+from widefield.models import build
+from widefield.naming import load, names_in
+
+CASES = [(name, *case) for name in names_in("widefield.models") for case in load("widefield.models", name).CASES]
+
+
+def made(name: str, channels: int = 3, classes: int = 10, **options) -> nn.Module:
+    return build(ModelConfig(name=name, options=options), in_channels=channels, num_classes=classes)
+
+
+def refusal(name: str, channels: int = 3, **options) -> str:
+    with pytest.raises(ValueError) as caught:
+        made(name, channels, **options)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- ours
+
+
+@pytest.mark.parametrize(("name", "options", "shape", "wanted"), CASES, ids=[case[0] for case in CASES])
+def test_every_model_answers_in_the_shape_it_states(name, options, shape, wanted):
+    model = made(name, shape[1], **options)
+    assert model(torch.zeros(shape)).shape == wanted
+
+
+@pytest.mark.parametrize(("name", "options", "shape", "wanted"), CASES, ids=[case[0] for case in CASES])
+def test_every_parameter_of_a_model_learns(name, options, shape, wanted):
+    """In float64; a parameter without gradient is one that the forward pass forgot."""
+    torch.manual_seed(0)
+    model = made(name, shape[1], **options).double()
+    model(torch.randn(shape, dtype=torch.float64)).square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@pytest.mark.parametrize(("name", "options", "shape", "wanted"), CASES, ids=[case[0] for case in CASES])
+def test_the_seed_decides_the_weights_of_a_model(name, options, shape, wanted):
+    weights = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        weights.append(torch.cat([p.flatten() for p in made(name, shape[1], **options).parameters()]))
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_a_residual_block_is_its_formula():
+    """ReLU(norm(conv(ReLU(norm(conv x)))) + x), written out with the weights of the block."""
+    torch.manual_seed(0)
+    model = made("resnet", widths=[4], blocks=1).double().eval()
+    block, x = model.stages[0], torch.randn(2, 4, 7, 5, dtype=torch.float64)
+    scale = (1 + 1e-5) ** -0.5  # fresh running statistics: mean 0, variance 1
+    conv = torch.nn.functional.conv2d
+    y = (conv(x, block.conv1.weight, padding=1) * scale).relu()
+    wanted = (conv(y, block.conv2.weight, padding=1) * scale + x).relu()
+    torch.testing.assert_close(block(x), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_is_where_the_option_says():
+    assert made("resnet", dropout=0.25).dropout.p == 0.25
+
+
+# ---------------------------------------------------------------------------------------------- others'
+
+
+def test_torchvisions_models_come_by_name_with_options():
+    model = made("torchvision/resnet18", classes=7, zero_init_residual=True)
+    assert model.fc.out_features == 7 and not model.layer1[0].bn2.weight.any()
+
+
+def test_timms_models_come_by_name_with_options_and_any_channels():
+    model = made("timm/resnet18", channels=1, classes=7, drop_rate=0.1)
+    assert model.conv1.in_channels == 1 and model.fc.out_features == 7 and model.drop_rate == 0.1
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A user's module `own_nets`."""
+    text = (
+        "from torch import nn\n"
+        "def sized(in_channels, num_classes, width=4):\n"
+        "    return nn.Sequential(nn.Conv2d(in_channels, width, 1), nn.Conv2d(width, num_classes, 1))\n"
+        "def fixed():\n    return nn.Identity()\n"
+        "def text():\n    return 'no module'\n"
+        "class Net(nn.Module):\n    def __init__(self, num_classes):\n        super().__init__(); self.num = num_classes\n"
+    )
+    (tmp_path / "own_nets.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("own_nets", None)
+
+
+def test_a_users_callable_is_given_the_sizes_it_asks_for(own):
+    model = made("own_nets:sized", channels=2, classes=7, width=5)
+    assert [(conv.in_channels, conv.out_channels) for conv in model] == [(2, 5), (5, 7)]
+    assert isinstance(made("own_nets:fixed"), nn.Identity) and made("own_nets:Net", classes=7).num == 7
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("resnt", "models/ has no resnt.py; did you mean 'resnet'? It has: resnet, unet."),
+        ("torchvison/resnet18", "did you mean 'torchvision'? The part before / can be: torchvision, timm"),
+        ("torchvision/resnet19", "torchvision has no model 'resnet19'; did you mean 'resnet1"),
+        ("timm/resnet19", "timm has no model 'resnet19'; did you mean 'resnet1"),
+        ("nowhere.at_all:net", "model.name is 'nowhere.at_all:net' and that cannot be imported: No module named 'nowhere'"),
+        ("torch.nn:Idenity", "model.name is 'torch.nn:Idenity' and that cannot be imported: module 'torch.nn' has no attribute"),
+        (":net", "model.name is ':net' and that cannot be imported: "),
+        ("torch.nn:functional", "model.name is 'torch.nn:functional' and that is a module, which cannot be called"),
+    ],
+)
+def test_a_model_that_does_not_exist_is_refused_with_the_nearest(name, told):
+    assert told in refusal(name)
+
+
+@pytest.mark.parametrize("name", ["resnet", "torchvision/resnet18", "timm/resnet18"])
+def test_options_that_a_model_does_not_take_are_refused(name):
+    told = refusal(name, widht=3)
+    assert told.startswith(f"{name} does not take model.options {{'widht': 3}}: ") and "unexpected keyword argument" in told
+
+
+def test_a_users_callable_must_take_the_options_and_give_a_module(own):
+    assert refusal("own_nets:fixed", width=3).startswith("own_nets:fixed does not take model.options {'width': 3}: ")
+    assert refusal("own_nets:text") == "own_nets:text gave a str; a torch.nn.Module is wanted"
+
+
+def test_torchvisions_models_want_three_channels():
+    told = refusal("torchvision/resnet18", channels=1)
+    assert told.startswith("torchvision/resnet18 reads images of 3 channels and the data has 1; add Grayscale")
+
+
+def test_timm_that_is_not_installed_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert re.search(r"needs timm, which is not installed; pip install 'widefield\[timm\]'", refusal("timm/resnet18"))
