@@ -80,17 +80,21 @@ def test_unknown_options_are_refused(words, capsys):
     assert "not understood" in said(capsys, "train", DIGITS, *words, status=2)
 
 
-def test_ranks_of_a_launcher_without_a_run_folder_are_told_to_name_one(capsys, monkeypatch):
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in (place | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}).items():
+def as_rank_0_of_2(monkeypatch, address: str) -> None:
+    """The environment of a rank; a rank leaves by os._exit, which here only raises."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address}
+    for name, value in (place | {"MASTER_PORT": "29511"}).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os._exit", sys.exit)
+
+
+def test_ranks_of_a_launcher_without_a_run_folder_are_told_to_name_one(capsys, monkeypatch):
+    as_rank_0_of_2(monkeypatch, "localhost")
     assert "add --run-dir DIR" in said(capsys, "train", DIGITS, status=2)
 
 
 def test_a_meeting_place_that_cannot_be_resolved_is_an_error_not_a_world_of_one(capsys, monkeypatch, tmp_path):
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in (place | {"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29511"}).items():
-        monkeypatch.setenv(name, value)
+    as_rank_0_of_2(monkeypatch, "no.such.host.invalid")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     told = said(capsys, "train", DIGITS, "--run", str(tmp_path), "mesh.replicate=2", status=2)
     assert "cannot resolve the meeting place no.such.host.invalid:29511" in told

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,23 +74,35 @@ Write (again) the report of a run: one HTML file that needs nothing else.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the status for the shell: 0, 2 for what the user can mend, 1 for anything else."""
+    options = _options(arguments)
+    try:
+        status = options.verb(options)
+    except (ValueError, NotImplementedError) as error:
+        if not _is_ours(error):
+            raise
+        status = _refuse(error)
+    except KeyboardInterrupt:
+        print("widefield: ended at once; the newest checkpoint stands", file=sys.stderr)
+        status = 130
+    if options.is_rank:
+        # Everything is closed by now.  Python's own way out lets gloo's threads abort one exit in ten, after all is done
+        # (docs/log.md, 2026-11-21), which a launcher would take for a crash.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse gives up on `train RECIPE --run DIR a.b=1`: positionals after an option are left over
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if overrides != rest or (rest and "overrides" not in options):
         parser.error(f"not understood: {' '.join(rest)}; see widefield VERB --help")
-    try:
-        if overrides:
-            options.overrides = [*options.overrides, *overrides]
-        return options.verb(options)
-    except (ValueError, NotImplementedError) as error:
-        if not _is_ours(error):
-            raise
-        return _refuse(error)
-    except KeyboardInterrupt:
-        print("widefield: ended at once; the newest checkpoint stands", file=sys.stderr)
-        return 130
+    if overrides:
+        options.overrides = [*options.overrides, *overrides]
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     train = _verb(verbs, "train", _train, "train as a recipe says, or go on with a run", TRAIN)
     train.add_argument("recipe", nargs="?", help="a YAML file, as recipes/digits.yaml")
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
-    train.add_argument("--run", "--run-dir", dest="run", metavar="DIR", help="run folder; a fresh numbered one under runs/ if left out")
+    train.add_argument(
+        "--run", "--run-dir", dest="run", metavar="DIR", help="run folder; a fresh numbered one under runs/ if left out"
+    )
     train.add_argument("--print-config", action="store_true", help="print the whole config, defaults included, and stop")
     train.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors, and stop")
 
@@ -130,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _verb(verbs, name: str, call, short: str, text: str) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, help=short, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verb.set_defaults(verb=call)
+    verb.set_defaults(verb=call, is_rank=False)
     return verb
 
 
@@ -151,7 +165,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
-    world, started = _world(config, lambda folder: _train_arguments(options, folder), options.run)
+    world, started = _world(config, options, lambda: _train_arguments(options))
     if world is None:
         return started
     from widefield.run import train
@@ -160,8 +174,8 @@ def _train(options: argparse.Namespace) -> int:
     return train(config, folder, world).status
 
 
-def _train_arguments(options: argparse.Namespace, folder: str | None) -> list[str]:
-    return ["train", options.recipe, *options.overrides, "--run", folder or str(_fresh())]
+def _train_arguments(options: argparse.Namespace) -> list[str]:
+    return ["train", options.recipe, *options.overrides, "--run", options.run or str(_fresh())]
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -169,7 +183,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     config = read_config(existing_folder(options.run) / "config.yaml", options.overrides)
     weights = ["--weights", options.weights] if options.weights else []
-    world, started = _world(config, lambda folder: ["evaluate", options.run, *options.overrides, *weights], None)
+    world, started = _world(config, options, lambda: ["evaluate", options.run, *options.overrides, *weights])
     if world is None:
         return started
     from widefield.inference import evaluate_run
@@ -208,13 +222,14 @@ def _report(options: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------ ranks
 
 
-def _world(config: RunConfig, arguments, run: str | None) -> tuple[World | None, int]:
+def _world(config: RunConfig, options: argparse.Namespace, arguments: Callable[[], list[str]]) -> tuple[World | None, int]:
     """This process's place among the ranks; or, where it has started ranks and seen them end, None and their status."""
     from widefield.launchers import world_from
     from widefield.launchers.local import local_ranks, start
 
     world = world_from(os.environ)
     if world is not None:
+        options.is_rank = world.size > 1
         return world, 0
     import torch
 
@@ -225,7 +240,7 @@ def _world(config: RunConfig, arguments, run: str | None) -> tuple[World | None,
     if ranks == 1:
         return World(), 0
     print(reason, flush=True)
-    return None, start(ranks, arguments(run))
+    return None, start(ranks, arguments())
 
 
 def _fresh() -> Path:

@@ -45,7 +45,9 @@ class World:
 class Mesh:
     """The ranks of a run, laid out by its plan.
 
-    `data_group` holds the ranks that share a batch (replicate x shard); None where there is one rank.
+    `data_group` holds the ranks that share a batch (replicate x shard); None where there is one rank.  So do
+    `statistics_group`, for BatchNorm's small messages, which would wait behind gradient buckets of 25 MiB on the same
+    group, and `checkpoint_group` (always gloo), for what a thread says while training goes on.
     `devices` is torch's DeviceMesh, None likewise.
     """
 
@@ -54,6 +56,7 @@ class Mesh:
     device: torch.device
     devices: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None
+    statistics_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
     opened: bool = False
     """Whether `join` opened the process group, so that `leave` closes it."""
@@ -143,7 +146,7 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
         _meet(world, device, timeout_seconds)
     devices = init_device_mesh(device.type, (plan.replicate, plan.shard), mesh_dim_names=("replicate", "shard"))
     checkpoint_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
-    return Mesh(plan, world, device, devices, dist.group.WORLD, checkpoint_group, opened)
+    return Mesh(plan, world, device, devices, dist.group.WORLD, dist.new_group(), checkpoint_group, opened)
 
 
 def current_world() -> World | None:

@@ -1,4 +1,4 @@
-"""torchrun, and every launcher that speaks its variables: `torchrun --nproc-per-node 8 -m widefield train ...`.
+"""torchrun, and every launcher that speaks its variables: `torchrun --nproc-per-node 8 -m widefield train ... --run-dir DIR`.
 
 Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
 https://docs.pytorch.org/docs/stable/elastic/run.html ("Environment Variables") lists them.  The ranks that widefield

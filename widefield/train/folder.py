@@ -135,12 +135,13 @@ def write_weights(folder: Path, model: nn.Module) -> Path:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors refuses two names for one memory (tied weights), so each gets a copy of its own."""
+    """safetensors refuses two names for one memory (tied weights, or a view of another), so each gets a copy of its own."""
     seen: set[int] = set()
     copies = {}
     for name, value in tensors.items():
-        copies[name] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
+        memory = value.untyped_storage().data_ptr()
+        copies[name] = value.clone() if memory in seen else value
+        seen.add(memory)
     return copies
 
 

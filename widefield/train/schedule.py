@@ -35,7 +35,7 @@ class Schedule:
 def build_schedule(config: ScheduleConfig, *, seen: Callable[[int], int], steps_per_epoch: int) -> Schedule:
     """The schedule of a config; `seen(step)` is the samples consumed before a step.
 
-    ValueError: no such curve, a warm-up longer than the run, `step` without `every`, `onecycle` with a warm-up of none.
+    ValueError: no such curve, a warm-up longer than the run, `step` without `every`, `every` of nothing, `onecycle` without warm-up.
     """
     if config.name not in _CURVES:
         hint = did_you_mean(config.name, _CURVES)
@@ -50,10 +50,12 @@ def build_schedule(config: ScheduleConfig, *, seen: Callable[[int], int], steps_
         )
     if config.name == "step" and config.every is None:
         raise ValueError("schedule.name=step drops the learning rate every so often; add schedule.every, as 30ep")
+    if config.every is not None and config.every.count == 0:
+        raise ValueError(f"schedule.every is {config.every}; write 1step or more")
     if config.name == "onecycle" and warmup == 0:
         raise ValueError("schedule.name=onecycle rises and then falls; add schedule.warmup, as a third of schedule.length")
     every = config.every.in_steps(steps_per_epoch) if config.every is not None else length
-    return Schedule(config, seen(length), seen(warmup), max(1, seen(every)))
+    return Schedule(config, seen(length), seen(warmup), seen(every))
 
 
 def _cosine(schedule: Schedule, share: float, samples: int) -> float:

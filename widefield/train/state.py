@@ -16,7 +16,8 @@ Nested = dict[str, Any]
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Nested:
-    """`parameters`: state of each parameter by its name; `groups`: counters that some optimizers (timm's Lamb) keep there.
+    """`parameters`: state of each parameter by its name; `groups`: counters that some optimizers (timm's Lamb) keep there;
+    `kind`: the optimizer's class.
 
     Hyperparameters are left out: they come from the config.
     """
@@ -24,14 +25,21 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Neste
     state = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
     known = {"params", "initial_lr", *optimizer.defaults}
     groups = [{key: value for key, value in group.items() if key not in known} for group in optimizer.param_groups]
-    return {"parameters": state, "groups": {str(number): group for number, group in enumerate(groups)}}
+    kept = {str(number): group for number, group in enumerate(groups)}
+    return {"kind": type(optimizer).__name__, "parameters": state, "groups": kept}
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Nested) -> None:
     """Take over what `optimizer_state` gave; tensors go to their parameter's device.
 
-    ValueError: the state is of another optimizer.
+    ValueError: the state is of another optimizer, or of other parameters.
     """
+    kind = type(optimizer).__name__
+    if state["kind"] != kind:
+        raise ValueError(
+            f"the checkpoint is of another optimizer, {state['kind']}, and this run asks for {kind}; set optimizer.name back, "
+            "or begin a run of its own with another --run folder"
+        )
     parameters = dict(model.named_parameters())
     unknown = sorted(set(state["parameters"]) - set(parameters))
     if unknown:
@@ -39,8 +47,9 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     for name, values in state["parameters"].items():
         parameter = parameters[name]
         optimizer.state[parameter] = {key: _like(parameter, key, value) for key, value in values.items()}
-    for number, group in state["groups"].items():
-        optimizer.param_groups[int(number)].update(group)
+    groups = list(state["groups"].values())
+    for number, group in enumerate(optimizer.param_groups):  # groups count the same steps, so the last serves further ones
+        group.update({key: _own(value) for key, value in groups[min(number, len(groups) - 1)].items()})
 
 
 def _like(parameter: nn.Parameter, key: str, value: Any) -> Any:
@@ -51,6 +60,11 @@ def _like(parameter: nn.Parameter, key: str, value: Any) -> Any:
         moved = torch.empty_like(parameter, dtype=value.dtype)  # keeps the memory format, which the fused kernels want
         return moved.copy_(value)
     return value.to(parameter.device)
+
+
+def _own(value: Any) -> Any:
+    """A copy, since optimizers count in place and each group must count for itself."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def random_state() -> Nested:

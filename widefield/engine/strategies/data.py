@@ -70,7 +70,7 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
-    SyncBatchNorm.convert(model, mesh.data_group)
+    SyncBatchNorm.convert(model, mesh.statistics_group)
     count = sum(isinstance(layer, SyncBatchNorm) for layer in model.modules())
     return [
         f"BatchNorm: {count} layers share their statistics over {mesh.size} ranks, so that the numbers are one device's"

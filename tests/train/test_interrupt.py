@@ -1,0 +1,91 @@
+"""Does the first signal ask, the second Ctrl-C end, and is everything as before afterwards?"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from widefield.train.interrupt import Interrupt
+
+
+@pytest.fixture(autouse=True)
+def handlers_come_back():
+    before = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
+    yield
+    assert {number: signal.getsignal(number) for number in Interrupt.SIGNALS} == before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", Interrupt.SIGNALS)
+def test_the_first_signal_is_a_request_that_says_which(number):
+    with Interrupt(watch_parent=False) as interrupt:
+        assert not interrupt.asked and interrupt.signal is None
+        signal.raise_signal(number)
+        assert interrupt.asked and interrupt.signal is number
+
+
+def test_a_second_ctrl_c_ends_the_process():
+    with Interrupt(watch_parent=False):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_after_sigterm_ends_the_process_and_sigterm_after_ctrl_c_does_not():
+    with Interrupt(watch_parent=False) as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        assert interrupt.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_handlers_come_back_after_an_error():
+    with pytest.raises(KeyError), Interrupt(watch_parent=False):
+        raise KeyError
+
+
+def test_outside_the_main_thread_nothing_is_handled_and_nothing_fails():
+    found = []
+
+    def body():
+        with Interrupt(watch_parent=False) as interrupt:
+            found.append((interrupt.asked, signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert found == [(False, signal.getsignal(signal.SIGTERM))]
+
+
+CHILD = """
+import os, sys, time
+from widefield.train.interrupt import Interrupt
+if os.fork():
+    time.sleep(60)
+with Interrupt(watch_parent=sys.argv[1] == "watch") as interrupt:
+    print("ready", os.getpid(), interrupt.asked, flush=True)
+    end = time.monotonic() + float(sys.argv[2])
+    while not interrupt.asked and time.monotonic() < end:
+        time.sleep(0.01)
+    print("asked" if interrupt.asked else "not asked", interrupt.signal, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("watch", "seconds", "told"), [("watch", "30", "asked None"), ("alone", "0.5", "not asked None")])
+def test_the_death_of_the_parent_asks_only_where_it_is_watched(watch, seconds, told):
+    """The middle process is killed; its child, an orphan now, must notice within 5 s or go on."""
+    command = [sys.executable, "-c", CHILD, watch, seconds]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as middle:
+        word, pid, asked = middle.stdout.readline().split()
+        assert (word, asked) == ("ready", "False")
+        middle.kill()
+        start = time.monotonic()
+        assert middle.stdout.readline().strip() == told and time.monotonic() - start < 5
+        assert middle.stdout.read() == "" and int(pid) != os.getpid()
