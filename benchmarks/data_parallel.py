@@ -38,11 +38,11 @@ from widefield.data import Dataset
 from widefield.engine.mesh import join, leave
 from widefield.launchers import world_from
 from widefield.launchers.local import start
-from widefield.plan import plan_of, to_text
-from widefield.run import _Story
+from widefield.plan import plan_of
 from widefield.train.assemble import assemble, learner_of, training_batches
 from widefield.train.loop import Passes
 from widefield.train.record import Record
+from widefield.train.story import Story
 
 RESULT = Path(__file__).parent / "results" / "data_parallel.json"
 CLASSES = 10
@@ -114,7 +114,7 @@ def ours(images: Pieces, options: argparse.Namespace, mesh, folder: Path, batch_
     if mesh.is_main:
         record = Record.open(folder / batch_norm, log=config.log, stream=open(os.devnull, "w"))
         record.start(plan="", reasons=[], ranks=mesh.size, steps=100000, samples_per_epoch=len(images), parameters=0)
-    story = _Story(config, folder, parts, learner, None, record, 100000, [])
+    story = Story(config, folder, parts, learner, None, record, 100000, [])
     while True:
         lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
         loss, _ = learner.learn(passes.next(), stop=False)

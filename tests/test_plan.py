@@ -111,7 +111,9 @@ def test_a_plan_that_does_not_fit_the_ranks_says_which_axis_to_change(one, ranks
 def test_ranks_that_no_multiple_fits_say_the_multiple(monkeypatch):
     """No strategy lays a model out over `shard` yet, so one is pretended: the sentence must be right when it comes."""
     monkeypatch.setattr("widefield.plan.names_in", lambda package: ["data", "fully_shard"])
-    with pytest.raises(ValueError, match=r"\(replicate 2 x shard 2\) needs 4 ranks and there are 3; start a multiple of 2 ranks"):
+    with pytest.raises(
+        ValueError, match=r"\(replicate 2 x shard 2\) needs 4 ranks and there are 3; start a multiple of 2 ranks"
+    ):
         check(Plan(replicate=2, shard=2), ranks=3)
 
 

@@ -7,7 +7,7 @@
     loss = F.cross_entropy(model(x), y, reduction="sum") * mesh.size / samples_of_all_ranks
     loss.backward()                              # every p.grad is the whole batch's gradient, on every rank
 
-    wf.train(wf.read_config("recipes/digits.yaml"), Path("runs/digits"), wf.World())   # what `widefield train` does
+What `widefield train` does is `widefield.run.train(config, folder, world)`; `wf.train` is the package of that name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from widefield.launchers import build_mesh
     from widefield.plan import Plan
     from widefield.report import write_report
-    from widefield.run import train
 
 _DOOR = {
     "Mesh": "engine.mesh",
@@ -34,7 +33,6 @@ _DOOR = {
     "build_mesh": "launchers",
     "parallelize": "engine.parallelize",
     "read_config": "config",
-    "train": "run",
     "write_report": "report",
 }
 """Each public name and the module it lives in; imported when first asked for, so that `import widefield` costs nothing."""
@@ -48,7 +46,6 @@ __all__ = [
     "build_mesh",
     "parallelize",
     "read_config",
-    "train",
     "write_report",
 ]
 

@@ -20,13 +20,13 @@ from widefield.data.transforms import Transforms
 from widefield.engine.mesh import Mesh, World, join, leave
 from widefield.naming import did_you_mean
 from widefield.plan import Plan, plan_of
-from widefield.run import evaluate_parts
 from widefield.train.assemble import Parts, assemble
 from widefield.train.checkpoint import newest_sound_in, read
 from widefield.train.evaluate import Evaluation
 from widefield.train.folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model
 from widefield.train.record import replace_text
 from widefield.train.state import shapes_of
+from widefield.train.story import evaluate_parts
 
 
 @dataclass(frozen=True)

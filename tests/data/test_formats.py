@@ -175,9 +175,7 @@ def test_a_folder_that_is_not_there_suggests_its_neighbour(tmp_path):
 
 def test_a_folder_without_classes_says_where_images_go(tmp_path):
     save(tmp_path / "0.png")
-    assert refusal(tmp_path, hold_out=0.1) == (
-        f"{tmp_path} holds no class folders; images go into {tmp_path}/CLASS/image.jpg"
-    )
+    assert refusal(tmp_path, hold_out=0.1) == (f"{tmp_path} holds no class folders; images go into {tmp_path}/CLASS/image.jpg")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -195,15 +193,15 @@ def test_a_class_that_val_lacks_is_named(tmp_path):
 
 def test_a_class_that_val_alone_has_is_named(tmp_path):
     told = refusal(folder(tmp_path, train__cat=2, val__cat=1, val__cats=1))
-    assert told == (
-        f"{tmp_path}/val has the class 'cats', which train/ lacks; did you mean 'cat'? move or rename that folder"
-    )
+    assert told == (f"{tmp_path}/val has the class 'cats', which train/ lacks; did you mean 'cat'? move or rename that folder")
 
 
 @pytest.mark.parametrize("options", [{}, {"hold_out": 0.0}])
 def test_nothing_to_evaluate_on_is_refused(tmp_path, options):
     told = refusal(folder(tmp_path, cat=3), **options)
-    assert told.startswith(f"{tmp_path} has no train/ and val/ folders, so nothing is held out for evaluation; add data.hold_out")
+    assert told.startswith(
+        f"{tmp_path} has no train/ and val/ folders, so nothing is held out for evaluation; add data.hold_out"
+    )
 
 
 def test_holding_out_where_val_exists_is_refused(tmp_path):
@@ -265,7 +263,9 @@ def test_a_palette_is_looked_up(tmp_path):
     assert np.array_equal(read_image(tmp_path / "palette.png", 3).permute(1, 2, 0).numpy(), np.array(palette.convert("RGB")))
 
 
-@pytest.mark.parametrize(("name", "options"), [("a.jpg", {"quality": 95}), ("a.JPEG", {"quality": 95}), ("a.webp", {"quality": 95})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("a.jpg", {"quality": 95}), ("a.JPEG", {"quality": 95}), ("a.webp", {"quality": 95})]
+)
 def test_lossy_files_are_near_what_was_saved(tmp_path, name, options):
     smooth = np.linspace(0, 240, 32 * 40 * 3).reshape(32, 40, 3).astype(np.uint8)
     image = read_image(save(tmp_path / name, smooth, **options), 3).permute(1, 2, 0).numpy()

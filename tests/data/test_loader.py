@@ -67,9 +67,7 @@ class Dots:
 
 def sampler_of(steps: Steps, *, rank=0, ranks=1, passes=1, multiple=1, first=0, last=None, seed=0) -> TrainSampler:
     last = steps.per_epoch if last is None else last
-    return TrainSampler(
-        steps, seed=seed, first=first, last=last, rank=rank, ranks=ranks, passes=passes, multiple=multiple
-    )
+    return TrainSampler(steps, seed=seed, first=first, last=last, rank=rank, ranks=ranks, passes=passes, multiple=multiple)
 
 
 def reading(images, **options) -> Reader:
@@ -117,9 +115,7 @@ def test_a_pass_of_all_ranks_together_is_the_same_images_on_any_number_of_ranks(
 @given(start=st.integers(0, 50), length=st.integers(0, 40), ranks=st.integers(1, 5), passes=st.integers(1, 4))
 def test_a_mixed_pair_is_never_split_over_ranks_or_passes(start, length, ranks, passes):
     step = Interval(start, start + length)
-    shares = [
-        part for rank in range(ranks) for part in share_of(step, rank=rank, ranks=ranks, passes=passes, multiple=2)
-    ]
+    shares = [part for rank in range(ranks) for part in share_of(step, rank=rank, ranks=ranks, passes=passes, multiple=2)]
     for part in shares:
         for position in part:
             assert position ^ 1 in part or position ^ 1 not in step

@@ -91,7 +91,10 @@ def test_seeds_never_change_from_release_to_release():
         ("functional", "data.read[1]: torchvision.transforms.v2 has no 'functional';"),
         ({"RandomCrop": {"sise": 3}}, "data.read[1]: RandomCrop does not take {'sise': 3}: "),
         ({"RandomCrop": {}}, "data.read[1]: RandomCrop does not take {}: "),
-        ({"Resize": {"size": 3, "interpolation": "cubist"}}, "data.read[1]: Resize does not take {'size': 3, 'interpolation': "),
+        (
+            {"Resize": {"size": 3, "interpolation": "cubist"}},
+            "data.read[1]: Resize does not take {'size': 3, 'interpolation': ",
+        ),
         ({"RandomHorizontalFlip": {"p": 7}}, "data.read[1]: RandomHorizontalFlip does not take {'p': 7}: "),
         ({"CenterCrop": 24}, "data.read[1]: CenterCrop is given 24; name its arguments: CenterCrop: {size: 32}"),
         ({"Resize": [8, 8]}, "data.read[1]: Resize is given [8, 8]; name its arguments"),

@@ -114,7 +114,10 @@ def test_a_users_callable_is_given_the_sizes_it_asks_for(own):
         ("torchvision/resnet19", "torchvision has no model 'resnet19'; did you mean 'resnet1"),
         ("timm/resnet19", "timm has no model 'resnet19'; did you mean 'resnet1"),
         ("nowhere.at_all:net", "model.name is 'nowhere.at_all:net' and that cannot be imported: No module named 'nowhere'"),
-        ("torch.nn:Idenity", "model.name is 'torch.nn:Idenity' and that cannot be imported: module 'torch.nn' has no attribute"),
+        (
+            "torch.nn:Idenity",
+            "model.name is 'torch.nn:Idenity' and that cannot be imported: module 'torch.nn' has no attribute",
+        ),
         (":net", "model.name is ':net' and that cannot be imported: "),
         ("torch.nn:functional", "model.name is 'torch.nn:functional' and that is a module, which cannot be called"),
     ],

@@ -142,7 +142,9 @@ def test_a_learning_rate_that_was_given_is_taken_without_a_word():
 
 @pytest.mark.parametrize("call", [lambda config: learning_rate(config, 8), lambda config: build_optimizer(config, Net(), 0.1)])
 def test_an_optimizer_that_does_not_exist_is_refused(call):
-    with pytest.raises(ValueError, match="there is no optimizer 'adam'; did you mean 'adamw'. It can be: sgd, adamw, lars, lamb"):
+    with pytest.raises(
+        ValueError, match="there is no optimizer 'adam'; did you mean 'adamw'. It can be: sgd, adamw, lars, lamb"
+    ):
         call(OptimizerConfig(name="adam"))
 
 

@@ -132,7 +132,10 @@ def test_the_curve_knows_nothing_of_ranks_or_passes():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"name": "cosin"}, "there is no schedule 'cosin'; did you mean 'cosine'? It can be: constant, cosine, step, polynomial,"),
+        (
+            {"name": "cosin"},
+            "there is no schedule 'cosin'; did you mean 'cosine'? It can be: constant, cosine, step, polynomial,",
+        ),
         ({"length": Duration(0, "ep")}, "schedule.length is 0ep, so there is nothing to train; write 1step or more"),
         (
             {"warmup": Duration(6, "ep")},

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from widefield.plan import Plan, check
 
-
 T = TypeVar("T")
 
 
@@ -116,7 +115,6 @@ class Mesh:
                     for rank, text in enumerate(self.gather_objects(problem)) if text is not None]  # fmt: skip
         if problems:
             raise AgreedError(problems[0])
-
 
     def together(self, work: Callable[[], T]) -> T:
         """`work()` on every rank; where a rank meets a ValueError or NotImplementedError, every rank raises AgreedError."""

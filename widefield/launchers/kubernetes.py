@@ -3,8 +3,8 @@
 Reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT
 (https://www.kubeflow.org/docs/components/trainer/user-guides/pytorch/).  They are torchrun's flags (PET_X_Y is --x-y), so
 with several processes per pod torchrun is what must be started: `torchrun -m widefield train ... --run-dir DIR` reads
-them itself.  With one process per pod a pod is a rank.  One pod with `auto` processes has nobody to meet and gets None: local ranks are
-started in it, one per GPU, which is what auto means.
+them itself.  With one process per pod a pod is a rank.  One pod with `auto` processes has nobody to meet and gets None:
+local ranks are started in it, one per GPU, which is what auto means.
 """
 
 from __future__ import annotations

@@ -51,8 +51,9 @@ def output_of(task_name: str, output: Any, *, batch: int, classes: int, pixels: 
     """The output itself if it is a tensor of (batch, classes), or (batch, classes, ...) with `pixels`; else ValueError."""
     if isinstance(output, torch.Tensor) and output.shape[:2] == (batch, classes) and (output.ndim > 2) == pixels:
         return output
+    wanted = f"({batch}, {classes}{', ...' if pixels else ''})"
     got = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     raise ValueError(
-        f"task '{task_name}' wants an output of shape ({batch}, {classes}{', ...' if pixels else ''}) and the model gave {got}; "
+        f"task '{task_name}' wants an output of shape {wanted} and the model gave {got}; "
         "take a model that answers so, set its number of classes, or switch auxiliary outputs off in model.options"
     )

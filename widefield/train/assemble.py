@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from widefield.engine.parallelize import parallelize
 from widefield.engine.parallelize import reasons as parallel_reasons
 from widefield.tasks import Task
 from widefield.train.arithmetic import Arithmetic, arithmetic_of, choose_precision
-from widefield.train.folder import load_weights
+from widefield.train.folder import load_weights, write_model
 from widefield.train.loop import Learner
 from widefield.train.optimizer import build_optimizer, learning_rate
 from widefield.train.schedule import build_schedule
@@ -152,6 +153,14 @@ def training_batches(parts: Parts, *, first: int, last: int) -> Iterator[Batch]:
         multiple=2 if mixing else 1,  # a pair that is mixed stays on one rank
     )
     return iter(load_batches(parts.reader(train=True), sampler, workers=parts.workers, device=mesh.device))
+
+
+def write_model_of(folder: Path, parts: Parts) -> None:
+    """Leave in the run folder what using the model takes beside its weights."""
+    prepare = parts.preparation(train=False)
+    image = parts.reader(train=False).__getitems__([Key(0, 0, 0, real=False)]).image
+    shape, name = list(image.shape[1:]), parts.config.model.name
+    write_model(folder, parts.dataset, shape=shape, mean=list(prepare.mean), std=list(prepare.std), name=name)
 
 
 def _check_channels(config: RunConfig, dataset: Dataset) -> None:

@@ -85,6 +85,11 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
     def newest_sound(self) -> Found | None:
         """The newest checkpoint whose every byte is as written, the same on every rank; a warning for each passed over.
 

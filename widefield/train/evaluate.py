@@ -70,15 +70,11 @@ def evaluate(
     Counts are bit for bit those of one rank.  ValueError, on every rank: an image that cannot be read (unless skipped).
     """
     start, training = time.monotonic(), model.training
-    metrics = task.metrics().to(mesh.device)
-    tally = torch.zeros(samples, dtype=torch.int64)
-    loss_sum, count = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
-    mistakes: list[Mistake] = []
-    skipped: list[str] = []
+    seen = _Seen.nothing(task.metrics(), samples, mesh.device)
     problem: str | None = None
     model.eval()
     for batch in batches:
-        skipped += batch.skipped
+        seen.skipped += batch.skipped
         if batch.problem is not None:
             problem = batch.problem
             break
@@ -87,17 +83,35 @@ def evaluate(
         image, target = prepare(batch)
         with arithmetic.autocast():
             output = model(image)
-        output = output.to(torch.promote_types(output.dtype, torch.float32))
-        answers = task.answers(output)
-        metrics.update(answers, target)
-        each = task.loss_each(output, target)
-        loss_sum, count = loss_sum + each.sum(dtype=torch.float64), count + each.numel()
-        tally.index_add_(0, batch.index, torch.ones_like(batch.index))
-        mistakes = heapq.nlargest(worst, mistakes + _mistakes(batch.index, target, answers, each, worst), key=_by_loss)
+        seen.add(batch.index, output.to(torch.promote_types(output.dtype, torch.float32)), target, task=task, worst=worst)
     model.train(training)
     mesh.agree(problem)
-    losses = torch.stack([loss_sum, torch.full_like(loss_sum, count)])
-    return _total(task, metrics, losses, tally, mistakes, skipped, mesh, worst, time.monotonic() - start)
+    return _total(task, seen, mesh, worst, time.monotonic() - start)
+
+
+@dataclass
+class _Seen:
+    """What one rank has counted so far; `losses` is the sum and how many losses it is of, `tally` how often each image came."""
+
+    metrics: MetricCollection
+    tally: Tensor
+    losses: Tensor
+    mistakes: list[Mistake] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    @classmethod
+    def nothing(cls, metrics: MetricCollection, samples: int, device: torch.device) -> _Seen:
+        losses = torch.zeros(2, dtype=torch.float64, device=device)
+        return cls(metrics.to(device), torch.zeros(samples, dtype=torch.int64), losses)
+
+    def add(self, index: Tensor, output: Tensor, target: Tensor, *, task: Task, worst: int) -> None:
+        answers, each = task.answers(output), task.loss_each(output, target)
+        self.metrics.update(answers, target)
+        self.losses[0] += each.sum(dtype=torch.float64)
+        self.losses[1] += each.numel()
+        self.tally.index_add_(0, index, torch.ones_like(index))
+        mistakes = _mistakes(index, target, answers, each, worst)
+        self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=_by_loss)
 
 
 def _mistakes(index: Tensor, target: Tensor, answers: Tensor, loss: Tensor, worst: int) -> list[Mistake]:
@@ -115,24 +129,14 @@ def _by_loss(mistake: Mistake) -> tuple[float, int]:
     return mistake.loss, -mistake.index
 
 
-def _total(
-    task: Task,
-    metrics: MetricCollection,
-    losses: Tensor,
-    tally: Tensor,
-    mistakes: list[Mistake],
-    skipped: list[str],
-    mesh: Mesh,
-    worst: int,
-    seconds: float,
-) -> Evaluation:
+def _total(task: Task, seen: _Seen, mesh: Mesh, worst: int, seconds: float) -> Evaluation:
     """Add everything up over ranks and put it into words."""
-    for metric in metrics.values():
+    for metric in seen.metrics.values():
         _add_up(metric, mesh)
-    mesh.sum_(losses)
-    tally = mesh.sum_(tally.to(mesh.device)).cpu()
-    gathered = mesh.gather_objects((mistakes, skipped))
-    values = dict(metrics.compute())
+    losses = mesh.sum_(seen.losses)
+    tally = mesh.sum_(seen.tally.to(mesh.device)).cpu()
+    gathered = mesh.gather_objects((seen.mistakes, seen.skipped))
+    values = dict(seen.metrics.compute())
     confusion = values.pop("confusion").tolist() if "confusion" in values else None
     images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names in gathered for name in names]
     duplicates = int(tally.sum()) - images
@@ -162,3 +166,5 @@ def _add_up(metric: torch.nn.Module, mesh: Mesh) -> None:
                 "use a metric whose states are sums"
             )
         mesh.sum_(state)
+    metric._to_sync = False  # the states are the whole's by now; torchmetrics would add them up over ranks once more
+    metric._update_count = max(1, metric._update_count)  # and a rank without images has them too, so there is no need to warn

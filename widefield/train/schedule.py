@@ -35,7 +35,8 @@ class Schedule:
 def build_schedule(config: ScheduleConfig, *, seen: Callable[[int], int], steps_per_epoch: int) -> Schedule:
     """The schedule of a config; `seen(step)` is the samples consumed before a step.
 
-    ValueError: no such curve, a warm-up longer than the run, `step` without `every`, `every` of nothing, `onecycle` without warm-up.
+    ValueError: no such curve, a run or `every` of nothing, a warm-up longer than the run, `step` without `every`, `onecycle`
+    without a warm-up.
     """
     if config.name not in _CURVES:
         hint = did_you_mean(config.name, _CURVES)

@@ -1,0 +1,175 @@
+"""The promises that machines keep: floors, sizes, one string per error, types on the doors, cases in every extension."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from widefield.naming import load, names_in
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "widefield"
+SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+EXTENSIONS = [
+    "widefield.tasks", "widefield.models", "widefield.data.formats", "widefield.launchers", "widefield.engine.strategies",
+]  # fmt: skip
+STORIES = {"run.py": 60}
+"""The one function that may be longer than the rest, in lines: the story of a run."""
+
+OF_SEVERAL = {"SignalException"}
+"""Exceptions that are no text alone: torch's takes a message and the signal."""
+
+Check = Callable[[str, str], Iterator[str]]
+
+
+def problems(check: Check) -> list[str]:
+    return [f"widefield/{name}, line {problem}" for name, text in SOURCES.items() for problem in check(name, text)]
+
+
+def tool(name: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """Run a tool that lies beside this Python."""
+    path = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    assert path is not None, f"{name} is not installed; pip install 'widefield[test]'"
+    return subprocess.run([path, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+# ---------------------------------------------------------------------------------------------- the checks
+
+
+def torch_distributed(name: str, text: str) -> Iterator[str]:
+    """Uses of torch.distributed where they have no place."""
+    if name.startswith("engine/") or name == "train/checkpoint.py":
+        return
+    starts = ("torch.distributed.launcher", "torch.distributed.elastic") if name == "launchers/local.py" else ()
+    for node in ast.walk(ast.parse(text)):
+        for module in _modules(node):
+            if f"{module}.".startswith("torch.distributed.") and not module.startswith(starts or ("nothing",)):
+                yield f"{node.lineno}: {module}"
+
+
+def _modules(node: ast.AST) -> list[str]:
+    """The modules that a statement imports or an expression names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [ast.unparse(node)] if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" else []
+
+
+def strings_apart(name: str, text: str) -> Iterator[str]:
+    """Exceptions of several strings: a comma where the text goes on."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            args = node.exc.args
+            texts = [arg for arg in args if isinstance(arg, ast.JoinedStr | ast.Tuple) or _is_text(arg)]
+            alone = len(args) == 1 and not isinstance(args[0], ast.Tuple)
+            if texts and not alone and ast.unparse(node.exc.func) not in OF_SEVERAL:
+                yield f"{node.lineno}: {ast.unparse(node)[:80]}"
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def long_functions(name: str, text: str) -> Iterator[str]:
+    most = STORIES.get(name, 40)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if lines > most:
+                yield f"{node.lineno}: {node.name} has {lines} lines, more than {most}"
+
+
+def long_files(name: str, text: str) -> Iterator[str]:
+    if (lines := len(text.splitlines())) > 400:
+        yield f"{lines}: the file ends here and not by 400"
+
+
+def rooms_without_a_noun(name: str, text: str) -> Iterator[str]:
+    for part in Path(name).with_suffix("").parts:
+        if part in ("utils", "util", "common", "helpers", "misc", "callbacks", "hooks"):
+            yield f"1: {part} says nothing of what lives there"
+
+
+PLANTED = {
+    "import torch.distributed as dist": torch_distributed,
+    "from torch import distributed": torch_distributed,
+    "from torch.distributed import all_reduce": torch_distributed,
+    "import torch.distributed.checkpoint": torch_distributed,
+    "import torch\ntorch.distributed.barrier()": torch_distributed,
+    "raise ValueError('a', 'b')": strings_apart,
+    "raise ValueError(f'{3} of', 'b')": strings_apart,
+    "raise ValueError(('a', 'b'))": strings_apart,
+    "def long():\n" + "    pass\n" * 40: long_functions,
+    "async def long():\n" + "    pass\n" * 40: long_functions,
+    "x = 1\n" * 401: long_files,
+}
+FINE = "import torch\nimport torch.nn\nraise ValueError('a' f'{3}')\ndef short():\n" + "    pass\n" * 39
+
+
+@pytest.mark.parametrize("text", PLANTED)
+def test_each_check_finds_what_it_is_for(text):
+    assert len(list(PLANTED[text]("train/planted.py", text))) == 1
+    assert list(PLANTED[text]("train/planted.py", FINE)) == []
+
+
+def test_the_launcher_may_use_torchs_launcher_and_no_more():
+    found = [
+        torch_distributed("launchers/local.py", f"from torch.distributed{part} import x") for part in (".launcher.api", "")
+    ]
+    assert [len(list(one)) for one in found] == [0, 1]
+
+
+# ---------------------------------------------------------------------------------------------- the source
+
+
+@pytest.mark.parametrize("check", [torch_distributed, strings_apart, long_functions, long_files, rooms_without_a_noun])
+def test_the_source_keeps_the_promise(check):
+    assert problems(check) == []
+
+
+@pytest.mark.parametrize("package", EXTENSIONS)
+def test_every_extension_brings_its_cases(package):
+    assert names_in(package), f"{package} offers nothing"
+    assert [name for name in names_in(package) if not isinstance(getattr(load(package, name), "CASES", None), list)] == []
+
+
+# ---------------------------------------------------------------------------------------------- tools
+
+
+def test_the_floors_hold():
+    done = tool("lint-imports", "--no-cache")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("planted", "where", "broken"),
+    [
+        ("", "geometry/interval.py", False),
+        ("import widefield.cli", "geometry/interval.py", True),
+        ("from widefield import tasks", "engine/mesh.py", True),
+        ("from widefield.run import train", "report/page.py", True),
+    ],
+)
+def test_a_planted_upward_import_breaks_the_floors(tmp_path, planted, where, broken):
+    shutil.copytree(PACKAGE, tmp_path / "widefield", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / "widefield" / where).open("a") as file:
+        file.write(f"\n{planted}\n")
+    done = tool("lint-imports", "--no-cache", cwd=tmp_path)
+    assert (done.returncode != 0) == broken == ("BROKEN" in done.stdout), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("check",), ("format", "--check")], ids=" ".join)
+def test_ruff_finds_nothing(arguments):
+    done = tool("ruff", *arguments, "--no-cache", ".")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_doors_are_typed():
+    done = tool("mypy")
+    assert done.returncode == 0, done.stdout + done.stderr

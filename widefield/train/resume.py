@@ -1,0 +1,69 @@
+"""What a checkpoint of a run holds, and how a learner takes it up again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from widefield.engine.strategies.data import hook_state, load_hook_state
+from widefield.train.checkpoint import Checkpoints, Found
+from widefield.train.loop import Learner
+from widefield.train.state import load_optimizer_state, optimizer_state, random_state, shapes_of
+
+
+def state_of(learner: Learner) -> dict[str, Any]:
+    """What is equal on all ranks."""
+    return {
+        "model": dict(learner.model.state_dict()),
+        "optimizer": optimizer_state(learner.model, learner.optimizer),
+        "scaler": learner.scaler.state_dict(),
+        "ema": {} if learner.ema is None else dict(learner.ema.state_dict()),
+        "progress": {
+            "step": learner.step,
+            "samples": learner.steps.seen(learner.step),
+            "samples_per_epoch": learner.steps.samples,
+            "seed": learner.config.seed,
+        },
+    }
+
+
+def own_state(learner: Learner) -> dict[str, Any]:
+    """What belongs to this rank alone."""
+    hook = hook_state(learner.model)
+    return {"random": random_state(), "order": learner.order} | ({"hook": hook} if hook is not None else {})
+
+
+def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str, Any] | None:
+    """Put a checkpoint's state into the learner; this rank's own part of it, for what must come last."""
+    state, own = checkpoints.load(found, model=shapes_of(learner.model))
+    learner.step = _step_after(learner, state["progress"], found.folder)
+    learner.model.load_state_dict(state["model"])
+    load_optimizer_state(learner.model, learner.optimizer, state["optimizer"])
+    learner.scaler.load_state_dict(state["scaler"])
+    if learner.ema is not None:
+        if state["ema"]:
+            learner.ema.load_state_dict(state["ema"])
+        else:  # the average was switched on after that checkpoint
+            learner.ema.module.load_state_dict(state["model"])
+    if own is not None:
+        learner.order = own["order"]
+        load_hook_state(learner.model, own.get("hook"))
+    return own
+
+
+def _step_after(learner: Learner, progress: dict[str, Any], source: Path) -> int:
+    """The step to go on with, such that each image of the epoch is still seen once; ValueError where there is none."""
+    steps = learner.steps
+    for key, now in (("seed", learner.config.seed), ("samples_per_epoch", steps.samples)):
+        if progress[key] != now:
+            raise ValueError(
+                f"{source} was trained with {key} {progress[key]} and this run has {now}, so its order of images cannot go on; "
+                "put it back, or begin a run of its own with another --run folder"
+            )
+    epochs, within = divmod(progress["samples"], steps.samples)
+    if within % steps.batch:
+        raise ValueError(
+            f"{source} stands {within} images into an epoch, which data.batch_size={steps.batch} does not divide; "
+            "go on with the old batch size until the epoch ends, or begin a run of its own with another --run folder"
+        )
+    return epochs * steps.per_epoch + within // steps.batch

@@ -1,0 +1,221 @@
+"""The loop and what happens around it: steps, evaluations, saves, and how a run ends."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from widefield.config import Duration, RunConfig
+from widefield.engine.mesh import AgreedError, Mesh
+from widefield.engine.normalization import average_running_statistics, broadcast_buffers
+from widefield.plan import to_text
+from widefield.train.assemble import Parts
+from widefield.train.checkpoint import About, Checkpoints
+from widefield.train.evaluate import Evaluation, evaluate
+from widefield.train.folder import peak_memory_bytes, write_evaluation, write_nan, write_weights
+from widefield.train.interrupt import Interrupt
+from widefield.train.loop import Learner, NonFiniteLossError, Passes
+from widefield.train.record import Record, versions
+from widefield.train.resume import own_state, state_of
+from widefield.train.shelf import name_of
+from widefield.train.state import shapes_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, on every rank; `status` is for the shell."""
+
+    reason: Literal["complete", "interrupted"]
+    step: int
+    status: int
+    evaluation: Evaluation | None
+
+
+@dataclass
+class Story:
+    """The loop and what happens around it."""
+
+    config: RunConfig
+    folder: Path
+    parts: Parts
+    learner: Learner
+    checkpoints: Checkpoints
+    record: Record | None
+    last: int
+    warnings: list[str]
+    evaluation: Evaluation | None = None
+    evaluated_step: int = -1
+    saving: int | None = None
+    """Step of the checkpoint that is being written."""
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.learner.mesh
+
+    def tell(self, passes: Passes, interrupt: Interrupt) -> Outcome:
+        """Train to the last step or until somebody asks to stop."""
+        learner, config, stopped = self.learner, self.config, False
+        evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
+        while learner.step < self.last and not stopped:
+            lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
+            loss, stopped = learner.learn(passes.next(), stop=interrupt.asked)
+            self._note(loss, lr, samples, passes)
+            due = learner.step == self.last
+            if learner.step % learner.steps.per_epoch == 0 and config.batch_norm == "averaged":
+                average_running_statistics(learner.model, self.mesh)
+            if due or (learner.step % evaluate_every == 0 and not stopped):
+                self._evaluate()
+                passes.skip_lap()
+            if due or stopped:
+                passes.close()
+            if due or stopped or learner.step % save_every == 0:
+                self._save(wait=due or stopped)
+                passes.skip_lap()
+        return self._end(interrupt, complete=learner.step >= self.last)
+
+    def _steps(self, duration: Duration) -> int:
+        return max(1, duration.in_steps(self.learner.steps.per_epoch))
+
+    def _note(self, loss: float, lr: float, samples: int, passes: Passes) -> None:
+        times = passes.lap()
+        self._pass_on()
+        if self.record is not None:
+            self.record.step(
+                step=self.learner.step,
+                epoch=self.learner.epoch,
+                loss=loss,
+                lr=lr,
+                samples=samples,
+                seconds=times.seconds,
+                data_seconds=times.data_seconds,
+                memory_bytes=peak_memory_bytes(self.mesh.device),
+            )
+
+    def _pass_on(self) -> None:
+        """Put into the record what the thread that writes checkpoints has to say."""
+        if self.record is None or self.checkpoints.busy:
+            return
+        while self.warnings:
+            self.record.warning(self.warnings.pop(0))
+        if self.saving is not None and self.checkpoints.failure is None:
+            self.record.checkpoint(step=self.saving, name=name_of(self.saving))
+        self.saving = None
+
+    @property
+    def _answering(self) -> nn.Module:
+        """The model that is evaluated and exported: the moving average where there is one."""
+        return self.learner.model if self.learner.ema is None else self.learner.ema.module
+
+    def _evaluate(self) -> None:
+        self._agree_on_buffers()
+        self.evaluation, self.evaluated_step = evaluate_parts(self.parts, self._answering), self.learner.step
+        if self.record is not None:
+            self._write_evaluation(self.evaluation, self.record)
+
+    def _write_evaluation(self, evaluation: Evaluation, record: Record) -> None:
+        learner, dataset = self.learner, self.parts.dataset
+        record.evaluation(
+            step=learner.step,
+            epoch=learner.epoch,
+            images=evaluation.images,
+            of=evaluation.of,
+            duplicates=evaluation.duplicates,
+            skipped=len(evaluation.skipped),
+            loss=evaluation.loss,
+            metrics=evaluation.metrics,
+            seconds=evaluation.seconds,
+            text=evaluation.sentence,
+        )
+        write_evaluation(
+            self.folder, evaluation, step=learner.step, epoch=learner.epoch, classes=dataset.classes, images=dataset.evaluate
+        )
+
+    def _agree_on_buffers(self) -> None:
+        """Where batch normalization is not synchronized, make its running statistics equal on all ranks."""
+        if self.config.batch_norm == "averaged":
+            average_running_statistics(self.learner.model, self.mesh)
+        elif self.config.batch_norm == "broadcast":
+            broadcast_buffers(self.learner.model, self.mesh)
+
+    def _save(self, *, wait: bool) -> None:
+        """Save all that a resumed run needs; in the background unless the run is about to end."""
+        learner = self.learner
+        self._agree_on_buffers()
+        self._report_skipped()
+        if not learner.is_finite():
+            raise AgreedError(
+                f"a weight is no finite number after step {learner.step}, so nothing was saved; the newest checkpoint is from "
+                "before that. A lower optimizer.lr or optimizer.clip_norm=1 are the usual cures"
+            )
+        self.checkpoints.save(state_of(learner), self._about(), own=own_state(learner), wait=wait)
+        self.saving = learner.step
+        self._pass_on()
+
+    def _about(self) -> About:
+        learner, evaluation = self.learner, self.evaluation if self.evaluated_step == self.learner.step else None
+        return About(
+            step=learner.step,
+            epoch=int(learner.epoch),
+            samples=learner.steps.seen(learner.step),
+            metric=None if evaluation is None else evaluation.metrics[learner.task.headline],
+            higher_is_better=learner.task.higher_is_better,
+            ranks=learner.mesh.size,
+            plan=to_text(learner.mesh.plan),
+            model=shapes_of(learner.model),
+            versions=versions(),
+        )
+
+    def _report_skipped(self) -> None:
+        """Tell about unreadable images that any rank left out since the last time."""
+        names = sorted(name for part in self.mesh.gather_objects(self.learner.skipped) for name in part)
+        self.learner.skipped.clear()
+        if names and self.record is not None:
+            self.record.warning(f"{len(names)} unreadable images were left out of training: {', '.join(names[:20])}")
+
+    def _end(self, interrupt: Interrupt, *, complete: bool) -> Outcome:
+        """Leave weights behind, and say how it went."""
+        learner = self.learner
+        self.checkpoints.wait()
+        self._pass_on()
+        status = 1 if self.checkpoints.failure is not None else 0
+        if not complete and self.mesh.world.launcher != "torchrun":  # elastic takes any other status for a crash
+            status = 128 + (interrupt.signal or signal.SIGTERM)
+        if self.record is not None:
+            write_weights(self.folder, self._answering)
+            at = f"step {learner.step} of {self.last}"
+            text = "trained to the end" if complete else f"stopped at {at}; the same command goes on from there"
+            if complete and self.evaluation is not None:
+                text += f": {self.evaluation.sentence}"
+            self.record.end("complete" if complete else "interrupted", step=learner.step, text=text)
+            self.record.close()
+        return Outcome("complete" if complete else "interrupted", learner.step, status, self.evaluation)
+
+    def fail(self, error: AgreedError) -> None:
+        """Write down why the run ends here."""
+        if self.record is None:
+            return
+        text = str(error)
+        if isinstance(error, NonFiniteLossError):
+            images = self.parts.dataset.train
+            values = {"step": error.step, "epoch": self.learner.epoch, "index": error.index}
+            path = write_nan(self.folder, values | {"images": [images.name_of(index) for index in error.index]})
+            text += f". Its {len(error.index)} images are listed in {path}"
+        self.record.end("failed", step=self.learner.step, text=text)
+        self.record.close()
+
+
+def evaluate_parts(parts: Parts, model: nn.Module) -> Evaluation:
+    """Evaluate `model` on the evaluation split; every rank calls it."""
+    return evaluate(
+        model,
+        parts.evaluation_batches(),
+        task=parts.task,
+        prepare=parts.preparation(train=False),
+        arithmetic=parts.arithmetic,
+        mesh=parts.mesh,
+        samples=len(parts.dataset.evaluate),
+    )
