@@ -40,6 +40,7 @@ from widefield.launchers import world_from
 from widefield.launchers.local import start
 from widefield.plan import plan_of
 from widefield.train.assemble import assemble, learner_of, training_batches
+from widefield.train.checkpoint import Checkpoints
 from widefield.train.loop import Passes
 from widefield.train.record import Record
 from widefield.train.story import Story
@@ -114,11 +115,10 @@ def ours(images: Pieces, options: argparse.Namespace, mesh, folder: Path, batch_
     if mesh.is_main:
         record = Record.open(folder / batch_norm, log=config.log, stream=open(os.devnull, "w"))
         record.start(plan="", reasons=[], ranks=mesh.size, steps=100000, samples_per_epoch=len(images), parameters=0)
-    story = Story(config, folder, parts, learner, None, record, 100000, [])
+    checkpoints = Checkpoints(folder / "checkpoints", mesh, keep_last=1, keep_best=0, warn=print)
+    story = Story(config, folder, parts, learner, checkpoints, record, 100000, [])
     while True:
-        lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
-        loss, _ = learner.learn(passes.next(), stop=False)
-        story._note(loss, lr, samples, passes)
+        story.step(passes, stop=False)
         yield
 
 

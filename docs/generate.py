@@ -2,7 +2,7 @@
 
     python docs/generate.py
 
-Names, types, defaults and words come from the fields of RunConfig; words for fields without a docstring stand in PLAIN.
+Names, types, defaults and words come from the fields of RunConfig.
 tests/test_docs.py holds that the committed page is what this writes.
 """
 
@@ -20,28 +20,6 @@ from widefield.config import RunConfig, Section
 PAGE = Path(__file__).parent / "guide" / "recipes.md"
 BEGIN = "<!-- keys: written by docs/generate.py, do not edit -->"
 END = "<!-- end of keys -->"
-
-PLAIN = {
-    "seed": "Everything drawn at random follows from it: initial weights, the order of images, augmentation, dropout.",
-    "optimizer.base_batch_size": "The batch size that `base_lr` is meant for.",
-    "optimizer.weight_decay": "As the optimizer understands it; biases and normalization are spared, see the next key.",
-    "optimizer.momentum": "Of sgd and lars.",
-    "optimizer.nesterov": "Nesterov's form of momentum, for sgd and lars.",
-    "optimizer.betas": "Of adamw and lamb.",
-    "schedule.warmup_from": "Where the warm-up begins, as a share of the peak.",
-    "schedule.gamma": "`step`: the factor.",
-    "gradient.powersgd_rank": "Rank of PowerSGD's factors; higher is closer to exact and more bytes.",
-    "mesh.shard": "Weights cut over ranks. Not there yet: anything but 1 is refused.",
-    "mesh.space": "Images cut over ranks. Not there yet: anything but 1 along each dim is refused.",
-    "mesh.channel": "Channels cut over ranks. Not there yet: anything but 1 is refused.",
-    "mesh.stage": "Layers cut over ranks. Not there yet: anything but 1 is refused.",
-    "evaluate.every": "How often the model is evaluated; always at the end.",
-    "checkpoint.every": "How often a checkpoint is written; always at the end and when the run is asked to stop.",
-    "checkpoint.keep_last": "How many of the newest checkpoints stay.",
-    "checkpoint.keep_best": "How many of the best by the task's headline metric stay besides.",
-    "log.tensorboard": "Write TensorBoard's files into the run folder.",
-}
-"""Words for the fields that have no docstring in config.py."""
 
 SECTIONS = {"ema": "A moving average of the weights; off where the whole section is left out."}
 """Words for a section that may be null."""
@@ -64,14 +42,10 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def words(key: str, field: FieldInfo) -> str:
-    """What a key does, on one line.  ValueError where nobody says it, or two places do."""
-    told = [text for text in (field.description, PLAIN.get(key)) if text]
-    if len(told) != 1:
-        raise ValueError(
-            f"{key} is explained in {len(told)} places; write a docstring under the field in config.py, "
-            "or else a line of PLAIN in docs/generate.py"
-        )
-    return " ".join(told[0].split()).replace("|", "\\|")
+    """What a key does, on one line.  ValueError where config.py does not say it."""
+    if not field.description:
+        raise ValueError(f"{key} is not explained; write a docstring under the field in config.py")
+    return " ".join(field.description.split()).replace("|", "\\|")
 
 
 def table() -> str:

@@ -125,12 +125,17 @@ class OptimizerConfig(Section):
     base_lr: Annotated[float, Field(gt=0)] | None = None
     """Learning rate at base_batch_size; the optimizer's own default where null."""
     base_batch_size: Positive = 256
+    """The batch size that `base_lr` is meant for."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """As the optimizer understands it; biases and normalization are spared, see decay_norm_and_bias."""
     decay_norm_and_bias: bool = False
     """Apply weight decay to biases and normalization weights (parameters of one dim) too."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Of sgd and lars."""
     nesterov: bool = False
+    """Nesterov's form of momentum, for sgd and lars."""
     betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """Of adamw and lamb."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the norm of the whole gradient to this."""
     options: Options = {}
@@ -145,11 +150,13 @@ class ScheduleConfig(Section):
     warmup: DurationField = Duration(0, "step")
     """Linear rise from warmup_from times the peak."""
     warmup_from: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Where the warm-up begins, as a share of the peak."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where cosine, polynomial and onecycle end, as a share of the peak."""
     every: DurationField | None = None
     """`step`: multiply by gamma this often."""
     gamma: Annotated[float, Field(gt=0)] = 0.1
+    """`step`: the factor."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """`polynomial`: the exponent."""
 
@@ -162,6 +169,7 @@ class GradientConfig(Section):
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """What gradients travel as between ranks; anything but none gives up exactness."""
     powersgd_rank: Positive = 1
+    """Rank of PowerSGD's factors; higher is closer to exact and more bytes."""
     powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
     """Steps of plain all-reduce before PowerSGD begins."""
 
@@ -170,9 +178,13 @@ class MeshConfig(Section):
     replicate: Positive | None = None
     """Whole copies of the model (data parallelism); all ranks there are, where null."""
     shard: Positive = 1
+    """Weights cut over ranks. Not there yet: anything but 1 is refused."""
     space: list[Positive] = []
+    """Images cut over ranks. Not there yet: anything but 1 along each dim is refused."""
     channel: Positive = 1
+    """Channels cut over ranks. Not there yet: anything but 1 is refused."""
     stage: Positive = 1
+    """Layers cut over ranks. Not there yet: anything but 1 is refused."""
     data_strategy: Literal["data", "data_parallel"] = "data"
     """A file in widefield/engine/strategies/: `data` is DDP, `data_parallel` is torch.nn.DataParallel in one process."""
 
@@ -184,12 +196,16 @@ class EmaConfig(Section):
 
 class EvaluateConfig(Section):
     every: DurationField = Duration(1, "ep")
+    """How often the model is evaluated; always at the end."""
 
 
 class CheckpointConfig(Section):
     every: DurationField = Duration(1, "ep")
+    """How often a checkpoint is written; always at the end and when the run is asked to stop."""
     keep_last: Positive = 3
+    """How many of the newest checkpoints stay."""
     keep_best: Annotated[int, Field(ge=0)] = 1
+    """How many of the best by the task's headline metric stay besides."""
     background: bool = True
     """Write while training goes on."""
 
@@ -198,6 +214,7 @@ class LogConfig(Section):
     every: Positive = 10
     """Steps between lines."""
     tensorboard: bool = True
+    """Write TensorBoard's files into the run folder."""
     wandb: str | None = None
     """A Weights & Biases project to log to (needs the extra `wandb`)."""
 
@@ -206,6 +223,7 @@ class RunConfig(Section):
     """A whole run.  Every key of a recipe is a field here."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Everything drawn at random follows from it: initial weights, the order of images, augmentation, dropout."""
     task: TaskConfig = TaskConfig()
     model: ModelConfig
     data: DataConfig

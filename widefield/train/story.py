@@ -61,9 +61,7 @@ class Story:
         learner, config, stopped = self.learner, self.config, False
         evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
         while learner.step < self.last and not stopped:
-            lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
-            loss, stopped = learner.learn(passes.next(), stop=interrupt.asked)
-            self._note(loss, lr, samples, passes)
+            stopped = self.step(passes, stop=interrupt.asked)
             due = learner.step == self.last
             if learner.step % learner.steps.per_epoch == 0 and config.batch_norm == "averaged":
                 average_running_statistics(learner.model, self.mesh)
@@ -76,6 +74,14 @@ class Story:
                 self._save(wait=due or stopped)
                 passes.skip_lap()
         return self._end(interrupt, complete=learner.step >= self.last)
+
+    def step(self, passes: Passes, *, stop: bool) -> bool:
+        """One optimizer step and its line in the record; whether any rank asked to stop."""
+        learner = self.learner
+        lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
+        loss, stopped = learner.learn(passes.next(), stop=stop)
+        self._note(loss, lr, samples, passes)
+        return stopped
 
     def _steps(self, duration: Duration) -> int:
         return max(1, duration.in_steps(self.learner.steps.per_epoch))
