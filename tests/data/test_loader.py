@@ -227,6 +227,11 @@ def test_the_share_and_box_of_cutmix_agree_where_the_box_is_not_clipped():
         assert abs((bottom - top) * (right - left) - (1 - share)) < 1e-12 and abs((bottom - top) - (right - left)) < 1e-12
 
 
+def test_each_pair_of_each_epoch_draws_its_own_share():
+    draws = {reading(Dots(2), mixup=1.0)._draw(epoch, pair)[0] for epoch in range(5) for pair in range(20)}
+    assert len(draws) == 100
+
+
 def test_shares_are_drawn_from_the_beta_distribution_of_alpha():
     shares = np.array([reading(Dots(2), mixup=0.4)._draw(0, pair)[0] for pair in range(4000)])
     # Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1)); 4 standard errors of 4,000 draws

@@ -63,6 +63,18 @@ def test_a_residual_block_is_its_formula():
     torch.testing.assert_close(block(x), wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_a_unet_is_its_formula():
+    """One level down and up again: what the skip carries stands beside what came from below, resized to its odd size."""
+    torch.manual_seed(0)
+    model = made("unet", widths=[4, 8]).double().eval()
+    x = torch.randn(2, 3, 7, 5, dtype=torch.float64)
+    top = model.down[0](x)
+    below = model.narrow[0](model.down[1](torch.nn.functional.max_pool2d(top, 2)))
+    resized = torch.nn.functional.interpolate(below, size=(7, 5), mode="bilinear", align_corners=False)
+    wanted = model.head(model.up[0](torch.cat([top, resized], dim=1)))
+    torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_dropout_is_where_the_option_says():
     assert made("resnet", dropout=0.25).dropout.p == 0.25
 
