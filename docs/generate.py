@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from widefield.config import RunConfig, Section
+from widefield.config import RunConfig
+from widefield.section import Section
 
 PAGE = Path(__file__).parent / "guide" / "recipes.md"
 BEGIN = "<!-- keys: written by docs/generate.py, do not edit -->"

@@ -8,17 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from widefield.config import (
-    Duration,
-    OptimizerConfig,
-    RunConfig,
-    differences,
-    json_schema,
-    parse_config,
-    read_config,
-    read_duration,
-    to_yaml,
-)
+from widefield.config import Duration, OptimizerConfig, RunConfig, json_schema, parse_config, read_config, read_duration
+from widefield.section import differences, to_yaml
 
 RECIPE = """\
 seed: 3
@@ -221,7 +212,7 @@ def test_a_recipe_that_is_not_there_names_its_neighbours(tmp_path):
     (tmp_path / "digits.yaml").write_text(RECIPE)
     with pytest.raises(ValueError, match=r"no recipe at .*digit\.yaml; did you mean 'digits\.yaml'\? .* has: digits\.yaml\."):
         read_config(tmp_path / "digit.yaml")
-    with pytest.raises(ValueError, match=r"no recipe at .*nowhere/digits\.yaml;$"):
+    with pytest.raises(ValueError, match=r"no recipe at .*nowhere/digits\.yaml\.$"):
         read_config(tmp_path / "nowhere" / "digits.yaml")
 
 

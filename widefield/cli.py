@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from widefield.config import RunConfig, json_schema, read_config, to_yaml
+from widefield.config import RunConfig, json_schema, read_config
 from widefield.plan import check, plan_of, ranks_asked_for
+from widefield.section import to_yaml
 
 if TYPE_CHECKING:
     from widefield.engine.mesh import World

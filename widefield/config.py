@@ -1,7 +1,7 @@
-"""What a user may ask for: RunConfig and its sections, read from YAML and dotted overrides.
+"""What a user may ask for: RunConfig and its sections.
 
-Typed and frozen.  An unknown key or a wrong type is a ValueError that names the field, shows the line it stands on and
-suggests.  `null` (or leaving a key out) means that the program chooses; it then prints the value with its reason.
+Typed and frozen; section.py reads them and says what is wrong, with the line.  `null` (or leaving a key out) means that
+the program chooses; it then prints the value with its reason.
 Precedence, lowest first: defaults here, the recipe file, overrides on the command line.
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from widefield.naming import did_you_mean
+from widefield.section import Section, parse_section
 
 Unit = Literal["ep", "step"]
 
@@ -48,20 +48,18 @@ def read_duration(text: object) -> Duration:
 
 _DURATION = WithJsonSchema({"type": "string", "pattern": r"^\d+\s*(ep|step)$", "examples": ["90ep", "2000step"]})
 DurationField = Annotated[Duration, BeforeValidator(read_duration), PlainSerializer(str), _DURATION]
+
+
+def _at_least_one(every: Duration) -> Duration:
+    if every.count < 1:
+        raise ValueError(f"{every} never comes; write 1ep or 1step or more")
+    return every
+
+
+Every = Annotated[DurationField, AfterValidator(_at_least_one)]
 Options = dict[str, Any]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A frozen group of fields; unknown keys and wrong types are refused."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, arbitrary_types_allowed=True
-    )
-
-
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 class TaskConfig(Section):
@@ -153,7 +151,7 @@ class ScheduleConfig(Section):
     """Where the warm-up begins, as a share of the peak."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where cosine, polynomial and onecycle end, as a share of the peak."""
-    every: DurationField | None = None
+    every: Every | None = None
     """`step`: multiply by gamma this often."""
     gamma: Annotated[float, Field(gt=0)] = 0.1
     """`step`: the factor."""
@@ -195,12 +193,12 @@ class EmaConfig(Section):
 
 
 class EvaluateConfig(Section):
-    every: DurationField = Duration(1, "ep")
+    every: Every = Duration(1, "ep")
     """How often the model is evaluated; always at the end."""
 
 
 class CheckpointConfig(Section):
-    every: DurationField = Duration(1, "ep")
+    every: Every = Duration(1, "ep")
     """How often a checkpoint is written; always at the end and when the run is asked to stop."""
     keep_last: Positive = 3
     """How many of the newest checkpoints stay."""
@@ -244,51 +242,6 @@ class RunConfig(Section):
     log: LogConfig = LogConfig()
 
 
-# ---------------------------------------------------------------------------------------------- reading
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: 1e-3 is a number (PyYAML reads text), yes, on and 2026-01-31 are text (PyYAML: true, a date)."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes a text that either reader, YAML 1.1's or ours, would take for something else."""
-
-
-_BOOL, _FLOAT, _DATE = (f"tag:yaml.org,2002:{name}" for name in ("bool", "float", "timestamp"))
-_NUMBER = re.compile(r"^[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.inf|\.nan)$")
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _FLOAT, _DATE)]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
-for _yaml in (_Loader, _Dumper):
-    _yaml.add_implicit_resolver(_FLOAT, _NUMBER, list("-+0123456789."))
-
-Path_ = tuple[str | int, ...]
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where values came from, for error messages: the file's lines and, by path, the line or override that set them."""
-
-    name: str
-    lines: Sequence[str]
-    line_of: Mapping[Path_, int]
-    overrides: Mapping[Path_, str]
-
-    def where(self, path: Path_) -> str:
-        """`recipes/digits.yaml, line 3:  batchsize: 64`, for the nearest place that is known."""
-        for end in range(len(path), -1, -1):
-            near = path[:end]
-            if near in self.overrides:
-                return f"command line:  {self.overrides[near]}"
-            if near in self.line_of and near:
-                line = self.line_of[near]
-                return f"{self.name}, line {line}:  {self.lines[line - 1].strip()}"
-        return self.name
-
-
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The recipe at `path` with dotted overrides (`optimizer.lr=0.2`) as a RunConfig.
 
@@ -298,7 +251,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not path.is_file():
         beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         have = f" {path.parent}/ has: {', '.join(beside)}." if beside else ""
-        raise ValueError(f"no recipe at {path};{did_you_mean(path.name, beside)}{have}")
+        raise ValueError(f"no recipe at {path}{did_you_mean(path.name, beside)}{have}")
     return parse_config(path.read_text(encoding="utf-8"), overrides, name=str(path))
 
 
@@ -307,112 +260,6 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "confi
     return parse_section(RunConfig, text, overrides, name=name)
 
 
-def parse_section(kind: type[AnySection], text: str, overrides: Sequence[str] = (), *, name: str) -> AnySection:
-    """Any Section from YAML text; ValueError that names field, line and the nearest known key."""
-    try:
-        root = yaml.compose(text, Loader=_Loader)
-        values = yaml.load(text, Loader=_Loader) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name} is not YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{name} holds a {type(values).__name__}; a mapping of keys to values is wanted, as seed: 0")
-    line_of: dict[Path_, int] = {}
-    if root is not None:
-        _note_lines(root, (), line_of, name)
-    given = {_override(values, override): override for override in overrides}
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        source = _Source(name, text.splitlines(), line_of, given)
-        raise ValueError("\n".join(_explain(kind, problem, source) for problem in error.errors())) from None
-
-
-def _note_lines(node: yaml.Node, path: Path_, line_of: dict[Path_, int], name: str) -> None:
-    """Remember the line of every key below `node`; a key given twice is an error (YAML readers keep the last in silence)."""
-    line_of.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = (*path, key.value)
-            if here in line_of:
-                where = f"{name}, line {key.start_mark.line + 1}: {'.'.join(map(str, here))}"
-                raise ValueError(f"{where} is given twice, first on line {line_of[here]}")
-            line_of[here] = key.start_mark.line + 1
-            _note_lines(value, here, line_of, name)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            _note_lines(item, (*path, index), line_of, name)
-
-
-def _override(values: dict[str, Any], override: str) -> Path_:
-    """Set `a.b=value` in `values`; returns the path set."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ValueError(f"not an override: {override!r}; write KEY=VALUE, as optimizer.lr=0.2 or data.path=images")
-    *parents, last = key.split(".")
-    place = values
-    for depth, parent in enumerate(parents):
-        if place.get(parent) is None:
-            place[parent] = {}
-        inner = place[parent]
-        if not isinstance(inner, dict):
-            raise ValueError(f"command line: {override}: {'.'.join(parents[: depth + 1])} holds {inner!r}, which has no keys")
-        place = inner
-    try:
-        place[last] = yaml.load(text, Loader=_Loader) if text else None
-    except yaml.YAMLError as error:
-        raise ValueError(f"command line: {override}: {text!r} is not YAML: {error}") from None
-    return (*parents, last)
-
-
-def _explain(kind: type[Section], problem: Any, source: _Source) -> str:
-    """One pydantic problem in our words: which field, why, where, what to do."""
-    path: Path_ = tuple(problem["loc"])
-    field = ".".join(str(part) for part in path)
-    where = source.where(path)
-    if problem["type"] == "extra_forbidden":
-        known = _fields_at(kind, path[:-1])
-        inside = f"'{'.'.join(map(str, path[:-1]))}'" if len(path) > 1 else "a recipe"
-        return f"unknown key '{field}';{did_you_mean(str(path[-1]), known)} {inside} has: {', '.join(known)}\n  {where}"
-    if problem["type"] == "missing":
-        return f"'{field}' is missing; it has no default, so write it in the recipe\n  {where}"
-    reason = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "literal_error":
-        hint = did_you_mean(str(problem["input"]), re.findall(r"'([^']+)'", problem["ctx"]["expected"]))
-        return f"'{field}' is {problem['input']!r};{hint} It can be {problem['ctx']['expected']}\n  {where}"
-    return f"'{field}' is {problem['input']!r} ({type(problem['input']).__name__}): {reason[0].lower() + reason[1:]}\n  {where}"
-
-
-def _fields_at(kind: type[BaseModel], path: Path_) -> list[str]:
-    """The keys that the section at `path` knows."""
-    for part in path:
-        annotation: Any = kind.model_fields[str(part)].annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        kind = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
-    return list(kind.model_fields)
-
-
-# ---------------------------------------------------------------------------------------------- writing
-
-
-def to_yaml(section: Section) -> str:
-    """The section as YAML that reads back equal."""
-    return yaml.dump(section.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
-
-
 def json_schema() -> str:
     """JSON Schema of a recipe, for editors (`# yaml-language-server: $schema=...`)."""
     return json.dumps(RunConfig.model_json_schema(), indent=2) + "\n"
-
-
-def differences(old: Section, new: Section) -> list[str]:
-    """`["optimizer.lr: 0.1 -> 0.2"]`: the fields in which two configs differ."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
-    keys = [*before, *(key for key in after if key not in before)]
-    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict) or not values:
-        return {prefix: values}
-    inner = [_flat(value, f"{prefix}.{key}" if prefix else key) for key, value in values.items()]
-    return {key: value for part in inner for key, value in part.items()}

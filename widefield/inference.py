@@ -72,7 +72,7 @@ def export(folder: Path, to: str, *, output: Path | None = None, weights: str | 
     network for images of the evaluation's size, any batch, pixels normalized as the run did (a .json beside it says how).
     """
     if to not in _EXPORTS:
-        raise ValueError(f"cannot export to '{to}';{did_you_mean(to, _EXPORTS)} It can be: {', '.join(_EXPORTS)}")
+        raise ValueError(f"cannot export to '{to}'{did_you_mean(to, _EXPORTS)} It can be: {', '.join(_EXPORTS)}")
     parts = _alone(folder, weights)
     write, suffix = _EXPORTS[to]
     path = output or folder / f"model{suffix}"

@@ -24,9 +24,9 @@ def names_in(package: str) -> list[str]:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`" did you mean 'segmentation'?"`, or `""` where nothing is near."""
+    """The end of a sentence that says what is missing: `"; did you mean 'segmentation'?"`, or `"."` where nothing is near."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f" did you mean '{near[0]}'?" if near else ""
+    return f"; did you mean '{near[0]}'?" if near else "."
 
 
 def load(package: str, name: str) -> ModuleType:
@@ -35,5 +35,5 @@ def load(package: str, name: str) -> ModuleType:
     if name not in names:
         folder = package.rpartition(".")[2]
         hint = did_you_mean(name, names)
-        raise ValueError(f"{folder}/ has no {name}.py;{hint} It has: {', '.join(names)}.")
+        raise ValueError(f"{folder}/ has no {name}.py{hint} It has: {', '.join(names)}.")
     return importlib.import_module(f"{package}.{name}")

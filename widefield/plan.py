@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from widefield.config import Positive, RunConfig, Section, parse_section, to_yaml
+from widefield.config import Positive, RunConfig
 from widefield.naming import names_in
+from widefield.section import Section, parse_section, to_yaml
 
 STRATEGY_OF_AXIS = {
     "replicate": "data",

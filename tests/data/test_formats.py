@@ -195,7 +195,7 @@ def test_a_class_that_val_lacks_is_named(tmp_path):
 
 def test_a_class_that_val_alone_has_is_named(tmp_path):
     told = refusal(folder(tmp_path, train__cat=2, val__cat=1, val__cats=1))
-    assert told == (f"{tmp_path}/val has the class 'cats', which train/ lacks; did you mean 'cat'? move or rename that folder")
+    assert told == (f"{tmp_path}/val has the class 'cats', which train/ lacks; did you mean 'cat'? Move or rename that folder")
 
 
 @pytest.mark.parametrize("options", [{}, {"hold_out": 0.0}])

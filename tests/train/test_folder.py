@@ -73,7 +73,7 @@ def test_a_folder_that_is_no_run_folder_suggests_its_neighbour(tmp_path):
         (tmp_path / name).mkdir()
     write_config(tmp_path / "digits_a", parse_config(RECIPE), Plan())
     told = refusal(existing_folder, tmp_path / "digits_b")
-    assert told.startswith(f"{tmp_path}/digits_b is no run folder (it has no config.yaml); did you mean 'digits_a'? name the")
+    assert told.startswith(f"{tmp_path}/digits_b is no run folder (it has no config.yaml); did you mean 'digits_a'? Name the")
     assert "no run folder" in refusal(existing_folder, tmp_path / "other")
     assert "no run folder" in refusal(existing_folder, tmp_path / "nowhere" / "digits_a")
 

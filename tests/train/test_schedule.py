@@ -142,7 +142,6 @@ def test_the_curve_knows_nothing_of_ranks_or_passes():
             "schedule.warmup is 6ep (60 steps), longer than schedule.length, 50step (50 steps); shorten it",
         ),
         ({"name": "step"}, "schedule.name=step drops the learning rate every so often; add schedule.every, as 30ep"),
-        ({"name": "step", "every": Duration(0, "ep")}, "schedule.every is 0ep; write 1step or more"),
         ({"name": "onecycle"}, "schedule.name=onecycle rises and then falls; add schedule.warmup, as a third of"),
     ],
 )

@@ -70,7 +70,7 @@ def _one(entry: Any, field: str) -> v2.Transform:
         raise ValueError(f"{field} is {entry!r}; write a name, or one name with its arguments: RandomCrop: {{size: 32}}")
     ((name, arguments),) = entry.items()
     if name not in _KNOWN:
-        raise ValueError(f"{field}: torchvision.transforms.v2 has no '{name}';{did_you_mean(name, _KNOWN)}")
+        raise ValueError(f"{field}: torchvision.transforms.v2 has no '{name}'{did_you_mean(name, _KNOWN)}")
     if not isinstance(arguments, dict | None):
         raise ValueError(f"{field}: {name} is given {arguments!r}; name its arguments: {name}: {{size: 32}}")
     try:

@@ -31,7 +31,7 @@ def build(config: ModelConfig, *, in_channels: int, num_classes: int) -> nn.Modu
     builders = {"torchvision": _torchvision, "timm": _timm}
     if library not in builders:
         hint = did_you_mean(library, builders)
-        raise ValueError(f"model.name is '{config.name}';{hint} The part before / can be: {', '.join(builders)}")
+        raise ValueError(f"model.name is '{config.name}'{hint} The part before / can be: {', '.join(builders)}")
     return builders[library](name, config, shape)
 
 
@@ -39,7 +39,7 @@ def _torchvision(name: str, config: ModelConfig, shape: dict[str, int]) -> nn.Mo
     from torchvision import models
 
     if name not in models.list_models():
-        raise ValueError(f"torchvision has no model '{name}';{did_you_mean(name, models.list_models())}")
+        raise ValueError(f"torchvision has no model '{name}'{did_you_mean(name, models.list_models())}")
     if shape["in_channels"] != 3:
         raise ValueError(
             f"{config.name} reads images of 3 channels and the data has {shape['in_channels']}; "
@@ -54,7 +54,7 @@ def _timm(name: str, config: ModelConfig, shape: dict[str, int]) -> nn.Module:
     except ImportError:
         raise ValueError(f"{config.name} needs timm, which is not installed; pip install 'widefield[timm]'") from None
     if not timm.is_model(name):
-        raise ValueError(f"timm has no model '{name}';{did_you_mean(name, timm.list_models())}")
+        raise ValueError(f"timm has no model '{name}'{did_you_mean(name, timm.list_models())}")
     sizes = {"in_chans": shape["in_channels"], "num_classes": shape["num_classes"]}
     return _call(lambda **options: timm.create_model(name, **options), config, sizes)
 

@@ -69,7 +69,7 @@ def evaluate(
 
     Counts are bit for bit those of one rank.  ValueError, on every rank: an image that cannot be read (unless skipped).
     """
-    start, training = time.monotonic(), model.training
+    start, training = time.monotonic(), [(module, module.training) for module in model.modules()]
     seen = _Seen.nothing(task.metrics(), samples, mesh.device)
     problem: str | None = None
     model.eval()
@@ -84,7 +84,8 @@ def evaluate(
         with arithmetic.autocast():
             output = model(image)
         seen.add(batch.index, output.to(torch.promote_types(output.dtype, torch.float32)), target, task=task, worst=worst)
-    model.train(training)
+    for module, flag in training:  # a layer that a user keeps in evaluation stays there
+        module.training = flag
     mesh.agree(problem)
     return _total(task, seen, mesh, worst, time.monotonic() - start)
 

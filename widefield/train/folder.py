@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as v2
 
-from widefield.config import RunConfig, differences, read_config, to_yaml
+from widefield.config import RunConfig, read_config
 from widefield.data import Dataset, Images
 from widefield.data.image import write_image
 from widefield.naming import did_you_mean
 from widefield.plan import Plan, to_text
+from widefield.section import differences, to_yaml
 from widefield.train.evaluate import Evaluation
 from widefield.train.record import replace_text
 
@@ -50,7 +51,7 @@ def existing_folder(path: str | Path) -> Path:
         return folder
     beside = sorted(p.parent.name for p in folder.parent.glob("*/config.yaml")) if folder.parent.is_dir() else []
     hint = did_you_mean(folder.name, beside)
-    raise ValueError(f"{folder} is no run folder (it has no config.yaml);{hint} name the --run folder of a training run")
+    raise ValueError(f"{folder} is no run folder (it has no config.yaml){hint} Name the --run folder of a training run")
 
 
 def lock(folder: Path) -> IO[str]:

@@ -89,7 +89,5 @@ def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> Groups:
 
 def _known(name: str) -> tuple[Build, float, str]:
     if name not in _OPTIMIZERS:
-        raise ValueError(
-            f"there is no optimizer '{name}';{did_you_mean(name, _OPTIMIZERS)} It can be: {', '.join(_OPTIMIZERS)}"
-        )
+        raise ValueError(f"there is no optimizer '{name}'{did_you_mean(name, _OPTIMIZERS)} It can be: {', '.join(_OPTIMIZERS)}")
     return _OPTIMIZERS[name]

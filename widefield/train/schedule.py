@@ -35,12 +35,12 @@ class Schedule:
 def build_schedule(config: ScheduleConfig, *, seen: Callable[[int], int], steps_per_epoch: int) -> Schedule:
     """The schedule of a config; `seen(step)` is the samples consumed before a step.
 
-    ValueError: no such curve, a run or `every` of nothing, a warm-up longer than the run, `step` without `every`, `onecycle`
+    ValueError: no such curve, a run of nothing, a warm-up longer than the run, `step` without `every`, `onecycle`
     without a warm-up.
     """
     if config.name not in _CURVES:
         hint = did_you_mean(config.name, _CURVES)
-        raise ValueError(f"there is no schedule '{config.name}';{hint} It can be: {', '.join(_CURVES)}")
+        raise ValueError(f"there is no schedule '{config.name}'{hint} It can be: {', '.join(_CURVES)}")
     length, warmup = config.length.in_steps(steps_per_epoch), config.warmup.in_steps(steps_per_epoch)
     if length < 1:
         raise ValueError(f"schedule.length is {config.length}, so there is nothing to train; write 1step or more")
@@ -51,8 +51,6 @@ def build_schedule(config: ScheduleConfig, *, seen: Callable[[int], int], steps_
         )
     if config.name == "step" and config.every is None:
         raise ValueError("schedule.name=step drops the learning rate every so often; add schedule.every, as 30ep")
-    if config.every is not None and config.every.count == 0:
-        raise ValueError(f"schedule.every is {config.every}; write 1step or more")
     if config.name == "onecycle" and warmup == 0:
         raise ValueError("schedule.name=onecycle rises and then falls; add schedule.warmup, as a third of schedule.length")
     every = config.every.in_steps(steps_per_epoch) if config.every is not None else length

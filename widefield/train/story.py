@@ -84,7 +84,7 @@ class Story:
         return stopped
 
     def _steps(self, duration: Duration) -> int:
-        return max(1, duration.in_steps(self.learner.steps.per_epoch))
+        return duration.in_steps(self.learner.steps.per_epoch)
 
     def _note(self, loss: float, lr: float, samples: int, passes: Passes) -> None:
         times = passes.lap()

@@ -62,7 +62,7 @@ def _existing(path: str | None) -> Path:
     root = Path(path)
     if not root.is_dir():
         beside = [entry.name for entry in root.parent.iterdir() if entry.is_dir()] if root.parent.is_dir() else []
-        raise ValueError(f"data.path is {path} and there is no such folder;{did_you_mean(root.name, beside)}")
+        raise ValueError(f"data.path is {path} and there is no such folder{did_you_mean(root.name, beside)}")
     return root
 
 
@@ -87,7 +87,7 @@ def _files(folder: Path, classes: list[str]) -> Files:
     extra = sorted(set(_classes_in(folder)) - set(classes))
     if extra:
         hint = did_you_mean(extra[0], classes)
-        raise ValueError(f"{folder} has the class '{extra[0]}', which train/ lacks;{hint} move or rename that folder")
+        raise ValueError(f"{folder} has the class '{extra[0]}', which train/ lacks{hint} Move or rename that folder")
     entries: list[tuple[str, int]] = []
     for label, name in enumerate(classes):
         found = sorted(_images_below(folder / name, folder))
