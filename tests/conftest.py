@@ -1,10 +1,25 @@
 """What every test module shares: the ranks end with the session, and a busy machine is no failure of a property."""
 
+import pytest
 import ranks
+import torch
 from hypothesis import settings
 
 settings.register_profile("widefield", deadline=None)
 settings.load_profile("widefield")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for kind in ("passed", "failed", "skipped") for report in terminalreporter.getreports(kind)]
+    of_gpu = [report for report in reports if "gpu" in report.keywords and (report.when == "call" or report.skipped)]
+    ran = sum(not report.skipped for report in of_gpu)
+    terminalreporter.write_line(f"GPU tests: {ran} of {len(of_gpu)} ran")
 
 
 def pytest_sessionfinish() -> None:

@@ -195,7 +195,7 @@ def test_a_model_wholly_in_bfloat16_runs():
     assert on_ranks(2, half_model)[0] == [torch.bfloat16] * 3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU test: no GPU here")
+@pytest.mark.gpu
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_gpus_kernels_give_what_the_cpus_operations_give(dtype, memory_format, tmp_path):

@@ -37,6 +37,16 @@ def test_ranks_change_no_loss_and_no_count(runs, ranks):
     ]
 
 
+def test_a_last_step_with_fewer_images_than_passes_changes_nothing(tmp_path):
+    """1,437 = 4 x 359 + 1: the fifth step has one image for two ranks and three passes."""
+    for ranks in (1, 2):
+        settings = ["precision=float64", "schedule.length=7step", "schedule.warmup=0step", "data.batch_size=359"]
+        run("train", DIGITS, "--run", tmp_path / str(ranks), f"mesh.replicate={ranks}", "gradient.accumulate=3", *settings)
+    one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-10
+    assert [line["samples"] for line in record(tmp_path / "2", "step")] == [359, 359, 359, 359, 1, 359, 359]
+
+
 def test_accumulation_and_mixing_change_no_loss_with_ranks(tmp_path):
     """Batches of 70 in 3 passes leave every share uneven, and the last batch of an epoch short."""
     settings = ["precision=float64", "schedule.length=25step", "gradient.accumulate=3", "data.batch_size=70"]

@@ -32,6 +32,7 @@ class Batch:
     `samples` counts the real ones: B, or 0 where the batch is a stand-in.  `index` (B,) numbers the images in their split.
     `partner`, `share` and `box` say how mixup and cutmix blend image i with image partner[i]; None without mixing.
     `skipped` names unreadable images left out; `problem` is why this rank cannot go on, for all ranks to raise together.
+    `idle` on every rank alike where a step has fewer samples than passes: then nobody runs this one.
     """
 
     image: Tensor
@@ -44,6 +45,7 @@ class Batch:
     box: Tensor | None = None
     skipped: list[str] = field(default_factory=list)
     problem: str | None = None
+    idle: bool = False
 
     def pin_memory(self) -> Batch:
         tensors = {name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -126,9 +128,11 @@ class TrainSampler(Sampler[list[Key]]):
                 epoch = self.steps.epoch_of(step)
                 order = order_of(self.seed, epoch, self.steps.samples)
             positions = self.steps.positions(step)
-            for part in share_of(positions, **self.share):
+            wholes = _parts(positions, self.share["passes"], self.share["multiple"])
+            for part, whole in zip(share_of(positions, **self.share), wholes, strict=True):
                 keys = [Key(epoch, position, int(order[position])) for position in part]
-                yield keys or [Key(epoch, positions.start, int(order[positions.start]), real=False)]
+                stand_in = [Key(epoch, positions.start, int(order[positions.start]), real=False)]
+                yield keys or (stand_in if len(whole) else [])
 
 
 class EvaluateSampler(Sampler[list[Key]]):
@@ -163,14 +167,19 @@ class Reader(Dataset):
         return len(self.images)
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        """Problems come back inside the batch, not as exceptions, so that all ranks can stop together."""
+        """Problems come back inside the batch, not as exceptions, so that all ranks can stop together.
+
+        No keys give an idle batch: a pass in which no rank has a sample.
+        """
+        nothing = torch.zeros(0)
+        if not keys:
+            return Batch(nothing, nothing, nothing, idle=True)
         try:
             return self._batch(keys)
         except ValueError as error:
             problem = str(error)
         except Exception:  # a transform's own failure, say; its traceback is what helps
             problem = f"reading a batch failed:\n{traceback.format_exc()}"
-        nothing = torch.zeros(0)
         return Batch(nothing, nothing, nothing, problem=problem)
 
     def _batch(self, keys: Sequence[Key]) -> Batch:

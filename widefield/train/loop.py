@@ -93,6 +93,7 @@ class Learner:
 
         AgreedError on every rank, weights untouched: a rank could not read its data.  NonFiniteLossError likewise.
         """
+        passes = [batch for batch in passes if not batch.idle]
         samples = len(self.steps.positions(self.step))
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr_now()
