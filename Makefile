@@ -1,16 +1,20 @@
-# make demo   trains on scikit-learn's digits and writes a report
-# make test   runs every test
-# make docs   builds the documentation into site/
+# make demo      trains on scikit-learn's digits and writes a report
+# make test      runs every test
+# make coverage  the same, and which lines no test runs
+# make docs      builds the documentation into site/
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test docs clean
+.PHONY: demo test coverage docs clean
 demo: $(VENV)/installed
 	$(BIN)/widefield train recipes/digits.yaml mesh.replicate=2
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest
+
+coverage: $(VENV)/installed-test
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
 
 docs: $(VENV)/installed-docs
 	$(BIN)/mkdocs build --strict

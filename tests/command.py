@@ -20,9 +20,13 @@ DIGITS = str(RECIPES / "digits.yaml")
 
 
 def start(*arguments: str | Path, **options) -> subprocess.Popen:
-    """The command in the background, its output in a pipe."""
+    """The command in the background, its output in a pipe; it hears Ctrl-C even where a shell made this one deaf to it."""
     command = [sys.executable, "-m", "widefield", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=_hear, **options)
+
+
+def _hear() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(*arguments: str | Path, status: int = 0, seconds: float = 300, **options) -> str:

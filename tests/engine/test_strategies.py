@@ -499,11 +499,11 @@ def test_data_parallel_refuses_fewer_than_two_gpus():
 
 def pretended_gpus(mesh):
     """DataParallel without GPUs calls what it wraps: the routing is what is tried here."""
-    torch.cuda.device_count = lambda: 2
+    count, torch.cuda.device_count = torch.cuda.device_count, lambda: 2
     try:
         model = parallelize(net(BATCH_NORM), mesh)
     finally:
-        del torch.cuda.device_count
+        torch.cuda.device_count = count
     x = batch(BATCH_NORM, 0)[0]
     return torch.equal(model(x), net(BATCH_NORM)(x)), reasons(model)
 

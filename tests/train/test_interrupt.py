@@ -89,3 +89,14 @@ def test_the_death_of_the_parent_asks_only_where_it_is_watched(watch, seconds, t
         start = time.monotonic()
         assert middle.stdout.readline().strip() == told and time.monotonic() - start < 5
         assert middle.stdout.read() == "" and int(pid) != os.getpid()
+
+
+def test_a_signal_that_was_ignored_stays_so():
+    """A shell makes its background jobs deaf to Ctrl-C; they are not to stop upon it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupt(watch_parent=False) as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not interrupt.asked and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -13,7 +13,8 @@ class Interrupt:
 
     watch_parent: the death of the process that started this one counts as a request too; for ranks, which would be
         orphans without their launcher, and not for a run that a shell started and left.
-    Outside the main thread Python takes no handlers, so only the parent is watched there.
+    A signal that was ignored stays so, as in a job that a shell runs in the background.  Outside the main thread Python
+    takes no handlers, so only the parent is watched there.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -25,7 +26,8 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+            heard = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._remember) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:
