@@ -55,6 +55,14 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(name, tmp_path):
     assert fingerprint(whole, ranks=ranks) == fingerprint(cut, ranks=ranks)
 
 
+def test_dropout_over_ranks_is_told(tmp_path):
+    for rate, layers in (("0.3", 1), ("0", 0)):
+        folder = tmp_path / rate
+        on_ranks(2, go, folder, [f"model.options.dropout={rate}", "schedule.length=2step"])
+        told = [reason for reason in record(folder, "start")[0]["reasons"] if reason.startswith("dropout: 1 layers draw")]
+        assert len(told) == layers
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     """Same samples in the same order; in float64 the losses differ by rounding alone."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -128,7 +128,16 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
         model.compile()
     learner.model = parallelize(model, mesh, rehearse=learner.rehearse)
     seed_everything(seed_of(config.seed, "rank", mesh.rank))  # dropout draws otherwise on each rank
-    return learner, [*([why_lr] if why_lr else []), *parallel_reasons(learner.model)]
+    return learner, [*([why_lr] if why_lr else []), *parallel_reasons(learner.model), *_warn_of_chance(model, mesh)]
+
+
+def _warn_of_chance(model: nn.Module, mesh: Mesh) -> list[str]:
+    """The one thing that ranks change without having been asked to: which values dropout leaves out."""
+    chance = [layer for layer in model.modules() if any(word in type(layer).__name__ for word in ("Drop", "StochasticDepth"))]
+    active = [layer for layer in chance if any(getattr(layer, name, 0) for name in ("p", "drop_prob"))]
+    if not active or mesh.size == 1:
+        return []
+    return [f"dropout: {len(active)} layers draw on each rank for themselves, so their masks are not those of one rank"]
 
 
 def spare_of(parts: Parts) -> Batch:
