@@ -270,3 +270,11 @@ def _run_example(path: str, known: dict[str, Any]) -> dict[str, Any]:
     names = dict(known)
     exec(example(path), names)
     return names
+
+
+def test_every_name_in_the_api_page_can_be_imported_and_explains_itself():
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert len(names) > 20
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__, name
