@@ -23,7 +23,7 @@ from widefield.plan import Plan, plan_of
 from widefield.train.assemble import Parts, assemble
 from widefield.train.checkpoint import newest_sound_in, read
 from widefield.train.evaluate import Evaluation
-from widefield.train.folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model
+from widefield.train.folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model, save_weights
 from widefield.train.record import replace_text
 from widefield.train.state import shapes_of
 from widefield.train.story import evaluate_parts
@@ -84,9 +84,7 @@ def export(folder: Path, to: str, *, output: Path | None = None, weights: str | 
 
 
 def _safetensors(parts: Parts, path: Path) -> None:
-    import safetensors.torch
-
-    safetensors.torch.save_model(parts.model, str(path))
+    save_weights(path, parts.model)
 
 
 def _state_dict(parts: Parts, path: Path) -> None:

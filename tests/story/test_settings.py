@@ -122,6 +122,33 @@ def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(tmp_path):
     assert any("schedule.length: 6step -> 9step" in line["text"] for line in record(folder, "warning"))
 
 
+def test_every_checkpoint_written_in_the_background_gets_its_line(tmp_path):
+    go(tmp_path / "run", "checkpoint.every=1step")
+    assert [line["step"] for line in record(tmp_path / "run", "checkpoint")] == [1, 2, 3, 4, 5, 6]
+
+
+class Tied(nn.Module):
+    """Two names for one weight."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.one = nn.Linear(64, num_classes)
+        self.two = nn.Linear(64, num_classes)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.one(x.flatten(1)) + self.two(x.flatten(1))
+
+
+def test_an_export_of_tied_weights_has_every_name_and_loads_again(tmp_path):
+    folder, name = tmp_path / "run", f"model.name={__name__}:Tied"
+    sys.modules[__name__] = sys.modules.get(__name__) or sys.modules["test_settings"]
+    go(folder, name, "model.options={}")
+    path = inference.export(folder, "safetensors", output=tmp_path / "tied.safetensors")
+    assert set(safetensors.torch.load_file(path)) == {"one.weight", "one.bias", "two.weight", "two.bias"}
+    inference.export(folder, "state_dict", output=tmp_path / "tied.pt", weights=str(path))
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
     folder = tmp_path / "run"
     go(folder, "checkpoint.every=2step")

@@ -28,6 +28,7 @@ from widefield.train.arithmetic import Arithmetic, arithmetic_of, choose_precisi
 from widefield.train.folder import load_weights, write_model
 from widefield.train.loop import Learner
 from widefield.train.optimizer import build_optimizer, learning_rate
+from widefield.train.record import usable_cores
 from widefield.train.schedule import build_schedule
 from widefield.train.state import seed_everything
 
@@ -185,7 +186,7 @@ def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[in
         return config.data.workers, None
     if dataset.in_memory:
         return 0, f"data.workers=0: {config.data.name} lies in memory, so there is nothing to wait for"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     workers = max(0, min(8, cores // mesh.world.local_size - 1))
     return workers, f"data.workers={workers}: {cores} cores for {mesh.world.local_size} ranks, one left to each rank, 8 at most"
 

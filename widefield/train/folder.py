@@ -124,15 +124,19 @@ def read_model(folder: Path) -> Dataset:
 
 
 def write_weights(folder: Path, model: nn.Module) -> Path:
+    """Save a run's weights where `widefield evaluate` and others look for them; the path."""
+    save_weights(folder / WEIGHTS, model)
+    return folder / WEIGHTS
+
+
+def save_weights(path: Path, model: nn.Module) -> None:
     """Save parameters and buffers under the plain model's own names, whole or not at all; equal weights, equal bytes."""
-    path = folder / WEIGHTS
     beside = path.with_suffix(".part")
     tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     safetensors.torch.save_file(_unshared(tensors), beside, metadata={"format": "pt"})
     with beside.open("rb") as file:
         os.fsync(file.fileno())
     beside.replace(path)
-    return path
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

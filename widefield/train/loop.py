@@ -158,8 +158,8 @@ class Learner:
             gathered = self.mesh.gather_objects([int(i) for batch in passes if batch.samples for i in batch.index])
             raise NonFiniteLossError(
                 f"the loss of step {self.step + 1} is {loss_sum}; the optimizer did not step and the weights are those of "
-                f"step {self.step}. Look at the images named below; a lower optimizer.lr, optimizer.clip_norm=1 or a "
-                "longer schedule.warmup are the usual cures",
+                f"step {self.step}. Look at its images, which nan.json in the run folder names; a lower optimizer.lr, "
+                "optimizer.clip_norm=1 or a longer schedule.warmup are the usual cures",
                 step=self.step + 1,
                 index=[index for part in gathered for index in part],
             )

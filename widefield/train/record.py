@@ -73,6 +73,11 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages}
 
 
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine() -> dict[str, Any]:
     """This machine: host, cpu, cores this process may use, memory_bytes, gpus."""
     import torch  # here, since a reader of records needs no torch
@@ -81,7 +86,7 @@ def machine() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB" for gpu in gpus],
     }

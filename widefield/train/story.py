@@ -150,6 +150,8 @@ class Story:
     def _save(self, *, wait: bool) -> None:
         """Save all that a resumed run needs; in the background unless the run is about to end."""
         learner = self.learner
+        self.checkpoints.wait()
+        self._pass_on()  # on the save before this one
         self._agree_on_buffers()
         self._report_skipped()
         if not learner.is_finite():
