@@ -1,4 +1,4 @@
-# make demo      trains on scikit-learn's digits and writes a report
+# make demo      trains on scikit-learn's digits, then on pages cut into tiles, and writes a report of each
 # make test      runs every test
 # make coverage  the same, and which lines no test runs
 # make docs      builds the documentation into site/
@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test coverage docs clean
 demo: $(VENV)/installed
 	$(BIN)/widefield train recipes/digits.yaml mesh.replicate=2
+	$(BIN)/widefield train recipes/page.yaml 'data.options.pages=[64,8]' schedule.length=4ep schedule.warmup=1ep
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest

@@ -22,7 +22,10 @@ PAGE = Path(__file__).parent / "guide" / "recipes.md"
 BEGIN = "<!-- keys: written by docs/generate.py, do not edit -->"
 END = "<!-- end of keys -->"
 
-SECTIONS = {"ema": "A moving average of the weights; off where the whole section is left out."}
+SECTIONS = {
+    "ema": "A moving average of the weights; off where the whole section is left out.",
+    "stream": "[Tiles in time](stream.md): images run tile after tile on each device; off where the whole section is left out.",
+}
 """Words for a section that may be null."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
+import safetensors.torch
 
 from widefield.train.checkpoint import newest_sound_in, read
 
@@ -83,6 +86,30 @@ def kill_rank(process: subprocess.Popen, rank: int) -> str:
     os.kill(ranks[rank].pid if ranks else process.pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     return output
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Leave of a run that kept every checkpoint what one has on disk that was killed after `step`."""
+    for place in (folder / "checkpoints").iterdir():
+        if int(place.name.removeprefix("step_")) > step:
+            shutil.rmtree(place)
+
+
+def assert_same(got: Path, expected: Path) -> None:
+    """Two runs in float64 have equal losses, weights, and metrics and counts of every evaluation.
+
+    A lost halo pixel or another mask shows at 1e-3.
+    """
+    assert losses(expected) and losses(got) == pytest.approx(losses(expected), rel=1e-10, abs=0)
+    keys = ("step", "images", "of", "duplicates", "metrics")
+    evaluations = [[[line[key] for key in keys] for line in record(folder, "evaluation")] for folder in (got, expected)]
+    assert evaluations[0] == evaluations[1] and evaluations[0][-1][3] == 0
+    told = [json.loads((folder / "evaluation.json").read_text()) for folder in (got, expected)]
+    assert told[0]["confusion"] == told[1]["confusion"]
+    mine, theirs = (safetensors.torch.load_file(folder / "weights.safetensors") for folder in (got, expected))
+    assert list(mine) == list(theirs)
+    for name, weight in theirs.items():
+        assert (mine[name] - weight).abs().max() <= 1e-10 * weight.abs().max().clamp(min=1), name
 
 
 def fingerprint(folder: Path, *, ranks: int) -> dict[str, str]:

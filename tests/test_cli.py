@@ -15,7 +15,7 @@ from command import DIGITS, run
 from widefield.cli import main
 from widefield.config import parse_config
 
-VERBS = ("train", "evaluate", "predict", "export", "report")
+VERBS = ("train", "evaluate", "predict", "export", "verify", "report")
 
 
 def said(capsys, *arguments: str, status: int = 0) -> str:
@@ -80,6 +80,33 @@ def test_unknown_options_are_refused(words, capsys):
     assert "not understood" in said(capsys, "train", DIGITS, *words, status=2)
 
 
+# ---------------------------------------------------------------------------------------------- verify
+
+
+SMALL = ("verify", "resnet", "--image", "3x17x14", "widths=[4]", "blocks=1", "--batch", "1")
+
+
+def test_verify_proves_tiles_in_time_in_this_process(capsys, monkeypatch):
+    monkeypatch.setattr("multiprocessing.context.ForkContext.Process", None)
+    lines = said(capsys, *SMALL, "--stream", "2x3").splitlines()
+    assert lines[0].split()[:2] == ["1", "output"] and lines[1].split()[1] == "gradients" and lines[-1] == "exact"
+
+
+def test_verify_proves_both_kinds_of_tiles_together(capsys):
+    assert said(capsys, *SMALL, "--space", "2", "--stream", "2x2", "--eval").splitlines()[-1] == "exact"
+
+
+@pytest.mark.parametrize("option", ["--space", "--stream"])
+def test_more_tiles_than_an_image_has_dims_are_refused(option, capsys):
+    text = said(capsys, *SMALL, option, "2x2x2", status=2)
+    assert f"{option} has 3 sizes and an image of [3, 17, 14] has 2 dims to cut" in text
+
+
+@pytest.mark.parametrize("option", ["--space", "--stream"])
+def test_what_is_no_size_says_how_to_write_one(option, capsys):
+    assert "'2y2' is no size; write whole numbers with x between them" in said(capsys, *SMALL, option, "2y2", status=2)
+
+
 def as_rank_0_of_2(monkeypatch, address: str) -> None:
     """The environment of a rank; a rank leaves by os._exit, which here only raises."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address}
@@ -116,3 +143,75 @@ def test_runs_get_fresh_numbered_folders(tmp_path):
         run("train", DIGITS, "schedule.length=1step", "schedule.warmup=0step", cwd=tmp_path)
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["0001", "0002"]
     assert "top-1 on 360/360 images" in run("evaluate", tmp_path / "runs" / "0002")
+
+
+# ---------------------------------------------------------------------------------------------- verify
+
+
+def test_verify_says_that_a_model_is_exact():
+    lines = run("verify", "timm/resnet18", "--image", "3x97x101", "--space", "2x1").splitlines()
+    assert lines[-1] == "exact"
+    assert [line.split()[1] for line in lines[:-2]] == ["output", "gradients", "buffers"]
+    assert "of these gradients are zero on one device" in lines[-2]  # residual branches of timm's begin at zero
+
+
+def test_verify_says_which_layers_differ_and_ends_with_status_1(tmp_path):
+    (tmp_path / "cheats.py").write_text(CHEATS)
+    told = run("verify", "cheats:build", "--image", "3x20x12", "--space", "1x2", status=1, cwd=tmp_path)
+    assert "differs: layer head (Conv2d) 0" in told and "stem" not in told
+    assert told.rstrip().endswith("NOT EXACT")
+
+
+def test_verify_says_why_a_model_is_refused_and_ends_with_status_2(tmp_path):
+    (tmp_path / "refused.py").write_text(REFUSED)
+    told = run("verify", "refused:build", "--image", "3x20x12", status=2, cwd=tmp_path)
+    assert told.startswith("refused: ") and "svd" in told and "Traceback" not in told
+
+
+def test_verify_hands_options_to_the_model_and_can_leave_the_backward_out():
+    told = run("verify", "unet", "--image", "1x21x18", "--space", "2", "--batch", "1", "--eval", "widths=[4,6]", "norm=group")
+    assert told.splitlines()[-1] == "exact" and "gradient" not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--image", "3x97xwide"], "'3x97xwide' is no size; write whole numbers with x between them, as 3x97x101"),
+        (["--image", "3x0x9"], "'3x0x9' is no size"),
+        (["--image", "3x97x101", "--space", "two"], "'two' is no size"),
+        (["--image", "3x97x101", "--space", "2x1x1"], "--space has 3 sizes and an image of [3, 97, 101] has 2 dims to cut"),
+        (["--space", "2"], "--image"),
+        (["--image", "3x97x101", "widths=[4,8]", "norm=layer"], "model.options.norm is 'layer'"),
+    ],
+)
+def test_verify_refuses_what_it_cannot_read_and_starts_no_rank(arguments, words, capsys):
+    text = said(capsys, "verify", "unet", *arguments, status=2)
+    assert words in text and "Traceback" not in text
+
+
+CHEATS = """
+from torch import nn
+
+class Cheats(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, image):
+        x = self.stem(image)
+        return self.head(x - getattr(x, "own", x).detach().mean())
+
+def build(in_channels, num_classes):
+    return Cheats()
+"""
+REFUSED = """
+import torch
+from torch import nn
+
+class Refused(nn.Module):
+    def forward(self, image):
+        return torch.linalg.svdvals(image)
+
+def build(in_channels, num_classes):
+    return Refused()
+"""

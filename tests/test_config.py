@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from widefield.config import Duration, OptimizerConfig, RunConfig, json_schema, parse_config, read_config, read_duration
+from widefield.config import (
+    Duration,
+    OptimizerConfig,
+    RunConfig,
+    json_schema,
+    parse_config,
+    read_config,
+    read_duration,
+    read_memory,
+)
 from widefield.section import differences, to_yaml
 
 RECIPE = """\
@@ -107,7 +116,9 @@ def test_a_wrong_duration_in_a_recipe_names_its_field():
 
 def test_an_unknown_key_names_field_and_line_and_suggests():
     text = refusal(RECIPE.replace("batch_size", "batchsize"))
-    assert text.startswith("unknown key 'data.batchsize'; did you mean 'batch_size'? 'data' has: name, path, batch_size,")
+    assert text.startswith(
+        "unknown key 'data.batchsize'; did you mean 'batch_size'? 'data' has: name, path, options, batch_size,"
+    )
     assert text.endswith("\n  recipe.yaml, line 5:  batchsize: 32")
 
 
@@ -148,6 +159,16 @@ def test_a_wrong_type_names_value_type_and_line():
         ("data.hold_out=1", "'data.hold_out' is 1 (int): input should be less than 1"),
         ("mesh.space=[2, 0]", "'mesh.space.1' is 0 (int): input should be greater than or equal to 1"),
         ("data.path=7", "'data.path' is 7 (int): input should be a valid string"),
+        ("stream.tiles=[2, 0]", "'stream.tiles.1' is 0 (int): input should be greater than or equal to 1"),
+        ("stream.tiles=[]", "'stream.tiles' is [] (list): list should have at least 1 item"),
+        ("stream.keep=disk", "'stream.keep' is 'disk'. It can be 'device', 'host' or 'file'"),
+        ("stream.memory=6", "'stream.memory' is 6 (int): no amount of memory: 6; write a number above 0 and a unit, as 6GiB"),
+        ("stream.tile=[2, 2]", "unknown key 'stream.tile'; did you mean 'tiles'? 'stream' has: tiles, memory, keep, compile"),
+        ("stream={}", "'stream' is {} (dict): a stream needs to know its tiles or its memory; write stream.tiles=[4, 4] or"),
+        (
+            "stream={tiles: [2, 2], memory: 1GiB}",
+            "'stream' is {'tiles': [2, 2], 'memory': '1GiB'} (dict): tiles=[2, 2] and memory=1GiB both say how large a tile is",
+        ),
     ],
 )
 def test_a_value_out_of_bounds_says_the_bound(override, told):
@@ -200,6 +221,38 @@ def test_an_override_that_is_no_yaml_is_refused():
     assert refusal(RECIPE, "mesh.space=[2, 2").startswith("command line: mesh.space=[2, 2: '[2, 2' is not YAML")
 
 
+# ---------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("6GiB", 6 * 2**30), ("1.5 GiB", 3 * 2**29), ("800MiB", 800 * 2**20), ("2KiB", 2048), ("0.25TiB", 2**38)],
+)
+def test_an_amount_of_memory_is_a_number_and_a_unit(text, size):
+    assert read_memory(text) == size
+    assert parse_config(RECIPE, [f"stream.memory={text}"]).stream.memory == text
+
+
+@pytest.mark.parametrize(
+    "text", ["6GB", "6", "GiB", "0GiB", "0.00001KiB", "-1GiB", "6 gib", "6GiB ", "1e3GiB", "", None, 6, 6.5]
+)
+def test_what_is_no_amount_of_memory_says_how_to_write_one(text):
+    with pytest.raises(
+        ValueError, match="no amount of memory: .* write a number above 0 and a unit, as 6GiB, 1.5GiB or 800MiB"
+    ):
+        read_memory(text)
+
+
+def test_a_stream_is_off_until_it_is_asked_for_and_says_its_tiles():
+    assert parse_config(RECIPE).stream is None and parse_config(RECIPE, ["stream.tiles=[2]", "stream=null"]).stream is None
+    one = parse_config(RECIPE, ["stream.tiles=[4, 2]"]).stream
+    assert (one.tiles, one.memory, one.keep, one.compile, str(one)) == ([4, 2], None, None, False, "4 x 2 tiles")
+    other = parse_config(
+        RECIPE + "stream: {tiles: [4, 2]}\n", ["stream.tiles=", "stream.memory=6GiB", "stream.keep=file"]
+    ).stream
+    assert (other.tiles, other.memory, other.keep, str(other)) == (None, "6GiB", "file", "tiles within 6GiB")
+
+
 # ---------------------------------------------------------------------------------------------- files
 
 
@@ -223,7 +276,7 @@ OVERRIDES = [
     "precision=tf32", "ema.decay=0.999", "mesh.space=[2, 2]", "data.read=[Resize: {size: [8, 8]}, RandomHorizontalFlip]",
     "schedule.warmup=100step", "schedule.every=3ep", "optimizer.lr=1e-7", "data.path='yes'", "data.hold_out=0.1",
     "model.options={a: 'null', b: [1, 2.5], c: 'on', d: '1e-3', e: 1e-3}", "log.wandb='5'",
-    "data.path='1e3'", "data.path=2026-01-31",
+    "data.path='1e3'", "data.path=2026-01-31", "stream={memory: 1.5GiB, keep: host, compile: true}",
 ]  # fmt: skip
 
 

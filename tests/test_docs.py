@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.run import get_args_parser
 
+import widefield as wf
 from widefield import cli, data, launchers, models, tasks
 from widefield.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TaskConfig, parse_config, read_config
 from widefield.data.image import write_image
+from widefield.engine.parity import compare
+from widefield.engine.stream.streamed import Streamed
 from widefield.naming import names_in
+from widefield.plan import Plan
 from widefield.train import optimizer, schedule
 
 ROOT = Path(__file__).parent.parent
@@ -68,9 +73,9 @@ def commands() -> list[Any]:
 
 
 def example(path: str) -> str:
-    """The code in CONTRIBUTING.md whose first line names the file it would be."""
+    """The code on any of the pages whose first line names the file it would be."""
     found = [block.text for block in blocks("python") if block.text.startswith(f"# {path}\n")]
-    assert len(found) == 1, f"CONTRIBUTING.md has {len(found)} examples for {path}"
+    assert len(found) == 1, f"the pages have {len(found)} examples for {path}"
     return found[0]
 
 
@@ -136,7 +141,9 @@ def test_the_table_of_keys_is_what_the_config_says(generate):
 
 
 def test_the_table_has_every_key_that_a_resolved_recipe_has(generate):
-    values = parse_config("model: {name: resnet}\ndata: {name: digits}\nema: {decay: 0.9}").model_dump(mode="json")
+    values = parse_config("model: {name: resnet}\ndata: {name: digits}\nema: {decay: 0.9}\nstream: {tiles: [2]}").model_dump(
+        mode="json"
+    )
     keys = [f"{name}.{key}" if isinstance(value, dict) else name
             for name, value in values.items() for key in (value if isinstance(value, dict) else [name])]  # fmt: skip
     assert sorted(re.findall(r"^\| `([\w.]+)` \|", generate.table(), re.MULTILINE)) == sorted(keys)
@@ -270,6 +277,79 @@ def _run_example(path: str, known: dict[str, Any]) -> dict[str, Any]:
     names = dict(known)
     exec(example(path), names)
     return names
+
+
+# ---------------------------------------------------------------------------------------------- the examples of tiles
+
+
+def test_the_example_of_tiles_gives_one_devices_gradients_and_answer():
+    answer, gradients = _example_of_tiles(None, example("tiles.py").replace("space=(2, 1)", "space=(1, 1)"))
+    for found_answer, found in on_ranks(2, _example_of_tiles, example("tiles.py")):
+        torch.testing.assert_close(found_answer, answer, rtol=1e-12, atol=1e-12)  # float64, windows of 72 products
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-13, msg=name)  # sums over 95,000 pixels
+
+
+def _example_of_tiles(mesh, source: str):
+    names: dict[str, Any] = {"__name__": "tiles"}
+    torch.set_default_dtype(torch.float64)
+    try:
+        exec(source, names)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return names["answer"].detach(), {name: p.grad.clone() for name, p in names["model"].named_parameters()}
+
+
+@pytest.mark.parametrize("path", ["stream.py", "loss_inside.py", "slide.py", "answers.py"])
+def test_the_examples_of_streams_give_what_the_whole_run_gives(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.arange(3 * 1000 * 800).astype(np.uint8).tofile("slide.raw")
+    monkeypatch.setattr(wf, "from_reader", partial(wf.from_reader, dtype=torch.float64))
+    called, forward = [], Streamed.forward
+    monkeypatch.setattr(Streamed, "forward", lambda self, *images: called.append(self._stream.tiles) or forward(self, *images))
+    answer, gradients = _example_of_streams(path)
+    assert called in ([(4, 3)], [(4, 4)], [(8, 8)])
+    monkeypatch.setattr(wf, "stream", lambda module, *, tiles: module)
+    monkeypatch.setattr(wf, "from_reader", lambda read, shape: torch.from_numpy(read(...).copy()).double())
+    expected, of_the_whole = _example_of_streams(path)
+    torch.testing.assert_close(answer, expected, rtol=1e-12, atol=1e-12)
+    assert len(called) == 1 and [name for name in gradients if gradients[name] is None] == (
+        list(gradients) if path == "answers.py" else []
+    )
+    for name, gradient in of_the_whole.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-13, msg=name)
+
+
+def _example_of_streams(path: str):
+    names: dict[str, Any] = {"__name__": "stream"}
+    torch.set_default_dtype(torch.float64)
+    try:
+        exec(example(path), names)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    answer = names["answer"] if "answer" in names else names["loss"]
+    return answer.detach(), {name: p.grad for name, p in names["net"].named_parameters()}
+
+
+def test_the_example_of_a_rule_is_exact():
+    for verdict in on_ranks(2, _verdict_on_a_rule, example("widefield/engine/rules/box_sum.py"), plan=Plan(space=[2, 1])):
+        assert verdict.ok and {row.kind for row in verdict.rows} == {"layer", "output", "gradient"}, str(verdict)
+
+
+class _Calls(nn.Module):
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.call(image)
+
+
+def _verdict_on_a_rule(mesh, source: str):
+    names: dict[str, Any] = {"__name__": "box_sum", "__annotations__": {}}
+    exec(source, names)
+    (case,) = names["CASES"]
+    return compare(_Calls(case.run), case.shapes[0], mesh, cuts=[[0, 7, 18], None])
 
 
 def test_every_name_in_the_api_page_can_be_imported_and_explains_itself():

@@ -1,4 +1,4 @@
-"""The public door: ten names, and the example in the package's docstring, on ranks."""
+"""The public door: its names, and the example in the package's docstring, on ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import widefield as wf
 def test_every_public_name_is_there_and_no_other():
     assert all(getattr(wf, name).__name__ == name for name in wf.__all__)
     assert set(wf.__all__) <= set(dir(wf))
-    with pytest.raises(AttributeError, match="widefield has no 'tile'; it has: Mesh"):
-        wf.tile  # noqa: B018
+    with pytest.raises(AttributeError, match="widefield has no 'tiles'; it has: Mesh"):
+        wf.tiles  # noqa: B018
 
 
 def test_importing_the_package_imports_no_torch():
@@ -54,8 +54,8 @@ def test_gradients_are_the_whole_batch_s_on_every_rank(cut):
 def refusal(mesh_of_the_test):
     with pytest.raises(ValueError, match="needs 3 ranks and there are 2; set mesh.replicate=2"):
         wf.build_mesh(replicate=3)
-    with pytest.raises(NotImplementedError, match=r"mesh.space=\[2\] cannot run"):
-        wf.build_mesh(space=[2])
+    with pytest.raises(NotImplementedError, match="mesh.shard=2 cannot run"):
+        wf.build_mesh(shard=2)
 
 
 def test_a_mesh_that_does_not_fit_is_refused_on_every_rank():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from widefield.config import parse_config
+from widefield.config import StreamConfig, parse_config
 from widefield.plan import Plan, check, from_text, plan_of, ranks_asked_for, to_text
 
 RECIPE = "model: {name: resnet}\ndata: {name: digits}\n"
@@ -29,6 +29,7 @@ plans = st.builds(
     accumulate=sizes,
     bucket_mib=st.floats(0.001, 1e6),
     compression=st.sampled_from(["none", "fp16", "bf16", "powersgd"]),
+    stream=st.none() | st.builds(StreamConfig, tiles=st.lists(sizes, min_size=1, max_size=3), compile=st.booleans()),
 )
 
 
@@ -49,7 +50,9 @@ def test_a_plan_is_frozen_and_says_what_differs_from_one_device():
     with pytest.raises(ValidationError, match="frozen"):
         Plan().replicate = 2
     assert str(Plan()) == "one rank"
-    assert str(Plan(replicate=2, space=[2, 2])) == "replicate=2 x space=4"
+    assert str(Plan(replicate=2, space=[2, 2])) == "replicate=2 x space=[2, 2]"
+    assert str(Plan(stream=StreamConfig(tiles=[4, 3]))) == "one rank, streamed in 4 x 3 tiles"
+    assert str(Plan(space=[2, 1], stream=StreamConfig(memory="6GiB"))) == "space=[2, 1], streamed in tiles within 6GiB"
 
 
 def test_a_wrong_key_in_a_plans_text_is_named_with_its_line():
@@ -71,7 +74,7 @@ def test_every_choice_of_the_config_reaches_the_plan():
     overrides = [
         "mesh.shard=2", "mesh.space=[2, 1]", "mesh.channel=3", "mesh.stage=4", "mesh.data_strategy=data_parallel",
         "batch_norm=averaged", "gradient.accumulate=3", "gradient.bucket_mib=7", "gradient.compression=bf16",
-        "gradient.powersgd_rank=2", "gradient.powersgd_start_step=50", "mesh.replicate=5",
+        "gradient.powersgd_rank=2", "gradient.powersgd_start_step=50", "mesh.replicate=5", "stream.tiles=[2, 2]",
     ]  # fmt: skip
     changed = plan(*overrides).model_dump()
     defaults = Plan().model_dump()
@@ -99,6 +102,16 @@ def test_a_plan_that_fits_is_accepted():
             Plan(data_strategy="data_parallel", batch_norm="broadcast", replicate=2),
             2,
             "data_strategy=data_parallel drives all GPUs from one process and the mesh asks for 2; set mesh.replicate=1,",
+        ),
+        (
+            Plan(data_strategy="data_parallel", batch_norm="broadcast", space=[2, 1]),
+            2,
+            "deals out whole images to the GPUs of one process and mesh.space=[2, 1] cuts them; set mesh.space=[], or",
+        ),
+        (
+            Plan(data_strategy="data_parallel", batch_norm="broadcast", stream=StreamConfig(tiles=[2, 2])),
+            1,
+            "runs copies of the model in threads and a stream (here 2 x 2 tiles) runs one at a time; set stream=null, or",
         ),
         (Plan(data_strategy="data_parallel"), 1, "normalizes each GPU's share alone, so batch_norm=synchronized cannot hold;"),
     ],

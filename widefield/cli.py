@@ -25,6 +25,8 @@ with the numbers that one device with endless memory would give.
   widefield train recipes/digits.yaml mesh.replicate=2     the same numbers, on two ranks
   widefield evaluate runs/0001                             every image exactly once
   widefield report runs/0001                               one HTML file
+  widefield verify timm/resnet50 --image 3x97x101          is it exact with its images cut over devices?
+  widefield train recipes/page.yaml mesh.space=[] 'stream.tiles=[4,4]'   one device, tile after tile
 
 widefield VERB --help explains each verb.
 """
@@ -65,6 +67,24 @@ Write a run's model for use without widefield.
   widefield export runs/0001 --to safetensors            names and shapes of the plain model
   widefield export runs/0001 --to state_dict             for torch.load(..., weights_only=True)
   widefield export runs/0001 --to onnx --output net.onnx
+"""
+VERIFY = """\
+Does a model give one device's numbers when its images are cut into tiles?  Runs it whole and cut, in
+float64 on the CPU, and compares outputs, every gradient and the running statistics.
+
+Tiles in space (--space), each on a rank of its own, started here; 2 if neither is given:
+
+  widefield verify timm/resnet50 --image 3x97x101 --space 2x1
+  widefield verify timm/vit_tiny_patch16_224 --image 3x96x96 --space 2x2 img_size=96
+  widefield verify my_package.nets:build --image 1x32x33x34 --space 2x1x2 --batch 1 --eval
+
+Tiles in time (--stream), one after another in this process; with both, each rank streams its tile:
+
+  widefield verify timm/resnet50 --image 3x250x190 --stream 4x4
+  widefield verify unet --image 1x250x190 --space 2x1 --stream 2x3
+
+Exits with 0 where everything agrees, with 1 where it does not (the layers that differ are listed, the
+first one first), with 2 where the model cannot run on tiles, in words.
 """
 REPORT = """\
 Write (again) the report of a run: one HTML file that needs nothing else.
@@ -111,8 +131,16 @@ def _parser() -> argparse.ArgumentParser:
         "widefield", description=MAIN, formatter_class=argparse.RawDescriptionHelpFormatter, usage="widefield VERB ..."
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
+    _add_train(_verb(verbs, "train", _train, "train as a recipe says, or go on with a run", TRAIN))
+    _add_evaluate(_verb(verbs, "evaluate", _evaluate, "evaluate a run's weights exactly", EVALUATE))
+    _add_predict(_verb(verbs, "predict", _predict, "ask a run's model about image files", PREDICT))
+    _add_export(_verb(verbs, "export", _export, "write a run's model for use elsewhere", EXPORT))
+    _add_verify(_verb(verbs, "verify", _verify, "compare a model on tiles with the same on one device", VERIFY))
+    _verb(verbs, "report", _report, "write a run's report", REPORT).add_argument("run", metavar="RUN_DIR")
+    return parser
 
-    train = _verb(verbs, "train", _train, "train as a recipe says, or go on with a run", TRAIN)
+
+def _add_train(train: argparse.ArgumentParser) -> None:
     train.add_argument("recipe", nargs="?", help="a YAML file, as recipes/digits.yaml")
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
     train.add_argument(
@@ -121,26 +149,36 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--print-config", action="store_true", help="print the whole config, defaults included, and stop")
     train.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors, and stop")
 
-    evaluate = _verb(verbs, "evaluate", _evaluate, "evaluate a run's weights exactly", EVALUATE)
+
+def _add_evaluate(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument("run", metavar="RUN_DIR")
     evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the run's config")
     _add_weights(evaluate)
 
-    predict = _verb(verbs, "predict", _predict, "ask a run's model about image files", PREDICT)
+
+def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("run", metavar="RUN_DIR")
     predict.add_argument("images", nargs="+", metavar="IMAGE")
     predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes to name (3)")
     _add_weights(predict)
 
-    export = _verb(verbs, "export", _export, "write a run's model for use elsewhere", EXPORT)
+
+def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("run", metavar="RUN_DIR")
     export.add_argument("--to", default="safetensors", metavar="FORMAT", help="safetensors, state_dict or onnx")
     export.add_argument("--output", metavar="FILE", help="where to; model.* in the run folder if left out")
     _add_weights(export)
 
-    report = _verb(verbs, "report", _report, "write a run's report", REPORT)
-    report.add_argument("run", metavar="RUN_DIR")
-    return parser
+
+def _add_verify(verify: argparse.ArgumentParser) -> None:
+    verify.add_argument("model", help="as model.name in a recipe: resnet, timm/NAME, torchvision/NAME, module:callable")
+    verify.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="arguments of the model's constructor")
+    verify.add_argument("--image", type=_sizes, required=True, metavar="CxHxW", help="channels and size of an image")
+    verify.add_argument("--space", type=_sizes, metavar="TxT", help="tiles in space on each dim of an image (2x1)")
+    verify.add_argument("--stream", type=_sizes, default=[], metavar="TxT", help="tiles in time on each dim of an image")
+    verify.add_argument("--batch", type=int, default=2, metavar="N", help="images in the batch (2)")
+    verify.add_argument("--classes", type=int, default=10, metavar="N", help="classes the model is built for (10)")
+    verify.add_argument("--eval", action="store_true", help="evaluation mode, forward alone")
 
 
 def _verb(verbs, name: str, call, short: str, text: str) -> argparse.ArgumentParser:
@@ -200,7 +238,8 @@ def _predict(options: argparse.Namespace) -> int:
 
     for answer in predict(Path(options.run), options.images, top=options.top, weights=options.weights):
         shares = (f"{name} {100 * share:.1f} %" for name, share in zip(answer.classes, answer.probabilities, strict=True))
-        print(f"{answer.path}  {'  '.join(shares)}")
+        written = "" if answer.labels is None else f"  -> {answer.labels}"
+        print(f"{answer.path}  {'  '.join(shares)}{written}")
     return 0
 
 
@@ -210,6 +249,33 @@ def _export(options: argparse.Namespace) -> int:
     output = Path(options.output) if options.output else None
     print(export(Path(options.run), options.to, output=output, weights=options.weights))
     return 0
+
+
+def _sizes(text: str) -> list[int]:
+    """`3x97x101` as numbers."""
+    if not all(part.isdigit() and int(part) for part in text.split("x")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write whole numbers with x between them, as 3x97x101")
+    return [int(part) for part in text.split("x")]
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from widefield.config import ModelConfig
+    from widefield.engine.parity import verify
+    from widefield.models import build
+    from widefield.section import parse_section
+
+    channels, *extents = options.image
+    for name in ("space", "stream"):
+        sizes = getattr(options, name) or []
+        if len(sizes) > len(extents):
+            raise ValueError(f"--{name} has {len(sizes)} sizes and an image of {options.image} has {len(extents)} dims to cut")
+    overrides = [f"options.{override}" for override in options.overrides]
+    config = parse_section(ModelConfig, f"name: {options.model}", overrides, name="the command line")
+    model = build(config, in_channels=channels, num_classes=options.classes)
+    shape = (options.batch, channels, *extents)
+    verdict = verify(model, shape, space=options.space, stream=options.stream, train=not options.eval)
+    print(verdict)
+    return 0 if verdict.ok else 2 if verdict.refusal else 1
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from widefield.naming import did_you_mean
 from widefield.section import Section, parse_section
@@ -49,6 +49,27 @@ def read_duration(text: object) -> Duration:
 _DURATION = WithJsonSchema({"type": "string", "pattern": r"^\d+\s*(ep|step)$", "examples": ["90ep", "2000step"]})
 DurationField = Annotated[Duration, BeforeValidator(read_duration), PlainSerializer(str), _DURATION]
 
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB)")
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def read_memory(text: object) -> int:
+    """`"6GiB"`, `"1.5GiB"` or `"800 MiB"` in bytes; ValueError otherwise, and for less than a byte."""
+    match = _MEMORY.fullmatch(text) if isinstance(text, str) else None
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise ValueError(f"no amount of memory: {text!r}; write a number above 0 and a unit, as 6GiB, 1.5GiB or 800MiB")
+    return size
+
+
+def _as_memory(text: object) -> str:
+    read_memory(text)
+    return str(text)
+
+
+_AMOUNT = WithJsonSchema({"type": "string", "pattern": rf"^{_MEMORY.pattern}$"})
+Memory = Annotated[str, BeforeValidator(_as_memory), _AMOUNT]
+
 
 def _at_least_one(every: Duration) -> Duration:
     if every.count < 1:
@@ -66,7 +87,7 @@ class TaskConfig(Section):
     name: str = "classification"
     """A file in widefield/tasks/."""
     options: Options = {}
-    """Arguments of the task, for classification `label_smoothing: 0.1`."""
+    """Arguments of the task: for classification `label_smoothing: 0.1`, for segmentation `ignore_index: 255`."""
 
 
 class ModelConfig(Section):
@@ -84,9 +105,11 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     name: str
-    """A file in widefield/data/formats/: `digits`, `imagefolder`."""
+    """A file in widefield/data/formats/: `digits`, `imagefolder`, `page`."""
     path: str | None = None
-    """Folder that the format reads; `digits` needs none."""
+    """Folder that the format reads; `digits` and `page` need none."""
+    options: Options = {}
+    """Arguments of the format, for page `size: [4096, 4096]`."""
     batch_size: Positive = 64
     """Samples per optimizer step over all ranks together, so that the number of ranks changes no number."""
     evaluate_batch_size: Positive | None = None
@@ -174,17 +197,44 @@ class GradientConfig(Section):
 
 class MeshConfig(Section):
     replicate: Positive | None = None
-    """Whole copies of the model (data parallelism); all ranks there are, where null."""
+    """Whole copies of the model (data parallelism); where null, all ranks that the other axes leave."""
     shard: Positive = 1
     """Weights cut over ranks. Not there yet: anything but 1 is refused."""
     space: list[Positive] = []
-    """Images cut over ranks. Not there yet: anything but 1 along each dim is refused."""
+    """Tiles that every image is cut into, one number per dim, each tile on a rank of its own: `[2, 1]` gives the upper half to
+    one rank and the lower to another.  The numbers stay one device's.  `[]` leaves images whole."""
     channel: Positive = 1
     """Channels cut over ranks. Not there yet: anything but 1 is refused."""
     stage: Positive = 1
     """Layers cut over ranks. Not there yet: anything but 1 is refused."""
     data_strategy: Literal["data", "data_parallel"] = "data"
     """A file in widefield/engine/strategies/: `data` is DDP, `data_parallel` is torch.nn.DataParallel in one process."""
+
+
+class StreamConfig(Section):
+    tiles: Annotated[list[Positive], Field(min_length=1)] | None = None
+    """Tiles that every image is run in, one number per dim: `[4, 4]` runs 16 of them.  Either this or `memory`."""
+    memory: Memory | None = None
+    """What a step may take on the device, as `6GiB`: tiles and what is kept are chosen to fit."""
+    keep: Literal["device", "host", "file"] | None = None
+    """Where what is kept between the passes over an image lies; chosen by what fits where null."""
+    compile: bool = False
+    """Compile runs of pointwise operations on a tile with torch.compile."""
+
+    @model_validator(mode="after")
+    def _either_tiles_or_memory(self) -> StreamConfig:
+        if self.tiles is None and self.memory is None:
+            raise ValueError("a stream needs to know its tiles or its memory; write stream.tiles=[4, 4] or stream.memory=6GiB")
+        if self.tiles is not None and self.memory is not None:
+            raise ValueError(
+                f"tiles={self.tiles} and memory={self.memory} both say how large a tile is; "
+                "leave one out, as stream.tiles=null or stream.memory=null"
+            )
+        return self
+
+    def __str__(self) -> str:
+        """`4 x 4 tiles`, or `tiles within 6GiB`."""
+        return f"tiles within {self.memory}" if self.tiles is None else f"{' x '.join(map(str, self.tiles))} tiles"
 
 
 class EmaConfig(Section):
@@ -229,13 +279,15 @@ class RunConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     gradient: GradientConfig = GradientConfig()
     batch_norm: Literal["synchronized", "averaged", "broadcast"] = "synchronized"
-    """synchronized: statistics of the whole batch, as on one device.  averaged: each rank's own, running statistics averaged
-    once per epoch.  broadcast: each rank's own, rank 0's running statistics win (what DDP does)."""
+    """synchronized: statistics of the whole batch, as on one device.  averaged: those of each copy of the model, running
+    statistics averaged once per epoch.  broadcast: those of each copy, the first's running statistics win (what DDP does)."""
     precision: Literal["float64", "float32", "tf32", "bfloat16", "float16"] | None = None
     """Arithmetic of the model; bfloat16 and float16 are autocast over float32 weights.  Chosen by the device where null."""
     deterministic: bool = False
     """Ask torch for deterministic kernels, so that runs on a GPU repeat bit for bit; slower."""
     mesh: MeshConfig = MeshConfig()
+    stream: StreamConfig | None = None
+    """Run images tile after tile, with the numbers of the whole and a part of its memory; off where null."""
     ema: EmaConfig | None = None
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

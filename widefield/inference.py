@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from widefield.config import RunConfig, read_config
 from widefield.data import Dataset
-from widefield.data.image import read_image
+from widefield.data.image import read_image, write_labels
 from widefield.data.loader import Batch
 from widefield.data.transforms import Transforms
 from widefield.engine.mesh import Mesh, World, join, leave
 from widefield.naming import did_you_mean
 from widefield.plan import Plan, plan_of
+from widefield.tasks import is_per_pixel
 from widefield.train.assemble import Parts, assemble
 from widefield.train.checkpoint import newest_sound_in, read
 from widefield.train.evaluate import Evaluation
@@ -31,11 +32,15 @@ from widefield.train.story import evaluate_parts
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model says of one image: classes with their probabilities, likeliest first."""
+    """What the model says of one image: classes with their probabilities, likeliest first.
+
+    Of a model that answers for every pixel: classes with their shares of the pixels, and the file of the pixels' classes.
+    """
 
     path: str
     classes: list[str]
     probabilities: list[float]
+    labels: str | None = None
 
 
 def evaluate_run(folder: Path, overrides: Sequence[str], world: World, *, weights: str | None = None) -> Evaluation:
@@ -49,8 +54,11 @@ def evaluate_run(folder: Path, overrides: Sequence[str], world: World, *, weight
 
 
 def predict(folder: Path, images: Sequence[str], *, top: int = 3, weights: str | None = None) -> list[Answer]:
-    """What a run's model says of image files, in their order.  ValueError names an image that cannot be read."""
-    parts = _alone(folder, weights)
+    """What a run's model says of image files, in their order.  ValueError names an image that cannot be read.
+
+    A model that answers for every pixel leaves `scan.labels.png` beside `scan.jpg`, its pixels being class numbers.
+    """
+    parts = _alone(folder, weights, streams=True)
     transforms = Transforms(parts.config.data.read_evaluate, field="data.read_evaluate")
     prepare, classes = parts.preparation(train=False), parts.dataset.classes
     parts.model.eval()
@@ -60,9 +68,27 @@ def predict(folder: Path, images: Sequence[str], *, top: int = 3, weights: str |
         image, _ = prepare(Batch(pixels, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)))
         with torch.no_grad(), parts.arithmetic.autocast():
             output = parts.model(image)
-        best = parts.task.answers(output.double())[0].topk(min(top, len(classes)))
-        answers.append(Answer(path, [classes[index] for index in best.indices], best.values.tolist()))
+        if is_per_pixel(parts.task):
+            labels = parts.task.answers(output)[0]
+            shares, written = (
+                torch.bincount(labels.flatten(), minlength=len(classes)) / labels.numel(),
+                _write_beside(path, labels),
+            )
+        else:
+            shares, written = parts.task.answers(output.double())[0], None
+        best = shares.topk(min(top, len(classes)))
+        answers.append(Answer(path, [classes[index] for index in best.indices], best.values.tolist(), written))
     return answers
+
+
+def _write_beside(path: str, labels_HW: Tensor) -> str:
+    """Leave the classes of an image's pixels in a file beside it; its path."""
+    beside = Path(path).with_suffix(".labels.png")
+    try:
+        write_labels(labels_HW, beside)
+    except OSError as error:
+        raise ValueError(f"cannot write {beside} ({error}); copy {path} into a folder that can be written to") from None
+    return str(beside)
 
 
 def export(folder: Path, to: str, *, output: Path | None = None, weights: str | None = None) -> Path:
@@ -114,10 +140,11 @@ _EXPORTS: dict[str, tuple[Callable[[Parts, Path], None], str]] = {
 }
 
 
-def _alone(folder: Path, weights: str | None) -> Parts:
-    """The run's parts on this process alone, without its dataset."""
+def _alone(folder: Path, weights: str | None, *, streams: bool = False) -> Parts:
+    """The run's parts on this process alone, without its dataset; the model tile after tile where the run does so."""
     config = read_config(existing_folder(folder) / "config.yaml")
-    return _loaded(folder, config, join(World(), Plan()), weights, read_model(folder))
+    plan = Plan(stream=config.stream if streams else None)
+    return _loaded(folder, config, join(World(), plan), weights, read_model(folder))
 
 
 def _loaded(folder: Path, config: RunConfig, mesh: Mesh, weights: str | None, dataset: Dataset | None = None) -> Parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from widefield.config import Positive, RunConfig
+from widefield.config import Positive, RunConfig, StreamConfig
 from widefield.naming import names_in
 from widefield.section import Section, parse_section, to_yaml
 
@@ -29,6 +29,7 @@ class Plan(Section):
     """Whole copies of the model, each with its share of the batch."""
     shard: Positive = 1
     space: list[Positive] = []
+    """Tiles that every image is cut into, a number per dim; none where images stay whole."""
     channel: Positive = 1
     stage: Positive = 1
     data_strategy: Literal["data", "data_parallel"] = "data"
@@ -38,6 +39,8 @@ class Plan(Section):
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: Positive = 1
     powersgd_start_step: int = 1000
+    stream: StreamConfig | None = None
+    """Tiles in time: every rank runs what it holds of an image tile after tile; None runs it at once."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -56,9 +59,9 @@ class Plan(Section):
         return math.prod(self.axes.values())
 
     def __str__(self) -> str:
-        """`replicate=2` and what differs from one device; `one rank` for a single one."""
-        used = [f"{axis}={size}" for axis, size in self.axes.items() if size > 1]
-        return " x ".join(used) or "one rank"
+        """`replicate=2 x space=[2, 1]` and what differs from one device; `one rank, streamed in 4 x 4 tiles`; `one rank`."""
+        used = [f"{axis}={self.space if axis == 'space' else size}" for axis, size in self.axes.items() if size > 1]
+        return (" x ".join(used) or "one rank") + (f", streamed in {self.stream}" if self.stream else "")
 
 
 def plan_of(config: RunConfig, ranks: int) -> Plan:
@@ -78,6 +81,7 @@ def plan_of(config: RunConfig, ranks: int) -> Plan:
         compression=gradient.compression,
         powersgd_rank=gradient.powersgd_rank,
         powersgd_start_step=gradient.powersgd_start_step,
+        stream=config.stream,
     )
 
 
@@ -127,6 +131,16 @@ def _check_ranks(plan: Plan, ranks: int) -> None:
 def _check_data_parallel(plan: Plan) -> None:
     if plan.data_strategy != "data_parallel":
         return
+    if plan.space:
+        raise ValueError(
+            f"data_strategy=data_parallel deals out whole images to the GPUs of one process and mesh.space={plan.space} cuts "
+            "them; set mesh.space=[], or mesh.data_strategy=data for one process per GPU"
+        )
+    if plan.stream is not None:
+        raise ValueError(
+            f"data_strategy=data_parallel runs copies of the model in threads and a stream (here {plan.stream}) runs one at a "
+            "time; set stream=null, or mesh.data_strategy=data for one process per GPU"
+        )
     if plan.ranks > 1:
         raise ValueError(
             f"data_strategy=data_parallel drives all GPUs from one process and the mesh asks for {plan.ranks}; "

@@ -92,11 +92,11 @@ def _claim(folder: Path) -> IO[str]:
 
 
 def _check_sizes(parts: Parts) -> None:
-    """More ranks than training images cannot all have one at every epoch's start."""
-    samples, ranks = len(parts.dataset.train), parts.mesh.size
-    if samples < ranks:
+    """More copies of the model than training images cannot all have one at every epoch's start."""
+    samples, copies = len(parts.dataset.train), parts.mesh.copies
+    if samples < copies:
         raise AgreedError(
-            f"{ranks} ranks are more than the {samples} training images; use at most mesh.replicate={samples}, or more images"
+            f"{copies} ranks are more than the {samples} training images; use at most mesh.replicate={samples}, or more images"
         )
 
 

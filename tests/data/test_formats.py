@@ -63,7 +63,9 @@ def test_every_format_gives_its_images_as_uint8_with_a_class_and_a_name(tmp_path
     for images in (dataset.train, dataset.evaluate):
         read = [images.read(index) for index in range(len(images))]
         assert all(image.dtype == torch.uint8 and image.ndim == 3 and len(image) == dataset.channels for image, _ in read)
-        assert {label for _, label in read} == set(range(classes))
+        assert {label for _, labels in read for label in torch.as_tensor(labels).unique().tolist()} == set(range(classes))
+        assert all(isinstance(labels, int) != dataset.pixels for _, labels in read)
+        assert not dataset.pixels or all(labels.shape == image.shape[1:] for image, labels in read)
     of = [images.name_of(index) for images in (dataset.train, dataset.evaluate) for index in range(len(images))]
     assert len(set(of)) == train + evaluate, "an image is in both splits"
 

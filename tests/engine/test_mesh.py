@@ -88,9 +88,8 @@ def test_a_wrong_number_of_ranks_names_the_axis_to_change(plan, ranks, words):
 
 
 @pytest.mark.parametrize(("plan", "words"), [
-    (Plan(shard=2), "mesh.shard=2 cannot run: engine/strategies/ has no fully_shard.py. It has: data, data_parallel."),
-    (Plan(space=[2, 2]), "mesh.space=[2, 2] cannot run: engine/strategies/ has no space.py."),
-    (Plan(space=[2, 2]), "Set mesh.space=[]."),
+    (Plan(shard=2), "mesh.shard=2 cannot run: engine/strategies/ has no fully_shard.py. It has: data, data_parallel, space."),
+    (Plan(shard=2, space=[2, 2]), "Set mesh.shard=1."),
     (Plan(channel=2), "mesh.channel=2 cannot run"),
     (Plan(stage=3), "mesh.stage=3 cannot run"),
 ])  # fmt: skip

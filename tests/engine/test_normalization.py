@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from widefield.engine.normalization import SyncBatchNorm, average_running_statistics, broadcast_buffers, ghost
+from widefield.engine.tiling import tile, whole
 from widefield.geometry.interval import parts_of
 from widefield.plan import Plan
 
@@ -262,6 +263,92 @@ def test_any_process_group_serves():
     close(first, torch.tensor([0.2, 0.3], dtype=torch.float64))  # means 2 and 3 of ranks 0 and 1, momentum 0.1
     close(second, first)
     close(alone, torch.tensor([0.5, 0.6], dtype=torch.float64))
+
+
+# ---------------------------------------------------------------------------------------------- tiles
+
+
+def compare_copies(mesh, shape, convert, prepare, ghosts=()):
+    """Copies with 3 and 4 of 7 samples (or one with all), each cut over its ranks: together they are the whole batch.
+
+    prepare(mesh, x) makes of a copy's samples what the layer gets.  Copies in `ghosts` have no sample and run a stand-in.
+    """
+    cut = (0, 7) if mesh.copies == 1 else (0, 7, 7) if ghosts else (0, 3, 7)
+    pairs, mine = batches(shape), parts_of(cut)[mesh.copy]
+    layer, right = (layer_of(prepare(None, pairs[0][0]).shape).double() for _ in range(2))
+    if convert:
+        SyncBatchNorm.convert(layer, mesh.statistics_group, alike=mesh.grid.size)
+    for x, gradient in pairs:
+        x_whole = x.clone().requires_grad_()
+        y_whole = right(prepare(None, x_whole))
+        gradient = gradient[(..., *[0] * (gradient.ndim - y_whole.ndim))]
+        y_whole.backward(gradient)
+        if mesh.copy in ghosts:
+            step_of_a_ghost(mesh, layer, shape, prepare)
+            continue
+        x_mine = x[mine.start : mine.stop].clone().requires_grad_()
+        y = layer(prepare(mesh, x_mine))
+        whole(y).backward(gradient[mine.start : mine.stop])
+        close(whole(y), y_whole[mine.start : mine.stop])
+        close(x_mine.grad, x_whole.grad[mine.start : mine.stop])
+    for name, parameter in right.named_parameters():  # DDP's mean, of losses that are each one copy's
+        close(mesh.sum_(layer.get_parameter(name).grad.clone()) / mesh.size * mesh.copies, parameter.grad)
+    close(dict(layer.named_buffers()), dict(right.named_buffers()))
+
+
+def step_of_a_ghost(mesh, layer, shape, prepare):
+    stand_in = torch.full((1, *shape[1:]), 1e6, dtype=torch.float64, requires_grad=True)
+    with ghost(layer):
+        whole(layer(prepare(mesh, stand_in))).sum().backward()
+    assert stand_in.grad.count_nonzero() == 0
+
+
+def cut_at(*bounds):
+    return partial(_cut, bounds)
+
+
+def _cut(bounds, mesh, x):
+    return x if mesh is None else tile(x, mesh, [None if b is None else list(b) for b in bounds])
+
+
+def pooled(mesh, x):
+    """The same on every rank of a copy, and a tiled tensor all the same."""
+    return (x if mesh is None else tile(x, mesh)).mean((2, 3))
+
+
+def plain(mesh, x):
+    return x
+
+
+ROWS, UNEVEN, EMPTY = cut_at((0, 2, 5), None), cut_at((0, 1, 5), None), cut_at((0, 5, 5), None)
+
+
+@pytest.mark.parametrize("convert", [True, False], ids=["synchronized", "plain BatchNorm"])
+@pytest.mark.parametrize("prepare", [ROWS, UNEVEN, EMPTY, pooled], ids=["2+3", "1+4", "5+0", "pooled"])
+def test_tiles_of_one_image_equal_the_whole(prepare, convert):
+    on_ranks(2, compare_copies, (7, 3, 5, 4), convert, prepare, plan=Plan(space=[2, 1]))
+
+
+@pytest.mark.parametrize("prepare", [ROWS, UNEVEN, EMPTY, pooled, plain], ids=["2+3", "1+4", "5+0", "pooled", "plain"])
+def test_tiles_of_two_copies_equal_the_whole_batch(prepare):
+    on_ranks(4, compare_copies, (7, 3, 5, 4), True, prepare, plan=Plan(replicate=2, space=[2, 1]))
+
+
+def test_cut_channels_are_brought_together():
+    on_ranks(4, compare_copies, (7, 3), True, cut_at((0, 2, 3)), plan=Plan(replicate=2, space=[2]))
+
+
+def test_a_copy_of_ghosts_counts_nothing():
+    on_ranks(4, compare_copies, (7, 3, 5, 4), True, ROWS, (1,), plan=Plan(replicate=2, space=[2, 1]))
+
+
+def cut_in_one_of_two_axes(mesh, x):
+    """With 2 x 2 ranks two of them hold each part."""
+    return (x if mesh is None else tile(x, mesh)).mean(3)
+
+
+def test_parts_that_two_ranks_hold_count_once():
+    on_ranks(4, compare_copies, (7, 3, 5, 4), True, cut_in_one_of_two_axes, plan=Plan(space=[2, 2]))
 
 
 # ---------------------------------------------------------------------------------------------- ghosts

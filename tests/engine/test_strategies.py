@@ -476,7 +476,7 @@ def untouched(mesh):
 
 
 def test_on_one_rank_the_model_is_untouched():
-    assert on_ranks(1, untouched) == [(True, ["one rank: the model runs as it is"], None)]
+    assert on_ranks(1, untouched) == [(True, ["one rank: nothing is exchanged"], None)]
 
 
 def test_a_model_never_laid_out_has_no_reasons():

@@ -75,6 +75,18 @@ def test_a_unet_is_its_formula():
     torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_the_norm_of_a_unet_changes_no_name_of_a_parameter():
+    names = [[name for name, _ in made("unet", widths=[4, 6], norm=norm).named_parameters()] for norm in ("batch", "group")]
+    assert names[0] == names[1]
+
+
+def test_a_unet_with_group_norm_answers_for_an_image_without_looking_at_others():
+    torch.manual_seed(0)
+    model, x = made("unet", widths=[8, 12], norm="group").double(), torch.randn(3, 3, 9, 8, dtype=torch.float64)
+    assert [layer.num_groups for layer in model.modules() if isinstance(layer, nn.GroupNorm)][:4] == [8, 8, 4, 4]
+    torch.testing.assert_close(model(x)[1:2], model(x[1:2]), rtol=1e-12, atol=1e-12)
+
+
 def test_dropout_is_where_the_option_says():
     assert made("resnet", dropout=0.25).dropout.p == 0.25
 
@@ -142,6 +154,11 @@ def test_a_model_that_does_not_exist_is_refused_with_the_nearest(name, told):
 def test_options_that_a_model_does_not_take_are_refused(name):
     told = refusal(name, widht=3)
     assert told.startswith(f"{name} does not take model.options {{'widht': 3}}: ") and "unexpected keyword argument" in told
+
+
+def test_a_norm_that_a_unet_does_not_have_is_refused():
+    told = "model.options.norm is 'grup'; did you mean 'group'? It can be batch or group"
+    assert refusal("unet", norm="grup") == told
 
 
 def test_a_users_callable_must_take_the_options_and_give_a_module(own):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from command import DIGITS, fingerprint, losses, record
+from command import DIGITS, fingerprint, forget_after, losses, record
 from photos import photo_folder
 from torch import nn
 
@@ -76,9 +76,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(name, tmp_path):
 def _stop_after(folder: Path, step: int, settings: list[str]) -> None:
     """Train, but be killed after `step`: keep what a run has on disk that saved there."""
     go(folder, *settings, "checkpoint.every=1step", "checkpoint.keep_last=100")
-    for place in (folder / "checkpoints").iterdir():
-        if int(place.name.removeprefix("step_")) > step:
-            subprocess.run(["rm", "-r", str(place)], check=True)
+    forget_after(folder, step)
 
 
 def test_every_chosen_value_is_told_with_its_reason(tmp_path, capsys):

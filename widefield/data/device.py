@@ -28,9 +28,9 @@ class Preparation:
     """Run here, image by image with each sample's own seed, where the device is no CPU; empty otherwise."""
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Images (B, C, H, W) and targets: (B,) class numbers, or (B, num_classes) shares where images were mixed."""
+        """Images (B, C, H, W), and targets: (B,) or (B, H, W) class numbers, or (B, num_classes) shares of mixed images."""
         image = batch.image.to(self.device, non_blocking=True)
-        target = batch.target.to(self.device, non_blocking=True)
+        target = batch.target.to(self.device, non_blocking=True).long()  # labels of pixels travel in 8 bits
         if self.augment.steps:
             image = torch.stack([self.augment(one, seed) for one, seed in zip(image, batch.seeds, strict=True)])
         image = self._scaled(image)
@@ -59,11 +59,13 @@ class Preparation:
     def _mixed(self, image_BCHW: Tensor, target_B: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.partner is not None and batch.share is not None and batch.box is not None
         partner = batch.partner.to(self.device)
-        inside_BHW = _inside(batch.box, image_BCHW.shape[-2:])
+        inside_BHW = _inside(batch.box, (batch.whole_shape or image_BCHW.shape)[-2:])
         cut_B = (batch.box[:, 2] > batch.box[:, 0]).to(torch.float64)
         share_B = torch.where(cut_B > 0, 1 - inside_BHW.mean((1, 2)), batch.share)
         # one formula for both: the partner's weight is the pasted box for cutmix, 1 - share everywhere for mixup
         weight_BHW = torch.where(cut_B.view(-1, 1, 1) > 0, inside_BHW, (1 - share_B).view(-1, 1, 1))
+        if batch.window is not None:  # a box is of the whole image, and so is its share
+            weight_BHW = weight_BHW.expand_as(inside_BHW)[:, *(slice(run.start, run.stop) for run in batch.window)]
         weight = weight_BHW.to(self.device, self.dtype).unsqueeze(1)
         own = F.one_hot(target_B, self.num_classes).to(self.dtype)
         share = share_B.to(self.device, self.dtype).unsqueeze(1)

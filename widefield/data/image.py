@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,36 @@ def write_image(pixels_CHW: Tensor, path: Path) -> None:
     array = pixels_CHW.permute(1, 2, 0).cpu().numpy()
     Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array).save(path)
 
+
+def write_labels(labels_HW: Tensor, path: Path) -> None:
+    """Save class numbers as a PNG whose pixels are those numbers, shown in the classes' colours; of 16 bits and grey above 255.
+
+    A negative number becomes the largest one that the file holds.
+    """
+    if int(labels_HW.max()) > 255:
+        wide = labels_HW.cpu().numpy().astype(np.uint16)
+        Image.fromarray(wide).save(path, "PNG")
+        return
+    image = Image.fromarray(labels_HW.to(torch.uint8).cpu().numpy())
+    image.putpalette([value for colour in colours(256) for value in colour])
+    image.save(path, "PNG")
+
+
+def colours(count: int) -> list[tuple[int, int, int]]:
+    """Red, green and blue of classes 0 to count - 1: dark, ten that are told apart easily, then hues a golden section apart."""
+    further = [_bright(number * 0.618034 % 1) for number in range(max(0, count - len(_COLOURS)))]
+    return [*_COLOURS, *further][:count]
+
+
+def _bright(hue: float) -> tuple[int, int, int]:
+    red, green, blue = (round(255 * part) for part in colorsys.hsv_to_rgb(hue, 0.6, 0.95))
+    return red, green, blue
+
+
+_COLOURS = [
+    (38, 42, 46), (86, 146, 214), (255, 145, 30), (239, 83, 96), (64, 196, 190), (98, 187, 70),
+    (250, 214, 55), (186, 104, 200), (255, 163, 190), (176, 121, 84), (198, 198, 198),
+]  # fmt: skip
 
 Image.MAX_IMAGE_PIXELS = None
 """Pillow takes an image above 179 million pixels for an attack; here they are the point."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,15 +20,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from widefield.config import DataConfig
-from widefield.data import BadImageError, Images
+from widefield.data import BadImageError, Images, Windowed
 from widefield.data.transforms import Transforms, seed_of
 from widefield.geometry import Interval, even_cut, parts_of
+
+Window = tuple[Interval, ...]
+"""The part of an image that a rank holds: an interval of pixels per dim."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank works on in one pass.  `image` is (B, C, H, W) uint8 and `target` (B,) class numbers.
+    """What one rank works on in one pass.  `image` is (B, C, H, W) uint8; `target` is (B,) class numbers, or (B, H, W).
 
+    Where a copy of the model lies on several ranks, each reads its window: `whole_shape` is (C, H, W) of the images that
+    it was cut from, `window` where in them; both None where the batch holds whole images.
     `samples` counts the real ones: B, or 0 where the batch is a stand-in.  `index` (B,) numbers the images in their split.
     `partner`, `share` and `box` say how mixup and cutmix blend image i with image partner[i]; None without mixing.
     `skipped` names unreadable images left out; `problem` is why this rank cannot go on, for all ranks to raise together.
@@ -46,6 +51,8 @@ class Batch:
     skipped: list[str] = field(default_factory=list)
     problem: str | None = None
     idle: bool = False
+    whole_shape: tuple[int, ...] | None = None
+    window: Window | None = None
 
     def pin_memory(self) -> Batch:
         tensors = {name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -150,6 +157,17 @@ class EvaluateSampler(Sampler[list[Key]]):
 
 
 @dataclass(frozen=True)
+class _Sample:
+    """One sample as read; `shape` is (C, H, W) of the whole image."""
+
+    key: Key
+    image: Tensor
+    target: int | Tensor
+    shape: tuple[int, ...]
+    window: Window | None
+
+
+@dataclass(frozen=True)
 class Reader(Dataset):
     """Reads the samples of a list of keys into a Batch.  Runs in worker processes."""
 
@@ -162,6 +180,10 @@ class Reader(Dataset):
     mixup: float = 0.0
     cutmix: float = 0.0
     bad_images: Literal["stop", "skip"] = "stop"
+    window: Callable[[tuple[int, ...]], Window] | None = None
+    """The part to read of an image of (H, W) pixels; None reads the whole.  Randomness sees the whole image either way."""
+    ignore: int | None = None
+    """A label that pixels may have beside the classes, of those that do not count."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -188,20 +210,22 @@ class Reader(Dataset):
         real = bool(read) and keys[0].real
         if not read:
             read = [self._stand_in(keys[0])]
-        kept = [key for key, _, _ in read]
+        kept = [sample.key for sample in read]
         batch = Batch(
             image=self._stack(read),
-            target=torch.tensor([target for _, _, target in read]),
+            target=_targets([sample.target for sample in read]),
             index=torch.tensor([key.index for key in kept]),
             seeds=[seed_of(self.seed, "augment", key.epoch, key.index) for key in kept],
             samples=len(read) if real else 0,
             skipped=skipped,
+            whole_shape=None if self.window is None else read[0].shape,
+            window=read[0].window,
         )
         return self._mixed(batch, kept) if self.mixup or self.cutmix else batch
 
-    def _read(self, key: Key, skipped: list[str]) -> tuple[Key, Tensor, int] | None:
+    def _read(self, key: Key, skipped: list[str]) -> _Sample | None:
         try:
-            image, target = self.images.read(key.index)
+            return self._sample(key, *(seed_of(self.seed, step, key.epoch, key.index) for step in ("read", "augment")))
         except BadImageError as error:
             if self.bad_images == "stop":
                 raise BadImageError(
@@ -210,34 +234,64 @@ class Reader(Dataset):
             if key.real:  # the rank whose sample it is counts it
                 skipped.append(self.images.name_of(key.index))
             return None
-        if not 0 <= target < self.num_classes:
-            name, top = self.images.name_of(key.index), self.num_classes - 1
-            raise ValueError(f"the label of {name} is {target}, outside 0..{top}; mend the label or the number of classes")
-        image = self.transforms(image, seed_of(self.seed, "read", key.epoch, key.index))
-        return key, self.augment(image, seed_of(self.seed, "augment", key.epoch, key.index)), target
 
-    def _stand_in(self, key: Key) -> tuple[Key, Tensor, int]:
+    def _sample(self, key: Key, read_seed: int, augment_seed: int) -> _Sample:
+        """The image, or this rank's window of it.  Transforms may look at all pixels, so with any the whole is read first."""
+        images, plain = self.images, not self.transforms.steps and not self.augment.steps
+        if self.window is not None and plain and isinstance(images, Windowed):
+            shape = tuple(images.shape(key.index))
+            window = self.window(shape[1:])
+            image, target = images.read_window(key.index, window)
+            self._check_labels(key, image, target)
+            return _Sample(key, image, target, shape, window)
+        image, target = images.read(key.index)
+        self._check_labels(key, image, target)
+        image = self.augment(self.transforms(image, read_seed), augment_seed)
+        shape = tuple(image.shape)
+        if self.window is None:
+            return _Sample(key, image, target, shape, None)
+        window = self.window(shape[1:])
+        part = (..., *(slice(run.start, run.stop) for run in window))
+        return _Sample(key, image[part], target if isinstance(target, int) else target[part], shape, window)
+
+    def _check_labels(self, key: Key, image: Tensor, target: int | Tensor) -> None:
+        """ValueError names a sample whose label is no class, or whose labels are not of its size."""
+        name, top = self.images.name_of(key.index), self.num_classes - 1
+        if isinstance(target, int):
+            wrong = [] if 0 <= target <= top else [target]
+        elif target.shape != image.shape[1:]:
+            sizes = [" x ".join(map(str, shape)) for shape in (target.shape, image.shape[1:])]
+            raise ValueError(f"the labels of {name} are {sizes[0]} pixels and its image is {sizes[1]}; mend one of them")
+        else:
+            outside = target[(target < 0) | (target > top)]
+            wrong = [label for label in outside.unique().tolist() if label != self.ignore]
+        if wrong:
+            raise ValueError(f"the label of {name} is {wrong[0]}, outside 0..{top}; mend the label or the number of classes")
+
+    def _stand_in(self, key: Key) -> _Sample:
         """Any image that can be read: what it shows does not count, its shape does."""
         for offset in range(len(self.images)):
             near = replace(key, index=(key.index + offset) % len(self.images), real=False)
             try:
-                image, _ = self.images.read(near.index)
+                return self._sample(near, 0, 0)
             except BadImageError:
                 continue
-            return near, self.augment(self.transforms(image, 0), 0), 0
         raise BadImageError(f"none of the {len(self.images)} images can be read; the first is {self.images.name_of(0)}")
 
-    def _stack(self, read: list[tuple[Key, Tensor, int]]) -> Tensor:
-        first = read[0][1]
-        for key, image, _ in read:
-            if image.shape != first.shape:
-                a, b = self.images.name_of(read[0][0].index), self.images.name_of(key.index)
-                raise ValueError(
-                    f"images of one batch differ in size (C, H, W): {a} is {tuple(first.shape)} and {b} is "
-                    f"{tuple(image.shape)}; add RandomResizedCrop: {{size: [H, W]}} to data.read and "
-                    "Resize: {size: [H, W]} to data.read_evaluate"
+    def _stack(self, read: list[_Sample]) -> Tensor:
+        first = read[0]
+        for other in read:
+            if other.shape != first.shape:
+                a, b = self.images.name_of(first.key.index), self.images.name_of(other.key.index)
+                cure = (
+                    "add RandomResizedCrop: {size: [H, W]} to data.read and Resize: {size: [H, W]} to data.read_evaluate"
+                    if isinstance(first.target, int)
+                    else "store images and labels in one size"
                 )
-        return torch.stack([image for _, image, _ in read])
+                raise ValueError(
+                    f"images of one batch differ in size (C, H, W): {a} is {first.shape} and {b} is {other.shape}; {cure}"
+                )
+        return torch.stack([sample.image for sample in read])
 
     def _mixed(self, batch: Batch, keys: list[Key]) -> Batch:
         """Pair positions 2i and 2i + 1 (shares are cut at even positions); a sample without its partner stays pure."""
@@ -264,6 +318,11 @@ class Reader(Dataset):
         side, (y, x) = (1 - share) ** 0.5, draw.random(2)
         top, left = max(0.0, y - side / 2), max(0.0, x - side / 2)
         return share, [top, left, min(1.0, y + side / 2), min(1.0, x + side / 2)]
+
+
+def _targets(targets: list[int | Tensor]) -> Tensor:
+    """(B,) class numbers, or (B, H, W) as they were read."""
+    return torch.stack([torch.as_tensor(target) for target in targets])
 
 
 def _collate(batch: Any) -> Any:
@@ -295,10 +354,24 @@ def close(batches: Iterator[Batch]) -> None:
     getattr(batches, "_shutdown_workers", lambda: None)()
 
 
-def reader_of(config: DataConfig, images: Images, *, num_classes: int, seed: int, train: bool, device: torch.device) -> Reader:
-    """The reader that a config asks for.  Random augmentation runs in it on the CPU and on the device otherwise."""
+def reader_of(
+    config: DataConfig,
+    images: Images,
+    *,
+    num_classes: int,
+    seed: int,
+    train: bool,
+    device: torch.device,
+    window: Callable[[tuple[int, ...]], Window] | None = None,
+    ignore: int | None = None,
+) -> Reader:
+    """The reader that a config asks for.
+
+    Random augmentation runs in it on the CPU, and wherever a window is read since it wants the whole image; else on the
+    device.
+    """
     listed = config.read if train else config.read_evaluate
-    here = config.augment if train and device.type == "cpu" else []
+    here = config.augment if train and (device.type == "cpu" or window is not None) else []
     return Reader(
         images=images,
         transforms=Transforms(listed, field="data.read" if train else "data.read_evaluate"),
@@ -308,4 +381,6 @@ def reader_of(config: DataConfig, images: Images, *, num_classes: int, seed: int
         mixup=config.mixup if train else 0.0,
         cutmix=config.cutmix if train else 0.0,
         bad_images=config.bad_images,
+        window=window,
+        ignore=ignore,
     )

@@ -21,6 +21,24 @@ from widefield.naming import did_you_mean
 _KNOWN = [name for name in dir(v2) if isinstance(getattr(v2, name), type) and issubclass(getattr(v2, name), v2.Transform)]
 
 
+KEEP_PIXELS_IN_PLACE = (
+    "ColorJitter", "GaussianBlur", "GaussianNoise", "Grayscale", "Identity", "RGB", "RandomAdjustSharpness",
+    "RandomAutocontrast", "RandomChannelPermutation", "RandomEqualize", "RandomGrayscale", "RandomInvert",
+    "RandomPhotometricDistort", "RandomPosterize", "RandomSolarize",
+)  # fmt: skip
+"""Transforms of colour alone: labels of pixels stay true under them.  Any other moves pixels, and labels do not follow."""
+
+
+def moving(listed: Sequence[Any]) -> list[str]:
+    """The names in a recipe's list of transforms that may move pixels.
+
+    >>> moving(["RandomHorizontalFlip", {"ColorJitter": {"brightness": 0.2}}])
+    ['RandomHorizontalFlip']
+    """
+    names = [str(next(iter(entry), "") if isinstance(entry, dict) else entry) for entry in listed]
+    return [name for name in names if name not in KEEP_PIXELS_IN_PLACE]
+
+
 def seed_of(*parts: int | str) -> int:
     """A 63-bit number that looks random and depends on `parts` alone.
 

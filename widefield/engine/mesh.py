@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from widefield.engine.layout import Grid
 from widefield.plan import Plan, check
 
 T = TypeVar("T")
@@ -57,6 +58,8 @@ class Mesh:
     data_group: dist.ProcessGroup | None = None
     statistics_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
+    grid: Grid = Grid(())
+    """The ranks that share this rank's images, cut in space."""
     opened: bool = False
     """Whether `join` opened the process group, so that `leave` closes it."""
 
@@ -67,6 +70,21 @@ class Mesh:
     @property
     def size(self) -> int:
         return self.world.size
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the model there are: a sample belongs to one copy, whose ranks share it."""
+        return self.plan.replicate * self.plan.shard
+
+    @property
+    def copy(self) -> int:
+        """Which copy this rank is of, from 0; ranks of one copy are neighbours."""
+        return self.world.rank * self.copies // self.world.size
+
+    @property
+    def is_first_of_copy(self) -> bool:
+        """Whether this rank is the first of its copy: it counts what every rank of the copy knows alike."""
+        return self.world.rank % (self.world.size // self.copies) == 0
 
     @property
     def is_main(self) -> bool:
@@ -138,13 +156,16 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
     check(plan, ranks=world.size)
     device = _device_of(world)
     if world.size == 1:
-        return Mesh(plan, world, device)
+        return Mesh(plan, world, device, grid=Grid(tuple(plan.space)))
     opened = not dist.is_initialized()
     if opened:
         _meet(world, device, timeout_seconds)
-    devices = init_device_mesh(device.type, (plan.replicate, plan.shard), mesh_dim_names=("replicate", "shard"))
+    sizes = (plan.replicate, plan.shard, *plan.space)
+    names = ("replicate", "shard", *(f"space{axis}" for axis in range(len(plan.space))))
+    devices = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     checkpoint_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
-    return Mesh(plan, world, device, devices, dist.group.WORLD, dist.new_group(), checkpoint_group, opened)
+    grid = _grid_of(plan, world)
+    return Mesh(plan, world, device, devices, dist.group.WORLD, dist.new_group(), checkpoint_group, grid, opened)
 
 
 def current_world() -> World | None:
@@ -161,6 +182,22 @@ def leave(mesh: Mesh) -> None:
     """Close what `join` opened."""
     if mesh.opened and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _grid_of(plan: Plan, world: World) -> Grid:
+    """The space axes of this rank's copy, with a process group for every set of them; every rank makes all groups."""
+    grid = Grid(tuple(plan.space))
+    if grid.size == 1:
+        return grid
+    copy, index = divmod(world.rank, grid.size)
+    groups = []
+    for axes in grid.names():
+        others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
+        lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
+        ranks = [[start + r for r in line] for start in range(0, world.size, grid.size) for line in lines]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+        groups.append((axes, group.group_name))
+    return Grid(tuple(plan.space), index, tuple(groups))
 
 
 def _copy_aside(tensor: Tensor, work: dist.Work | None) -> Callable[[], list[float]]:

@@ -2,7 +2,8 @@
 
 `SyncBatchNorm.convert(model, group)` is the one-liner.  Forward sends one message per layer (2C + 1 numbers), backward one
 (2C numbers).  The counts travel with the sums and stay on the device, so nothing waits for the GPU and ranks may hold
-different numbers of samples, none too.  torch's own SyncBatchNorm refuses CPU tensors and reads the counts back per layer.
+different numbers of samples, or tiles of different sizes, none too.  torch's own SyncBatchNorm refuses CPU tensors and reads
+the counts back per layer.
 
 `ghost(model)` is for the rank that has no samples left and runs a stand-in, so that the others' messages find a partner.
 """
@@ -16,19 +17,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from widefield.engine import moments
+from widefield.engine.layout import Layout
 from widefield.engine.mesh import Mesh
+from widefield.engine.places import moved, on_layout
+from widefield.engine.tiled import TiledTensor, wrap
 
 
 class _Held:
     """A process group as a module attribute: copies share it, and a pickle leaves it behind (then the layer stands alone)."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, alike: int = 1) -> None:
+        self.group, self.alike = group, alike
 
     def __deepcopy__(self, memo: dict) -> _Held:
         return self
@@ -43,7 +48,8 @@ class SyncBatchNorm(_BatchNorm):
     In training the mean, the variance and the running statistics (unbiased with the count over all ranks) are those of the
     whole batch; in evaluation, and where `group` is None or one rank, it is torch's BatchNorm.  Statistics are float32, or
     float64 for float64 inputs; they are merged in float64 about `running_mean`, which must be equal on all ranks (it stays so).
-    The gradients of weight and bias are this rank's part: DDP adds them up like any other.
+    The gradients of weight and bias are this rank's part: DDP adds them up like any other.  For a tiled input `group` holds
+    the ranks of all images and of all their tiles, and a part is times the number of tiles, as the engine's rules give it.
     ValueError, on every rank alike: one value per channel or none over all ranks.  On a GPU that would take waiting for the
     device in every layer, so there the variance is 0 and the output is the bias.
     Second derivatives are refused (RuntimeError from torch).
@@ -60,16 +66,18 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: bool = True,
         *,
         group: dist.ProcessGroup | None = None,
+        alike: int = 1,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self.held = _Held(group)
+        self.held = _Held(group, alike)
 
     @classmethod
-    def convert(cls, module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    def convert(cls, module: nn.Module, group: dist.ProcessGroup | None, *, alike: int = 1) -> nn.Module:
         """Turn every BatchNorm in `module` into a SyncBatchNorm over `group`, in place; the same module back.
 
+        alike: how many ranks of the group hold the same input where it is plain: those that share an image's tiles.
         Parameters, buffers, hooks, names and the training flag are kept, for the layers stay the objects they were.
         A subclass keeps what it adds as long as it leaves `forward` alone; timm's BatchNormAct2d is known.
         NotImplementedError, before anything is changed: another forward (it would be lost), or a lazy BatchNorm.
@@ -77,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
         kinds = {layer: _synchronized_kind(layer, name) for name, layer in module.named_modules() if _is_batch_norm(layer)}
         for layer, kind in kinds.items():
             layer.__class__ = kind
-            layer.held = _Held(group)
+            layer.held = _Held(group, alike)
         return module
 
     @property
@@ -87,15 +95,33 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.group is None or self.group.size() == 1:
             return super().forward(input)
+        if isinstance(input, FunctionalTensor):  # somebody writes down what it does, to run it on tiles in time
+            return self._written_down(input)
         if torch.compiler.is_compiling():
             return torch._dynamo.disable(self._over_ranks)(input)
         return self._over_ranks(input)
 
     def _over_ranks(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        ghost = getattr(self, "ghost", False)
-        whole = self._statistics_of_the_whole(input, ghost)
-        return _Normalize.apply(input, self.weight, self.bias, whole, self.eps, self.group, ghost)
+        share = _share_of(input, self.held.alike, is_ghost=getattr(self, "ghost", False))
+        whole = self._statistics_of_the_whole(input, share)
+        return _Normalize.apply(input, self.weight, self.bias, whole, self.eps, self.group, share)
+
+    def _written_down(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if self.momentum is None and self.track_running_stats:
+            raise NotImplementedError("a SyncBatchNorm with momentum=None cannot be streamed; give it a momentum")
+        assert self.group is not None
+        running = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+        is_ghost, name = getattr(self, "ghost", False), self.group.group_name
+        out, *new = torch.ops.widefield.batch_norm_over(
+            input, self.weight, self.bias, *running, self.momentum or 0.0, self.eps, name, self.held.alike, is_ghost
+        )
+        if self.running_mean is not None and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            self.running_mean.copy_(new[0])
+            self.running_var.copy_(new[1])
+        return out
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.size(1) != self.num_features:
@@ -105,18 +131,19 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     @torch.no_grad()
-    def _statistics_of_the_whole(self, input: Tensor, ghost: bool) -> _Statistics:
+    def _statistics_of_the_whole(self, input: Tensor, share: _Share) -> _Statistics:
         """Merge this rank's statistics with the others' (one message) and move the running ones."""
         # A NaN in the running mean must not reach the output: plain BatchNorm never reads it in training.
         origin = None if self.running_mean is None else self.running_mean.double().nan_to_num(0, 0, 0)
-        sums = _sums_about(origin, input, empty=ghost or input.numel() == 0)
+        tile = share.tile_of(input)
+        sums = _sums_about(origin, tile, empty=share.is_ghost or tile.numel() == 0) / share.alike
         dist.all_reduce(sums, group=self.group)
         if not sums.is_cuda and sums[-1] <= 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {self.group.size()} ranks "
                 f"(this rank's input: {tuple(input.shape)}); use a larger batch or larger images"
             )
-        whole = _finish(sums, origin, torch.float64 if input.dtype == torch.float64 else torch.float32)
+        whole = _finish(sums, origin, moments.statistics_dtype(input.dtype))
         if self.track_running_stats and self.running_mean is not None:
             self._move_running_statistics(whole)
         return whole
@@ -130,6 +157,26 @@ class SyncBatchNorm(_BatchNorm):
                 running.lerp_(batch.to(running.dtype), self.momentum)
 
 
+@torch.library.custom_op("widefield::batch_norm_over", mutates_args=())
+def _batch_norm_over(
+    image: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    momentum: float, eps: float, group_name: str, alike: int, is_ghost: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Batch norm in training with the statistics of a process group, as a name for those who follow a module.
+
+    alike: how many ranks of the group hold the same where the image is not cut.  Gives the output and new running statistics.
+    """
+    raise NotImplementedError(
+        f"a synchronized batch norm of {tuple(image.shape)}, which no tile cuts, has no way in a stream; stream the "
+        f"part before it"
+    )
+
+
+@_batch_norm_over.register_fake
+def _(image, weight, bias, running_mean, running_var, momentum, eps, group_name, alike, is_ghost):
+    return [torch.empty_like(image), *(torch.empty_like(t) for t in (running_mean, running_var) if t is not None)]
+
+
 class _SyncBatchNormAct(SyncBatchNorm):
     """timm's BatchNormAct2d: the normalization, then its `drop` and `act`."""
 
@@ -138,6 +185,34 @@ class _SyncBatchNormAct(SyncBatchNorm):
 
 
 # ---------------------------------------------------------------------------------------------- arithmetic
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank adds to the whole: its pixels, those of a tile whose channels are all there, or a ghost's none.
+
+    alike: how many ranks hold the same pixels, each of which counts them in part.  tiles: how many parts the image has.
+    """
+
+    layout: Layout | None
+    alike: int
+    tiles: int
+    is_ghost: bool
+
+    def tile_of(self, tensor: Tensor) -> Tensor:
+        """This rank's pixels of the input, or of a gradient of its shape."""
+        return tensor if self.layout is None else on_layout(tensor, self.layout)
+
+    def wrapped(self, tile: Tensor) -> Tensor:
+        """The tensor of the input's kind and shape that has this tile."""
+        return tile if self.layout is None else wrap(tile, self.layout)
+
+
+def _share_of(input: Tensor, alike: int, *, is_ghost: bool) -> _Share:
+    if type(input) is not TiledTensor:
+        return _Share(None, alike, 1, is_ghost)
+    layout = moved(input.laid, [1])
+    return _Share(layout, layout.grid.size // layout.ways, layout.ways, is_ghost)
 
 
 @dataclass(frozen=True)
@@ -155,20 +230,10 @@ def _sums_about(origin: Tensor | None, input: Tensor, *, empty: bool) -> Tensor:
     channels = input.size(1)
     if empty:
         return input.new_zeros(2 * channels + 1, dtype=torch.float64)
-    mean, var = (statistic.double() for statistic in _local_statistics(input))
+    mean, var = (statistic.double() for statistic in moments.moments_of(input))
     count = input.numel() // channels
     shift = mean if origin is None else mean - origin
     return torch.cat([shift * count, (var + shift * shift) * count, shift.new_full((1,), count)])
-
-
-def _local_statistics(input: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel by torch's own stable kernels, in float32 or float64."""
-    channels = input.size(1)
-    if input.is_cuda or input.dtype in (torch.float32, torch.float64):
-        return torch.batch_norm_update_stats(input, None, None, 0.0)
-    # On the CPU, 16-bit inputs give 16-bit statistics unless float32 buffers are passed; these are thrown away.
-    unused = torch.zeros(channels), torch.ones(channels)
-    return torch.batch_norm_update_stats(input, *unused, 0.0)
 
 
 def _finish(sums: Tensor, origin: Tensor | None, dtype: torch.dtype) -> _Statistics:
@@ -197,69 +262,29 @@ class _Normalize(torch.autograd.Function):
         whole: _Statistics,
         eps: float,
         group: dist.ProcessGroup,
-        ghost: bool,
+        share: _Share,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, whole.mean, whole.var, whole.count)
-        ctx.eps, ctx.group, ctx.ghost = eps, group, ghost
-        scale = None if weight is None else weight.to(whole.mean.dtype)
-        shift = None if bias is None else bias.to(whole.mean.dtype)
-        return F.batch_norm(input, whole.mean, whole.var, scale, shift, training=False, eps=eps)
+        ctx.eps, ctx.group, ctx.share = eps, group, share
+        return share.wrapped(moments.normalized(share.tile_of(input), whole.mean, whole.var, weight, bias, eps))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, var, count = ctx.saved_tensors
-        empty = ctx.ghost or input.numel() == 0
-        invstd = torch.rsqrt(var + ctx.eps)
-        grad = _laid_out_as(input, grad)
-        sums = mean.new_zeros(2, mean.numel()) if empty else _gradient_sums(grad, input, mean, var, ctx.eps)
+        share, invstd = ctx.share, moments.invstd_of(var, ctx.eps)
+        tile = share.tile_of(input)
+        grad = moments.laid_out_as(tile, share.tile_of(grad))
+        sums = mean.new_zeros(2, mean.numel()) if share.is_ghost else moments.gradient_sums(grad, tile, mean, invstd)
         grad_input = None
         if ctx.needs_input_grad[0]:
-            whole = sums.clone()  # weight and bias take this rank's part, the input takes the whole's
+            whole = sums / share.alike  # weight and bias take this rank's part, the input takes the whole's
             dist.all_reduce(whole, group=ctx.group)
-            scale = invstd if weight is None else invstd * weight.to(mean.dtype)
-            arguments = (grad, input, _Statistics(mean, var, var, count), scale, whole, ctx.eps)
-            grad_input = torch.zeros_like(input) if empty else _input_gradient(*arguments)
-        grad_weight = sums[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = sums[1].to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return grad_input, grad_weight, grad_bias, None, None, None, None
-
-
-def _laid_out_as(input: Tensor, grad: Tensor) -> Tensor:
-    """`grad` in the memory format of `input`: torch's kernels are fast, or right at all, only where the two agree."""
-    for memory_format, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
-        if input.dim() == dims and input.is_contiguous(memory_format=memory_format):
-            return grad.contiguous(memory_format=memory_format)
-    return grad.contiguous()
-
-
-def _gradient_sums(grad: Tensor, input: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """Sums over this rank's values, per channel: of grad * normalized input, and of grad; (2, C) in the statistics' dtype."""
-    # With train=False the kernel takes mean and var for constants, and its two sums are what is wanted; no input gradient.
-    _, weight_sum, bias_sum = torch.ops.aten.native_batch_norm_backward(
-        grad, input, torch.ones_like(mean), mean, var, None, None, False, eps, [False, True, True]
-    )
-    return torch.stack([weight_sum, bias_sum])
-
-
-def _input_gradient(grad: Tensor, input: Tensor, statistics: _Statistics, scale: Tensor, sums: Tensor, eps: float) -> Tensor:
-    """scale * (grad - sum(grad) / n - normalized * sum(grad * normalized) / n), the sums over all ranks.
-
-    sums: (2, C), first of grad * normalized; scale: weight / sqrt(var + eps).
-    """
-    mean, var, count = statistics.mean, statistics.var, statistics.count
-    if grad.is_cuda:  # one kernel for all three terms, the one in torch's own SyncBatchNorm
-        invstd = torch.rsqrt(var + eps)
-        centred = sums[0] / invstd  # it wants the sum of grad * (input - mean)
-        return torch.batch_norm_backward_elemt(
-            grad, input, mean, invstd, scale / invstd, sums[1], centred, count.to(torch.int32).reshape(1)
-        )
-    # The two small terms are BatchNorm of the input with another weight and bias, one pass; then the large one is added.
-    # 16-bit numbers are widened before, so that each is rounded once; mixed arguments would be copied here anyway.
-    along_normalized, along_mean = sums / count.to(sums.dtype)
-    wide, wide_grad = input.to(mean.dtype), grad.to(mean.dtype)
-    gradient = F.batch_norm(wide, mean, var, -scale * along_normalized, -scale * along_mean, training=False, eps=eps)
-    return gradient.addcmul_(wide_grad, scale.view(-1, *[1] * (input.dim() - 2))).to(input.dtype)
+            means = (whole if weight is None else whole * weight.to(whole.dtype)) / count.to(whole.dtype)
+            arguments = (grad, tile, mean, invstd, weight, means)
+            grad_input = share.wrapped(torch.zeros_like(tile) if share.is_ghost else moments.input_gradient(*arguments))
+        parts = [(sums[n] * share.tiles).to(weight.dtype) if ctx.needs_input_grad[1 + n] else None for n in (0, 1)]
+        return grad_input, *parts, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------- converting

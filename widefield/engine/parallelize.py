@@ -21,10 +21,11 @@ def parallelize(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] 
     Names, hooks and `state_dict()` stay the model's, and `model(...)` runs in parallel in training and alone in evaluation.
     On one rank the model stays untouched.  Make the optimizer afterwards or before: the parameters stay the same objects.
     rehearse: runs the model on a small batch of this rank and returns a scalar loss; every rank gives one or none.
-    Gradients are averaged over the data ranks: a loss summed over samples wants the factor ranks / samples of all ranks.
+    Gradients are averaged over the data ranks: a loss summed over samples wants the factor copies / samples of all
+    copies of the model (on tiles in space, several ranks are one copy).
     """
     if mesh.size == 1 and mesh.plan.data_strategy == "data":
-        _REASONS[model] = ["one rank: the model runs as it is"]
+        _REASONS[model] = ["one rank: nothing is exchanged"]
         return model
     _REASONS[model] = [why for strategy in _strategies(mesh.plan) for why in strategy.apply(model, mesh, rehearse=rehearse)]
     return model

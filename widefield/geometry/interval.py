@@ -55,3 +55,19 @@ def parts_of(cut: Sequence[int]) -> list[Interval]:
     [Interval(start=0, stop=4), Interval(start=4, stop=5)]
     """
     return [Interval(start, stop) for start, stop in zip(cut, cut[1:], strict=False)]
+
+
+def natural_cut(extent: int, parts: int) -> tuple[int, ...]:
+    """Even boundaries, at multiples of up to 32 where that makes no tile over 3 % longer than its share.
+
+    Aligned boundaries stay equal through strides and back up, so that skip connections meet without moving pixels.
+
+    >>> natural_cut(1024, 3), natural_cut(250, 2), natural_cut(7, 2)
+    ((0, 352, 704, 1024), (0, 128, 250), (0, 4, 7))
+    """
+    share = -(-extent // parts)
+    for multiple in (32, 16, 8, 4, 2):
+        cut = even_cut(extent, parts, multiple=multiple)
+        if max(b - a for a, b in zip(cut, cut[1:], strict=False)) <= 1.03 * share:
+            return cut
+    return even_cut(extent, parts)

@@ -45,7 +45,8 @@ def build_mesh(
     """Meet the other ranks and lay them out; every rank calls it once.
 
     Who this rank is comes from the process group, if there is one already, else from the launcher's environment; with
-    neither, it is alone.  replicate: all ranks that the other axes leave, where None.
+    neither, it is alone.  replicate: all ranks that the other axes leave, where None.  space: tiles per dim of an image, as
+    (2, 1) for upper and lower halves; the ranks of an image are neighbours.
     ValueError or NotImplementedError, before any message: the axes do not fit the ranks, or cannot run exactly yet.
     """
     from widefield.engine.mesh import World, current_world, join

@@ -20,22 +20,37 @@ TINY_PX = 64
 
 
 def confusion(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The matrix, or for many classes the most confused pairs and the hardest classes."""
+    """The matrix, or for many classes the most confused pairs and the hardest classes.
+
+    Images are shown as counts; pixels, which are too many to read, in percent of their row.
+    """
     if evaluation is None or not evaluation.get("confusion"):
         return None
-    names, matrix = evaluation["classes"], evaluation["confusion"]
+    names, matrix, unit = evaluation["classes"], evaluation["confusion"], evaluation.get("unit", "images")
     if len(names) > MATRIX_CLASSES:
-        return {"count": len(names), "rows": [], "pairs": _pairs(names, matrix), "hardest": _hardest(names, matrix)}
+        return {
+            "unit": unit,
+            "count": len(names),
+            "rows": [],
+            "pairs": _pairs(names, matrix),
+            "hardest": _hardest(names, matrix),
+        }
     rows = [
-        {"name": name, "cells": [_cell(count, sum(row), i == j) for j, count in enumerate(row)], "recall": _recall(row, i)}
+        {
+            "name": name,
+            "cells": [_cell(count, sum(row), i == j, unit) for j, count in enumerate(row)],
+            "recall": _recall(row, i),
+        }
         for i, (name, row) in enumerate(zip(names, matrix, strict=True))
     ]
-    return {"count": len(names), "names": names, "rows": rows, "pairs": _pairs(names, matrix), "hardest": []}
+    return {"unit": unit, "count": len(names), "names": names, "rows": rows, "pairs": _pairs(names, matrix), "hardest": []}
 
 
-def _cell(count: int, total: int, right: bool) -> dict[str, Any]:
+def _cell(count: int, total: int, right: bool, unit: str) -> dict[str, Any]:
     """`tint` grows with the root of the share, so that a single mistake among hundreds is seen."""
-    return {"count": count, "right": right, "tint": round(100 * (count / total) ** 0.5) if total else 0}
+    text = f"{count}" if unit == "images" else f"{100 * count / max(total, 1):.1f}"
+    tint = round(100 * (count / total) ** 0.5) if total else 0
+    return {"count": count if text != "0.0" else 0, "text": text, "right": right, "tint": tint}
 
 
 def _recall(row: Sequence[int], index: int) -> str:

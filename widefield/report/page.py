@@ -1,4 +1,4 @@
-"""What became of a run?  One page from the files of its folder: record.jsonl, evaluation.json, config.yaml, mistakes/.
+"""What became of a run?  One page from its folder: record.jsonl, evaluation.json, config.yaml, mistakes/, samples/.
 
 Every text on the page is made here; page.html only lays it out.  Equal files give equal bytes.
 """
@@ -22,7 +22,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from widefield import plan as plans
-from widefield.report import mistakes, plots
+from widefield.report import mistakes, plots, samples
 from widefield.train.record import Line, read, replace_text
 from widefield.train.terminal import memory_text, rate_text
 
@@ -97,6 +97,8 @@ def _page(run: _Run) -> str:
         history=_history(run),
         confusion=mistakes.confusion(run.evaluation),
         mistakes=mistakes.pictures(run.folder, run.evaluation),
+        samples=samples.samples(run.folder, run.evaluation, _space(run.start)),
+        legend=samples.legend(run.evaluation),
         warnings=_warnings(run),
         skipped=_skipped(run),
         config=run.config,
@@ -154,12 +156,15 @@ def _epochs(epoch: float) -> str:
     return f"{text} {'epoch' if text == '1' else 'epochs'}"
 
 
+_OF_PIXELS = {"iou": "mean IoU", "dice": "mean Dice", "accuracy": "pixels right"}
+
+
 def _metric_name(name: str) -> str:
-    return re.sub(r"^top(\d+)$", r"top-\1", name)
+    return _OF_PIXELS.get(name) or re.sub(r"^top(\d+)$", r"top-\1", name)
 
 
 def _metric(name: str, value: float) -> str:
-    return f"{value:.2f} %" if re.fullmatch(r"top\d+", name) else f"{value:.4g}"
+    return f"{value:.2f} %" if name in _OF_PIXELS or re.fullmatch(r"top\d+", name) else f"{value:.4g}"
 
 
 def _verdict(run: _Run) -> str:
@@ -202,7 +207,7 @@ def _cards(run: _Run) -> list[dict[str, str]]:
             _card(memory_text(max(line["memory_bytes"] for line in steps)), "peak memory", "highest of any step"),
         ]
     if start:
-        axes = ", ".join(f"{axis} {size}" for axis, size, _ in _plan(start)["axes"] if size > 1)
+        axes = ", ".join(f"{axis} {size}" for axis, size, strategy in _plan(start)["axes"] if strategy)
         cards.append(_card(f"{start['ranks']:,}", "rank" if start["ranks"] == 1 else "ranks", axes or "one device"))
     return cards
 
@@ -217,7 +222,8 @@ def _metric_card(run: _Run) -> dict[str, str]:
     evaluation = run.evaluation
     name, value = next(iter(evaluation["metrics"].items()))
     matrix = evaluation.get("confusion") or []
-    right = f"{sum(row[i] for i, row in enumerate(matrix)):,} of {sum(map(sum, matrix)):,} right; " if matrix else ""
+    unit = " pixels" if evaluation.get("unit") == "pixels" else ""
+    right = f"{sum(row[i] for i, row in enumerate(matrix)):,} of {sum(map(sum, matrix)):,}{unit} right; " if matrix else ""
     seen = f"{evaluation['images']:,}/{evaluation['of']:,} images, {_count(evaluation['duplicates'], 'duplicate')}"
     return _card(_metric(name, value), _metric_name(name), right + seen)
 
@@ -310,14 +316,25 @@ def _evaluation_rows(run: _Run) -> dict[str, Any]:
 
 
 def _plan(start: Line) -> dict[str, Any]:
-    """Axes as (name, size, strategy), and the text; the text alone where this version cannot read it."""
+    """Axes as (name, size, strategy if it is used), and the text; the text alone where this version cannot read it."""
     text = start.get("plan", "")
     try:
         plan = plans.from_text(text)
     except ValueError:
         return {"axes": [], "text": text}
     names = {**plans.STRATEGY_OF_AXIS, "replicate": plan.data_strategy}
-    return {"axes": [(axis, size, names[axis] if size > 1 else "") for axis, size in plan.axes.items()], "text": text}
+    sizes = {axis: str(size) for axis, size in plan.axes.items()} | {"space": " x ".join(map(str, plan.space)) or "1"}
+    axes = [(axis, sizes[axis], names[axis] if size > 1 else "") for axis, size in plan.axes.items()]
+    stream = ("stream", str(plan.stream), "tile after tile") if plan.stream else ("stream", "–", "")
+    return {"axes": [*axes, stream], "text": text}
+
+
+def _space(start: Line) -> list[int]:
+    """Tiles along each dim of an image; none where the plan has none or cannot be read."""
+    try:
+        return plans.from_text(start.get("plan", "")).space
+    except ValueError:
+        return []
 
 
 def _machine(start: Line) -> list[tuple[str, str]]:

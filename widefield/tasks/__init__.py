@@ -26,16 +26,21 @@ class Task(Protocol):
         """How many samples (or pixels) that sum is over."""
 
     def loss_each(self, output: Tensor, target: Tensor) -> Tensor:
-        """(B,) loss of each sample, to find the worst."""
+        """(B,) loss of each sample, the mean where it has several pixels, to find the worst."""
 
     def metrics(self) -> MetricCollection:
         """Fresh metrics from 0 to 1, updated with `(answers(output), target)`; every state is reduced by sum."""
 
     def answers(self, output: Tensor) -> Tensor:
-        """What metrics compare and users see: for classification (B, num_classes) probabilities."""
+        """What metrics compare and users see: (B, num_classes) probabilities or, per pixel, (B, *pixels) class numbers."""
 
     def sentence(self, values: dict[str, float]) -> str:
         """`98.61 % top-1`: the result as said in a log; `values` are in percent."""
+
+
+def is_per_pixel(task: Task) -> bool:
+    """Whether targets have a class number for every pixel: a task that says `pixels = True`, else one for every image."""
+    return getattr(task, "pixels", False)
 
 
 def build(config: TaskConfig, *, num_classes: int) -> Task:

@@ -6,7 +6,7 @@ Every value that the program chooses comes back with its reason.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,19 +18,21 @@ from widefield import models, tasks
 from widefield.config import RunConfig
 from widefield.data import Dataset, open_dataset
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, EvaluateSampler, Key, Reader, Steps, TrainSampler, load_batches, reader_of
-from widefield.data.transforms import Transforms, seed_of
+from widefield.data.loader import Batch, EvaluateSampler, Key, Reader, Steps, TrainSampler, Window, load_batches, reader_of
+from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.parallelize import parallelize
 from widefield.engine.parallelize import reasons as parallel_reasons
-from widefield.tasks import Task
+from widefield.tasks import Task, is_per_pixel
 from widefield.train.arithmetic import Arithmetic, arithmetic_of, choose_precision
 from widefield.train.folder import load_weights, write_model
 from widefield.train.loop import Learner
 from widefield.train.optimizer import build_optimizer, learning_rate
+from widefield.train.placing import cuts_in_words, window_of
 from widefield.train.record import usable_cores
 from widefield.train.schedule import build_schedule
 from widefield.train.state import seed_everything
+from widefield.train.streaming import check_tiles, look_ahead, stream_as
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,12 @@ class Parts:
     workers: int
     channels_last: bool
     reasons: list[str] = field(default_factory=list)
+    window: Callable[[tuple[int, ...]], Window] | None = None
+    """The part of an image of (H, W) pixels that this rank reads; None reads the whole."""
 
     def preparation(self, *, train: bool) -> Preparation:
         """Images to the device; random augmentation there where that is no CPU."""
-        data, on_device = self.config.data, train and self.mesh.device.type != "cpu"
+        data, on_device = self.config.data, train and self.mesh.device.type != "cpu" and self.window is None
         return Preparation(
             device=self.mesh.device,
             dtype=self.arithmetic.dtype,
@@ -61,15 +65,22 @@ class Parts:
         )
 
     def reader(self, *, train: bool) -> Reader:
-        images = self.dataset.train if train else self.dataset.evaluate
-        classes, device = len(self.dataset.classes), self.mesh.device
-        return reader_of(self.config.data, images, num_classes=classes, seed=self.config.seed, train=train, device=device)
+        return reader_of(
+            self.config.data,
+            self.dataset.train if train else self.dataset.evaluate,
+            num_classes=len(self.dataset.classes),
+            seed=self.config.seed,
+            train=train,
+            device=self.mesh.device,
+            window=self.window,
+            ignore=getattr(self.task, "ignore_index", None),
+        )
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """This rank's part of the evaluation split."""
+        """This copy's part of the evaluation split."""
         batch = self.config.data.evaluate_batch_size or self.config.data.batch_size
         samples = len(self.dataset.evaluate)
-        sampler = EvaluateSampler(samples, batch=batch, rank=self.mesh.rank, ranks=self.mesh.size)
+        sampler = EvaluateSampler(samples, batch=batch, rank=self.mesh.copy, ranks=self.mesh.copies)
         return iter(load_batches(self.reader(train=False), sampler, workers=self.workers, device=self.mesh.device))
 
 
@@ -81,7 +92,9 @@ def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None) -> P
     precision, why_precision = choose_precision(config.precision, mesh.device)
     arithmetic = arithmetic_of(precision, mesh.device)
     dataset = dataset or open_dataset(config.data)
+    task = tasks.build(config.task, num_classes=len(dataset.classes))
     _check_channels(config, dataset)
+    _check_labels(config, dataset, task)
     workers, why_workers = _choose_workers(config, dataset, mesh)
     channels_last, why_format = _choose_format(config, arithmetic)
     if config.deterministic:
@@ -94,9 +107,11 @@ def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None) -> P
         model.to(memory_format=torch.channels_last)
     if config.model.weights is not None:
         load_weights(config.model.weights, model)
+    if mesh.plan.stream is not None:
+        stream_as(mesh.plan.stream, model, compiles=config.model.compile)
     reasons = [reason for reason in (why_precision, why_workers, why_format) if reason is not None]
-    task = tasks.build(config.task, num_classes=len(dataset.classes))
-    return Parts(config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons)
+    window = window_of(mesh)
+    return Parts(config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window)
 
 
 def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
@@ -127,18 +142,25 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     )
     if config.model.compile:
         model.compile()
+    check_tiles(mesh.plan.stream, learner.spare)
     learner.model = parallelize(model, mesh, rehearse=learner.rehearse)
-    seed_everything(seed_of(config.seed, "rank", mesh.rank))  # dropout draws otherwise on each rank
-    return learner, [*([why_lr] if why_lr else []), *parallel_reasons(learner.model), *_warn_of_chance(model, mesh)]
+    why_stream = look_ahead(learner)
+    seed_everything(seed_of(config.seed, "rank", mesh.copy))  # dropout draws otherwise on each copy, and alike within one
+    reasons = [*([why_lr] if why_lr else []), *_cuts_of(learner.spare, mesh), *parallel_reasons(learner.model)]
+    return learner, [*reasons, *why_stream, *_warn_of_chance(model, mesh)]
+
+
+def _cuts_of(spare: Batch, mesh: Mesh) -> list[str]:
+    return [] if spare.whole_shape is None else [cuts_in_words(spare.whole_shape[1:], mesh.grid.sizes)]
 
 
 def _warn_of_chance(model: nn.Module, mesh: Mesh) -> list[str]:
     """The one thing that ranks change without having been asked to: which values dropout leaves out."""
     chance = [layer for layer in model.modules() if any(word in type(layer).__name__ for word in ("Drop", "StochasticDepth"))]
     active = [layer for layer in chance if any(getattr(layer, name, 0) for name in ("p", "drop_prob"))]
-    if not active or mesh.size == 1:
+    if not active or mesh.copies == 1:
         return []
-    return [f"dropout: {len(active)} layers draw on each rank for themselves, so their masks are not those of one rank"]
+    return [f"dropout: {len(active)} layers draw on each copy of the model for themselves, so masks are not one rank's"]
 
 
 def spare_of(parts: Parts) -> Batch:
@@ -149,7 +171,7 @@ def spare_of(parts: Parts) -> Batch:
 
 
 def training_batches(parts: Parts, *, first: int, last: int) -> Iterator[Batch]:
-    """This rank's passes of the steps from `first` to before `last`."""
+    """The passes of this rank's copy of the model, of the steps from `first` to before `last`."""
     config, mesh = parts.config, parts.mesh
     mixing = config.data.mixup > 0 or config.data.cutmix > 0
     sampler = TrainSampler(
@@ -157,8 +179,8 @@ def training_batches(parts: Parts, *, first: int, last: int) -> Iterator[Batch]:
         seed=config.seed,
         first=first,
         last=last,
-        rank=mesh.rank,
-        ranks=mesh.size,
+        rank=mesh.copy,
+        ranks=mesh.copies,
         passes=config.gradient.accumulate,
         multiple=2 if mixing else 1,  # a pair that is mixed stays on one rank
     )
@@ -168,8 +190,8 @@ def training_batches(parts: Parts, *, first: int, last: int) -> Iterator[Batch]:
 def write_model_of(folder: Path, parts: Parts) -> None:
     """Leave in the run folder what using the model takes beside its weights."""
     prepare = parts.preparation(train=False)
-    image = parts.reader(train=False).__getitems__([Key(0, 0, 0, real=False)]).image
-    shape, name = list(image.shape[1:]), parts.config.model.name
+    batch = parts.reader(train=False).__getitems__([Key(0, 0, 0, real=False)])
+    shape, name = list(batch.whole_shape or batch.image.shape[1:]), parts.config.model.name
     write_model(folder, parts.dataset, shape=shape, mean=list(prepare.mean), std=list(prepare.std), name=name)
 
 
@@ -178,6 +200,32 @@ def _check_channels(config: RunConfig, dataset: Dataset) -> None:
         if values is not None and len(values) not in (1, dataset.channels):
             raise ValueError(
                 f"data.{name} has {len(values)} numbers and the images have {dataset.channels} channels; give one per channel"
+            )
+
+
+def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
+    """ValueError where the data has other labels than the task learns, or where pixels would leave their labels behind."""
+    name, kinds = config.data.name, ("one class number per image", "one per pixel")
+    if is_per_pixel(task) != dataset.pixels:
+        other = "classification" if is_per_pixel(task) else "segmentation"
+        raise ValueError(
+            f"task.name={config.task.name} learns {kinds[is_per_pixel(task)]} and data.name={name} has "
+            f"{kinds[dataset.pixels]}; set task.name={other}, or take other data"
+        )
+    if not dataset.pixels:
+        return
+    for field_name in ("read", "read_evaluate", "augment"):
+        moved = moving(getattr(config.data, field_name))
+        if moved:
+            raise ValueError(
+                f"data.{field_name} has {moved[0]}, which may move pixels, and the labels of data.name={name} would stay where "
+                f"they are; leave it out. Labels stay true under {', '.join(KEEP_PIXELS_IN_PLACE)}"
+            )
+    for field_name in ("mixup", "cutmix"):
+        if share := getattr(config.data, field_name):
+            raise ValueError(
+                f"data.{field_name}={share:g} mixes images of {kinds[0]} and data.name={name} has {kinds[1]}; "
+                f"set data.{field_name}=0"
             )
 
 

@@ -1,7 +1,8 @@
 """How good is the model, exactly?  Every image once, on any number of ranks, with the count that proves it.
 
-Each rank evaluates its part of the split; metric states, the loss sum and a tally of who was evaluated how often are
-added up over ranks once, at the end.  Ranks may have different numbers of batches: nothing is sent in between.
+Each copy of the model evaluates its part of the split; metric states, the loss sum and a tally of who was evaluated how
+often are added up over ranks once, at the end.  Ranks may have different numbers of batches: nothing is sent in between.
+Where a copy lies on several ranks, each counts the pixels of its window; what is of a whole image, its first rank counts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import heapq
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,11 @@ from torchmetrics.utilities import dim_zero_sum
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch
 from widefield.engine.mesh import Mesh
-from widefield.tasks import Task
+from widefield.engine.tiling import tile_of, whole
+from widefield.tasks import Task, is_per_pixel
 from widefield.train.arithmetic import Arithmetic
+from widefield.train.pieces import Piece, pieces_of, put_together
+from widefield.train.placing import on_tiles
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Mistake:
 class Evaluation:
     """The result of one evaluation, the same on every rank; `mistakes` are the worst by loss over all ranks.
 
-    `metrics` are in percent.
+    `metrics` are in percent; `confusion` counts images or, where every pixel has a class, pixels: `unit` says which.
+    `pieces` are pictures of the first images, where every pixel has a class.
     """
 
     metrics: dict[str, float]
@@ -51,6 +57,8 @@ class Evaluation:
     sentence: str
     seconds: float
     mistakes: list[Mistake] = field(default_factory=list)
+    unit: Literal["images", "pixels"] = "images"
+    pieces: list[Piece] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -70,11 +78,11 @@ def evaluate(
     Counts are bit for bit those of one rank.  ValueError, on every rank: an image that cannot be read (unless skipped).
     """
     start, training = time.monotonic(), [(module, module.training) for module in model.modules()]
-    seen = _Seen.nothing(task.metrics(), samples, mesh.device)
+    seen = _Seen.nothing(task.metrics(), samples, mesh.device, first=mesh.is_first_of_copy)
     problem: str | None = None
     model.eval()
     for batch in batches:
-        seen.skipped += batch.skipped
+        seen.skipped += batch.skipped if seen.first else []
         if batch.problem is not None:
             problem = batch.problem
             break
@@ -82,8 +90,9 @@ def evaluate(
             continue
         image, target = prepare(batch)
         with arithmetic.autocast():
-            output = model(image)
-        seen.add(batch.index, output.to(torch.promote_types(output.dtype, torch.float32)), target, task=task, worst=worst)
+            output = model(on_tiles(image, batch, mesh))
+        output = tile_of(output, mesh) if is_per_pixel(task) else whole(output)
+        seen.add(batch, output.to(torch.promote_types(output.dtype, torch.float32)), target, task=task, worst=worst)
     for module, flag in training:  # a layer that a user keeps in evaluation stays there
         module.training = flag
     mesh.agree(problem)
@@ -97,22 +106,30 @@ class _Seen:
     metrics: MetricCollection
     tally: Tensor
     losses: Tensor
+    first: bool
+    """Whether this rank counts the images of its copy of the model; others count pixels alone."""
     mistakes: list[Mistake] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
     @classmethod
-    def nothing(cls, metrics: MetricCollection, samples: int, device: torch.device) -> _Seen:
+    def nothing(cls, metrics: MetricCollection, samples: int, device: torch.device, *, first: bool) -> _Seen:
         losses = torch.zeros(2, dtype=torch.float64, device=device)
-        return cls(metrics.to(device), torch.zeros(samples, dtype=torch.int64), losses)
+        return cls(metrics.to(device), torch.zeros(samples, dtype=torch.int64), losses, first)
 
-    def add(self, index: Tensor, output: Tensor, target: Tensor, *, task: Task, worst: int) -> None:
-        answers, each = task.answers(output), task.loss_each(output, target)
-        self.metrics.update(answers, target)
-        self.losses[0] += each.sum(dtype=torch.float64)
-        self.losses[1] += each.numel()
-        self.tally.index_add_(0, index, torch.ones_like(index))
-        mistakes = _mistakes(index, target, answers, each, worst)
-        self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=_by_loss)
+    def add(self, batch: Batch, output: Tensor, target: Tensor, *, task: Task, worst: int) -> None:
+        pixels, answers = is_per_pixel(task), task.answers(output)
+        if self.first:
+            self.tally.index_add_(0, batch.index, torch.ones_like(batch.index))
+        if pixels or self.first:
+            self.metrics.update(answers, target)
+            self.losses[0] += task.loss_sum(output, target)
+            self.losses[1] += task.count(target)
+        if pixels:
+            self.pieces += pieces_of(batch, answers, target, ignore=task.ignore_index)  # type: ignore[attr-defined]
+        elif self.first:
+            mistakes = _mistakes(batch.index, target, answers, task.loss_each(output, target), worst)
+            self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=_by_loss)
 
 
 def _mistakes(index: Tensor, target: Tensor, answers: Tensor, loss: Tensor, worst: int) -> list[Mistake]:
@@ -136,10 +153,10 @@ def _total(task: Task, seen: _Seen, mesh: Mesh, worst: int, seconds: float) -> E
         _add_up(metric, mesh)
     losses = mesh.sum_(seen.losses)
     tally = mesh.sum_(seen.tally.to(mesh.device)).cpu()
-    gathered = mesh.gather_objects((seen.mistakes, seen.skipped))
+    gathered = mesh.gather_objects((seen.mistakes, seen.skipped, seen.pieces))
     values = dict(seen.metrics.compute())
     confusion = values.pop("confusion").tolist() if "confusion" in values else None
-    images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names in gathered for name in names]
+    images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names, _ in gathered for name in names]
     duplicates = int(tally.sum()) - images
     numbers = {name: 100 * float(value) for name, value in values.items()}
     told = f", {len(skipped)} unreadable left out" if skipped else ""
@@ -153,7 +170,9 @@ def _total(task: Task, seen: _Seen, mesh: Mesh, worst: int, seconds: float) -> E
         skipped=skipped,
         sentence=f"{task.sentence(numbers)} on {images:,}/{of:,} images, {duplicates} duplicates{told}",
         seconds=seconds,
-        mistakes=heapq.nlargest(worst, [one for some, _ in gathered for one in some], key=_by_loss),
+        mistakes=heapq.nlargest(worst, [one for some, _, _ in gathered for one in some], key=_by_loss),
+        unit="pixels" if is_per_pixel(task) else "images",
+        pieces=put_together([piece for _, _, pieces in gathered for piece in pieces]),
     )
 
 

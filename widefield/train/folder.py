@@ -1,7 +1,7 @@
 """The run folder: what lies where, who may write, and the files that belong to no step.
 
 config.yaml  plan.yaml  record.jsonl  summary.csv  tensorboard/  checkpoints/  report.html
-weights.safetensors  evaluation.json  mistakes/  nan.json (after a loss that was no number)
+weights.safetensors  evaluation.json  mistakes/  samples/ (of labels per pixel)  nan.json (after a loss that was no number)
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torchvision.transforms.v2 import functional as v2
 
 from widefield.config import RunConfig, read_config
 from widefield.data import Dataset, Images
-from widefield.data.image import write_image
+from widefield.data.image import write_image, write_labels
 from widefield.naming import did_you_mean
 from widefield.plan import Plan, to_text
 from widefield.section import differences, to_yaml
 from widefield.train.evaluate import Evaluation
+from widefield.train.pieces import Piece
 from widefield.train.record import replace_text
 
 WEIGHTS = "weights.safetensors"
@@ -93,7 +94,7 @@ class NoImages:
     def __len__(self) -> int:
         return 0
 
-    def read(self, index: int) -> tuple[Tensor, int]:
+    def read(self, index: int) -> tuple[Tensor, int | Tensor]:
         raise AssertionError("this split holds no images")
 
     def name_of(self, index: int) -> str:
@@ -101,11 +102,12 @@ class NoImages:
 
 
 def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[float], std: list[float], name: str) -> None:
-    """Leave what using the model takes beside its weights: classes, image shape (C, H, W), normalization."""
+    """Leave what using the model takes beside its weights: classes and of what, image shape (C, H, W), normalization."""
     told = {
         "model": name,
         "classes": dataset.classes,
         "image": shape,
+        "labels": "pixels" if dataset.pixels else "images",
         "pixels": "(value / 255 - mean) / std",
         "mean": mean,
         "std": std,
@@ -120,7 +122,8 @@ def read_model(folder: Path) -> Dataset:
         raise ValueError(f"{folder} has no {MODEL}, so its run never began to train; train it first")
     told = json.loads(path.read_text(encoding="utf-8"))
     none = NoImages(told["image"])
-    return Dataset(none, none, told["classes"], told["image"][0], told["mean"], told["std"], in_memory=True)
+    pixels = told.get("labels") == "pixels"
+    return Dataset(none, none, told["classes"], told["image"][0], told["mean"], told["std"], in_memory=True, pixels=pixels)
 
 
 def write_weights(folder: Path, model: nn.Module) -> Path:
@@ -199,7 +202,7 @@ class Picture:
 def write_evaluation(
     folder: Path, evaluation: Evaluation, *, step: int, epoch: float, classes: list[str], images: Images
 ) -> None:
-    """Leave an evaluation and pictures of its worst mistakes in the folder."""
+    """Leave an evaluation in the folder with pictures of its worst mistakes or, of labels per pixel, of some images."""
     place = folder / "mistakes"
     place.mkdir(exist_ok=True)
     pictures = []
@@ -211,9 +214,21 @@ def write_evaluation(
         pictures.append(Picture(name, picture, truth, prediction, mistake.probability, mistake.loss))
     for stale in sorted(place.glob("*.png"))[len(pictures) :]:
         stale.unlink()
-    values = {key: value for key, value in asdict(evaluation).items() if key not in ("mistakes", "seconds")}
+    values = {key: value for key, value in asdict(evaluation).items() if key not in ("mistakes", "pieces", "seconds")}
     values |= {"step": step, "epoch": epoch, "classes": classes, "mistakes": [asdict(picture) for picture in pictures]}
+    values["samples"] = [_write_sample(folder, piece, images.name_of(piece.index)) for piece in evaluation.pieces]
     replace_text(folder / "evaluation.json", json.dumps(values) + "\n")
+
+
+def _write_sample(folder: Path, piece: Piece, name: str) -> dict[str, Any]:
+    """Leave the three pictures of an image in samples/; what the report wants to know of them."""
+    place = folder / "samples"
+    place.mkdir(exist_ok=True)
+    files = {kind: f"samples/{piece.index:02}_{kind}.png" for kind in ("image", "truth", "prediction")}
+    write_image(piece.image[: 3 if len(piece.image) >= 3 else 1], folder / files["image"])
+    write_labels(piece.truth, folder / files["truth"])
+    write_labels(piece.prediction, folder / files["prediction"])
+    return {"id": name, "size": list(piece.size), "right": piece.right, "counted": piece.counted, **files}
 
 
 def _thumbnail(image_CHW: Tensor, side: int = 160) -> Tensor:

@@ -2,19 +2,21 @@
 
     for each step:
         passes <- this rank's batches of the step, from the loader
-        for each pass:  loss_sum <- task's loss of the model's output;  backward of loss_sum * ranks / samples
+        for each pass:  loss_sum <- task's loss of the model's output;  backward of loss_sum * copies / nominal count
         all ranks add up [loss_sum, count, problem, stop] while the last backward runs
         a problem or a loss that is not finite: raise on every rank, weights untouched
         gradients -> clip -> optimizer -> average;  record
         at the end of an epoch, or as asked: evaluate;  save
 
-DDP averages gradients over ranks, so a loss scaled by ranks / samples gives the gradient of the mean over the whole
-batch, however unevenly it is shared.
+DDP averages gradients over ranks, so a loss scaled by copies of the model / count gives the gradient of the mean over the
+whole batch, however unevenly it is shared.  The count is known when the backward has begun; so first it is taken for the
+nominal one, of all samples (or all their pixels), and where fewer counted the gradients are scaled by nominal / count.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -30,8 +32,9 @@ from widefield.data.loader import Batch, Steps, close
 from widefield.engine.mesh import AgreedError, Mesh
 from widefield.engine.normalization import ghost
 from widefield.engine.strategies.data import without_sync
-from widefield.tasks import Task
+from widefield.tasks import Task, is_per_pixel
 from widefield.train.arithmetic import Arithmetic
+from widefield.train.placing import on_tiles
 from widefield.train.schedule import Schedule
 
 
@@ -64,7 +67,7 @@ class Learner:
     step: int = 0
     """Optimizer steps done."""
     skipped: list[str] = field(default_factory=list)
-    """Unreadable images this rank left out."""
+    """Unreadable images this rank left out, and names as the first of its copy."""
     order: str = ""
     """SHA-256 chain over the images this rank has learnt from, in order: two runs with the same one saw the same images."""
 
@@ -82,11 +85,23 @@ class Learner:
 
     def rehearse(self) -> Tensor:
         """Loss of the model on one image twice: a trial pass, for strategies that look at the graph first."""
-        image, target = self.prepare(self.spare)
+        image, target = self._placed(self.spare)
         with self.arithmetic.autocast():
             output = self.model(torch.cat([image, image]))
         target = torch.cat([target, target])
         return self._loss_of(output, target) / len(target)
+
+    def images_of_a_pass(self) -> Tensor:
+        """As many images as this rank's first pass has, all of them the spare one: what the model is going to be given."""
+        image, _ = self._placed(self.spare)
+        passes = self.mesh.copies * self.config.gradient.accumulate
+        return torch.cat([image] * -(-len(self.steps.positions(0)) // passes))
+
+    def _placed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Images and targets as the model and the task take them: tiled where the mesh cuts images."""
+        image, target = self.prepare(batch)
+        pixels = is_per_pixel(self.task)
+        return on_tiles(image, batch, self.mesh), on_tiles(target, batch, self.mesh) if pixels else target
 
     def learn(self, passes: list[Batch], *, stop: bool) -> tuple[float, bool]:
         """One optimizer step on this rank's passes; the loss of the whole batch, and whether any rank wants to stop.
@@ -94,22 +109,29 @@ class Learner:
         AgreedError on every rank, weights untouched: a rank could not read its data.  NonFiniteLossError likewise.
         """
         passes = [batch for batch in passes if not batch.idle]
-        samples = len(self.steps.positions(self.step))
+        nominal = len(self.steps.positions(self.step)) * self._counted_in(self.spare)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr_now()
         self.optimizer.zero_grad(set_to_none=True)
-        loss_sum, count, wants_to_stop = self._gradients(passes, stop, samples)
+        loss_sum, count, wants_to_stop = self._gradients(passes, stop, nominal)
         self._check(loss_sum, count, passes)
-        self._update(scale=samples / count)
+        self._update(scale=nominal / count)
         self.step += 1
         self.order = _chained(self.order, passes)
-        self.skipped += [name for batch in passes for name in batch.skipped]
+        if self.mesh.is_first_of_copy:
+            self.skipped += [name for batch in passes for name in batch.skipped]
         return loss_sum / count, wants_to_stop
 
-    def _gradients(self, passes: list[Batch], stop: bool, samples: int) -> tuple[float, float, bool]:
+    @staticmethod
+    def _counted_in(batch: Batch) -> int:
+        """How many losses an image has: one, or one per pixel of the whole."""
+        pixels = batch.target.shape[1:]
+        return math.prod(pixels if batch.whole_shape is None or not pixels else batch.whole_shape[1:])
+
+    def _gradients(self, passes: list[Batch], stop: bool, nominal: int) -> tuple[float, float, bool]:
         """Backward of every pass; sums over ranks of the loss and its count, and whether to stop."""
         own_loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        own_count = 0.0
+        own_count = torch.zeros_like(own_loss)
         for number, batch in enumerate(passes):
             last = number == len(passes) - 1
             with ExitStack() as stack:
@@ -118,25 +140,26 @@ class Learner:
                 if batch.samples == 0:
                     stack.enter_context(ghost(self.model))
                 loss, count = self._loss(batch)
-                own_loss += loss.detach()
-                own_count += count
+                if self.mesh.is_first_of_copy:
+                    own_loss += loss.detach()
+                    own_count += count
                 if last:
                     total = self._start_total(own_loss, own_count, passes, stop)
-                self.scaler.scale(loss * (self.mesh.size / samples)).backward()
+                self.scaler.scale(loss * (self.mesh.copies / nominal)).backward()
         loss_sum, count, problems, stops = total()
         if problems:
             self.mesh.agree(next((batch.problem for batch in passes if batch.problem is not None), None))
         return loss_sum, count, stops > 0
 
-    def _loss(self, batch: Batch) -> tuple[Tensor, float]:
+    def _loss(self, batch: Batch) -> tuple[Tensor, int | Tensor]:
         """Loss sum and count of one pass; 0 and 0, with a graph all the same, for a batch that is a stand-in."""
-        image, target = self.prepare(batch if batch.problem is None else self.spare)
+        image, target = self._placed(batch if batch.problem is None else self.spare)
         with self.arithmetic.autocast():
             output = self.model(image)
         loss = self._loss_of(output, target)
         if batch.samples == 0:
-            return loss * 0.0, 0.0
-        return loss, float(self.task.count(target))
+            return loss * 0.0, 0
+        return loss, self.task.count(target)
 
     def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
         """Losses are taken in float32 or wider, outside autocast."""
@@ -144,18 +167,20 @@ class Learner:
             output = output.to(torch.promote_types(output.dtype, torch.float32))
         return self.task.loss_sum(output, target)
 
-    def _start_total(self, loss: Tensor, count: float, passes: list[Batch], stop: bool):
+    def _start_total(self, loss: Tensor, count: Tensor, passes: list[Batch], stop: bool):
         problem = any(batch.problem is not None for batch in passes)
-        rest = torch.tensor([count, float(problem), float(stop)], dtype=torch.float64).to(loss.device, non_blocking=True)
-        return self.mesh.start_sum(torch.cat([loss.reshape(1), rest]))
+        rest = torch.tensor([float(problem), float(stop)], dtype=torch.float64).to(loss.device, non_blocking=True)
+        return self.mesh.start_sum(torch.cat([torch.stack([loss, count]), rest]))
 
     def _check(self, loss_sum: float, count: float, passes: list[Batch]) -> None:
         if count == 0:
             raise AgreedError(
-                f"no image of step {self.step + 1} could be read, so there is nothing to learn from; see data.path"
+                f"no image of step {self.step + 1} could be read, or none has a pixel that counts, so there is nothing to "
+                "learn from; see data.path"
             )
         if not abs(loss_sum) < float("inf"):
-            gathered = self.mesh.gather_objects([int(i) for batch in passes if batch.samples for i in batch.index])
+            own = [int(i) for batch in passes if batch.samples and self.mesh.is_first_of_copy for i in batch.index]
+            gathered = self.mesh.gather_objects(own)
             raise NonFiniteLossError(
                 f"the loss of step {self.step + 1} is {loss_sum}; the optimizer did not step and the weights are those of "
                 f"step {self.step}. Look at its images, which nan.json in the run folder names; a lower optimizer.lr, "
@@ -165,7 +190,7 @@ class Learner:
             )
 
     def _update(self, scale: float) -> None:
-        """Clip, step, average.  `scale` corrects gradients where not every sample of the batch counted."""
+        """Clip, step, average.  `scale` corrects gradients where not every sample or pixel of the batch counted."""
         gradients = [p.grad for p in self._trained if p.grad is not None]
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)

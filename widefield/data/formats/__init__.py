@@ -1,1 +1,1 @@
-"""A dataset format per file: `open_dataset(config) -> Dataset`, and CASES."""
+"""A dataset format per file: `open_dataset(config, **options) -> Dataset`, and CASES; `options` are `data.options`."""

@@ -7,8 +7,9 @@
   chooses; it leaves no trace.  What the strategy cannot do exactly it refuses, on every rank, before the first message;
 - `CASES`: small nets on which three optimizer steps over ranks must equal one device.
 
-Gradients are averaged over the data ranks.  A loop whose loss is a sum over samples therefore scales it by
-ranks / samples over all ranks: then the average is the gradient of the mean over the whole batch, however it is shared out.
+Gradients are averaged over the data ranks.  A loop whose loss is a sum over samples therefore scales it by the number of
+copies of the model / samples of all copies: then the average is the gradient of the mean over the whole batch, however it is
+shared out.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ _STATE = "_widefield_hook_state"
 def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None) -> list[str]:
     """Make training passes of `model` average their gradients over `mesh.data_group`; the reasons for each choice.
 
-    The gradient is the mean over ranks, so a loss summed over this rank's samples wants the factor ranks / samples of all.
+    The gradient is the mean over ranks, so a loss summed over this rank's samples wants the factor copies / samples of all.
     Weights and buffers become rank 0's.  Without `rehearse` no parameter may be left out of a pass (DDP then raises),
     and the first step's buckets are not the later ones'.
     """
     plan = mesh.plan
     reasons = []
-    if plan.batch_norm == "synchronized":
+    if plan.batch_norm == "synchronized" and mesh.copies > 1:  # tiles of one image share statistics by the engine's rules
         reasons += _synchronize(model, mesh)
     broadcast_buffers(model, mesh)  # SyncBatchNorm's trial pass wants them equal, and DDP before 2.13 leaves them out
     flags, why = _find_flags(model, mesh, rehearse)
@@ -70,7 +70,7 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
-    SyncBatchNorm.convert(model, mesh.statistics_group)
+    SyncBatchNorm.convert(model, mesh.statistics_group, alike=mesh.grid.size)
     count = sum(isinstance(layer, SyncBatchNorm) for layer in model.modules())
     return [
         f"BatchNorm: {count} layers share their statistics over {mesh.size} ranks, so that the numbers are one device's"
@@ -101,6 +101,9 @@ def _find_flags(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor] | N
     which = f"all {len(trainable)} parameters get gradients" if not unused else (
         f"{len(unused)} of {len(trainable)} parameters never get gradients ({_some(unused)}) and the others always do"
     )  # fmt: skip
+    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    if mesh.grid.size > 1 and compiled and not unused:  # its graph would begin with a clone that a compiler cannot trace
+        return {}, f"plain DDP: {which}, but a static graph cannot be compiled together with tiles in space"
     if mesh.plan.accumulate == 1:
         return {"static_graph": True}, f"static graph: {which}, in two trial passes on {mesh.size} ranks"
     why = f"gradient.accumulate={mesh.plan.accumulate} leaves out messages, which DDP's static graph cannot"

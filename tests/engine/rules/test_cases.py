@@ -1,0 +1,157 @@
+"""Every rule's cases: what tiles give together equals the whole, values and gradients, in float64."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import warnings
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from widefield.engine import dispatch, rules, windowed
+from widefield.engine.layout import Cut, Layout, layout_of
+from widefield.engine.mesh import Mesh
+from widefield.engine.places import moved
+from widefield.engine.rules import Case
+from widefield.engine.tiled import TiledTensor
+from widefield.engine.tiling import _Tile, whole
+from widefield.geometry.interval import even_cut
+from widefield.plan import Plan
+
+FAMILIES = sorted(found.name for found in pkgutil.iter_modules(rules.__path__))
+HOW = {"even": 0.25, "uneven": 10.0, "last tile empty": 0.25, "gradient cut elsewhere": 0.25, "cut elsewhere": 0.25}
+"""How inputs are cut, and up to which share edges are computed apart from the tile; with 10 they always are."""
+GRIDS = [(2,), (3,), (2, 2), (4,)]
+FEWER = {(3,): ("uneven", "last tile empty"), (4,): ("uneven", "last tile empty")}
+"""Of more tiles along one dim, the ways that show what two do not: tiles between others, and halos from beyond the next."""
+
+
+def cases_of(family: str) -> list[Case]:
+    return importlib.import_module(f"{rules.__name__}.{family}").CASES
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiles_together_equal_the_whole(family, grid):
+    ranks = torch.Size(grid).numel()
+    problems = on_ranks(ranks, _problems_of, family, plan=Plan(space=list(grid)), timeout_seconds=600)
+    assert problems[0] == [] and all(found == problems[0] for found in problems), "\n".join(problems[0])
+
+
+def _problems_of(mesh: Mesh, family: str) -> list[str]:
+    """What is wrong with any case under any cut, a line each; cases after a failed one still run."""
+    torch.set_default_dtype(torch.float64)
+    warnings.filterwarnings("ignore", "Using padding='same'", UserWarning)  # torch's advice on speed, of even kernels
+    return [
+        f"{family}: {case.name}, {how}: {problem}"
+        for case in cases_of(family)
+        for how, small in HOW.items()
+        if how in FEWER.get(mesh.grid.sizes, HOW)
+        if not (case.refuses and how == "cut elsewhere")  # what refuses a cut image may run where batch and channels are cut
+        if (problem := _said(case, mesh, how, small)) is not None
+    ]
+
+
+def _said(case: Case, mesh: Mesh, how: str, small: float) -> str | None:
+    dispatch._KNOWN.clear()
+    windowed.SMALL_SHARE = small
+    try:
+        return _problem_of(case, mesh, how)
+    except (NotImplementedError, AssertionError) as error:  # raised on every rank alike, before any message
+        if how == "cut elsewhere" and isinstance(error, NotImplementedError):
+            return None  # batch and channels are cut by moves inside a net alone; there a refusal will do
+        return f"{type(error).__name__}: {error}"
+
+
+def _problem_of(case: Case, mesh: Mesh, how: str) -> str | None:
+    torch.manual_seed(0)
+    wholes = [torch.randn(shape).requires_grad_() for shape in case.shapes]
+    given = [w.detach().clone().requires_grad_() for w in wholes]
+    inputs = [_Tile.apply(x, _layout(x, mesh, how)) if n in case.tiled else x for n, x in enumerate(given)]
+    if case.refuses is not None:
+        return _problem_of_refusal(case, inputs)
+    torch.manual_seed(1)
+    expected = tensors_of(case.run(*wholes))
+    torch.manual_seed(1)
+    got = tensors_of(case.run(*inputs))
+    pairs = enumerate(zip(got, expected, strict=True))
+    problems = [_difference(whole(a).detach(), b.detach(), f"output {n}") for n, (a, b) in pairs]
+    weights = [torch.randn_like(out) for out in expected if out.requires_grad]
+    if weights:
+        _pull(expected, weights)
+        _pull(got, [_like(w, g, how) for w, g in zip(weights, _with_grad(got), strict=True)])
+        for n, (a, b) in enumerate(zip(given, wholes, strict=True)):
+            grad = None if a.grad is None else _mean(whole(a.grad), mesh, n in case.tiled)
+            problems.append(_difference(grad, b.grad, f"gradient {n}"))
+    return next((problem for problem in problems if problem), None)
+
+
+def _problem_of_refusal(case: Case, inputs: list) -> str | None:
+    assert case.refuses is not None
+    try:
+        case.run(*inputs)
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        return None if re.search(case.refuses, str(error)) else f"refused with other words: {error}"
+    return "not refused"
+
+
+def tensors_of(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in (value.values() if isinstance(value, dict) else value) for tensor in tensors_of(part)]
+
+
+def _with_grad(tensors):
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _like(weight: torch.Tensor, output: torch.Tensor, how: str) -> torch.Tensor:
+    """The gradient of an output, cut as it is, or on other dims."""
+    if type(output) is not TiledTensor:
+        return weight
+    cut_dims = [dim for dim, cut in enumerate(output.laid.cuts) if cut is not None]
+    return _Tile.apply(weight, moved(output.laid, cut_dims) if how == "gradient cut elsewhere" else output.laid)
+
+
+def _pull(outputs, weights) -> None:
+    torch.autograd.backward(_with_grad(outputs), weights)
+
+
+def _mean(grad: torch.Tensor, mesh: Mesh, tiled: bool) -> torch.Tensor:
+    """Plain weights' gradients are averaged as DDP does; a tiled image's gradient is whole on every rank."""
+    return grad if tiled else mesh.sum_(grad.clone(memory_format=torch.contiguous_format)) / mesh.size
+
+
+def _layout(x: torch.Tensor, mesh: Mesh, how: str) -> Layout:
+    grid, cuts = mesh.grid, [None] * x.ndim
+    first = min(2, x.ndim - 1)
+    for axis, size in enumerate(grid.sizes):
+        dim = first + axis if how != "cut elsewhere" else 1 - axis
+        if dim < x.ndim:
+            cuts[dim] = Cut((axis,), _bounds(x.shape[dim], size, how))
+    return layout_of(tuple(x.shape), tuple(cuts), grid)
+
+
+def _bounds(extent: int, parts: int, how: str) -> tuple[int, ...]:
+    if how in ("even", "gradient cut elsewhere", "cut elsewhere") or extent < 2:
+        return even_cut(extent, parts)
+    if how == "uneven":
+        inner = sorted(min(extent, round(extent * (part / parts) ** 1.4)) for part in range(1, parts))
+        return (0, *inner, extent)
+    return (*even_cut(extent, parts - 1), extent) if parts > 1 else (0, extent)
+
+
+def _difference(got, expected, what: str) -> str | None:
+    if got is None or expected is None:
+        same = (got is None or not got.any()) and (expected is None or not expected.any())
+        return None if same else f"{what} is {'missing' if got is None else 'there'} on tiles only"
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"{what} is {tuple(got.shape)} {got.dtype} and should be {tuple(expected.shape)} {expected.dtype}"
+    if not got.is_floating_point():
+        return None if torch.equal(got, expected) else f"{what} differs at {(got != expected).sum()} places"
+    error = (got - expected).abs().max().item() if got.numel() else 0.0
+    size = max(1.0, expected[expected.isfinite()].abs().max().item()) if expected.isfinite().any() else 1.0
+    return f"{what} is off by {error:.2e} of {size:.2e}" if not error <= 1e-10 * size else None

@@ -1,0 +1,101 @@
+"""The recipe of pages, end to end on one rank, at a size of its own: it learns pixels, shows them and answers for images."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import RECIPES, fingerprint, forget_after, losses, record
+from PIL import Image
+
+from widefield import inference
+from widefield.cli import main
+from widefield.config import read_config
+from widefield.data import open_dataset
+from widefield.data.image import write_image
+from widefield.engine.mesh import AgreedError, World
+from widefield.plan import plan_of
+from widefield.run import train
+
+PAGE = str(RECIPES / "page.yaml")
+SMALL = ["mesh.space=[]", "data.options.size=[48, 40]", "data.options.pages=[6, 5]", "model.options.widths=[4, 6]",
+         "schedule.length=4step", "schedule.warmup=2step", "evaluate.every=1000step", "log.tensorboard=false"]  # fmt: skip
+
+
+def go(folder: Path, *settings: str):
+    return train(read_config(PAGE, [*SMALL, *settings]), folder, World())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("page") / "run"
+    assert go(folder).reason == "complete"
+    return folder
+
+
+def test_the_recipe_cuts_each_page_over_two_ranks():
+    plan = plan_of(read_config(PAGE), 2)
+    assert plan.ranks == 2 and plan.space == [2, 1]
+
+
+def test_every_held_out_page_is_evaluated_with_the_metrics_of_its_pixels(trained):
+    (line,) = record(trained, "evaluation")
+    assert (line["images"], line["of"], line["duplicates"]) == (5, 5, 0)
+    assert list(line["metrics"]) == ["iou", "dice", "accuracy"] and len(losses(trained)) == 4
+    told = json.loads((trained / "evaluation.json").read_text())
+    assert told["unit"] == "pixels" and sum(map(sum, told["confusion"])) == 5 * 48 * 40
+    assert re.fullmatch(r"\d+\.\d\d % mean IoU on 5/5 images, 0 duplicates", told["sentence"])
+
+
+def test_pictures_of_the_first_pages_are_left_and_shown(trained):
+    pages = open_dataset(read_config(PAGE, SMALL).data).evaluate
+    told = json.loads((trained / "evaluation.json").read_text())["samples"]
+    assert [one["id"] for one in told] == [f"page/evaluate/{number}" for number in range(4)]
+    for number, one in enumerate(told):
+        image, labels = pages.read(number)
+        assert np.array_equal(np.asarray(Image.open(trained / one["image"])), image[0].numpy())
+        assert np.array_equal(np.asarray(Image.open(trained / one["truth"])), labels.numpy())
+        right = np.asarray(Image.open(trained / one["prediction"])) == labels.numpy()
+        assert (one["right"], one["counted"], one["size"]) == (right.sum(), 48 * 40, [48, 40])
+    assert (trained / "report.html").read_text().count('<figure class="sample"') == 4
+
+
+def test_a_resumed_run_of_pages_equals_one_that_was_not_stopped(trained, tmp_path):
+    go(tmp_path / "cut", "checkpoint.every=1step", "checkpoint.keep_last=100")
+    forget_after(tmp_path / "cut", 2)
+    assert go(tmp_path / "cut").reason == "complete"
+    assert len(losses(tmp_path / "cut")) == 4 and fingerprint(tmp_path / "cut", ranks=1) == fingerprint(trained, ranks=1)
+
+
+def test_the_evaluation_can_be_had_again(trained):
+    again = inference.evaluate_run(trained, [], World())
+    told = json.loads((trained / "evaluation.json").read_text())
+    assert again.confusion == told["confusion"] and again.sentence == told["sentence"]
+
+
+def test_a_prediction_leaves_the_class_of_every_pixel_beside_the_image(trained, tmp_path, capsys):
+    image, _ = open_dataset(read_config(PAGE, SMALL).data).evaluate.read(2)
+    write_image(image, tmp_path / "scan.png")
+    assert main(["predict", str(trained), str(tmp_path / "scan.png"), "--top", "11"]) == 0
+    said = capsys.readouterr().out.strip()
+    labels = np.asarray(Image.open(tmp_path / "scan.labels.png"))
+    shown = np.asarray(Image.open(trained / "samples/02_prediction.png"))
+    assert np.array_equal(labels, shown), "other classes than the evaluation's"
+    assert said.startswith(f"{tmp_path / 'scan.png'}  ") and said.endswith(f"  -> {tmp_path / 'scan.labels.png'}")
+    shares = dict(re.findall(r"(\w+) (\d+\.\d) %", said))
+    assert shares["background"] == f"{100 * (labels == 0).mean():.1f}" and len(shares) == 11
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(trained, tmp_path):
+    write_image(open_dataset(read_config(PAGE, SMALL).data).evaluate.read(2)[0], tmp_path / "scan.png")
+    (tmp_path / "scan.labels.png").mkdir()
+    with pytest.raises(ValueError, match=r"cannot write .*scan\.labels\.png \(.*; copy .*scan\.png into a folder"):
+        inference.predict(trained, [str(tmp_path / "scan.png")])
+
+
+def test_what_moves_pixels_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(AgreedError, match="data.augment has RandomHorizontalFlip, which may move pixels"):
+        go(tmp_path / "run", "data.augment=[RandomHorizontalFlip]")

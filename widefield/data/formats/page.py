@@ -1,0 +1,223 @@
+"""Pages of any size, composed of scikit-learn's digits, with the class of every pixel: 0 is background, 1..10 are 0..9.
+
+A page is a grid of square cells.  A cell holds one digit or none: a real scan of 8x8 pixels, enlarged bilinearly, of random
+size, place and contrast within its cell, so digits never overlap; at the page's edge they may be cut off.  Below lies
+paper with a coarse and a fine grain.  A pixel is labelled with its digit where the enlarged ink is above a threshold.
+
+Every random number is a hash of the page, the cell or pixel and what it is for.  So a page is a function of (seed, split,
+index), a window of it is the same bits as that part of the whole, and costs in proportion to its own pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from widefield.config import DataConfig
+from widefield.data import Dataset
+from widefield.data.formats import digits
+from widefield.data.transforms import seed_of
+from widefield.geometry import Interval
+
+INK = 96
+"""Of 255: pixels of an enlarged scan above it are labelled as the digit."""
+BAND = 256
+"""Rows rendered at a time, so that what lies in memory beside the page is small."""
+GRAIN = 32
+"""Pixels between the points of the paper's coarse grain."""
+Pixels = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the options of a recipe say: pixels of a page, sides of digits, and the chance that a cell holds one."""
+
+    size: tuple[int, int]
+    digit_px: tuple[int, int]
+    chance: float
+
+    @property
+    def cell(self) -> int:
+        """The side of a cell: that of the largest digit."""
+        return self.digit_px[1]
+
+
+@dataclass(frozen=True)
+class Pages:
+    """One split: `count` pages of the scans (N, 8, 8) uint8 with `labels` (N,)."""
+
+    split: str
+    count: int
+    seed: int
+    layout: Layout
+    scans: Pixels
+    labels: Pixels
+
+    def __len__(self) -> int:
+        return self.count
+
+    def name_of(self, index: int) -> str:
+        return f"page/{self.split}/{index}"
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return (1, *self.layout.size)
+
+    def read(self, index: int) -> tuple[Tensor, Tensor]:
+        height, width = self.layout.size
+        return self.read_window(index, (Interval(0, height), Interval(0, width)))
+
+    def read_window(self, index: int, window: tuple[Interval, ...]) -> tuple[Tensor, Tensor]:
+        rows, columns = window
+        key = seed_of(self.seed, "page", self.split, index)
+        image = np.empty((len(rows), len(columns)), dtype=np.uint8)
+        label = np.zeros_like(image)
+        for start in range(rows.start, rows.stop, BAND):
+            band = Interval(start, min(start + BAND, rows.stop))
+            part = slice(band.start - rows.start, band.stop - rows.start)
+            image[part] = _paper(key, band, columns)
+            self._draw(key, band, columns, image[part], label[part])
+        return torch.from_numpy(image).unsqueeze(0), torch.from_numpy(label)
+
+    def _draw(self, key: int, rows: Interval, columns: Interval, image: Pixels, label: Pixels) -> None:
+        """Put the digits of all cells that the window touches onto its paper."""
+        cell = self.layout.cell
+        across, down = (np.arange(run.start // cell, -(-run.stop // cell)) for run in (columns, rows))
+        cells = np.stack(np.meshgrid(down, across, indexing="ij"), axis=-1).reshape(-1, 2)
+        draws = [_chance(key, cells[:, 0], cells[:, 1], purpose) for purpose in range(6)]
+        for (y, x), (there, scan, side, top, left, contrast) in zip(cells.tolist(), zip(*draws, strict=True), strict=True):
+            if there >= self.layout.chance:
+                continue
+            number = int(scan * len(self.scans))
+            low, high = self.layout.digit_px
+            side_px = low + int(side * (high - low + 1))
+            top_px, left_px = (at * cell + int(share * (cell - side_px + 1)) for at, share in ((y, top), (x, left)))
+            box = (Interval(top_px, top_px + side_px), Interval(left_px, left_px + side_px))
+            ink = _enlarged(self.scans[number], box, (rows, columns))
+            if ink.size:
+                where = tuple(slice(part.start, part.stop) for part in _within(box, (rows, columns)))
+                _print(image[where], ink, 0.4 + 0.6 * contrast)
+                label[where][ink > INK] = 1 + self.labels[number]
+
+
+def _within(box: tuple[Interval, Interval], window: tuple[Interval, Interval]) -> list[Interval]:
+    """The part of the box that the window shows, counted from the window's start."""
+    shown = [side & run for side, run in zip(box, window, strict=True)]
+    return [Interval(one.start - run.start, one.stop - run.start) for one, run in zip(shown, window, strict=True)]
+
+
+def _enlarged(scan: Pixels, box: tuple[Interval, Interval], window: tuple[Interval, Interval]) -> Pixels:
+    """The scan enlarged bilinearly to the box, as torch's interpolate does, and of that what the window shows.
+
+    Products and sums of single pixels alone, in float32, so the bits of a pixel do not depend on the window.
+    """
+    (above, below, down), (left, right, across) = (_neighbours(side, side & run) for side, run in zip(box, window, strict=True))
+    ink = scan.astype(np.float32)
+    upper = ink[above][:, left] * (1 - across) + ink[above][:, right] * across
+    lower = ink[below][:, left] * (1 - across) + ink[below][:, right] * across
+    return upper * (1 - down)[:, None] + lower * down[:, None]
+
+
+def _neighbours(side: Interval, shown: Interval) -> tuple[Pixels, Pixels, Pixels]:
+    """For each pixel shown of an enlarged side: the scan's pixels before and after its center, and the weight of the latter."""
+    at = (np.arange(shown.start, shown.stop) - side.start + 0.5) * (8 / len(side)) - 0.5
+    at = np.clip(at, 0, 7)
+    before = at.astype(np.int64)
+    return before, np.minimum(before + 1, 7), (at - before).astype(np.float32)
+
+
+def _print(paper: Pixels, ink: Pixels, contrast: float) -> None:
+    """Ink lightens the paper towards white, the more the stronger the contrast."""
+    share = ink * np.float32(contrast / 255)
+    paper += ((255 - paper) * share).astype(np.uint8)
+
+
+def _paper(key: int, rows: Interval, columns: Interval) -> Pixels:
+    """Dark paper between 16 and 111 of 255: a coarse grain, bilinear between points, and a fine one of single pixels.
+
+    In whole numbers, so that the bits of a pixel do not depend on the window.
+    """
+    down, across = (np.arange(run.start // GRAIN, run.stop // GRAIN + 2) for run in (rows, columns))
+    points = (_hash(key, down[:, None], across[None, :], 7) >> np.uint32(26)).astype(np.int32)  # 0..63
+    (y, dy), (x, dx) = (_between(run) for run in (rows, columns))
+    lines = points[:, x] * (GRAIN - dx) + points[:, x + 1] * dx
+    coarse = (lines[y] * (GRAIN - dy)[:, None] + lines[y + 1] * dy[:, None]) // GRAIN**2
+    at = [np.arange(run.start, run.stop) for run in (rows, columns)]
+    fine = _hash(key, at[0][:, None], at[1][None, :], 8) >> np.uint32(27)  # 0..31
+    return (16 + coarse + fine).astype(np.uint8)
+
+
+def _between(run: Interval) -> tuple[Pixels, Pixels]:
+    """For each pixel: the number of the grain's point before it, from the first one at hand, and how far it is beyond."""
+    pixels = np.arange(run.start, run.stop, dtype=np.int32)
+    return pixels // GRAIN - run.start // GRAIN, pixels % GRAIN
+
+
+def _chance(key: int, y: Pixels, x: Pixels, purpose: int) -> Pixels:
+    """Numbers from 0 to below 1."""
+    return _hash(key, y, x, purpose) / 2.0**32
+
+
+def _hash(key: int, y: Pixels, x: Pixels, purpose: int) -> Pixels:
+    """32 bits that look random, one number for each (y, x): the finalizer of MurmurHash3 (Appleby) after each input."""
+    state = _mixed(np.uint32(seed_of(key, purpose) % 2**32) ^ y.astype(np.uint32))
+    return _mixed(state * np.uint32(0x9E3779B1) ^ x.astype(np.uint32))
+
+
+def _mixed(state: Pixels) -> Pixels:
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = (state ^ (state >> np.uint32(shift))) * np.uint32(factor)
+    return state ^ (state >> np.uint32(16))
+
+
+def open_dataset(
+    config: DataConfig,
+    *,
+    size: tuple[int, int] = (256, 256),
+    pages: tuple[int, int] = (64, 8),
+    digit_px: tuple[int, int] = (16, 40),
+    digits_per_megapixel: float = 400,
+    seed: int = 0,
+) -> Dataset:
+    """Pages to train on and to evaluate, composed of disjoint digits: of the scans that the format `digits` has for each.
+
+    size: height and width of a page.  pages: how many to train on and to evaluate.  digit_px: smallest and largest side of
+    a digit; the largest is a cell's side.  digits_per_megapixel: digits on a million pixels, on average.  seed: of the pages,
+    apart from the run's, so that runs of several seeds see the same ones.
+    ValueError: options that no page can have; `path` or `hold_out`, since pages come from no folder.
+    """
+    if config.path is not None or config.hold_out is not None:
+        raise ValueError("data.name=page is built in; leave data.path and data.hold_out out")
+    _check(size=size, pages=pages, digit_px=digit_px)
+    chance = digits_per_megapixel * digit_px[1] ** 2 / 1e6
+    if not 0 < chance <= 1:
+        raise ValueError(
+            f"data.options.digits_per_megapixel is {digits_per_megapixel:g}; digits of up to {digit_px[1]} px want a number "
+            f"above 0 and up to {1e6 / digit_px[1] ** 2:.0f}, so that they do not overlap"
+        )
+    layout = Layout((size[0], size[1]), (digit_px[0], digit_px[1]), chance)
+    scans = digits.open_dataset(DataConfig(name="digits"))
+    train, evaluate = (
+        Pages(split, count, seed, layout, part.images.squeeze(1).numpy(), np.array(part.labels))  # type: ignore[attr-defined]
+        for split, count, part in zip(("train", "evaluate"), pages, (scans.train, scans.evaluate), strict=True)
+    )
+    names = ["background", *scans.classes]
+    # mean and standard deviation of the pixels of the 64 training pages that the defaults make
+    return Dataset(train, evaluate, names, 1, [0.298], [0.14], in_memory=False, pixels=True)
+
+
+def _check(**options: tuple[int, int]) -> None:
+    for name, pair in options.items():
+        whole = isinstance(pair, list | tuple) and len(pair) == 2 and all(type(one) is int and one > 0 for one in pair)
+        if not whole:
+            raise ValueError(f"data.options.{name} is {pair!r}; two whole numbers above 0 are wanted, as [256, 256]")
+    low, high = options["digit_px"]
+    if low > high:
+        raise ValueError(f"data.options.digit_px is [{low}, {high}]; the smallest side comes first")
+
+
+CASES = [({"options": {"size": [320, 400], "pages": [3, 2]}}, 3, 2, 11)]
+"""As in digits."""

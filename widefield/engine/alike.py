@@ -1,0 +1,150 @@
+"""Operations on tensors that every rank has alike: the plain operation, which gives every rank the same.
+
+Where a gradient repeats one value over an image, as that of a mean does, it is computed once and not per pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from widefield.engine.homes import version_of
+from widefield.engine.layout import Grid
+from widefield.engine.rules import PLAIN_OUTPUTS
+from widefield.engine.tiled import TiledTensor, wrap_uncut
+
+
+def on_every_rank(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Every tensor is the same on every rank, so the plain operation is, too."""
+    grid: Grid | None = None
+    targets: dict[int, TiledTensor] = {}
+    first = args[0] if args else None
+
+    def plain(value: Any) -> Any:
+        nonlocal grid
+        if type(value) is not TiledTensor:
+            return value
+        if value.home is not None:
+            value.home.keep_up(version_of(value))
+        grid = value.laid.grid
+        targets[id(value.own)] = value
+        return value.own
+
+    if any(type(arg) is list for arg in args) or kwargs:
+        args, kwargs = tree_map(plain, args), tree_map(plain, kwargs)
+        out = func(*args, **kwargs)
+    else:
+        out = func(*[plain(arg) for arg in args])
+    keep_plain = PLAIN_OUTPUTS.get(func, ())
+    made = out
+    if isinstance(out, Tensor):
+        made = targets[id(out)] if id(out) in targets else out if keep_plain else wrap_uncut(out, grid)
+    elif isinstance(out, (tuple, list)):
+        made = type(out)(
+            value
+            if number in keep_plain
+            else (targets[id(value)] if id(value) in targets else wrap_uncut(value, grid))
+            if isinstance(value, Tensor)
+            else value
+            for number, value in enumerate(out)
+        )
+    if type(first) is TiledTensor and first.home is not None:
+        _follow_home(func, first, made)
+    return made
+
+
+def _follow_home(func: Any, first: TiledTensor, made: Any) -> None:
+    """Of a moved view: what was written goes home, and what views it belongs there, too."""
+    if is_in_place(func):
+        first.home.bring(version_of(first) + 1)
+    elif func.is_view:
+        for view in tensors_in(made):
+            view.home = first.home  # type: ignore[attr-defined]
+
+
+def is_in_place(func: Any) -> bool:
+    arguments = func._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """All tensors in arguments, those in lists too."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- one value at many places
+
+
+def on_uncut(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Operands that every rank has whole; in a backward once only along dims on which all of them repeat one value.
+
+    The gradient of a mean is spread over all pixels and then divided: an image would be filled with it, on every rank.
+    """
+    if torch._C._current_graph_task_id() == -1:  # in a forward the result may be a tensor that the model writes on
+        return on_every_rank(func, args, kwargs)
+    if kwargs.get("memory_format") is torch.contiguous_format:  # a view is taken of it next that repeated places do not allow
+        return on_every_rank(func, args, kwargs)
+    tiles = [t.own if type(t) is TiledTensor else t for t in tensors_in(args, kwargs)]
+    shape = torch.broadcast_shapes(*(tile.shape for tile in tiles))
+    dims = _repeated_dims(tiles, shape)
+    if not dims:
+        return on_every_rank(func, args, kwargs)
+    narrow = partial(_narrowed, dims=dims)
+    out = on_every_rank(func, tuple(map(narrow, args)), {name: narrow(value) for name, value in kwargs.items()})
+    if isinstance(out, tuple):
+        return tuple(_spread(part, shape) for part in out)
+    return _spread(out, shape)
+
+
+def repeats_places(tile: Tensor) -> bool:
+    """Whether places of a tensor share their memory, as in an expanded one."""
+    return 0 in tile.stride() and any(step == 0 and extent > 1 for step, extent in zip(tile.stride(), tile.shape, strict=True))
+
+
+def _repeated_dims(tiles: Sequence[Tensor], shape: Sequence[int]) -> list[int]:
+    """Dims, counted from the last as -1, of a result of `shape` along which every operand has one value only."""
+
+    def repeats(tile: Tensor, dim: int) -> bool:
+        return -dim > tile.ndim or tile.shape[dim] == 1 or tile.stride(dim) == 0
+
+    dims = [dim for dim in range(-len(shape), 0) if shape[dim] > 1]
+    return [dim for dim in dims if all(repeats(tile, dim) for tile in tiles)]
+
+
+def _narrowed(value: Any, dims: Sequence[int]) -> Any:
+    """One value along each of `dims`, still a view; tiled if it was."""
+    if not isinstance(value, Tensor):
+        return value
+    tile = value.own if type(value) is TiledTensor else value
+    for dim in dims:
+        if -dim <= tile.ndim:
+            tile = tile.narrow(dim, 0, 1)
+    return wrap_uncut(tile, value.laid.grid) if type(value) is TiledTensor else tile
+
+
+def _spread(out: TiledTensor, shape: Sequence[int]) -> Any:
+    """The result at its full shape, in the memory of one value along the repeated dims."""
+    return wrap_uncut(out.own.expand(shape), out.laid.grid)
+
+
+def writable(target: TiledTensor, tiles: list[Any]) -> list[Any]:
+    """The operands of an operation that writes on `target`, of which places share their memory."""
+    dims = _repeated_dims([tile for tile in tiles if isinstance(tile, Tensor)], target.shape)
+    narrowed = [_narrowed(tile, dims) for tile in tiles]
+    if not repeats_places(narrowed[0]):
+        return narrowed
+    target.own = target.own.contiguous()
+    return [target.own, *tiles[1:]]

@@ -1,0 +1,65 @@
+"""A grid of one rank: each operation is the plain one on the only tile, so all that is left to do is to unwrap and wrap.
+
+This is the floor under every tiled operation's cost where images are small and Python is all there is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine.layout import Layout, uncut
+from widefield.engine.rules import PLAIN_OUTPUTS
+from widefield.engine.tiled import TiledTensor, become
+
+_make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_NUMBERS = (int, float, bool)
+_aten = torch.ops.aten
+_DETACH = _aten.detach.default
+for _norm in (_aten.native_group_norm, _aten.native_batch_norm, _aten.native_layer_norm, _aten.cudnn_batch_norm):
+    PLAIN_OUTPUTS.setdefault(_norm.default, (1, 2))  # statistics that only the backward reads: autograd then keeps them cheaply
+
+
+def run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
+    """`func` on the tiles; what it gives, wrapped.  args[0] is tiled."""
+    first = args[0]
+    laid = first.laid
+    if func is _DETACH:  # autograd asks for it whenever it keeps an output: the tile itself has no history to leave
+        made = _make(TiledTensor, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
+        made.own, made.laid = first.own, laid
+        return made
+    plain = [arg.own if type(arg) is TiledTensor else _plain_list(arg) if type(arg) is list else arg for arg in args]
+    if kwargs:
+        kwargs = {key: value.own if type(value) is TiledTensor else value for key, value in kwargs.items()}
+        out = func._op(*plain, **kwargs)
+    else:
+        out = func._op(*plain)
+    if type(out) is tuple or type(out) is list:
+        skip = PLAIN_OUTPUTS.get(func, ())
+        return type(out)([_wrapped(v, laid) if isinstance(v, Tensor) and n not in skip else v for n, v in enumerate(out)])
+    if out is plain[0]:
+        return first if out.shape == first.shape else become(first, _wrapped(out, laid))
+    return _wrapped(out, laid) if isinstance(out, Tensor) else out
+
+
+def _plain_list(values: list) -> list:
+    if not values or type(values[0]) in _NUMBERS:
+        return values
+    return [value.own if type(value) is TiledTensor else value for value in values]
+
+
+def _wrapped(value: Tensor, laid: Layout) -> Tensor:
+    shape = value.shape
+    if shape != laid.shape:
+        if not shape:
+            return value  # a single number is plain
+        assert laid.alone is not None
+        known = laid.alone.get(shape)
+        if known is None:
+            known = laid.alone[shape] = uncut(tuple(shape), laid.grid)
+        laid = known
+    made = _make(TiledTensor, shape, strides=value.stride(), dtype=value.dtype, device=value.device)
+    made.own, made.laid = value, laid
+    return made

@@ -1,0 +1,323 @@
+"""Finds what an operation means on tiled tensors: a rule, a pointwise operation, a composition, or a refusal."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from widefield.engine import rules
+from widefield.engine.alike import is_in_place, on_every_rank, on_uncut, repeats_places, tensors_in, writable
+from widefield.engine.execute import build
+from widefield.engine.halo import add_sums
+from widefield.engine.homes import version_of
+from widefield.engine.layout import Layout, layout_of
+from widefield.engine.places import moved, on_layout, recut, space_group, whole_of
+from widefield.engine.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Meta, Reduced, Turns
+from widefield.engine.tiled import TiledTensor, wrap
+
+aten = torch.ops.aten
+
+SAME_PIXELS = {
+    aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default, aten.lift_fresh.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,
+    aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.contiguous.default,
+    aten.positive.default, aten.conj.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor,
+    aten.hardswish.default, aten.hardswish_.default, aten.mish_.default, aten.gelu_.default, aten.threshold_.default,
+    aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.abs_.default,
+    aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.log_sigmoid_backward.default,
+    aten.mish_backward.default, aten.softplus_backward.default, aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default, aten.masked_fill.Tensor, aten.rsub.Tensor, aten.leaky_relu.default,
+    aten.leaky_relu_.default,
+}  # fmt: skip
+"""Operations that give each output pixel from the same pixel of the inputs, though torch does not tag them pointwise."""
+
+
+@cache
+def load_rules() -> None:
+    """Import every file of rules/, which registers what it has."""
+    for found in pkgutil.iter_modules(rules.__path__):
+        importlib.import_module(f"{rules.__name__}.{found.name}")
+
+
+def handler_of(func: Any) -> Callable:
+    """What runs `func(*args, **kwargs)` where at least one argument is tiled."""
+    load_rules()
+    if func in COMPOSED:
+        return partial(_composed, COMPOSED[func])
+    if func in RULES:
+        return partial(by_rule, RULES[func])
+    if func in (aten.detach.default, aten.alias.default):
+        return _alias
+    if func in SAME_PIXELS or torch.Tag.pointwise in func.tags:
+        if func._overloadname.endswith("out"):
+            return _pointwise_out
+        return _pointwise_in_place if is_in_place(func) else _pointwise
+    return _other
+
+
+# ---------------------------------------------------------------------------------------------- pointwise
+
+
+def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Every tile by itself, once all operands have the layout of the first tiled one; wraps what comes."""
+    layout, simple = None, True
+    for arg in args:
+        if type(arg) is TiledTensor:
+            if arg.home is not None:
+                arg.home.keep_up(version_of(arg))
+            if layout is None:
+                layout = arg.laid
+            elif arg.laid is not layout:
+                simple = False
+        elif isinstance(arg, Tensor) and arg.ndim:
+            simple = False
+    if layout is None or not simple:
+        return _mixed(func, args, kwargs)
+    if not layout.is_cut:
+        return on_uncut(func, args, kwargs)
+    out = func(*[arg.own if type(arg) is TiledTensor else arg for arg in args], **kwargs)
+    if type(out) is tuple:
+        return tuple(wrap(part, layout) for part in out)
+    return wrap(out, layout)
+
+
+def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The same memory, whose home is the same."""
+    made = _pointwise(func, args, kwargs)
+    made.home = args[0].home
+    return made
+
+
+def _pointwise_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
+    target = args[0]
+    if type(target) is not TiledTensor:
+        return _into_plain(func, args, kwargs)
+    for arg in args:
+        if type(arg) is TiledTensor and arg.home is not None:
+            arg.home.keep_up(version_of(arg))
+    tiles = [on_layout(arg, target.laid) if isinstance(arg, Tensor) else arg for arg in args]
+    if not target.laid.is_cut and repeats_places(target.own) and torch._C._current_graph_task_id() != -1:
+        tiles = writable(target, tiles)
+    func(*tiles, **kwargs)
+    if target.home is not None:
+        target.home.bring(version_of(target) + 1)
+    return target
+
+
+def _pointwise_out(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`out=` takes the result: DDP scales gradients into its buckets so, which are plain."""
+    out = kwargs["out"]
+    if type(out) is TiledTensor:
+        args = tuple(on_layout(arg, out.laid) if isinstance(arg, Tensor) and arg.ndim else arg for arg in args)
+        func(*args, **(kwargs | {"out": out.own}))
+    else:
+        func(*[whole_of(arg) if type(arg) is TiledTensor else arg for arg in args], **kwargs)
+    return out
+
+
+def _into_plain(func: Any, args: tuple, kwargs: dict) -> Any:
+    """A plain tensor takes a tiled one's values: the whole of it, which every rank then has."""
+    func(*[whole_of(arg) if type(arg) is TiledTensor else arg for arg in args], **kwargs)
+    return args[0]
+
+
+def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Operands of several layouts, plain ones among them."""
+    flat = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    shape = torch.broadcast_shapes(*(a.shape for a in flat))
+    layout = _common_layout([a for a in flat if type(a) is TiledTensor], tuple(shape))
+    if not layout.is_cut and not any_cut(flat):  # one pixel that is cut and meets many is brought to all ranks
+        return on_uncut(func, args, kwargs)
+    call = partial(_brought_to, layout=layout)
+    out = func(*map(call, args), **{name: call(value) for name, value in kwargs.items()})
+    return tuple(wrap(part, layout) for part in out) if type(out) is tuple else wrap(out, layout)
+
+
+def _brought_to(value: Any, layout: Layout) -> Any:
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    if hasattr(value, "deferred"):  # a plain weight's gradient, of which each rank has a part, meets a tiled one
+        value = add_sums(value, space_group(layout.grid)) / layout.grid.size
+    return on_layout(value, layout)
+
+
+def _common_layout(tensors: Sequence[TiledTensor], shape: tuple[int, ...]) -> Layout:
+    """The layout of an output of `shape`: the cuts of the first operand that is cut and large enough to tell."""
+    grid = tensors[0].laid.grid
+    cuts: list = [None] * len(shape)
+    taken: set[int] = set()
+    for tensor in tensors:
+        missing = len(shape) - tensor.ndim
+        for dim, cut in enumerate(tensor.laid.cuts):
+            at = dim + missing
+            if cut is not None and tensor.shape[dim] == shape[at] and cuts[at] is None and not taken & set(cut.axes):
+                cuts[at] = cut
+                taken |= set(cut.axes)
+    return layout_of(shape, tuple(cuts), grid)
+
+
+# ---------------------------------------------------------------------------------------------- rules
+
+
+def by_rule(function: Callable[..., Description], func: Any, args: tuple, kwargs: dict) -> Any:
+    tensors: list[Tensor] = []
+    is_cut = False
+    key: list = [func]
+    for arg in args if not kwargs else (*args, *kwargs.items()):
+        kind = type(arg)
+        if kind is TiledTensor:
+            if arg.home is not None:
+                arg.home.keep_up(version_of(arg))
+            tensors.append(arg)
+            key.append(arg.laid)
+            key.append(arg.dtype)
+            is_cut = is_cut or arg.laid.is_cut
+        elif kind is list:
+            key.append(_key_of_list(arg, tensors))
+        elif isinstance(arg, Tensor):
+            tensors.append(arg)
+            key.append(arg.shape)
+            key.append(arg.dtype)
+        else:
+            if kind is tuple:  # a keyword and its value
+                arg = (arg[0], _key_of_list([arg[1]], tensors))
+            key.append(arg)
+    if not is_cut and not any(type(t) is TiledTensor and t.laid.is_cut for t in tensors):
+        return on_every_rank(func, args, kwargs)
+    named = tuple(key)
+    execute = _KNOWN.get(named)
+    if execute is None:
+        if len(_KNOWN) >= KNOWN_MOST:
+            _KNOWN.clear()
+        execute = _KNOWN[named] = _execute_of(function, func, args, kwargs, tensors)
+    return execute(tensors)
+
+
+_KNOWN: dict[tuple, Callable] = {}
+KNOWN_MOST = 16384
+"""How many are kept: arguments that are new in every step, as a momentum of 1 / steps is, must not fill the memory."""
+
+
+def _key_of_list(values: Iterable[Any], tensors: list[Tensor]) -> tuple:
+    key: list = []
+    for value in values:
+        if type(value) is TiledTensor:
+            if value.home is not None:
+                value.home.keep_up(version_of(value))
+            tensors.append(value)
+            key += [value.laid, value.dtype]
+        elif isinstance(value, Tensor):
+            tensors.append(value)
+            key += [value.shape, value.dtype]
+        elif isinstance(value, list):
+            key.append(_key_of_list(value, tensors))
+        else:
+            key.append(value)
+    return tuple(key)
+
+
+def _execute_of(function: Callable, func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor]) -> Callable:
+    """Ask the rule, see that it covers every cut tensor, and build what carries it out."""
+    count = iter(range(len(tensors)))
+    metas: list[Meta] = []
+
+    def described(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        layout = value.laid if type(value) is TiledTensor else None
+        metas.append(Meta(tuple(value.shape), value.dtype, layout, next(count)))
+        return metas[-1]
+
+    described_args, described_kwargs = tree_map(described, args), tree_map(described, kwargs)
+    description = function(*described_args, **described_kwargs)
+    if isinstance(description, Again):
+        return partial(_again, description, function, func, described_args, described_kwargs)
+    unread = [meta for meta in metas if meta.is_cut and meta.number not in _numbers_read(description)]
+    if unread:
+        _refuse(func, f"argument {unread[0].number} is cut into tiles, and there it must be whole")
+    return build(description, next(m.layout for m in metas if m.layout is not None).grid)
+
+
+def _again(description: Again, function: Callable, func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor]) -> Any:
+    """The operation on tensors that were brought to the layouts which its rule asked for."""
+    tensors = list(tensors)
+    for meta, whole in description.whole:
+        tensor = tensors[meta.number]
+        layout = moved(tensor.laid, whole)
+        tensors[meta.number] = wrap(recut(tensor, layout), layout)
+
+    def filled(value: Any) -> Any:
+        return tensors[value.number] if isinstance(value, Meta) else value
+
+    return by_rule(function, func, tree_map(filled, args), tree_map(filled, kwargs))
+
+
+def _numbers_read(description: Description) -> set[int]:
+    if isinstance(description, Additive):
+        return {description.read.tensor.number, description.over.number}
+    if hasattr(description, "prepare"):
+        return {read.tensor.number for read in description.reads}
+    assert isinstance(description, (Reduced, Turns)) or hasattr(description, "run")
+    return {meta.number for meta in description.reads}
+
+
+def _composed(function: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
+    if not any_cut(args, kwargs) and function not in UNCUT_TOO:
+        return on_every_rank(func, args, kwargs)
+    return function(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- nothing is cut
+
+
+def any_cut(*values: Any) -> bool:
+    """Whether a tensor among the arguments is cut."""
+    return any(type(t) is TiledTensor and t.laid.is_cut for t in tensors_in(*values))
+
+
+def _other(func: Any, args: tuple, kwargs: dict) -> Any:
+    """No rule: fine where nothing is cut; else torch's own decomposition, or a refusal."""
+    if not any_cut(args, kwargs):
+        return on_every_rank(func, args, kwargs)
+    decomposition = _decomposition_of(func)
+    if decomposition is None:
+        _refuse(func, "no file in engine/rules/ says what it means on tiles")
+    return decomposition(*args, **kwargs)
+
+
+@cache
+def _decomposition_of(func: Any) -> Callable | None:
+    """Torch's own definition of an operation in terms of others."""
+    from torch._decomp import decomposition_table
+
+    if func in decomposition_table:
+        return decomposition_table[func]
+    return func.decompose if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd") else None
+
+
+# ---------------------------------------------------------------------------------------------- refusal
+
+
+def _refuse(func: Any, why: str) -> Any:
+    raise NotImplementedError(
+        f"{func} cannot run on an image cut into tiles: {why}. {_call_site()}"
+        "Write it with operations that have a rule, take widefield.whole(x) before it, "
+        "or plan this model without mesh.space"
+    )
+
+
+def _call_site() -> str:
+    """The line of the user's own code that asked for it."""
+    for frame in reversed(traceback.extract_stack()):
+        inside = ("/torch/" in frame.filename) or ("/widefield/engine/" in frame.filename) or frame.filename.startswith("<")
+        if not inside:
+            return f"It was called in {frame.filename}, line {frame.lineno}: {frame.line}. "
+    return ""

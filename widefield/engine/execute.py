@@ -1,0 +1,128 @@
+"""Carries out what a rule describes: finds the boxes once, then moves pixels, runs the local operation and wraps the result.
+
+Each builder takes a description and gives a function of the operation's tensor arguments, kept by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from widefield.engine import halo
+from widefield.engine.additive import additive, finish_total
+from widefield.engine.homes import give_home
+from widefield.engine.layout import Grid, Layout, layout_of
+from widefield.engine.places import first_cut, moved, on_layout, own_of
+from widefield.engine.rules import Additive, Description, Local, Placed, Reduced, Tile, Total, Turns, Windowed
+from widefield.engine.tiled import wrap, wrap_view
+from widefield.engine.windowed import windowed
+
+Execute = Callable[[Sequence[Tensor]], Any]
+
+
+def build(description: Description, grid: Grid) -> Execute:
+    """The function that carries out a description on this rank."""
+    if isinstance(description, Windowed):
+        return windowed(description, grid)
+    if isinstance(description, Additive):
+        return additive(description, grid)
+    if isinstance(description, Reduced):
+        return _reduced(description, grid)
+    if isinstance(description, Local):
+        return _local(description, grid)
+    from widefield.engine.turns import placed, turns  # it brings tensors to layouts by what is below
+
+    assert isinstance(description, (Placed, Turns)), f"a rule gave {description!r}, which is no description"
+    return placed(description, grid) if isinstance(description, Placed) else turns(description, grid)
+
+
+# ---------------------------------------------------------------------------------------------- reductions
+
+
+def _reduced(d: Reduced, grid: Grid) -> Execute:
+    layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+    assert layout is not None, "a reduction without a tiled tensor is plain"
+    axes = tuple(sorted(axis for dim in d.dims for axis in (layout.cuts[dim].axes if layout.cuts[dim] else ())))
+    ways = grid.ways(axes)
+    group = grid.group_name(axes) if ways > 1 else ""
+    layouts = [
+        layout_of(out.shape, layout.cuts if out.cuts is None else out.cuts, grid) if isinstance(out, Tile) else None
+        for out in d.outs
+    ]
+    numbers = [meta.number for meta in d.reads]
+    wanted = _layouts_wanted(d, layout)
+
+    def execute(tensors: Sequence[Tensor]) -> Any:
+        tiles = list(tensors)
+        for number, to in wanted:
+            tiles[number] = on_layout(tensors[number], to) if to is not None else own_of(tensors[number])
+        part = d.local(*(tiles[number] for number in numbers))
+        if d.merge is not None:
+            total = d.merge(halo.gather_sums(part, ways, group) if ways > 1 else part.unsqueeze(0))
+        else:
+            total = halo.add_sums(part, group) if ways > 1 else part
+        if d.settle is not None:
+            d.settle(total, *tiles)
+        results = (total,) if d.finish is None else d.finish(total, *tiles)
+        results = results if isinstance(results, tuple) else (results,)
+        wrapped = tuple(
+            _wrap_result(value, out, to, layout, grid, tensors) for value, out, to in zip(results, d.outs, layouts, strict=True)
+        )
+        return wrapped[0] if len(wrapped) == 1 else wrapped
+
+    return execute
+
+
+def _wrap_result(value: Any, out: Any, to: Layout | None, layout: Layout, grid: Grid, tensors: Sequence[Tensor]) -> Any:
+    if out is None or value is None:
+        return value
+    if isinstance(out, Total):
+        return finish_total(value, out, layout.ways, layout, grid, tensors)
+    assert to is not None
+    return value if value.ndim == 0 else wrap(value, to)
+
+
+# ---------------------------------------------------------------------------------------------- each tile by itself
+
+
+def _local(d: Local, grid: Grid) -> Execute:
+    layout = _local_layout(d)
+    outs = [layout_of(tuple(shape), cuts or (None,) * len(shape), grid) for shape, cuts in d.outs(layout)]
+    wanted = _layouts_wanted(d, layout)
+
+    def execute(tensors: Sequence[Tensor]) -> Any:
+        tiles = list(tensors)
+        for number, to in wanted:
+            tiles[number] = on_layout(tensors[number], to) if to is not None else own_of(tensors[number])
+        results = d.run(layout, *tiles)
+        if isinstance(results, Tensor):
+            made: Any = _wrap_local(results, outs[0])
+        else:
+            made = type(results)(_wrap_local(value, to) for value, to in zip(results, outs, strict=True))
+        if d.is_view:
+            give_home(made, tensors[d.reads[0].number], layout, d.run)
+        return made
+
+    return execute
+
+
+def _local_layout(d: Local) -> Layout:
+    main = first_cut(d.reads)
+    layout = main.layout if d.at is None else d.at[0]
+    assert layout is not None, "a local rule without a tiled tensor is plain"
+    if d.at is not None:
+        return layout
+    whole = [dim % max(1, main.ndim) for dim in d.whole]
+    return moved(layout, whole, [dim % max(1, main.ndim) for dim in d.keep])
+
+
+def _layouts_wanted(d: Reduced | Local, layout: Layout) -> list[tuple[int, Layout | None]]:
+    """The number of each read and the layout that its tile must have; None: as it is."""
+    at = (layout,) * len(d.reads) if d.at is None else d.at
+    return [(meta.number, to) for meta, to in zip(d.reads, at, strict=True)]
+
+
+def _wrap_local(value: Tensor, to: Layout) -> Tensor:
+    return value if value.ndim == 0 else wrap_view(value, to)

@@ -1,0 +1,134 @@
+"""Where do a tensor's pixels live, which of them does a rank want, and how does a tensor come to another layout?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from widefield.engine import halo
+from widefield.engine.halo import Move
+from widefield.engine.layout import KEPT_MOST, Cut, Cuts, Grid, Layout, layout_of
+from widefield.engine.rules import Meta, Read
+from widefield.engine.tiled import TiledTensor
+from widefield.geometry.box import Box, is_empty
+from widefield.geometry.interval import Interval, even_cut
+
+NOTHING = Interval(0, 0)
+
+
+def first_cut(metas: Sequence[Meta]) -> Meta:
+    """The tensor whose layout the others follow: the first that is cut, else the first."""
+    return next((meta for meta in metas if meta.is_cut), metas[0])
+
+
+def boxes_of(meta: Meta, grid: Grid) -> tuple[Box, ...]:
+    """What each rank holds of a tensor."""
+    if meta.layout is not None:
+        return meta.layout.boxes
+    return (tuple(Interval(0, extent) for extent in meta.shape),) * grid.size
+
+
+_MOVES: dict[tuple, Move] = {}
+
+
+def move_for(layout: Layout, wanted: tuple[Box, ...]) -> Move:
+    """The exchange by which each rank gets its `wanted` box of a tensor laid out so; the same object for equal ones."""
+    key = (layout, wanted)
+    if key not in _MOVES:
+        if len(_MOVES) >= KEPT_MOST:
+            _MOVES.clear()
+        sources = None if layout.ways == layout.grid.size else layout.sources
+        _MOVES[key] = halo.move_of(layout.grid.index, layout.boxes, wanted, sources)
+    return _MOVES[key]
+
+
+def wanted_by(read: Read, writes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """What each rank must have of a read tensor to write its box of an output of `shape`."""
+    return tuple(wanted_box(read, write, shape) for write in writes)
+
+
+def wanted_box(read: Read, write: Box, shape: tuple[int, ...]) -> Box:
+    meta = read.tensor
+    if is_empty(write):
+        return (NOTHING,) * meta.ndim
+    box = []
+    for dim, extent in enumerate(meta.shape):
+        if dim in read.reach:
+            interval = read.reach[dim].input_read_by(write[dim]) & Interval(0, extent)
+            box.append(interval if len(interval) else NOTHING)
+        else:
+            same = dim < len(shape) and extent == shape[dim]
+            box.append(write[dim] if same else Interval(0, extent))
+    return tuple(box)
+
+
+def following_cuts(read: Read, shape: tuple[int, ...]) -> Cuts:
+    """The cuts of an output of `shape` that follow from those of a tensor it reads."""
+    cuts: list[Cut | None] = []
+    for dim, cut in enumerate(read.tensor.cuts):
+        if cut is not None and dim in read.reach:
+            cut = Cut(cut.axes, read.reach[dim].cut_of(cut.bounds))
+        cuts.append(cut)
+    return tuple(cuts[: len(shape)]) + (None,) * (len(shape) - len(cuts))
+
+
+def moved(layout: Layout, whole: Sequence[int], keep: Sequence[int] = ()) -> Layout:
+    """`layout` with the dims in `whole` uncut: their axes cut the longest dim that is free instead, or none."""
+    cuts = list(layout.cuts)
+    for dim in whole:
+        cut, cuts[dim] = cuts[dim], None
+        if cut is None:
+            continue
+        ways = layout.grid.ways(cut.axes)
+        free = [d for d in range(len(cuts)) if cuts[d] is None and d not in whole and d not in keep and layout.shape[d] >= ways]
+        if free:
+            target = max(free, key=lambda d: (layout.shape[d], -d))
+            cuts[target] = Cut(cut.axes, even_cut(layout.shape[target], ways))
+    return layout_of(layout.shape, tuple(cuts), layout.grid)
+
+
+def ways_of(meta: Meta) -> int:
+    """Among how many tiles a tensor's pixels are shared out."""
+    return 1 if meta.layout is None else meta.layout.ways
+
+
+# ---------------------------------------------------------------------------------------------- bringing tensors to a layout
+
+
+def recut(tensor: TiledTensor, layout: Layout) -> Tensor:
+    """The tile that `layout`, of the same shape, gives this rank."""
+    if tensor.laid is layout:
+        return tensor.own
+    move = move_for(tensor.laid, layout.boxes)
+    (tile,) = halo.gather([move], [tensor.own], space_group(layout.grid))
+    return tile
+
+
+def on_layout(tensor: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of a tensor that broadcasts against `layout`: tiled ones are re-cut, plain ones cut."""
+    if type(tensor) is TiledTensor and tensor.laid is layout:
+        return tensor.own
+    missing = len(layout.shape) - tensor.ndim
+    there = zip(tensor.shape, layout.shape[missing:], layout.cuts[missing:], strict=True)
+    wanted = tuple(cut if extent == whole else None for extent, whole, cut in there)  # else one pixel stands for all
+    target = layout_of(tuple(tensor.shape), wanted, layout.grid)
+    if type(tensor) is TiledTensor:
+        return recut(tensor, target)
+    if not target.is_cut:
+        return tensor
+    return tensor[tuple(slice(interval.start, interval.stop) for interval in target.box)]
+
+
+def whole_of(tensor: TiledTensor) -> Tensor:
+    """All pixels on every rank, below autograd."""
+    return recut(tensor, layout_of(tensor.laid.shape, (None,) * tensor.ndim, tensor.laid.grid))
+
+
+def space_group(grid: Grid) -> str:
+    """The process group of all ranks of a grid."""
+    return grid.group_name(tuple(range(len(grid.sizes)))) if grid.size > 1 else ""
+
+
+def own_of(tensor: Tensor) -> Tensor:
+    return tensor.own if type(tensor) is TiledTensor else tensor

@@ -1,0 +1,279 @@
+"""Adaptive pooling, forward and backward: an output pixel reads a bin, and bins divide the image evenly.
+
+Pooling to few pixels is a sum, or a max, over tiles; its result is then the same on every rank.  Pooling to one pixel by
+`adaptive_avg_pool` arrives as a mean, 1-D pooling as 2-D with one row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from widefield.engine.layout import Cuts
+from widefield.engine.rules import Meta, Part, Read, Reduced, Tile, Windowed, case, rule
+from widefield.engine.rules.pooling import full, planes, pooled_shape, reach_of, recounted, ties
+from widefield.engine.rules.unpooling import placed
+from widefield.geometry.box import Box
+from widefield.geometry.interval import Interval
+from widefield.geometry.window import Back, Bins
+
+aten = torch.ops.aten
+
+FEW_ROWS = 4
+"""Outputs of fewer rows than this per tile are summed over tiles, and then the same on every rank."""
+
+Ranges = list[list[tuple[int, int]]]
+"""Per dim, per output: first and last pixel (exclusive) of a bin in a box."""
+
+
+def _bins(image: Meta, dims: int, output_size) -> list[Bins]:
+    counts = full(output_size, dims)
+    bins = [Bins(extent, count) for extent, count in zip(image.shape[-dims:], counts, strict=True)]
+    if any(b.extent < 1 or b.count < 1 for b in bins):
+        raise ValueError(f"adaptive pooling from {list(image.shape[-dims:])} to {counts} px: every size must be at least 1")
+    return bins
+
+
+def _gives_few(image: Meta, bins: list[Bins]) -> bool:
+    cuts = image.cuts[-len(bins) :]
+    return any(cut is not None and b.count < FEW_ROWS * (len(cut.bounds) - 1) for cut, b in zip(cuts, bins, strict=True))
+
+
+def _ranges(bins: list[Bins], read: Box, write: Sequence[Interval]) -> Ranges:
+    """The part of each bin in `write` that the box `read` holds, in pixels of the box; empty ones at any place in it."""
+    found: Ranges = []
+    for b, held, outputs in zip(bins, read[-len(bins) :], write, strict=True):
+        parts = [b.input_read_by(Interval(o, o + 1)) & held for o in outputs]
+        found.append([(p.start - held.start, p.stop - held.start) if len(p) else (0, 0) for p in parts])
+    return found
+
+
+def _is_plain(ranges: Ranges, read: Box) -> bool:
+    """Whether torch would choose the same bins for the box by itself."""
+    for found, held in zip(ranges, read[-len(ranges) :], strict=True):
+        alone = Bins(len(held), len(found))
+        if any((i := alone.input_read_by(Interval(o, o + 1)), (i.start, i.stop))[1] != pair for o, pair in enumerate(found)):
+            return False
+    return True
+
+
+def _uncut_last(image: Meta, counts: Sequence[int]) -> tuple[tuple[int, ...], Cuts]:
+    """Shape and cuts of a result that is summed over the image dims."""
+    lead = image.ndim - len(counts)
+    return (*image.shape[:lead], *counts), (*image.cuts[:lead], *[None] * len(counts))
+
+
+def _means(tile: Tensor, ranges: Ranges, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Sums of the ranges over the sizes of their bins, dim after dim; at least in float32."""
+    out = tile if tile.dtype in (torch.float32, torch.float64) else tile.float()
+    dims = len(ranges)
+    for n, (found, of_dim) in enumerate(zip(ranges, sizes, strict=True)):
+        parts = zip(found, of_dim, strict=True)
+        dim = n - dims
+        out = torch.cat([out.narrow(dim, a, b - a).sum(dim, keepdim=True).div_(size) for (a, b), size in parts], dim)
+    return out
+
+
+def _sizes(bins: list[Bins], write: Sequence[Interval]) -> list[list[int]]:
+    return [[len(b.input_read_by(Interval(o, o + 1))) for o in outputs] for b, outputs in zip(bins, write, strict=True)]
+
+
+def _adaptive_avg_pool(dims: int, image: Meta, output_size) -> Windowed | Reduced:
+    bins = _bins(image, dims, output_size)
+    counts = [b.count for b in bins]
+    if _gives_few(image, bins):
+        return _summed_avg(image, bins)
+    pool = {2: aten._adaptive_avg_pool2d.default, 3: aten._adaptive_avg_pool3d.default}[dims]
+
+    def prepare(part: Part):
+        read, write = part.reads[0], part.write[-dims:]
+        ranges, sizes, size = _ranges(bins, read, write), _sizes(bins, write), [len(i) for i in write]
+        if _is_plain(ranges, read):
+            return lambda tile: pool(tile, size)
+        return lambda tile: _means(tile, ranges, sizes).to(tile.dtype)
+
+    return Windowed([Read(image, reach_of(image, bins))], [Tile(pooled_shape(image, counts))], prepare)
+
+
+def _summed_avg(image: Meta, bins: list[Bins]) -> Reduced:
+    assert image.layout is not None
+    dims, outputs = len(bins), planes([b.count for b in bins])
+    ranges, sizes = _ranges(bins, image.layout.box, outputs), _sizes(bins, outputs)
+    shape, cuts = _uncut_last(image, [b.count for b in bins])
+    return Reduced(
+        [image],
+        range(image.ndim - dims, image.ndim),
+        lambda tile: _means(tile, ranges, sizes),
+        [Tile(shape, cuts)],
+        finish=lambda total, tile: total.to(tile.dtype),
+    )
+
+
+def _adaptive_avg_pool_backward(dims: int, grad: Meta, image: Meta) -> Windowed:
+    bins = _bins(image, dims, grad.shape[-dims:])
+    backward = {2: aten._adaptive_avg_pool2d_backward.default, 3: aten._adaptive_avg_pool3d_backward.default}[dims]
+
+    def prepare(part: Part):
+        read, write = part.reads[0][-dims:], part.write[-dims:]
+        ranges, sizes = _ranges(bins, part.write, read), _sizes(bins, read)
+        full = [[b - a for a, b in found] for found in ranges] == sizes
+        if full and _is_plain(ranges, part.write):
+            return backward
+
+        def run(grad: Tensor, image: Tensor) -> Tensor:
+            for dim, found, of_dim, to in zip(range(-dims, 0), ranges, sizes, write, strict=True):
+                grad = _spread(grad, dim, found, of_dim, len(to))
+            return grad
+
+        return run
+
+    reads = [Read(grad, reach_of(grad, [Back(b, b.extent) for b in bins])), Read(image)]
+    return Windowed(reads, [Tile(image.shape, image.cuts)], prepare)
+
+
+def _spread(grad: Tensor, dim: int, found: Sequence[tuple[int, int]], sizes: Sequence[int], extent: int) -> Tensor:
+    """Every output's gradient, over the size of its bin, added to the pixels of its range."""
+    shape = list(grad.shape)
+    shape[dim] = extent
+    out = grad.new_zeros(shape)
+    for o, ((start, stop), size) in enumerate(zip(found, sizes, strict=True)):
+        out.narrow(dim, start, stop - start).add_(grad.narrow(dim, o, 1), alpha=1 / size)
+    return out
+
+
+rule(aten._adaptive_avg_pool2d.default)(partial(_adaptive_avg_pool, 2))
+rule(aten._adaptive_avg_pool3d.default)(partial(_adaptive_avg_pool, 3))
+rule(aten._adaptive_avg_pool2d_backward.default)(partial(_adaptive_avg_pool_backward, 2))
+rule(aten._adaptive_avg_pool3d_backward.default)(partial(_adaptive_avg_pool_backward, 3))
+
+
+def _adaptive_max_pool(dims: int, image: Meta, output_size) -> Windowed | Reduced:
+    bins = _bins(image, dims, output_size)
+    if _gives_few(image, bins):
+        return _merged_max(image, bins)
+    whole = planes(image.shape[-dims:])
+    pool = {2: aten.adaptive_max_pool2d.default, 3: aten.adaptive_max_pool3d.default}[dims]
+
+    def prepare(part: Part):
+        read, write = part.reads[0], part.write[-dims:]
+        ranges, size = _ranges(bins, read, write), [len(i) for i in write]
+        if not _is_plain(ranges, read):
+            return lambda tile: _max_of(tile, ranges, read[-dims:], whole)
+
+        def run(tile: Tensor) -> tuple[Tensor, Tensor]:
+            values, flat = pool(tile, size)
+            return values, recounted(flat, read[-dims:], whole, in_place=not values.requires_grad)
+
+        return run
+
+    shape = pooled_shape(image, [b.count for b in bins])
+    return Windowed([Read(image, reach_of(image, bins))], [Tile(shape), Tile(shape, dtype=torch.int64)], prepare)
+
+
+def _max_of(tile: Tensor, ranges: Ranges, read: Sequence[Interval], whole: Sequence[Interval]) -> tuple[Tensor, Tensor]:
+    """The largest pixel of each range, none of them empty, and its index in the whole.
+
+    Bins differ in size by a pixel or two, so the short ones are filled up with their last pixel: never the first largest.
+    """
+    dims = len(ranges)
+    longest = [max(b - a for a, b in found) for found in ranges]
+    rows = [[min(a + j, b - 1) for a, b in found for j in range(k)] for found, k in zip(ranges, longest, strict=True)]
+    places = [torch.tensor(of_dim, device=tile.device) for of_dim in rows]
+    for dim, at in zip(range(-dims, 0), places, strict=True):
+        tile = tile.index_select(dim, at)
+    pool = aten.max_pool2d_with_indices.default if dims == 2 else aten.max_pool3d_with_indices.default
+    values, rest = pool(tile, longest, longest)
+    flat = torch.zeros_like(rest)
+    for n, (at, held) in enumerate(zip(places, read, strict=True)):
+        size = math.prod(len(of_dim) for of_dim in rows[n + 1 :])
+        place = torch.div(rest, size, rounding_mode="floor")
+        rest = rest - place * size
+        flat = flat * len(whole[n]) + at[place] + held.start
+    return values, flat
+
+
+def _merged_max(image: Meta, bins: list[Bins]) -> Reduced:
+    """Each tile's largest pixels; the total takes the largest of all, and of equal ones the first in the whole."""
+    assert image.layout is not None
+    dims, box = len(bins), image.layout.box
+    whole = planes(image.shape[-dims:])
+    counts = [b.count for b in bins]
+    met = [b.output_reading(i) for b, i in zip(bins, box[-dims:], strict=True)]
+    at = (..., *(slice(i.start, max(i.start, i.stop)) for i in met))
+    ranges = _ranges(bins, box, met)
+
+    def local(tile: Tensor) -> Tensor:
+        part = tile.new_empty((2, *tile.shape[: tile.ndim - dims], *counts), dtype=torch.float64)  # exact for indices, too
+        part[0], part[1] = -math.inf, math.inf
+        if tile.numel():
+            values, flat = _max_of(tile, ranges, box[-dims:], whole)
+            part[0][at], part[1][at] = values.double(), flat.double()
+        return part
+
+    def merge(parts: Tensor) -> Tensor:
+        values = parts[:, 0]
+        is_largest = (values == values.amax(0)) | values.isnan()
+        first = torch.where(is_largest, parts[:, 1], math.inf).argmin(0)
+        return parts.gather(0, first.expand(1, 2, *first.shape))[0]
+
+    shape, cuts = _uncut_last(image, counts)
+    return Reduced(
+        [image],
+        range(image.ndim - dims, image.ndim),
+        local,
+        [Tile(shape, cuts), Tile(shape, cuts, dtype=torch.int64)],
+        merge=merge,
+        finish=lambda total, tile: (total[0].to(tile.dtype), total[1].long()),
+    )
+
+
+def _adaptive_max_pool_backward(dims: int, grad: Meta, image: Meta, indices: Meta) -> Windowed:
+    bins = _bins(image, dims, grad.shape[-dims:])
+    extents = image.shape[-dims:]
+
+    def prepare(part: Part):
+        write = part.write[-dims:]
+        return lambda grad, flat, image: placed(grad, flat, extents, write, add=True)
+
+    reach = reach_of(grad, [Back(b, b.extent) for b in bins])
+    return Windowed([Read(grad, reach), Read(indices, reach), Read(image)], [Tile(image.shape, image.cuts)], prepare)
+
+
+rule(aten.adaptive_max_pool2d.default)(partial(_adaptive_max_pool, 2))
+rule(aten.adaptive_max_pool3d.default)(partial(_adaptive_max_pool, 3))
+rule(aten.adaptive_max_pool2d_backward.default)(partial(_adaptive_max_pool_backward, 2))
+rule(aten.adaptive_max_pool3d_backward.default)(partial(_adaptive_max_pool_backward, 3))
+
+
+CASES = [
+    case("adaptive avg to 1", lambda x: F.adaptive_avg_pool2d(x, 1), (2, 3, 17, 13)),
+    case("adaptive avg to 3", lambda x: F.adaptive_avg_pool2d(x, 3), (2, 3, 17, 13)),
+    case("adaptive avg to (1, 2)", lambda x: F.adaptive_avg_pool2d(x, (1, 2)), (2, 3, 17, 13)),
+    case("adaptive avg to half", lambda x: F.adaptive_avg_pool2d(x, (20, 18)), (2, 3, 40, 36)),
+    case("adaptive avg, uneven bins", lambda x: F.adaptive_avg_pool2d(x, (17, None)), (2, 3, 41, 18)),
+    case("adaptive avg to more", lambda x: F.adaptive_avg_pool2d(x, (23, 19)), (2, 3, 17, 13)),
+    case("adaptive avg without batch", lambda x: F.adaptive_avg_pool2d(x, (17, 5)), (3, 40, 13)),
+    case("adaptive avg 1-D", lambda x: F.adaptive_avg_pool1d(x, 16), (2, 3, 37)),
+    case("adaptive avg 1-D to 3", lambda x: F.adaptive_avg_pool1d(x, 3), (2, 3, 37)),
+    case("adaptive avg 3-D", lambda x: F.adaptive_avg_pool3d(x, (8, 9, 5)), (1, 2, 16, 18, 7)),
+    case("adaptive avg 3-D to 2", lambda x: F.adaptive_avg_pool3d(x, 2), (1, 2, 11, 9, 7)),
+    case("adaptive max to 1", lambda x: F.adaptive_max_pool2d(x, 1, return_indices=True), (2, 3, 17, 13)),
+    case("adaptive max to 3", lambda x: F.adaptive_max_pool2d(x, 3, return_indices=True), (2, 3, 17, 13)),
+    case("adaptive max to half", lambda x: F.adaptive_max_pool2d(x, (20, 18), return_indices=True), (2, 3, 40, 36)),
+    case("adaptive max, uneven bins", lambda x: F.adaptive_max_pool2d(x, (17, 16), return_indices=True), (2, 3, 41, 39)),
+    case("adaptive max to more", lambda x: F.adaptive_max_pool2d(x, (23, 19), return_indices=True), (2, 3, 17, 13)),
+    case(
+        "adaptive max, ties go to the first", lambda x: F.adaptive_max_pool2d(ties(x), 2, return_indices=True), (2, 3, 25, 23)
+    ),
+    case("adaptive max, many ties", lambda x: F.adaptive_max_pool2d(ties(x), 17, return_indices=True), (2, 3, 41, 37)),
+    case("adaptive max without batch", lambda x: F.adaptive_max_pool2d(x, (17, 5), return_indices=True), (3, 40, 13)),
+    case("adaptive max 1-D", lambda x: F.adaptive_max_pool1d(x, 16, return_indices=True), (2, 3, 37)),
+    case("adaptive max 3-D", lambda x: F.adaptive_max_pool3d(x, (8, 9, 5), return_indices=True), (1, 2, 16, 18, 7)),
+    case("adaptive max 3-D to 2", lambda x: F.adaptive_max_pool3d(x, 2, return_indices=True), (1, 2, 11, 9, 7)),
+    case("to nothing", lambda x: F.adaptive_avg_pool2d(x, 0), (1, 2, 9, 7), refuses="at least 1"),
+]

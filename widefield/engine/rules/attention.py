@@ -1,0 +1,379 @@
+"""Scaled dot product attention: every query pixel looks at every key pixel, and no rank ever holds all keys.
+
+Queries stay where they are.  Keys and values that are cut along their tokens go round, a tile in each turn; what the turns
+give is merged by their log-sum-exp (engine/blocks.py; Ring Attention, arXiv:2310.01889).  Cut
+along batch or heads, as windows are, or uncut, they need no turn.  Backward: the gradient of the keys is made where they
+are, from the whole's output and log-sum-exp, and goes home.
+
+Under autograd the math form arrives as products and a softmax, and needs no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from widefield.engine.blocks import Block, Cpu, Efficient, Flash, merged, seen
+from widefield.engine.layout import Cut, Layout, layout_of, uncut
+from widefield.engine.places import moved
+from widefield.engine.rules import Meta, Turns, case, rule
+from widefield.geometry.interval import Interval, even_cut
+
+aten = torch.ops.aten
+TOKENS, WIDTH = 2, 3
+
+
+# ---------------------------------------------------------------------------------------------- where tokens live
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Layouts of what an attention reads; the axes along which keys go round, or along which only queries are cut."""
+
+    query: Layout
+    key: Layout
+    value: Layout
+    bias: Layout | None
+    round: tuple[int, ...]
+    alone: tuple[int, ...]
+
+    @property
+    def rows(self) -> Interval:
+        """This rank's queries."""
+        return self.query.box[TOKENS]
+
+
+def places_of(query: Meta, key: Meta, value: Meta, bias: Meta | None, causal: bool) -> _Places:
+    """Queries keep their cuts of batch, heads and tokens; the others follow.  NotImplementedError: what is not exact."""
+    _refuse_unlike(query, key, value, causal)
+    base = _queries(query, key, value, bias)
+    batch, heads, rows, _ = base.cuts
+    tokens = None if rows is None else _keys_cut(query, key, value, rows, causal)
+    cuts = (batch, heads, tokens, None)
+    of_bias = None if bias is None else _beside(bias, (*base.shape[:3], key.shape[TOKENS]), (*base.cuts[:3], None), base)
+    axes = () if rows is None else rows.axes
+    return _Places(
+        base,
+        layout_of(key.shape, cuts, base.grid),
+        layout_of(value.shape, cuts, base.grid),
+        of_bias,
+        axes if tokens is not None else (),
+        axes if tokens is None else (),
+    )
+
+
+def _refuse_unlike(query: Meta, key: Meta, value: Meta, causal: bool) -> None:
+    if query.ndim != 4 or key.shape[0] != query.shape[0] or value.shape[:3] != key.shape[:3]:
+        raise NotImplementedError(
+            f"attention of queries {query.shape} to keys {key.shape} and values {value.shape} has no rule on tiles; give all "
+            "three the dims (batch, heads, tokens, width) with one batch size, and keys and values the same heads and tokens"
+        )
+    if causal and query.shape[TOKENS] != key.shape[TOKENS]:
+        raise NotImplementedError(
+            f"causal attention of {query.shape[TOKENS]} queries to {key.shape[TOKENS]} keys has no rule on tiles; it wants as "
+            "many of both, or a mask in place of is_causal"
+        )
+
+
+def _queries(query: Meta, key: Meta, value: Meta, bias: Meta | None) -> Layout:
+    """The queries' layout: their own, else that of the keys, as far as it goes; heads stay whole where groups share keys."""
+    whole = (WIDTH,) if key.shape[1] == query.shape[1] else (1, WIDTH)
+    if query.is_cut:
+        assert query.layout is not None
+        return moved(query.layout, whole)
+    source = next((meta.layout for meta in (key, value) if meta.is_cut), None)
+    if source is None:
+        grid = next(m.layout.grid for m in (query, key, value, bias) if m is not None and m.layout is not None)
+        return uncut(query.shape, grid)
+    of_keys = moved(source, whole)
+    batch, heads, tokens, _ = of_keys.cuts
+    rows = None if tokens is None else Cut(tokens.axes, even_cut(query.shape[TOKENS], source.grid.ways(tokens.axes)))
+    return layout_of(query.shape, (batch, heads, rows, None), source.grid)
+
+
+def _keys_cut(query: Meta, key: Meta, value: Meta, rows: Cut, causal: bool) -> Cut | None:
+    """How the keys' tokens are cut: along the axes of the queries, where keys or values are cut along one of them."""
+    if not any(set(rows.axes) & set(meta.layout.axes) for meta in (key, value) if meta.layout is not None):
+        return None
+    own = key.cuts[TOKENS]
+    if own is not None and own.axes == rows.axes and not causal:
+        return own
+    if query.shape[TOKENS] == key.shape[TOKENS]:
+        return rows
+    assert query.layout is not None or key.layout is not None
+    grid = (query.layout or key.layout).grid  # type: ignore[union-attr]
+    return Cut(rows.axes, even_cut(key.shape[TOKENS], grid.ways(rows.axes)))
+
+
+def _beside(bias: Meta, shape: Sequence[int], cuts: Sequence[Cut | None], base: Layout) -> Layout:
+    """The layout of a mask or bias that broadcasts against `shape`."""
+    missing = len(shape) - bias.ndim
+    pairs = zip(bias.shape, shape[missing:], cuts[missing:], strict=True)
+    return layout_of(bias.shape, tuple(cut if extent == full else None for extent, full, cut in pairs), base.grid)
+
+
+# ---------------------------------------------------------------------------------------------- forward
+
+
+def _blocks(places: _Places, at: Interval, causal: bool) -> list[tuple[slice, bool]]:
+    """Which keys of those held, that are the whole's `at`, this rank's queries see: runs of them, and which are causal."""
+    rows = places.rows
+    if places.query.is_empty or not len(at):
+        return []
+    if not causal:
+        return [(slice(0, len(at)), False)]
+    before, same = at & Interval(0, rows.start), at & rows
+    runs = [(before, False), (same, True)]
+    return [(slice(run.start - at.start, run.stop - at.start), flag) for run, flag in runs if len(run)]
+
+
+def _in_rows(*tensors: Tensor) -> list[Tensor]:
+    """Each token's numbers side by side, as kernels read them; torch sees to it by the whole's strides, not by the tile's."""
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+
+
+def _bias_of(bias: Tensor | None, at: Interval, run: slice) -> Tensor | None:
+    if bias is None or bias.shape[-1] == 1:
+        return bias
+    return bias[..., at.start + run.start : at.start + run.stop]
+
+
+def _forward(
+    kernel: Any, query: Meta, key: Meta, value: Meta, bias: Meta | None, dropout: float, causal: bool, scale, outs: Callable
+):
+    """outs(output, log-sum-exp, seeds): the operation's own outputs."""
+    _refuse_dropout(dropout)
+    places = places_of(query, key, value, bias, causal)
+    reads, layouts = _reads(places, query, key, value, bias)
+    output = layout_of((*query.shape[:3], value.shape[WIDTH]), places.query.cuts, places.query.grid)
+    rows = layout_of(query.shape[:3], places.query.cuts[:3], places.query.grid)
+
+    def turn(state: Block | None, stay: Sequence[Tensor], held: Sequence[Tensor], at: Interval):
+        q, (k, v) = stay[query.number], held
+        for run, flag in _blocks(places, at, causal):
+            part = _bias_of(None if bias is None else stay[bias.number], at, run)
+            got = kernel.forward(*_in_rows(q, k[:, :, run], v[:, :, run]), part, flag, scale)
+            state = merged(state, seen(got, part))
+        return state, ()
+
+    def finish(state: Block | None, stay: Sequence[Tensor], homes: Any) -> tuple:
+        q = stay[query.number]
+        if state is None:
+            wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+            state = (q.new_zeros(output.tile_shape), q.new_zeros(rows.tile_shape, dtype=wide))
+        out, lse, *seeds = state
+        lse = lse.masked_fill(lse == -torch.inf, 0.0) if bias is not None else lse
+        none = torch.zeros((), dtype=torch.int64, device=q.device)
+        return outs(out.to(q.dtype), lse, seeds or [none, none])
+
+    count = len(outs(None, None, [None, None]))
+    return Turns(reads, layouts, (key.number, value.number), TOKENS, places.round, turn, finish, _laid(output, rows, count))
+
+
+def _laid(output: Layout, rows: Layout, count: int) -> list[Layout | None]:
+    return [output, rows, *[None] * (count - 2)]
+
+
+def _reads(places: _Places, query: Meta, key: Meta, value: Meta, bias: Meta | None) -> tuple[list[Meta], list[Layout]]:
+    reads, layouts = [query, key, value], [places.query, places.key, places.value]
+    if bias is not None:
+        assert places.bias is not None
+        reads, layouts = [*reads, bias], [*layouts, places.bias]
+    return reads, layouts
+
+
+def _refuse_dropout(dropout: float) -> None:
+    if dropout:
+        raise NotImplementedError(
+            f"fused attention with dropout {dropout} would draw other numbers on tiles than on one device; use no dropout in "
+            "it, or torch.nn.attention.sdpa_kernel(SDPBackend.MATH), whose draws are exact"
+        )
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None) -> Turns:
+    return _forward(Cpu, query, key, value, attn_mask, dropout_p, is_causal, scale, lambda out, lse, seeds: (out, lse))
+
+
+@rule(aten._scaled_dot_product_flash_attention.default)
+def flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None) -> Turns:
+    return _forward(Flash, query, key, value, None, dropout_p, is_causal, scale, _nine(query, key))
+
+
+@rule(aten._scaled_dot_product_efficient_attention.default)
+def efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None) -> Turns:
+    outs = lambda out, lse, seeds: (out, lse, *seeds)  # noqa: E731
+    return _forward(Efficient, query, key, value, attn_bias, dropout_p, is_causal, scale, outs)
+
+
+@rule(aten._scaled_dot_product_cudnn_attention.default)
+def cudnn(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+) -> Turns:
+    """By the memory efficient kernel, whose log-sum-exp can be merged."""
+    return _forward(Efficient, query, key, value, attn_bias, dropout_p, is_causal, scale, _nine(query, key))
+
+
+def _nine(query: Meta, key: Meta) -> Callable:
+    """The outputs of flash and cuDNN attention; no sequence lengths, no mask for debugging."""
+    longest = (query.shape[TOKENS], key.shape[TOKENS])
+    return lambda out, lse, seeds: (out, lse, None, None, *longest, *seeds, None)
+
+
+# ---------------------------------------------------------------------------------------------- backward
+
+
+def _backward(kernel: Any, grad, query, key, value, bias, out, lse, seeds, dropout: float, causal: bool, scale, outs: int = 3):
+    """outs: 4 where the gradient of the bias is wanted, too."""
+    _refuse_dropout(dropout)
+    places = places_of(query, key, value, bias, causal)
+    reads, layouts = _reads(places, query, key, value, bias)
+    grid, cuts = places.query.grid, places.query.cuts
+    reads += [grad, out, lse]
+    layouts += [layout_of(grad.shape, cuts, grid), layout_of(out.shape, cuts, grid), layout_of(query.shape[:3], cuts[:3], grid)]
+    all_bias = layout_of((*query.shape[:3], key.shape[TOKENS]), (*cuts[:3], None), grid)
+    saved = [(bias.number if bias is not None else None), grad.number, out.number, lse.number]
+    numbers = [seed.number if isinstance(seed, Meta) else None for seed in seeds]
+
+    def turn(state: list[Tensor] | None, stay: Sequence[Tensor], held: Sequence[Tensor], at: Interval):
+        q, (k, v) = stay[query.number], held
+        b, g, o, s = (None if number is None else stay[number] for number in saved)
+        if state is None:
+            state = [torch.zeros_like(q), *([q.new_zeros(all_bias.tile_shape)] if outs == 4 else [])]
+        parts = (torch.zeros_like(k), torch.zeros_like(v))
+        of_seeds = [None if number is None else stay[number] for number in numbers]
+        for run, flag in _blocks(places, at, causal):
+            block = _bias_of(b, at, run)
+            read = *_in_rows(g, q, k[:, :, run], v[:, :, run], o), s
+            got = kernel.backward(*read, block, flag, scale, of_seeds, outs == 4)
+            state[0] += got[0]
+            parts[0][:, :, run] += got[1]
+            parts[1][:, :, run] += got[2]
+            if outs == 4:
+                state[1][..., at.start + run.start : at.start + run.stop] = got[3]
+        return state, parts
+
+    def finish(state: list[Tensor], stay: Sequence[Tensor], homes: Sequence[Tensor]) -> tuple:
+        return state[0], *homes, *state[1:]
+
+    laid = [places.query, places.key, places.value, all_bias][:outs]
+    return Turns(
+        reads, layouts, (key.number, value.number), TOKENS, places.round, turn, finish, laid, together=places.alone
+    )  # fmt: skip
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def cpu_backward(grad_out, query, key, value, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None) -> Turns:
+    return _backward(Cpu, grad_out, query, key, value, attn_mask, out, lse, (), dropout_p, is_causal, scale)
+
+
+@rule(aten._scaled_dot_product_flash_attention_backward.default)
+def flash_backward(
+    grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
+) -> Turns:
+    return _backward(Flash, grad_out, query, key, value, None, out, lse, (seed, offset), dropout_p, is_causal, scale)
+
+
+@rule(aten._scaled_dot_product_efficient_attention_backward.default)
+def efficient_backward(
+    grad_out, query, key, value, attn_bias, out, lse, seed, offset, dropout_p, grad_input_mask, is_causal=False, *, scale=None
+) -> Turns:
+    outs = 4 if grad_input_mask[3] and attn_bias is not None else 3
+    got = _backward(
+        Efficient, grad_out, query, key, value, attn_bias, out, lse, (seed, offset), dropout_p, is_causal, scale, outs
+    )
+    return got if outs == 4 else _with_none(got)
+
+
+def _with_none(d: Turns) -> Turns:
+    """One output more: no gradient of the bias."""
+    finish = lambda state, stay, homes: (*d.finish(state, stay, homes), None)  # noqa: E731
+    return Turns(d.reads, d.layouts, d.travel, d.dim, d.axes, d.turn, finish, [*d.outs, None], d.together)
+
+
+@rule(aten._scaled_dot_product_cudnn_attention_backward.default)
+def cudnn_backward(
+    grad_out, query, key, value, out, lse, seed, offset, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    *, scale=None,
+) -> Turns:  # fmt: skip
+    return _backward(Efficient, grad_out, query, key, value, attn_bias, out, lse, (seed, offset), dropout_p, is_causal, scale)
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def _of_pixels(x: Tensor, w: Tensor) -> Tensor:
+    """Self-attention of the pixels of an image, with 2 heads."""
+    qkv = F.conv2d(x, w).flatten(2).unflatten(1, (3, 2, -1)).transpose(-1, -2)
+    return F.scaled_dot_product_attention(qkv[:, 0], qkv[:, 1], qkv[:, 2]).transpose(-1, -2).flatten(1, 2).view_as(x)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, *, heads: int = 1) -> Tensor:
+    """One key in three may not be seen; query 2 sees none of the first keys."""
+    n, m = q.shape[2], k.shape[2]
+    allowed = (torch.arange(n)[:, None] + torch.arange(m)) % 3 > 0
+    allowed[2, : m // 2] = False
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed.expand(1, heads, n, m))
+
+
+_Q, _K, _BIAS = (2, 3, 9, 4), (2, 3, 11, 4), (1, 3, 9, 11)
+
+CASES = [
+    case("self", _attend, _Q, _Q, _Q, tiled=(0, 1, 2)),
+    case("other keys", _attend, _Q, _K, _K, tiled=(0, 1, 2)),
+    case("values of another width, as products", _attend, _Q, _K, (2, 3, 11, 6), tiled=(0, 1, 2)),
+    case("plain keys and values", _attend, _Q, _K, _K),
+    case("plain keys", _attend, _Q, _K, _K, tiled=(0, 2)),
+    case("plain queries", _attend, _Q, _K, _K, tiled=(1, 2)),
+    case("few plain queries", _attend, (2, 3, 1, 4), _K, _K, tiled=(1, 2)),
+    case("a scale", lambda q, k, v: _attend(q, k, v, scale=0.3), _Q, _K, _K, tiled=(0, 1, 2)),
+    case("causal", lambda q, k, v: _attend(q, k, v, is_causal=True), _Q, _Q, _Q, tiled=(0, 1, 2)),
+    case("causal, plain keys", lambda q, k, v: _attend(q, k, v, is_causal=True), _Q, _Q, _Q),
+    case("causal, other keys", lambda q, k, v: _attend(q, k, v, is_causal=True), _Q, _K, _K, tiled=(0, 1), refuses="as many"),
+    case("a mask", _masked, _Q, _K, _K, tiled=(0, 1, 2)),
+    case("a mask of each head", lambda q, k, v: _masked(q, k, v, heads=3), _Q, _K, _K, tiled=(0, 1, 2)),
+    case("a mask, plain keys", _masked, _Q, _K, _K),
+    case("a learned bias", lambda q, k, v, b: _attend(q, k, v, attn_mask=b), _Q, _K, _K, (3, 9, 11), tiled=(0, 1, 2)),
+    case(
+        "a cut mask", lambda q, k, v, b: _attend(q, k, v, attn_mask=b.detach()), _Q, _K, _K, (1, 3, 9, 11), tiled=(0, 1, 2, 3)
+    ),
+    case(
+        "shared keys",
+        lambda q, k, v: _attend(q, k, v, enable_gqa=True),
+        (2, 4, 9, 4),
+        (2, 2, 9, 4),
+        (2, 2, 9, 4),
+        tiled=(0, 1, 2),
+    ),
+    case("heads cut", lambda q, k, v: _attend(*(x.transpose(1, 2) for x in (q, k, v))), *((2, 9, 4, 5),) * 3, tiled=(0, 1, 2)),
+    case("windows", lambda q, k, v: _attend(*(x.transpose(0, 2) for x in (q, k, v))), *((4, 3, 8, 5),) * 3, tiled=(0, 1, 2)),
+    case("three dims", lambda q, k, v: _attend(q, k, v), (2, 9, 4), (2, 11, 4), (2, 11, 4), tiled=(0, 1, 2)),
+    case("pixels", _of_pixels, (2, 4, 5, 6), (12, 4, 1, 1)),
+    case("dropout", lambda q, k, v: _attend(q, k, v, dropout_p=0.3), _Q, _K, _K, tiled=(0, 1, 2)),
+    case(
+        "fused, dropout",
+        lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.3),
+        _Q,
+        _K,
+        _K,
+        refuses="attention with dropout 0.3 would draw other numbers",
+    ),
+    case("one batch of keys for all", _attend, _Q, (1, 3, 11, 4), (1, 3, 11, 4)),
+    case(
+        "fused, one batch of keys for all",
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _Q,
+        (1, 3, 11, 4),
+        (1, 3, 11, 4),
+        refuses="with one batch size",
+    ),
+]

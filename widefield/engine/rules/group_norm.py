@@ -1,0 +1,121 @@
+"""Group norm, forward and backward, in any number of dims.
+
+As batch norm: one message of merged statistics forward, one of two sums per channel and sample backward, after which every
+rank has the whole gradient of weight and bias, too.
+
+Formulas: Wu & He 2018, arXiv:1803.08494.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from widefield.engine import moments
+from widefield.engine.rules import Meta, Reduced, Tile, case, rule
+from widefield.engine.rules.normalization import layout_for, reads_of, refuse_cut, taken
+
+aten = torch.ops.aten
+
+
+@rule(aten.native_group_norm.default)
+def group_norm(image: Meta, weight, bias, samples: int, channels: int, pixels: int, groups: int, eps: float) -> Reduced:
+    """Every sample's groups of channels by themselves; rows are the channels of all samples."""
+    refuse_cut("group norm", weight, bias)
+    layout, members = layout_for([image], [0, 1]), channels // groups
+
+    def local(tile: Tensor, *affine: Tensor) -> Tensor:
+        if tile.numel() == 0:
+            return moments.packed_nothing(samples * groups, tile)
+        found = moments.each(moments.moments_of_rows, [moments.rows_of(moments.dense(tile))], [])
+        mean, var = (torch.cat(values).double().view(-1, members) for values in zip(*found, strict=True))
+        middle = mean.mean(1)
+        spread = (var + (mean - middle[:, None]).square()).mean(1)
+        return moments.packed(middle, spread, tile.numel() // (samples * groups))
+
+    def finish(total: Tensor, *tensors: Tensor) -> tuple:
+        tile = moments.dense(tensors[image.number])
+        mean, var = moments.unpacked(total)
+        invstd, dtype = moments.invstd_of(var, eps), moments.statistics_dtype(tile.dtype)
+        vectors = [value.to(dtype).repeat_interleave(members) for value in (mean, var)]
+        vectors += [None if meta is None else taken(tensors, meta).repeat(samples) for meta in (weight, bias)]  # type: ignore
+        rows = moments.each(lambda *given: moments.normalized(*given, eps), [moments.rows_of(tile)], vectors)
+        return moments.image_of(rows, tile), *(value.to(dtype).view(samples, groups) for value in (mean, invstd))
+
+    outs, dims = [Tile(image.shape), None, None], range(2, image.ndim)
+    reads = reads_of([image], layout, weight, bias)
+    return Reduced(dims=dims, local=local, outs=outs, merge=moments.merged, finish=finish, **reads)
+
+
+@rule(aten.native_group_norm_backward.default, plain_outputs=(1, 2))
+def group_norm_backward(
+    grad: Meta, image: Meta, mean: Meta, invstd: Meta, weight, samples: int, channels: int, pixels: int, groups: int, mask
+) -> Reduced:
+    refuse_cut("group norm", weight, mean, invstd)
+    layout, members = layout_for([image, grad], [0, 1]), channels // groups
+    count, dtype = members * math.prod(image.shape[2:]), moments.statistics_dtype(image.dtype)
+
+    def statistics(*tensors: Tensor) -> list[Tensor]:
+        return [value.to(dtype).view(-1).repeat_interleave(members) for value in tensors]
+
+    def local(tile: Tensor, grad_tile: Tensor, mean: Tensor, invstd: Tensor, *weight: Tensor) -> Tensor:
+        return torch.cat(moments.each(moments.gradient_sums, _both(grad_tile, tile), statistics(mean, invstd)), dim=1)
+
+    def finish(total: Tensor, *tensors: Tensor) -> tuple:
+        tile, scale = tensors[image.number], taken(tensors, weight)
+        out = tile.dtype if scale is None else scale.dtype
+        sums = [total[n].view(samples, channels).sum(0).to(out) if mask[1 + n] else None for n in (0, 1)]
+        if not mask[0]:
+            return None, *sums
+        scale = None if scale is None else scale.to(total.dtype).repeat(samples)
+        means = (total if scale is None else total * scale).view(2, -1, members).sum(2) / count
+        vectors = [*statistics(taken(tensors, mean), taken(tensors, invstd)), scale, means.repeat_interleave(members, dim=1)]
+        rows = moments.each(moments.input_gradient, _both(tensors[grad.number], tile), vectors)
+        return moments.image_of(rows, tile), *sums
+
+    outs, dims = [Tile(image.shape), None, None], range(2, image.ndim)
+    reads = reads_of([image, grad], layout, mean, invstd, weight)
+    return Reduced(dims=dims, local=local, outs=outs, finish=finish, by_parts=False, **reads)  # kernels without derivative
+
+
+def _both(grad: Tensor, image: Tensor) -> list[tuple[Tensor, ...]]:
+    """The rows of a gradient and of its image, in the memory format of the image."""
+    image = moments.dense(image)
+    return [moments.rows_of(moments.laid_out_as(image, grad)), moments.rows_of(image)]
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _penalty(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """The gradient of a gradient."""
+    (slope,) = torch.autograd.grad(F.group_norm(x, 2, w, b).pow(3).sum(), x, create_graph=True)
+    return slope
+
+
+CASES = [
+    case("group", lambda x, w, b: F.group_norm(x, 2, w, b), (2, 6, 17, 11), (6,), (6,)),
+    case("group, gradient penalty", _penalty, (2, 6, 17, 11), (6,), (6,)),
+    case("group 1-D", lambda x, w, b: F.group_norm(x, 3, w, b, 0.1), (2, 6, 29), (6,), (6,)),
+    case("group 3-D", lambda x, w, b: F.group_norm(x, 3, w, b), (2, 6, 9, 5, 4), (6,), (6,)),
+    case("group without affine", lambda x: F.group_norm(x, 3), (2, 6, 17, 11)),
+    case("group, weight alone", lambda x, w: F.group_norm(x, 6, w), (2, 6, 17, 11), (6,)),
+    case(
+        "group, one weight zero",
+        lambda x, w: F.group_norm(x, 2, w * torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 1.0])),
+        (2, 6, 17, 11),
+        (6,),
+    ),
+    case("group, channels last", lambda x, w, b: F.group_norm(_channels_last(x), 2, w, b), (2, 6, 17, 11), (6,), (6,)),
+    case("group far from zero", lambda x, w, b: F.group_norm(x * 0.01 + 100, 2, w, b), (2, 6, 17, 11), (6,), (6,)),
+    case("group of (N, C), cut in C", lambda x, w, b: F.group_norm(x, 2, w, b), (9, 6), (6,), (6,)),
+    case("group, image without gradient", lambda x, w, b: F.group_norm(x.detach(), 2, w, b), (2, 6, 17, 11), (6,), (6,)),
+    case("group, weights from the image", lambda x, b: F.group_norm(x, 2, x.mean((0, 2, 3)), b), (2, 6, 17, 11), (6,)),
+    case(
+        "group, weight cut", lambda w, x: F.group_norm(x, 3, w), (9,), (2, 9, 5), refuses="weight, bias or statistics are cut"
+    ),
+]

@@ -1,0 +1,364 @@
+"""Batch and instance norm, forward and backward, in any number of dims.
+
+Each tile's mean and squared deviations go to all in one message and are merged in float64; the backward
+sends its two sums in one message, after which every rank also has the whole gradient of weight and bias.  Instance norm
+arrives as batch norm of an image (1, B * C, ...).  In evaluation nothing is sent.  The arithmetic is in `engine/moments.py`.
+
+Formulas: Ioffe & Szegedy 2015, arXiv:1502.03167.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from widefield.engine import moments
+from widefield.engine.layout import Layout
+from widefield.engine.places import first_cut, moved
+from widefield.engine.rules import Meta, Reduced, Tile, Total, case, rule
+
+aten = torch.ops.aten
+
+
+def layout_for(images: Sequence[Meta], whole: Sequence[int]) -> Layout:
+    """The layout of the first image that is cut, less the cuts of the dims that must be whole."""
+    layout = first_cut(images).layout
+    assert layout is not None, "a normalization without a tiled image is plain"
+    return moved(layout, whole)
+
+
+def reads_of(images: Sequence[Meta], layout: Layout, *others: Meta | None) -> dict[str, Any]:
+    """The reads of a rule: images in `layout`, and what else is given as it is."""
+    given = [meta for meta in others if meta is not None]
+    return {"reads": [*images, *given], "at": [*[layout] * len(images), *[None] * len(given)]}
+
+
+def taken(tensors: Sequence[Tensor], meta: Meta | None) -> Any:
+    """The tensor argument that `meta` stands for, if any."""
+    return None if meta is None else tensors[meta.number]
+
+
+def nothing(tile: Tensor, *others: Tensor) -> Tensor:
+    """What a rule adds up that has nothing to add up."""
+    return tile
+
+
+def refuse_cut(kind: str, *affine: Meta | None) -> None:
+    """NotImplementedError where a tensor that every tile wants whole is cut."""
+    if any(meta is not None and meta.is_cut for meta in affine):
+        raise NotImplementedError(
+            f"{kind} whose weight, bias or statistics are cut into tiles has no rule; take widefield.whole(...) of them"
+        )
+
+
+def is_deferred(meta: Meta | None) -> bool:
+    """Whether the gradient of this weight is one of a plain tensor."""
+    return meta is None or meta.layout is None
+
+
+def zeros_of(sums: Sequence[Total | None], like: Tensor) -> list[Tensor | None]:
+    """What a tile without pixels adds to the sums that are wanted."""
+    return [None if out is None else like.new_zeros(out.shape, dtype=out.dtype) for out in sums]
+
+
+# ---------------------------------------------------------------------------------------------- batch norm
+
+
+@rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+def batch_norm(image: Meta, weight, bias, running_mean, running_var, training, momentum, eps, more: str = "") -> Reduced:
+    """more: what the operation gives after output, mean and invstd; r: a reserve that nobody reads, s: running statistics."""
+    refuse_cut("batch norm", weight, bias, running_mean, running_var)
+    if not training and bias is not None and (weight is None or is_deferred(weight) != is_deferred(bias)):
+        _refuse_bias(weight, bias)
+    layout = layout_for([image], [1])
+    call = _BatchNorm(image, weight, bias, running_mean, running_var, momentum, eps, more)
+    outs = [Tile(image.shape), *[None] * (2 + len(more) + more.count("s"))]
+    reads = reads_of([image], layout, weight, bias, running_mean, running_var)
+    if not training:
+        return Reduced(dims=(), local=nothing, outs=outs, finish=call.evaluated, **reads)
+    dims = [dim for dim in range(image.ndim) if dim != 1]
+    writes = "s" not in more and not (running_mean is None and running_var is None)
+    settle = call.settle if writes else None
+    return Reduced(dims=dims, local=call.local, outs=outs, merge=moments.merged, finish=call.trained, settle=settle, **reads)
+
+
+def _refuse_bias(weight: Meta | None, bias: Meta) -> None:
+    """The backward in evaluation is told of the weight alone, and takes the bias for of its kind."""
+    if weight is None and bias.layout is None:
+        return
+    raise NotImplementedError(
+        "batch norm in evaluation with one of weight and bias made from a tiled tensor and the other not has no rule; "
+        "make both from it, or add the bias afterwards"
+    )
+
+
+class _BatchNorm:
+    """Both ends of batch norm's forward, given the operation's tensor arguments."""
+
+    def __init__(self, image, weight, bias, running_mean, running_var, momentum: float, eps: float, more: str) -> None:
+        self.image, self.affine, self.running = image, (weight, bias), (running_mean, running_var)
+        self.momentum, self.eps, self.more = momentum, eps, more
+
+    def local(self, tile: Tensor, *others: Tensor) -> Tensor:
+        channels = self.image.shape[1]
+        if tile.numel() == 0:
+            return moments.packed_nothing(channels, tile)
+        return moments.packed(*moments.moments_of(moments.dense(tile)), tile.numel() // channels)
+
+    def settle(self, total: Tensor, *tensors: Tensor) -> None:
+        """Move the running statistics, once for the whole."""
+        for meta, new in zip(self.running, self._moved(total, tensors), strict=True):
+            if new is not None:
+                taken(tensors, meta).copy_(new)
+
+    def _moved(self, total: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """What becomes of the running statistics; they have no gradient."""
+        batch = moments.unpacked(total.detach(), unbiased=True)
+        running = [taken(tensors, meta) for meta in self.running]
+        return [
+            None if old is None else torch.lerp(old.double(), new, self.momentum).to(old.dtype)
+            for old, new in zip(running, batch, strict=True)
+        ]
+
+    def trained(self, total: Tensor, *tensors: Tensor) -> tuple:
+        mean, var = moments.unpacked(total)
+        dtype = moments.statistics_dtype(self.image.dtype)
+        mean, invstd = mean.to(dtype), moments.invstd_of(var, self.eps).to(dtype)
+        moved = self._moved(total, tensors) if "s" in self.more else []
+        return self._outputs(tensors, (mean, var.to(dtype)), (mean.detach(), invstd.detach()), moved)
+
+    def evaluated(self, total: Tensor, *tensors: Tensor) -> tuple:
+        running = [taken(tensors, meta) for meta in self.running]
+        nothing = running[0].new_empty(0)
+        return self._outputs(tensors, running, (nothing, nothing.clone()), running)
+
+    def _outputs(self, tensors: Sequence[Tensor], statistics: Sequence[Tensor], saved: Sequence[Tensor], running) -> tuple:
+        tile = moments.dense(tensors[self.image.number])
+        out = moments.normalized(tile, *statistics, *(taken(tensors, meta) for meta in self.affine), self.eps)
+        reserve = (tile.new_empty(0, dtype=torch.uint8),)
+        return out, *saved, *(value for kind in self.more for value in (reserve if kind == "r" else running))
+
+
+@rule(aten._native_batch_norm_legit.no_stats)
+def batch_norm_without_running(image: Meta, weight, bias, training, momentum, eps) -> Reduced:
+    return batch_norm(image, weight, bias, None, None, training, momentum, eps)
+
+
+@rule(aten._native_batch_norm_legit_no_training.default)
+def batch_norm_in_evaluation(image: Meta, weight, bias, running_mean, running_var, momentum, eps) -> Reduced:
+    return batch_norm(image, weight, bias, running_mean, running_var, False, momentum, eps)
+
+
+@rule(aten._native_batch_norm_legit_functional.default)
+def batch_norm_functional(image: Meta, weight, bias, running_mean, running_var, training, momentum, eps) -> Reduced:
+    return batch_norm(image, weight, bias, running_mean, running_var, training, momentum, eps, "s")
+
+
+@rule(aten.cudnn_batch_norm.default)
+def cudnn_batch_norm(image: Meta, weight, bias, running_mean, running_var, training, momentum, eps) -> Reduced:
+    return batch_norm(image, weight, bias, running_mean, running_var, training, momentum, eps, "r")
+
+
+@rule(aten._batch_norm_with_update.default)
+def batch_norm_with_update(image: Meta, weight, bias, running_mean, running_var, momentum, eps) -> Reduced:
+    return batch_norm(image, weight, bias, running_mean, running_var, True, momentum, eps, "r")
+
+
+@rule(aten._batch_norm_with_update_functional.default)
+def batch_norm_with_update_functional(image: Meta, weight, bias, running_mean, running_var, momentum, eps) -> Reduced:
+    return batch_norm(image, weight, bias, running_mean, running_var, True, momentum, eps, "rs")
+
+
+@rule(aten._batch_norm_no_update.default)
+def batch_norm_no_update(image: Meta, weight, bias, running_mean, running_var, momentum, eps) -> Reduced:
+    return batch_norm(image, weight, bias, running_mean, running_var, False, momentum, eps, "r")
+
+
+@rule(aten.native_batch_norm_backward.default, plain_outputs=(1, 2))
+def batch_norm_backward(
+    grad: Meta, image: Meta, weight, running_mean, running_var, save_mean, save_invstd, training, eps, mask
+) -> Reduced:
+    refuse_cut("batch norm", weight, running_mean, running_var, save_mean, save_invstd)
+    if not training:
+        return _backward_in_evaluation(grad, image, weight, running_mean, running_var, eps, mask)
+    layout, count = layout_for([image, grad], [1]), math.prod(image.shape) // max(1, image.shape[1])
+
+    def local(tile: Tensor, grad_tile: Tensor, mean: Tensor, invstd: Tensor, *weight: Tensor) -> Tensor:
+        tile = moments.dense(tile)
+        return moments.gradient_sums(moments.laid_out_as(tile, grad_tile), tile, mean, invstd)
+
+    def finish(total: Tensor, *tensors: Tensor) -> tuple:
+        tile, scale = moments.dense(tensors[image.number]), taken(tensors, weight)
+        dtype = tile.dtype if scale is None else scale.dtype
+        sums = [total[n].to(dtype) if mask[1 + n] else None for n in (0, 1)]
+        if not mask[0]:
+            return None, *sums
+        means = (total if scale is None else total * scale.to(total.dtype)) / count
+        statistics = (taken(tensors, save_mean), taken(tensors, save_invstd))
+        grad_tile = moments.laid_out_as(tile, tensors[grad.number])
+        return moments.input_gradient(grad_tile, tile, *statistics, scale, means), *sums
+
+    dims = [dim for dim in range(image.ndim) if dim != 1]
+    outs = [Tile(image.shape), None, None]
+    reads = reads_of([image, grad], layout, save_mean, save_invstd, weight)
+    return Reduced(dims=dims, local=local, outs=outs, finish=finish, by_parts=False, **reads)  # kernels without derivative
+
+
+def _backward_in_evaluation(grad: Meta, image: Meta, weight, running_mean, running_var, eps: float, mask) -> Reduced:
+    """Statistics are constants: each tile by itself, and sums for weight and bias."""
+    layout = layout_for([image, grad], [1])
+
+    def finish(total: Tensor, *tensors: Tensor) -> tuple:
+        tile, scale = moments.dense(tensors[image.number]), taken(tensors, weight)
+        if tile.numel() == 0:
+            return torch.empty_like(tile), *zeros_of(sums, tile)
+        statistics = (taken(tensors, running_mean), taken(tensors, running_var))
+        grad_tile = moments.laid_out_as(tile, tensors[grad.number])
+        return aten.native_batch_norm_backward.default(grad_tile, tile, scale, *statistics, None, None, False, eps, mask)
+
+    dtype = image.dtype if weight is None else weight.dtype
+    sums = [Total(is_deferred(weight), (image.shape[1],), dtype) if wanted else None for wanted in mask[1:]]
+    reads = reads_of([image, grad], layout, weight, running_mean, running_var)
+    return Reduced(dims=(), local=nothing, outs=[Tile(image.shape), *sums], finish=finish, **reads)
+
+
+@rule(aten.cudnn_batch_norm_backward.default, plain_outputs=(1, 2))
+def cudnn_batch_norm_backward(
+    image: Meta, grad: Meta, weight: Meta, running_mean, running_var, save_mean, save_invstd, eps, reserve
+) -> Reduced:
+    mask = [True] * 3
+    return batch_norm_backward(grad, image, weight, running_mean, running_var, save_mean, save_invstd, True, eps, mask)
+
+
+@rule(aten.batch_norm_backward.default, plain_outputs=(1, 2))
+def batch_norm_backward_with_reserve(
+    grad: Meta, image: Meta, weight, running_mean, running_var, save_mean, save_invstd, training, eps, mask, reserve
+) -> Reduced:
+    return batch_norm_backward(grad, image, weight, running_mean, running_var, save_mean, save_invstd, training, eps, mask)
+
+
+def _with_running(operation, *args, momentum=0.3, **options):
+    """The output, and what becomes of running statistics that are no whole numbers."""
+    running = torch.linspace(0.1, 0.7, 3), torch.linspace(0.5, 2.0, 3)
+    return [operation(args[0], *running, *args[1:], momentum=momentum, **options), *running]
+
+
+def _twice(x, w, b):
+    running = torch.zeros(3), torch.ones(3)
+    y = F.batch_norm(x, *running, w, b, training=True)
+    return [F.batch_norm(y * y, *running, w, b, training=True, momentum=0.5), *running]
+
+
+def _by(operation: Any, x: Tensor, w: Tensor, b: Tensor, *training: bool) -> list[Tensor]:
+    """The output of an operation that exporters use, the running statistics after it, and the new ones that it returns."""
+    running = torch.linspace(0.1, 0.7, 3), torch.linspace(0.5, 2.0, 3)
+    given = operation(x, w, b, *running, *training, 0.3, 1e-5)
+    return [given[0], *running, *(value for value in given[3:] if value.dtype == x.dtype)]
+
+
+def _cudnn(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    running = torch.linspace(0.1, 0.7, 3), torch.linspace(0.5, 2.0, 3)
+    if type(x) is Tensor:
+        return [F.batch_norm(x, *running, w, b, True, 0.3), *running]
+    return [aten.cudnn_batch_norm(x, w, b, *running, True, 0.3, 1e-5)[0], *running]
+
+
+def _through(make: Callable[[], nn.Module]):
+    """The layer's output and its buffers after two passes; the same fresh layer for the whole and for tiles."""
+
+    def run(x: Tensor, *affine: Tensor) -> list[Tensor]:
+        mine = make().to(x.dtype)
+        values = dict(zip(("weight", "bias"), affine, strict=False))
+        torch.func.functional_call(mine, values, (x * 2 + 1,))
+        return [torch.func.functional_call(mine, values, (x,)), *(buffer for _, buffer in mine.named_buffers())]
+
+    return run
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+_train = partial(_with_running, F.batch_norm, training=True)
+_eval = partial(_with_running, F.batch_norm, training=False)
+_instance = partial(_with_running, F.instance_norm)
+
+
+def _penalty(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """The gradient of a gradient."""
+    (slope,) = torch.autograd.grad(F.batch_norm(x, None, None, w, b, True).pow(3).sum(), x, create_graph=True)
+    return slope
+
+
+CASES = [
+    case("batch", _train, (2, 3, 17, 11), (3,), (3,)),
+    case("batch, momentum 1", partial(_train, momentum=1.0, eps=0.1), (2, 3, 17, 11), (3,), (3,)),
+    case("batch, gradient penalty", _penalty, (2, 3, 17, 11), (3,), (3,)),
+    case("batch 1-D", _train, (2, 3, 29), (3,), (3,)),
+    case("batch 3-D", _train, (2, 3, 9, 5, 4), (3,), (3,)),
+    case("batch without affine", _train, (2, 3, 17, 11)),
+    case("batch, bias alone", lambda x, b: _train(x, None, b), (2, 3, 17, 11), (3,)),
+    case(
+        "batch without running statistics", lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (2, 3, 17, 11), (3,), (3,)
+    ),
+    case("batch, channels last", lambda x, w, b: _train(_channels_last(x), w, b), (2, 3, 17, 11), (3,), (3,)),
+    case("batch far from zero", lambda x, w, b: _train(x * 0.01 + 100, w, b), (2, 3, 17, 11), (3,), (3,)),
+    case("batch of (N, C), cut in C", _train, (9, 3), (3,), (3,)),
+    case("batch twice over the same statistics", _twice, (2, 3, 17, 11), (3,), (3,)),
+    case("batch, image without gradient", lambda x, w, b: _train(x.detach(), w, b), (2, 3, 17, 11), (3,), (3,)),
+    case(
+        "batch, weights from the image", lambda x, w: _train(x, x.mean((0, 2, 3)), x.amax((0, 2, 3)) * w), (2, 3, 17, 11), (3,)
+    ),
+    case("batch with no average", _through(lambda: nn.BatchNorm2d(3, momentum=None)), (2, 3, 17, 11), (3,), (3,)),
+    case("evaluation", _eval, (2, 3, 17, 11), (3,), (3,)),
+    case("evaluation 3-D", _eval, (2, 3, 9, 5, 4), (3,), (3,)),
+    case("evaluation, bias alone", lambda x, b: _eval(x, None, b), (2, 3, 17, 11), (3,)),
+    case("evaluation, channels last", lambda x, w, b: _eval(_channels_last(x), w, b), (2, 3, 17, 11), (3,), (3,)),
+    case("evaluation of (N, C), cut in C", _eval, (9, 3), (3,), (3,)),
+    case("evaluation, weights from the image", lambda x: _eval(x, x.mean((0, 2, 3)), x.amax((0, 2, 3))), (2, 3, 17, 11)),
+    case(
+        "evaluation, one weight from the image",
+        lambda x, b: _eval(x, x.mean((0, 2, 3)), b),
+        (2, 3, 17, 11),
+        (3,),
+        refuses="one of weight and bias made from a tiled tensor",
+    ),
+    case(
+        "batch, weight cut",
+        lambda w, x: F.batch_norm(x, None, None, w, None, True),
+        (9,),
+        (2, 9, 5, 4),
+        refuses="weight, bias or statistics are cut into tiles",
+    ),
+    case("cuDNN's", _cudnn, (2, 3, 17, 11), (3,), (3,)),
+    case("legit", lambda *given: _by(aten._native_batch_norm_legit, *given, True), (2, 3, 17, 11), (3,), (3,)),
+    case("legit in evaluation", lambda *given: _by(aten._native_batch_norm_legit, *given, False), (2, 3, 17, 11), (3,), (3,)),
+    case("functional", lambda *given: _by(aten._native_batch_norm_legit_functional, *given, True), (2, 3, 17, 11), (3,), (3,)),
+    case("with update", partial(_by, aten._batch_norm_with_update), (2, 3, 17, 11), (3,), (3,)),
+    case("with update, functional", partial(_by, aten._batch_norm_with_update_functional), (2, 3, 17, 11), (3,), (3,)),
+    case("no update", partial(_by, aten._batch_norm_no_update), (2, 3, 17, 11), (3,), (3,)),
+    case("no statistics", lambda x, w: aten._native_batch_norm_legit(x, w, None, True, 0.1, 1e-5)[0], (2, 3, 17, 11), (3,)),
+    case("instance", lambda x, w, b: F.instance_norm(x, None, None, w, b), (2, 3, 17, 11), (3,), (3,)),
+    case("instance 1-D", lambda x: F.instance_norm(x), (2, 3, 29)),
+    case("instance 3-D", lambda x, w, b: F.instance_norm(x, None, None, w, b), (2, 3, 9, 5, 4), (3,), (3,)),
+    case("instance, running statistics", partial(_instance, use_input_stats=True), (2, 3, 17, 11), (3,), (3,)),
+    case("instance, evaluation", partial(_instance, use_input_stats=False), (2, 3, 17, 11), (3,), (3,)),
+    case(
+        "instance with statistics",
+        _through(lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True)),
+        (2, 3, 17, 11),
+        (3,),
+        (3,),
+    ),
+    case("local response", lambda x: F.local_response_norm(x * 9, 3), (2, 6, 17, 11)),
+    case("weight norm", lambda x, v, g: F.conv2d(x, torch._weight_norm(v, g, 0)), (2, 3, 17, 11), (4, 3, 3, 3), (4, 1, 1, 1)),
+    case(
+        "spectral norm", lambda x, w: F.conv2d(x, w / torch.linalg.matrix_norm(w.flatten(1), 2)), (2, 3, 17, 11), (4, 3, 3, 3)
+    ),
+]

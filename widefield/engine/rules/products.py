@@ -1,0 +1,230 @@
+"""Products of matrices: mm, bmm, mv, dot and their sums with another tensor; linear, matmul and einsum arrive as these.
+
+Each is written in letters, `bnk,bkm->bnm`, and the axes of the grid are given to letters.  An axis at an outer letter cuts
+the output; at a summed one every rank has a part of the sum.  Where the operands are cut along different dims, the letters
+are chosen so that the fewest numbers travel.
+
+The gradient of a plain weight is such a sum over pixels; it is left to DDP or FSDP where autograd's graph says that it is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from widefield.engine.dispatch import any_cut, by_rule
+from widefield.engine.layout import Cut, Grid, Layout, layout_of
+from widefield.engine.receiver import is_plain_weights_gradient
+from widefield.engine.rules import Meta, Placed, case, composed, rule
+from widefield.engine.tiled import TiledTensor
+from widefield.geometry.box import meet, size_of
+from widefield.geometry.interval import even_cut
+
+aten = torch.ops.aten
+BACKWARDS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0", "MvBackward0", "AddmvBackward0")
+
+
+def planned(letters: str, operands: Sequence[Meta]) -> tuple[list[Layout], Layout, tuple[int, ...]]:
+    """Layouts of the operands and of the output of a product, and the axes along which ranks hold parts of its sum.
+
+    letters: as in einsum, "nk,km->nm".  Every axis of the grid that cuts an operand gets one of the letters it cuts there.
+    """
+    grid = next(meta.layout.grid for meta in operands if meta.layout is not None)
+    terms, result = letters.split("->")[0].split(","), letters.split("->")[1]
+    held = [_letters_by_axis(term, meta) for term, meta in zip(terms, operands, strict=True)]
+    axes = sorted({axis for found in held for axis in found})
+    choices = [sorted({found[axis] for found in held if axis in found}) for axis in axes]
+    plans = [_plan(terms, result, operands, dict(zip(axes, chosen, strict=True)), grid) for chosen in product(*choices)]
+    best = min(plans, key=lambda plan: _cost(plan, operands))
+    return best
+
+
+def _letters_by_axis(term: str, meta: Meta) -> dict[int, str]:
+    return {axis: term[dim] for dim, cut in enumerate(meta.cuts) if cut is not None for axis in cut.axes}
+
+
+def _plan(terms: Sequence[str], result: str, operands: Sequence[Meta], letter_of: dict[int, str], grid: Grid):
+    """The layouts that follow once every axis has a letter."""
+    extents = {
+        letter: n for term, meta in zip(terms, operands, strict=True) for letter, n in zip(term, meta.shape, strict=True)
+    }
+    cuts = {
+        letter: _cut_of(letter, tuple(a for a in letter_of if letter_of[a] == letter), extents[letter], terms, operands, grid)
+        for letter in set(letter_of.values())
+    }
+    layouts = [layout_of(meta.shape, tuple(map(cuts.get, term)), grid) for term, meta in zip(terms, operands, strict=True)]
+    out = layout_of(tuple(extents[letter] for letter in result), tuple(map(cuts.get, result)), grid)
+    return layouts, out, tuple(axis for axis, letter in letter_of.items() if letter not in result)
+
+
+def _cut_of(letter: str, axes: tuple[int, ...], extent: int, terms: Sequence[str], operands: Sequence[Meta], grid: Grid) -> Cut:
+    """The cut of a letter along these axes: that of the largest operand which has it so already, else an even one."""
+    found = [
+        (meta.cuts[term.index(letter)], torch.Size(meta.shape).numel())
+        for term, meta in zip(terms, operands, strict=True)
+        if letter in term
+    ]
+    same = [(cut, size) for cut, size in found if cut is not None and tuple(sorted(cut.axes)) == axes]
+    if same:
+        return max(same, key=lambda pair: pair[1])[0]
+    return Cut(axes, even_cut(extent, grid.ways(axes)))
+
+
+def _cost(plan, operands: Sequence[Meta]) -> int:
+    """Numbers that all ranks together receive."""
+    layouts, out, over = plan
+    moved = sum(
+        torch.Size(size_of(to)).numel() - torch.Size(size_of(meet(to, own))).numel()
+        for meta, layout in zip(operands, layouts, strict=True)
+        if meta.layout is not None
+        for to, own in zip(layout.boxes, meta.layout.boxes, strict=True)
+    )
+    ways = out.grid.ways(over)
+    summed = sum(torch.Size(size_of(box)).numel() for box in out.boxes) * 2 * (ways - 1) // ways
+    return moved + summed
+
+
+def _product(run: Callable, letters: str, a: Meta, b: Meta, *, deferred: bool = False) -> Placed:
+    layouts, out, over = planned(letters, [a, b])
+    return Placed([a, b], layouts, run, out, over, deferred)
+
+
+# ---------------------------------------------------------------------------------------------- products alone
+
+rule(aten.dot.default)(partial(_product, aten.dot.default, "k,k->"))
+rule(aten.vdot.default)(partial(_product, aten.vdot.default, "k,k->"))
+rule(aten.mv.default)(partial(_product, aten.mv.default, "nk,k->n"))
+
+
+class _Gradient:
+    """A product that is the gradient of a plain weight: named so among the kept descriptions."""
+
+    def __init__(self, run: Callable) -> None:
+        self.run = run
+
+
+def _hot(run: Callable, letters: str, gradient: _Gradient, a: Tensor, b: Tensor) -> Any:
+    """A product; of a plain weight's gradient each rank's part, which is plain."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    if not is_plain_weights_gradient(shape, BACKWARDS):
+        return by_rule(partial(_product, run, letters), run, (a, b), {})
+    if any_cut(a, b):
+        return by_rule(partial(_product, run, letters, deferred=True), gradient, (a, b), {})
+    return run(*(x.own if type(x) is TiledTensor else x for x in (a, b)))
+
+
+composed(aten.mm.default, uncut_too=True)(partial(_hot, aten.mm.default, "nk,km->nm", _Gradient(aten.mm.default)))
+composed(aten.bmm.default, uncut_too=True)(partial(_hot, aten.bmm.default, "bnk,bkm->bnm", _Gradient(aten.bmm.default)))
+
+
+# ---------------------------------------------------------------------------------------------- products and a sum
+
+
+def _added(run: Callable, alone: Callable, letters: str, bias: Meta, a: Meta, b: Meta, *, beta=1, alpha=1) -> Placed:
+    """beta * bias + alpha * product.  Where the product is a sum of parts, one rank's part has the bias."""
+    layouts, out, over = planned(letters, [a, b]) if a.is_cut or b.is_cut else _following(letters, bias, a, b)
+    missing = len(out.shape) - bias.ndim
+    cuts = [cut if extent == out.shape[missing + dim] else None for dim, (extent, cut) in enumerate(_pairs(bias, out))]
+    of_bias = layout_of(bias.shape, tuple(cuts), out.grid)
+    if out.grid.place_on(over, out.grid.index) == 0:
+        call = partial(run, beta=beta, alpha=alpha) if (beta, alpha) != (1, 1) else run
+    else:
+        call = partial(_without_bias, alone, alpha)
+    return Placed([bias, a, b], [of_bias, *layouts], call, out, over)
+
+
+def _pairs(bias: Meta, out: Layout) -> list[tuple[int, Cut | None]]:
+    return list(zip(bias.shape, out.cuts[len(out.shape) - bias.ndim :], strict=True))
+
+
+def _without_bias(alone: Callable, alpha: float, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    part = alone(a, b)
+    return part if alpha == 1 else part * alpha
+
+
+def _following(letters: str, bias: Meta, a: Meta, b: Meta) -> tuple[list[Layout], Layout, tuple[int, ...]]:
+    """Only the added tensor is cut: the product is cut as it is."""
+    terms, result = letters.split("->")[0].split(","), letters.split("->")[1]
+    assert bias.layout is not None, "a product without a tiled tensor is plain"
+    extents = dict(zip("".join(terms), (*a.shape, *b.shape), strict=True))
+    short = result[len(result) - bias.ndim :]
+    cuts = {x: cut for x, cut, n in zip(short, bias.cuts, bias.shape, strict=True) if cut is not None and n == extents[x]}
+    layouts = [layout_of(m.shape, tuple(map(cuts.get, term)), bias.layout.grid) for term, m in zip(terms, (a, b), strict=True)]
+    return layouts, layout_of(tuple(map(extents.__getitem__, result)), tuple(map(cuts.get, result)), bias.layout.grid), ()
+
+
+def _addbmm_alone(a: Tensor, b: Tensor) -> Tensor:
+    return aten.bmm.default(a, b).sum(0)
+
+
+rule(aten.addmm.default)(partial(_added, aten.addmm.default, aten.mm.default, "nk,km->nm"))
+rule(aten.addmv.default)(partial(_added, aten.addmv.default, aten.mv.default, "nk,k->n"))
+rule(aten.baddbmm.default)(partial(_added, aten.baddbmm.default, aten.bmm.default, "bnk,bkm->bnm"))
+rule(aten.addbmm.default)(partial(_added, aten.addbmm.default, _addbmm_alone, "bnk,bkm->nm"))
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(pixels, channels) from an image (B, C, H, W)."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def _gram(x: Tensor) -> Tensor:
+    rows = x.flatten(2)
+    return torch.bmm(rows, rows.transpose(1, 2)) / rows.shape[2]
+
+
+CASES = [
+    case("linear over channels", lambda x, w, b: F.linear(x.permute(0, 2, 3, 1), w, b), (2, 3, 13, 9), (4, 3), (4,)),
+    case("linear without bias", lambda x, w: F.linear(x.permute(0, 2, 3, 1), w), (2, 3, 13, 9), (4, 3)),
+    case("linear of one row per pixel", lambda x, w, b: F.linear(_rows(x), w, b), (2, 3, 9, 7), (5, 3), (5,)),
+    case("linear over a cut dim", lambda x, w, b: F.linear(x, w, b), (2, 3, 9, 13), (4, 13), (4,)),
+    case("flatten and linear", lambda x, w, b: F.linear(x.flatten(1), w, b), (2, 3, 9, 7), (5, 189), (5,)),
+    case("flatten, linear, linear", lambda x, w, v: (x.flatten(1) @ w).relu() @ v, (2, 3, 9, 7), (189, 6), (6, 4)),
+    case("linear of a mean", lambda x, w, b: F.linear(x.mean((2, 3)), w, b), (2, 3, 9, 7), (4, 3), (4,)),
+    case("a square weight", lambda x, w: x @ w, (5, 5), (5, 5)),
+    case("one pixel", lambda x, w, b: F.linear(x, w, b), (2, 3, 1), (4, 1), (4,)),
+    case("mm, rows cut", torch.mm, (4, 9), (9, 5), tiled=(1,)),
+    case("mm, columns cut", torch.mm, (4, 9), (9, 5), tiled=(0,)),
+    case("mm, both cut", torch.mm, (4, 9), (9, 5), tiled=(0, 1)),
+    case("mm, the other is transposed", lambda a, b: torch.mm(a, b.t()), (4, 9), (5, 9), tiled=(0, 1)),
+    case("mm, rows cut both", lambda a, b: torch.mm(a.t(), b.t()), (9, 4), (5, 9), tiled=(0, 1)),
+    case("bmm, tokens of both cut", lambda a, b: torch.bmm(a, b.transpose(1, 2)), (2, 4, 13), (2, 5, 13), tiled=(0, 1)),
+    case("bmm, outer dims cut both", lambda a, b: torch.bmm(a.transpose(1, 2), b), (2, 4, 13), (2, 4, 9), tiled=(0, 1)),
+    case("bmm, one plain", lambda a, b: torch.bmm(a.transpose(1, 2), b), (2, 4, 13), (2, 4, 3)),
+    case("bmm, the first plain", lambda a, b: torch.bmm(a, b), (2, 5, 4), (2, 4, 13), tiled=(1,)),
+    case("gram matrix", _gram, (2, 3, 9, 7)),
+    case("matmul, 4 dims", lambda a, b: a @ b.transpose(2, 3), (2, 3, 9, 4), (2, 3, 11, 4), tiled=(0, 1)),
+    case("matmul, shared second", lambda a, b: a @ b, (2, 3, 9, 7), (7, 4)),
+    case("matmul, shared first", lambda a, b: b @ a, (2, 3, 9, 7), (4, 9)),
+    case("matmul with a vector", lambda a, b: a @ b, (2, 3, 9, 7), (7,)),
+    case("mv, rows cut", lambda a, b: torch.mv(a.t(), b), (4, 9), (4,)),
+    case("mv, columns cut", torch.mv, (4, 9), (9,)),
+    case("mv, the vector cut", torch.mv, (4, 9), (9,), tiled=(1,)),
+    case("dot", torch.dot, (13,), (13,), tiled=(0, 1)),
+    case("dot with a plain one", torch.dot, (13,), (13,)),
+    case("outer", torch.outer, (13,), (5,)),
+    case("einsum over channels", lambda x, w: torch.einsum("bchw,oc->bohw", x, w), (2, 3, 9, 7), (5, 3)),
+    case("einsum over rows", lambda x, w: torch.einsum("bchw,hk->bckw", x, w), (2, 3, 9, 7), (9, 4)),
+    case("einsum over pixels", lambda x, y: torch.einsum("bchw,bchw->bc", x, y), (2, 3, 9, 7), (2, 3, 9, 7), tiled=(0, 1)),
+    case("einsum of every pair", lambda x, y: torch.einsum("bct,bcs->bts", x, y), (2, 3, 9), (2, 3, 7), tiled=(0, 1)),
+    case("addmm", lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2.0), (5,), (9, 4), (4, 5), tiled=(1,)),
+    case("addmm over a cut dim", lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2.0), (5,), (4, 9), (9, 5), tiled=(1,)),
+    case("addmm, all cut", lambda c, a, b: torch.addmm(c, a.t(), b), (9, 5), (4, 9), (4, 5), tiled=(0, 1, 2)),
+    case("addmm, only the addend cut", torch.addmm, (9, 5), (9, 4), (4, 5), tiled=(0,)),
+    case("addmm of one row", torch.addmm, (1, 5), (9, 4), (4, 5), tiled=(0, 2)),
+    case("baddbmm", lambda c, a, b: torch.baddbmm(c, a, b, alpha=0.5), (2, 9, 11), (2, 9, 4), (2, 4, 11), tiled=(0, 1, 2)),
+    case("baddbmm, a broadcast addend", torch.baddbmm, (1, 1, 11), (2, 9, 4), (2, 4, 11), tiled=(2,)),
+    case("addbmm", lambda c, a, b: torch.addbmm(c, a, b, beta=2.0), (4, 5), (3, 4, 9), (3, 9, 5), tiled=(1,)),
+    case("addmv", lambda c, a, b: torch.addmv(c, a, b, alpha=0.5), (4,), (4, 9), (9,), tiled=(1,)),
+    case("chain", lambda a, b, c: torch.linalg.multi_dot([a, b, c]), (9, 4), (4, 5), (5, 3), tiled=(0,)),
+    case("tensordot", lambda a, b: torch.tensordot(a, b, 2), (3, 9, 7), (9, 7, 4)),
+]

@@ -1,0 +1,388 @@
+"""Sums, means, variances, norms, extremes and products over any dims.
+
+Over dims that no cut runs through, every tile by itself.  Over cut dims each rank gives its tile's part, in one small message,
+and all merge the same parts: so the result is equal on every rank along those cuts, and keeps the others.
+
+Variances merge as (mean, sum of squared differences from it, count), which does not cancel (Chan, Golub & LeVeque 1983).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from widefield.engine.layout import Cuts, Layout
+from widefield.engine.rules import Description, Local, Meta, Reduced, Tile, case, composed, rule
+
+aten = torch.ops.aten
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""In what a tile's part is kept, so that merging parts rounds no more than one device does."""
+
+
+def dims_of(image: Meta, dim: int | Sequence[int] | None) -> list[int]:
+    """The dims of an argument that may be one, several or (None or no dim) all of them; ascending."""
+    if dim is None or (not isinstance(dim, int) and not len(dim)):
+        return list(range(image.ndim))
+    return sorted(d % image.ndim for d in ([dim] if isinstance(dim, int) else dim))
+
+
+def shrunk(layout: Layout, dims: Sequence[int], keepdim: bool) -> tuple[tuple[int, ...], Cuts]:
+    """Shape and cuts of what is left once `dims` are reduced."""
+    kept = [(1, None) if d in dims else (layout.shape[d], layout.cuts[d]) for d in range(len(layout.shape))]
+    left = [pair for d, pair in enumerate(kept) if keepdim or d not in dims]
+    return tuple(extent for extent, _ in left), tuple(cut for _, cut in left)
+
+
+def reduced(
+    image: Meta,
+    dims: Sequence[int],
+    keepdim: bool,
+    local: Callable[[Tensor], Tensor],
+    *,
+    plain: Callable[[Tensor], Tensor | tuple],
+    merge: Callable[[Tensor], Tensor] | None = None,
+    finish: Callable | None = None,
+    outs: int = 1,
+    by_parts: bool = True,
+) -> Description:
+    """`plain` on every tile where no cut runs through `dims`; else `local`, the merge and `finish`."""
+    layout = image.layout
+    assert layout is not None
+    if all(layout.cuts[d] is None for d in dims):
+        return Local([image], lambda layout: [shrunk(layout, dims, keepdim)] * outs, lambda _, tile: plain(tile))
+    tile = Tile(*shrunk(layout, dims, keepdim))
+    return Reduced([image], dims, local, [tile] * outs, merge, finish, by_parts=by_parts)
+
+
+def ranks_along(layout: Layout, dims: Sequence[int]) -> list[int]:
+    """The ranks whose tiles differ from this one's along `dims` alone, in the order in which their parts are gathered."""
+    axes = {axis for d in dims for axis in (layout.cuts[d].axes if layout.cuts[d] else ())}
+    grid = layout.grid
+    others = [axis for axis in range(len(grid.sizes)) if axis not in axes]
+    mine = grid.coordinate(grid.index)
+    return [rank for rank in range(grid.size) if all(grid.coordinate(rank)[axis] == mine[axis] for axis in others)]
+
+
+# ---------------------------------------------------------------------------------------------- sums and means
+
+
+def _sum(image: Meta, dim=None, keepdim=False, *, dtype=None, op=aten.sum.dim_IntList, is_mean=False) -> Description:
+    dims = dims_of(image, dim)
+    out = dtype or (image.dtype if image.dtype.is_floating_point or image.dtype.is_complex else torch.int64)
+    count = math.prod(image.shape[d] for d in dims)
+    plain_op = aten.mean.dim if is_mean else op
+
+    def finish(total: Tensor, *_) -> Tensor:
+        return (total / count if is_mean else total).to(out)
+
+    same = out not in WIDE and not is_mean
+    return reduced(
+        image,
+        dims,
+        keepdim,
+        partial(op, dim=dims, keepdim=keepdim, dtype=WIDE.get(out, out)),
+        plain=partial(plain_op, dim=dims, keepdim=keepdim, dtype=dtype),
+        finish=None if same else finish,
+    )
+
+
+rule(aten.sum.dim_IntList)(_sum)
+rule(aten.sum.default)(lambda image, dtype=None: _sum(image, dtype=dtype))
+rule(aten.mean.dim)(partial(_sum, is_mean=True))
+rule(aten.mean.default)(lambda image, dtype=None: _sum(image, dtype=dtype, is_mean=True))
+rule(aten.nansum.default)(partial(_sum, op=aten.nansum.default))
+
+
+@rule(aten.count_nonzero.dim_IntList, aten.count_nonzero.default)
+def count_nonzero(image: Meta, dim=None) -> Description:
+    dims = dims_of(image, dim)
+    local = partial(aten.count_nonzero.dim_IntList, dim=dims)
+    return reduced(image, dims, False, local, plain=local)
+
+
+def _any(image: Meta, dim=None, keepdim=False, *, is_all=False) -> Description:
+    if isinstance(dim, (list, tuple)) and not dim:
+        raise NotImplementedError("any or all over an empty list of dims has no rule on tiles; give dims, or None for all")
+    dims = dims_of(image, dim)
+    out = torch.uint8 if image.dtype is torch.uint8 else torch.bool
+
+    def count(tile: Tensor) -> Tensor:
+        return torch.sum((tile == 0) if is_all else (tile != 0), dims, keepdim, dtype=torch.int64)
+
+    def finish(total: Tensor, *_) -> Tensor:
+        return ((total == 0) if is_all else (total > 0)).to(out)
+
+    return reduced(image, dims, keepdim, count, plain=lambda tile: finish(count(tile)), finish=finish)
+
+
+rule(aten.any.default, aten.any.dim, aten.any.dims)(_any)
+rule(aten.all.default, aten.all.dim, aten.all.dims)(partial(_any, is_all=True))
+
+
+# ---------------------------------------------------------------------------------------------- variances
+
+
+def _variance(image: Meta, dim=None, *, correction=None, keepdim=False, root=False, mean=False) -> Description:
+    dims = dims_of(image, dim)
+    correction = 1 if correction is None else correction
+    counts = _counts(image, dims)
+    outs = 2 if mean else 1
+
+    def plain(tile: Tensor) -> Tensor | tuple:
+        if not tile.numel():  # torch warns of too few values there, though no value is missing
+            return (tile.sum(dims, keepdim),) * 2 if mean else tile.sum(dims, keepdim)
+        op = [aten.var, aten.std, aten.var_mean, aten.std_mean][root + 2 * mean].correction
+        return op(tile, dims, correction=correction, keepdim=keepdim)
+
+    def finish(total: Tensor, *_) -> Tensor | tuple:
+        variance = total[1] / max(0, sum(counts) - correction)
+        parts = [(_root(variance) if root else variance).to(image.dtype), total[0].to(image.dtype)]
+        return tuple(parts) if mean else parts[0]
+
+    local = partial(_mean_and_squares, dims=dims, keepdim=keepdim)
+    return reduced(image, dims, keepdim, local, plain=plain, merge=partial(merge_moments, counts), finish=finish, outs=outs)
+
+
+for number, overload in enumerate((aten.var, aten.std, aten.var_mean, aten.std_mean)):
+    rule(overload.correction)(partial(_variance, root=bool(number % 2), mean=number > 1))
+
+
+def _root(variance: Tensor) -> Tensor:
+    """The standard deviation; where it is 0 it has no gradient, as torch's."""
+    if not variance.requires_grad:
+        return variance.sqrt()
+    still = variance == 0
+    return variance.masked_fill(still, 1.0).sqrt().masked_fill(still, 0.0)
+
+
+def _counts(image: Meta, dims: Sequence[int]) -> list[int]:
+    """Pixels of each tile that go into one number of the result."""
+    assert image.layout is not None
+    boxes = image.layout.boxes
+    return [math.prod(len(boxes[rank][d]) for d in dims) for rank in ranks_along(image.layout, dims)]
+
+
+def _mean_and_squares(tile: Tensor, *, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """(2, ...): mean and sum of squared differences from it, in float64: they are small, and merging subtracts means."""
+    count = math.prod(tile.shape[d] for d in dims)
+    if not tile.numel():
+        empty = tile.sum(dims, keepdim, dtype=torch.float64)
+        return torch.stack([empty, empty])
+    tile = tile.to(WIDE.get(tile.dtype, tile.dtype))
+    variance, mean = torch.var_mean(tile, dims, correction=0, keepdim=True)
+    exact = mean.double()
+    if tile.dtype is not torch.float64:  # at mean 100 float32 rounds it to 4e-6, which differences of means would feel
+        exact += (tile - mean).mean(dims, keepdim=True)
+    parts = torch.stack([exact, variance.double() * count])
+    return parts if keepdim else parts.squeeze([dim + 1 for dim in dims])
+
+
+def merge_moments(counts: Sequence[int], parts: Tensor) -> Tensor:
+    """(2, ...) of the whole, from the (tiles, 2, ...) of tiles that have `counts` pixels each."""
+    count = parts.new_tensor(counts).view(-1, *[1] * (parts.ndim - 2))
+    means, squares = parts[:, 0], parts[:, 1]
+    mean = (means * count).sum(0) / sum(counts)
+    return torch.stack([mean, (squares + count * (means - mean) ** 2).sum(0)])
+
+
+# ---------------------------------------------------------------------------------------------- norms, products, logsumexp
+
+
+def _norm(image: Meta, ord=2, dim=None, keepdim=False, *, dtype=None) -> Description:
+    dims = dims_of(image, dim)
+    out = dtype or image.dtype
+    nothing = math.inf if ord < 0 else 0.0
+
+    def local(tile: Tensor) -> Tensor:
+        tile = tile.to(WIDE.get(out, out))
+        if 0 in tile.shape:
+            return tile.sum(dims, keepdim).abs() + nothing
+        return torch.linalg.vector_norm(tile, ord, dims, keepdim)
+
+    def merge(parts: Tensor) -> Tensor:  # the norm of norms; norm 0 is a count
+        return parts.sum(0) if ord == 0 else torch.linalg.vector_norm(parts, ord, 0)
+
+    plain = partial(aten.linalg_vector_norm.default, ord=ord, dim=dims, keepdim=keepdim, dtype=dtype)
+    by_parts = not math.isinf(ord)  # equal extremes share the gradient, however many each tile has
+    finish = lambda total, *_: total.abs().to(out)  # noqa: E731
+    return reduced(image, dims, keepdim, local, plain=plain, merge=merge, finish=finish, by_parts=by_parts)
+
+
+rule(aten.linalg_vector_norm.default)(_norm)
+
+
+@rule(aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim_dtype)
+def norm(image: Meta, p=2, dim=None, keepdim=False, *, dtype=None) -> Description:
+    return _norm(image, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@rule(aten.prod.dim_int)
+def product(image: Meta, dim=None, keepdim=False, *, dtype=None) -> Description:
+    dims = dims_of(image, dim)
+    out = dtype or (image.dtype if image.dtype.is_floating_point or image.dtype.is_complex else torch.int64)
+
+    def local(tile: Tensor) -> Tensor:
+        tile = tile.to(WIDE.get(out, out))
+        for d in reversed(dims):
+            tile = tile.prod(d, keepdim=keepdim)
+        return tile
+
+    return reduced(
+        image, dims, keepdim, local, plain=lambda tile: local(tile).to(out), merge=partial(torch.prod, dim=0),
+        finish=lambda total, *_: total.to(out),
+    )  # fmt: skip
+
+
+rule(aten.prod.default)(lambda image, dtype=None: product(image, dtype=dtype))
+
+
+@rule(aten.logsumexp.default)
+def logsumexp(image: Meta, dim, keepdim=False) -> Description:
+    dims = dims_of(image, dim)
+    out = image.dtype if image.dtype.is_floating_point else torch.get_default_dtype()
+
+    def local(tile: Tensor) -> Tensor:
+        part = exponentials(tile.to(WIDE.get(out, out)), dims)
+        return part if keepdim else part.squeeze([d + 1 for d in dims])
+
+    def finish(total: Tensor, *_) -> Tensor:
+        top = total[0].detach()
+        return torch.where(top == math.inf, top, top + total[1].log()).to(out)
+
+    plain = partial(torch.logsumexp, dim=dims, keepdim=keepdim)
+    return reduced(image, dims, keepdim, local, plain=plain, merge=merge_exponentials, finish=finish)
+
+
+def exponentials(tile: Tensor, dims: Sequence[int]) -> Tensor:
+    """(2, ...), dims kept: the largest value and the sum of exponentials under it.
+
+    What is made of them is the same for any shift, so the largest value is one without a gradient.
+    """
+    pixels = tile.detach()
+    has_pixels = all(tile.shape[d] for d in dims)
+    top = pixels.amax(dims, keepdim=True) if has_pixels else pixels.sum(dims, keepdim=True) - math.inf
+    return torch.stack([top, (tile - _finite(top)).exp_().sum(dims, keepdim=True)])
+
+
+def merge_exponentials(parts: Tensor) -> Tensor:
+    """(2, ...): the largest value and the sum under it, from those of tiles; Milakov & Gimelshein 2018, arXiv:1805.02867."""
+    tops, sums = parts[:, 0].detach(), parts[:, 1]
+    top = tops.amax(0)
+    return torch.stack([top, (sums * (tops - _finite(top)).exp()).sum(0)])
+
+
+def _finite(top: Tensor) -> Tensor:
+    """A largest value that can be subtracted: 0 where there is none but -inf."""
+    return top.masked_fill(top == -math.inf, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------- running sums
+
+
+def _running(image: Meta, dim: int, *, dtype=None, op=aten.cumsum.default, is_sum=True) -> Description:
+    """Each tile's own running sum, on top of what the tiles before it come to."""
+    dim %= max(1, image.ndim)
+    layout, run = image.layout, partial(op, dim=dim, dtype=dtype)
+    assert layout is not None
+    if layout.cuts[dim] is None:
+        return Local([image], lambda layout: [(layout.shape, layout.cuts)], lambda _, tile: run(tile))
+    here = layout.box[dim]
+    ranks = ranks_along(layout, [dim])
+    before = [n for n, rank in enumerate(ranks) if rank != layout.grid.index and layout.boxes[rank][dim].stop <= here.start]
+    whole = torch.sum if is_sum else torch.prod
+
+    def finish(parts: Tensor, tile: Tensor) -> Tensor:
+        own, others = run(tile), whole(parts[before], 0)
+        return (own + others if is_sum else own * others).to(own.dtype)
+
+    local = partial(_whole_of_tile, dim=dim, op=whole, dtype=dtype)
+    out = Tile(image.shape, layout.cuts)
+    return Reduced([image], [dim], local, [out], lambda parts: parts, finish, by_parts=False)  # the total is of these tiles
+
+
+def _whole_of_tile(tile: Tensor, *, dim: int, op: Callable, dtype: torch.dtype | None) -> Tensor:
+    out = dtype or (tile.dtype if tile.dtype.is_floating_point or tile.dtype.is_complex else torch.int64)
+    return op(tile, dim, keepdim=True, dtype=WIDE.get(out, out))
+
+
+rule(aten.cumsum.default)(_running)
+rule(aten.cumprod.default)(partial(_running, op=aten.cumprod.default, is_sum=False))
+
+
+@composed(aten.equal.default)
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Whether all pixels of two tensors are equal; the same answer on every rank."""
+    return a.shape == b.shape and bool((a == b).all())
+
+
+@composed(aten.allclose.default)
+def allclose(a: Tensor, b: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """Whether all pixels of two tensors are close; the same answer on every rank."""
+    return bool(torch.isclose(a, b, rtol, atol, equal_nan).all())
+
+
+_X = (2, 3, 11, 7)
+CASES = [
+    case("sum", lambda x: x.sum(), _X),
+    case("sum over rows", lambda x: x.sum(2), _X),
+    case("sum over columns, kept", lambda x: x.sum(-1, keepdim=True), _X),
+    case("sum over channels", lambda x: x.sum(1), _X),
+    case("sum over batch and rows, kept", lambda x: x.sum((0, 2), keepdim=True), _X),
+    case("sum of all dims, kept", lambda x: x.sum((0, 1, 2, 3), keepdim=True), _X),
+    case("sum, 3-D", lambda x: x.sum((2, 4)), (2, 3, 9, 7, 5)),
+    case("sum, 1-D", lambda x: x.sum(2), (2, 3, 11)),
+    case(
+        "sum in another dtype",
+        lambda x: (x.round().sum((2, 3), dtype=torch.float32), x.round().sum(dtype=torch.float32)),
+        (2, 3, 4, 4),
+    ),
+    case("sum of truths", lambda x: ((x > 0).sum((2, 3)), (x > 0).sum(), (x > 0).sum(1)), _X),
+    case("sum in half precision", lambda x: (x * 0 + 1).half().sum((2, 3)).double(), (1, 2, 60, 50)),
+    case("mean", lambda x: x.mean(), _X),
+    case("mean over pixels", lambda x: x.mean((2, 3)), _X),
+    case("mean over pixels, kept, in use", lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(), _X),
+    case("mean over rows", lambda x: x.mean(2), _X),
+    case("mean over channels and columns", lambda x: x.mean((1, 3)), _X),
+    case("mean in float32", lambda x: (x.round().mean((1, 2), dtype=torch.float32), (x * 0 + 1).mean()), (2, 4, 8, 4)),
+    case("nansum", lambda x: x.masked_fill(x > 1, torch.nan).nansum((2, 3)), _X),
+    case("nanmean", lambda x: x.masked_fill(x > 1, torch.nan).nanmean(2), _X),
+    case("count_nonzero", lambda x: (x.relu().count_nonzero((2, 3)), x.relu().count_nonzero(), x.relu().count_nonzero(1)), _X),
+    case("any", lambda x: [(x > b).any() for b in (0, 2, 9)] + [(x > 2).any(2), (x > 2).any(1, keepdim=True)], _X),
+    case("any over dims", lambda x: ((x > 2).any((2, 3)), torch.any(x > 2, (1, 3))), _X),
+    case("all", lambda x: [(x > b).all() for b in (0, -2, -9)] + [(x > -2).all(2), (x > -2).all((2, 3))], _X),
+    case("any over no dims", lambda x: torch.any(x > 0, ()), _X, refuses="(?i)empty list of dims"),
+    case("var", lambda x: x.var(), _X),
+    case("var over pixels, biased", lambda x: x.var((2, 3), correction=0), _X),
+    case("var over channels", lambda x: x.var(1, keepdim=True), _X),
+    case("var over rows, correction 2", lambda x: x.var(2, correction=2), _X),
+    case("var of large means", lambda x: (100 + 0.01 * x).var((2, 3)) * 1e4, _X),
+    case("std", lambda x: (x.std(), x.std((1, 2), keepdim=True)), _X),
+    case("var_mean", lambda x: torch.var_mean(x, (2, 3), correction=0), _X),
+    case("std_mean", lambda x: torch.std_mean(x, 3, keepdim=True), _X),
+    case("std_mean of all", lambda x: torch.std_mean(x), (2, 3, 5, 6, 3)),
+    case("norm", lambda x: x.norm(), _X),
+    case("norms over pixels", lambda x: [x.norm(p, dim=(2, 3)) for p in (0.5, 1, 2, 3, math.inf, -math.inf, -2)], _X),
+    case("norm 0", lambda x: torch.linalg.vector_norm(x.relu(), 0, dim=(2, 3)).detach(), _X),
+    case("norm over channels", lambda x: F.normalize(x, dim=1), _X),
+    case("norm over rows", lambda x: F.normalize(x, p=3.0, dim=2), _X),
+    case("Frobenius norm", lambda x: torch.norm(x, p="fro", dim=(2, 3), keepdim=True), _X),
+    case("pairwise distance", lambda x, y: F.pairwise_distance(x, y), _X, _X, tiled=(0, 1)),
+    case("product over rows", lambda x: x.prod(2), _X),
+    case("product", lambda x: x.prod(), (2, 3, 5, 3)),
+    case("product over channels", lambda x: x.prod(1, keepdim=True), _X),
+    case("logsumexp over pixels", lambda x: x.logsumexp((2, 3)), _X),
+    case("logsumexp over channels", lambda x: x.logsumexp(1, keepdim=True), _X),
+    case("logsumexp of great numbers", lambda x: (1e3 * x).logsumexp(2), _X),
+    case("equality", lambda x: torch.tensor([torch.equal(x, x * 1), torch.equal(x, -x), torch.allclose(x, x + 1e-9)]), _X),
+    case("of a matrix", lambda x: (x.sum(0), x.mean(1), x.var(1), x.norm(dim=1, keepdim=True), x.logsumexp(0)), (6, 11)),
+    case("of a line", lambda x: (x.sum(), x.mean(0, keepdim=True), x.var(), x.cumsum(0), x.norm(3)), (11,)),
+    case("with a cut batch", lambda x: [x.transpose(0, 2).mean(dims) for dims in (0, (2, 3), (0, 3))], _X),
+    case("running sums", lambda x: [x.cumsum(d) for d in range(4)], _X),
+    case("running sum of truths", lambda x: (x > 0).cumsum(2), _X),
+    case("running products", lambda x: [x.cumprod(d) for d in range(4)], _X),
+]

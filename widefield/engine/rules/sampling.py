@@ -1,0 +1,247 @@
+"""Pixels taken from elsewhere: at places that a grid gives, and between channels and space.
+
+`grid_sample` reads what its data say, so every rank gets the image's dims whole and makes the part of the output that its part
+of the grid asks for; the image's gradient is added up over ranks.  Shuffles of pixels are windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from widefield.engine import halo
+from widefield.engine.layout import Cut, Cuts, Layout, layout_of, uncut
+from widefield.engine.places import recut
+from widefield.engine.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
+from widefield.engine.tiled import TiledTensor, wrap
+from widefield.geometry.interval import natural_cut
+from widefield.geometry.window import Spread, Window
+
+aten = torch.ops.aten
+
+# ---------------------------------------------------------------------------------------------- grid_sample
+
+
+def _sample(kernel: Any, image: Tensor, grid: Tensor, *options: Any) -> Tensor:
+    """(B, C, ...) of an image (B, C, H, W) at the places of a grid (B, ..., 2); or the same in 3-D."""
+    layout = _sampled_layout(image, grid)
+    pixels, places = _sources(image, grid, layout)
+    return wrap(kernel(pixels, places, *options), layout)
+
+
+def _sample_backward(kernel: Any, grad: Tensor, image: Tensor, grid: Tensor, *options: Any) -> tuple[Any, Any]:
+    """The image's gradient, to which every rank's outputs add, and the grid's."""
+    layout = grad.laid if type(grad) is TiledTensor and grad.laid.is_cut else _sampled_layout(image, grid)
+    pixels, places = _sources(image, grid, layout)
+    of_image, of_grid = kernel(_part(grad, layout), pixels, places, *options)
+    space = _axes_of(layout.cuts[2:])
+    channels = _axes_of(layout.cuts[1:2])
+    pixel_cuts = (*layout.cuts[:2], *[None] * (image.ndim - 2))
+    place_cuts = (layout.cuts[0], *layout.cuts[2:], None)
+    return (
+        _summed(of_image, layout_of(tuple(image.shape), pixel_cuts, layout.grid), space, image),
+        _summed(of_grid, layout_of(tuple(grid.shape), place_cuts, layout.grid), channels, grid),
+    )
+
+
+def _sampled_layout(image: Tensor, grid: Tensor) -> Layout:
+    """The output is cut as the grid is; where that is whole, as the image is, evenly."""
+    shape = (*image.shape[:2], *grid.shape[1:-1])
+    of_image: Cuts = image.laid.cuts if type(image) is TiledTensor else (None,) * image.ndim
+    of_grid: Cuts = grid.laid.cuts if type(grid) is TiledTensor else (None,) * grid.ndim
+    of_grid = (of_grid[0], None, *of_grid[1:-1])
+    cuts: list[Cut | None] = list(of_grid)
+    taken = set(_axes_of(of_grid))
+    some = next(t for t in (image, grid) if type(t) is TiledTensor)
+    for dim, cut in enumerate(of_image):
+        if cut is not None and cuts[dim] is None and not taken & set(cut.axes):
+            same = shape[dim] == image.shape[dim]
+            cuts[dim] = cut if same else Cut(cut.axes, natural_cut(shape[dim], some.laid.grid.ways(cut.axes)))
+    return layout_of(shape, tuple(cuts), some.laid.grid)
+
+
+def _part(tensor: Tensor, layout: Layout) -> Tensor:
+    """This rank's tile of a tensor of the layout's own shape (a dim of one pixel may be cut, so nothing broadcasts)."""
+    if type(tensor) is TiledTensor:
+        return recut(tensor, layout)
+    return tensor[tuple(slice(interval.start, interval.stop) for interval in layout.box)] if layout.is_cut else tensor
+
+
+def _axes_of(cuts: Sequence[Cut | None]) -> tuple[int, ...]:
+    return tuple(sorted(axis for cut in cuts if cut is not None for axis in cut.axes))
+
+
+def _sources(image: Tensor, grid: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The samples and channels of the image that the output has here, whole in space, and this part of the grid."""
+    pixels = layout_of(tuple(image.shape), (*layout.cuts[:2], *[None] * (image.ndim - 2)), layout.grid)
+    places = layout_of(tuple(grid.shape), (layout.cuts[0], *layout.cuts[2:], None), layout.grid)
+    return _part(image, pixels), _part(grid, places)
+
+
+def _summed(part: Tensor | None, layout: Layout, axes: tuple[int, ...], like: Tensor) -> Tensor | None:
+    """`part`, laid out so, added up over ranks along `axes`; laid out like `like` then, plain where that is."""
+    if part is None:
+        return None
+    whole = halo.add_sums(part, layout.grid.group_name(axes)) if layout.grid.ways(axes) > 1 else part
+    target = like.laid if type(like) is TiledTensor else uncut(tuple(like.shape), layout.grid)
+    tile = _part(wrap(whole, layout), target)
+    return wrap(tile, target) if type(like) is TiledTensor else tile
+
+
+for _op in (aten.grid_sampler_2d, aten.grid_sampler_3d):
+    composed(_op.default)(partial(_sample, _op.default))
+for _op in (aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward):
+    composed(_op.default)(partial(_sample_backward, _op.default))
+
+
+@composed(aten.cudnn_grid_sampler.default)
+def cudnn_grid_sampler(image: Tensor, grid: Tensor) -> Tensor:
+    """CuDNN's: bilinear, zeros outside, corners aligned."""
+    return _sample(aten.grid_sampler_2d.default, image, grid, 0, 0, True)
+
+
+@composed(aten.cudnn_grid_sampler_backward.default)
+def cudnn_grid_sampler_backward(image: Tensor, grid: Tensor, grad: Tensor) -> tuple:
+    return _sample_backward(aten.grid_sampler_2d_backward.default, grad, image, grid, 0, 0, True, [True, True])
+
+
+# ---------------------------------------------------------------------------------------------- channels and space
+
+
+@rule(aten.pixel_shuffle.default)
+def pixel_shuffle(image: Meta, factor: int) -> Windowed:
+    """Channels (c, i, j) become pixels (h * factor + i, w * factor + j) of channel c."""
+    channel = _channel_dim(image, factor)
+    shape = list(image.shape)
+    shape[channel] //= factor**2
+    for dim in (channel + 1, channel + 2):
+        shape[dim] *= factor
+    reach = {channel: Window(factor**2, factor**2, extent=image.shape[channel], count=shape[channel])}
+    reach |= {dim: repeated(image.shape[dim], factor) for dim in (channel + 1, channel + 2)}
+    return _rearranged(image, reach, shape, partial(torch.pixel_shuffle, upscale_factor=factor))
+
+
+@rule(aten.pixel_unshuffle.default)
+def pixel_unshuffle(image: Meta, factor: int) -> Windowed:
+    channel = _channel_dim(image, factor, shuffled=True)
+    shape = list(image.shape)
+    shape[channel] *= factor**2
+    for dim in (channel + 1, channel + 2):
+        shape[dim] //= factor
+    reach = {channel: repeated(image.shape[channel], factor**2)}
+    reach |= {dim: Window(factor, factor, extent=image.shape[dim], count=shape[dim]) for dim in (channel + 1, channel + 2)}
+    return _rearranged(image, reach, shape, partial(torch.pixel_unshuffle, downscale_factor=factor))
+
+
+def _channel_dim(image: Meta, factor: int, *, shuffled: bool = False) -> int:
+    """Which dim the channels are; ValueError: they, or the pixels, do not come in whole blocks."""
+    name = "pixel_unshuffle" if shuffled else "pixel_shuffle"
+    if image.ndim < 3 or factor < 1:
+        raise ValueError(f"{name} wants (..., C, H, W) and a positive factor; it got {image.shape} and {factor}")
+    channel = image.ndim - 3
+    sizes = image.shape[channel + 1 :] if shuffled else image.shape[channel : channel + 1]
+    block = factor if shuffled else factor**2
+    if any(size % block for size in sizes):
+        what = "pixels" if shuffled else "channels"
+        raise ValueError(f"{name} by {factor} wants multiples of {block} {what}, not {list(sizes)}; pad or change them")
+    return channel
+
+
+def repeated(extent: int, times: int) -> Spread:
+    """Output pixels times * i .. times * (i + 1) - 1 read input pixel i."""
+    return Spread(Window(times, times, extent=extent * times, count=extent))
+
+
+def _rearranged(image: Meta, reach: dict[int, Any], shape: Sequence[int], run: Callable[[Tensor], Tensor]) -> Windowed:
+    """Blocks of pixels of the dims of `reach`: done on all blocks that the tile has a part of, then cropped."""
+
+    def prepare(part: Part) -> Callable[[Tensor], Tensor]:
+        at = [slice(None)] * image.ndim
+        for dim, how in reach.items():
+            made = how.output_reading(part.reads[0][dim])
+            at[dim] = slice(part.write[dim].start - made.start, part.write[dim].stop - made.start)
+        if all(s.start in (0, None) and s.stop in (None, len(part.write[d])) for d, s in enumerate(at)):
+            return lambda tile: run(tile)[tuple(at)]
+        return lambda tile: run(tile)[tuple(at)].contiguous()
+
+    return Windowed([Read(image, reach)], [Tile(tuple(shape))], prepare)
+
+
+@rule(aten.channel_shuffle.default, aten.native_channel_shuffle.default)
+def channel_shuffle(image: Meta, groups: int) -> Local:
+    def outs(layout: Layout) -> list[tuple[tuple[int, ...], Cuts | None]]:
+        return [(layout.shape, layout.cuts)]
+
+    def run(layout: Layout, tile: Tensor) -> Tensor:
+        return aten.channel_shuffle.default(tile, groups)
+
+    return Local([image], outs, run, whole=(1,))
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+
+def _places(grid: Tensor) -> Tensor:
+    """Places in and around the image of a grid (B, 2 or 3, ...) of normal numbers."""
+    return (0.6 * grid).movedim(1, -1)
+
+
+def _grid_sample(image: Tensor, grid: Tensor, **options: Any) -> Tensor:
+    return F.grid_sample(image, _places(grid), **{"align_corners": False, **options})
+
+
+def _turned(image: Tensor, theta: Tensor) -> Tensor:
+    grid = F.affine_grid(theta, [*image.shape[:2], 11, 8], align_corners=False)
+    return F.grid_sample(image, grid, align_corners=False)
+
+
+def _by_cudnn(image: Tensor, grid: Tensor) -> Tensor:
+    if type(image) is TiledTensor or type(grid) is TiledTensor:
+        return aten.cudnn_grid_sampler(image, _places(grid))
+    return _grid_sample(image, grid, align_corners=True)
+
+
+_IMAGE, _PLACES = (2, 3, 13, 9), (2, 2, 11, 7)
+CASES = [
+    case(f"grid_sample {mode} {outside} {align}", partial(_grid_sample, mode=mode, padding_mode=outside, align_corners=align),
+         _IMAGE, _PLACES, tiled=tiled)
+    for mode, outside, align, tiled in (
+        ("bilinear", "zeros", False, (0, 1)), ("bilinear", "border", True, (0, 1)), ("bilinear", "reflection", False, (0,)),
+        ("nearest", "zeros", True, (0, 1)), ("nearest", "reflection", False, (1,)), ("bicubic", "zeros", False, (0, 1)),
+        ("bicubic", "border", False, (0,)), ("bicubic", "reflection", True, (1,)),
+    )
+]  # fmt: skip
+CASES += [
+    case("grid_sample 3-D", _grid_sample, (2, 2, 7, 6, 5), (2, 3, 5, 4, 6), tiled=(0, 1)),
+    case("grid_sample 3-D, plain grid", partial(_grid_sample, padding_mode="border"), (1, 2, 7, 6, 5), (1, 3, 5, 4, 6)),
+    case("grid_sample of the image's size", _grid_sample, (1, 2, 12, 9), (1, 2, 12, 9)),
+    case("grid_sample to few rows", _grid_sample, (1, 2, 12, 9), (1, 2, 1, 3)),
+    case("grid_sample, constant grid", lambda x, g: _grid_sample(x, g.detach()), _IMAGE, _PLACES),
+    case("grid_sample, constant image", lambda x, g: _grid_sample(x.detach(), g), _IMAGE, _PLACES, tiled=(0, 1)),
+    case("grid_sample, channels cut", lambda x, g: _grid_sample(x.transpose(1, 2), g), (2, 13, 6, 9), _PLACES),
+    case("grid_sample by cuDNN", _by_cudnn, _IMAGE, _PLACES, tiled=(0, 1)),
+    case("affine_grid", _turned, _IMAGE, (2, 2, 3)),
+    case("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), (2, 8, 9, 7)),
+    case("pixel_shuffle 3, channels cut", lambda x: F.pixel_shuffle(x.transpose(1, 2), 3), (2, 5, 18, 7)),
+    case("pixel_unshuffle", lambda x: F.pixel_unshuffle(x, 2), (2, 3, 18, 14)),
+    case("pixel_unshuffle 3, channels cut", lambda x: F.pixel_unshuffle(x.transpose(1, 2), 3), (2, 15, 5, 9)),
+    case("pixel_shuffle without a batch", lambda x: F.pixel_shuffle(x, 2), (4, 9, 7)),
+    case("pixel_shuffle there and back", lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 3), 3), (1, 9, 11, 5)),
+    case(
+        "pixel_shuffle of 6 channels",
+        lambda x: F.pixel_shuffle(x, 2),
+        (1, 6, 9, 7),
+        refuses="multiples of 4 channels|divisible",
+    ),
+    case(
+        "pixel_unshuffle of 9 rows", lambda x: F.pixel_unshuffle(x, 2), (1, 3, 9, 8), refuses="multiples of 2 pixels|divisible"
+    ),
+    case("channel_shuffle", lambda x: F.channel_shuffle(x, 2), (2, 6, 9, 7)),
+    case("channel_shuffle, channels cut", lambda x: F.channel_shuffle(x.transpose(1, 2), 3), (2, 5, 9, 7)),
+    case("native_channel_shuffle", lambda x: F.native_channel_shuffle(x.detach(), 3), (2, 6, 9, 7)),
+]

@@ -1,0 +1,72 @@
+"""Pixels at indices of the whole plane: max-unpooling, and what it shares with the backward of adaptive max-pooling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from widefield.engine.rules import Meta, Part, Read, Tile, Windowed, case, rule
+from widefield.geometry.box import size_of
+from widefield.geometry.interval import Interval
+from widefield.geometry.window import Every
+
+aten = torch.ops.aten
+
+
+def _scattered(flat: Tensor, extents: Sequence[int], write: Sequence[Interval]) -> tuple[Tensor, Tensor]:
+    """Where flat indices into the whole plane lie in the box `write`, and whether they do; those that do not are at its end."""
+    inside, at, rest = None, None, flat
+    for n, to in enumerate(write):
+        size = math.prod(extents[n + 1 :])
+        place = torch.div(rest, size, rounding_mode="floor")
+        rest = rest - place * size
+        held = (place >= to.start) & (place < to.stop)
+        inside = held if inside is None else inside & held
+        at = place - to.start if at is None else at * len(to) + (place - to.start)
+    assert inside is not None and at is not None, "a plane without dims"
+    return torch.where(inside, at, math.prod(size_of(tuple(write)))), inside
+
+
+def placed(values: Tensor, flat: Tensor, extents: Sequence[int], write: Sequence[Interval], *, add: bool) -> Tensor:
+    """Zeros in the box `write` with the values at their indices; what lies elsewhere goes to a place past the end."""
+    dims = len(extents)
+    at, _ = _scattered(flat, extents, write)
+    lead, size = values.shape[: values.ndim - dims], size_of(tuple(write))
+    count = math.prod(size)
+    out = values.new_zeros((*lead, count + 1))
+    at, values = at.reshape(*lead, -1), values.reshape(*lead, -1)
+    out = out.scatter_add_(-1, at, values) if add else out.scatter_(-1, at, values)
+    return out[..., :count].reshape(*lead, *size)
+
+
+def _max_unpool(dims: int, image: Meta, indices: Meta, output_size, stride=(), padding=()) -> Windowed:
+    """An index may point anywhere in the plane, so every rank reads all pooled pixels and keeps those that are its own."""
+    extents = list(output_size)
+    lead = image.ndim - dims
+    reach = {lead + n: Every(extent, extents[n]) for n, extent in enumerate(image.shape[lead:])}
+    shape = (*image.shape[:lead], *extents)
+
+    def prepare(part: Part):
+        write = part.write[lead:]
+        return lambda values, flat: placed(values, flat, extents, write, add=False)
+
+    return Windowed([Read(image, reach), Read(indices, reach)], [Tile(shape)], prepare)
+
+
+rule(aten.max_unpool2d.default)(partial(_max_unpool, 2))
+rule(aten.max_unpool3d.default)(partial(_max_unpool, 3))
+
+
+CASES = [
+    case("unpool", lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=(17, 13)), (2, 3, 17, 13)),
+    case(
+        "unpool, overlapping", lambda x: F.max_unpool2d(*F.max_pool2d(x, 3, 2, 1, return_indices=True), 3, 2, 1), (2, 3, 17, 13)
+    ),
+    case("unpool 1-D", lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), (2, 3, 26)),
+    case("unpool 3-D", lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2), (1, 2, 10, 8, 6)),
+]

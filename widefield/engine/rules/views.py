@@ -1,0 +1,186 @@
+"""Views that keep each pixel by itself: dims in another order, more or fewer, expanded; and new tensors like another.
+
+A view of a tiled tensor shows the tile's own memory, so that what is written to it in place is written to the tensor.  Where a
+pixel has to move first (a cut dim that goes away), the view is a copy, and the engine brings home what is written to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine.dispatch import by_rule
+from widefield.engine.layout import Cuts, Layout, layout_of
+from widefield.engine.rules import Local, Meta, case, composed, rule
+from widefield.engine.tiled import become
+
+aten = torch.ops.aten
+
+
+def with_whole(x: Meta, dims: Sequence[int]) -> Layout:
+    """The layout of a tensor whose cuts on `dims` are gathered."""
+    assert x.layout is not None, "a view of a plain tensor is plain"
+    return layout_of(x.shape, tuple(None if dim in dims else cut for dim, cut in enumerate(x.cuts)), x.layout.grid)
+
+
+def seen(x: Meta, outs: Sequence[tuple[tuple[int, ...], Cuts]], run: Any, gather: Sequence[int] = ()) -> Local:
+    """A view: `run` of the tile gives the outputs, of these shapes and cuts."""
+    return Local([x], lambda _: outs, lambda _, tile: run(tile), at=[with_whole(x, gather)], is_view=True)
+
+
+# ---------------------------------------------------------------------------------------------- the order of dims
+
+
+@rule(aten.permute.default)
+def permute(x: Meta, dims: Sequence[int]) -> Local:
+    order = [dim % x.ndim for dim in dims]
+    out = tuple(x.shape[dim] for dim in order), tuple(x.cuts[dim] for dim in order)
+    return seen(x, [out], lambda tile: tile.permute(order))
+
+
+@rule(aten.transpose.int)
+def transpose(x: Meta, a: int, b: int) -> Local:
+    order = list(range(x.ndim))
+    order[a], order[b] = order[b], order[a]
+    return permute(x, order)
+
+
+@rule(aten.t.default)
+def t(x: Meta) -> Local:
+    return permute(x, range(x.ndim)[::-1])
+
+
+@rule(aten.unsqueeze.default)
+def unsqueeze(x: Meta, dim: int) -> Local:
+    dim %= x.ndim + 1
+    out = (*x.shape[:dim], 1, *x.shape[dim:]), (*x.cuts[:dim], None, *x.cuts[dim:])
+    return seen(x, [out], lambda tile: tile.unsqueeze(dim))
+
+
+@rule(aten.squeeze.default)
+def squeeze(x: Meta) -> Local:
+    return squeeze_dims(x, range(x.ndim))
+
+
+@rule(aten.squeeze.dim)
+def squeeze_dim(x: Meta, dim: int) -> Local:
+    return squeeze_dims(x, [dim])
+
+
+@rule(aten.squeeze.dims)
+def squeeze_dims(x: Meta, dims: Sequence[int]) -> Local:
+    gone = [dim % x.ndim for dim in dims if x.shape[dim] == 1]
+    left = [dim for dim in range(x.ndim) if dim not in gone]
+    out = tuple(x.shape[dim] for dim in left), tuple(x.cuts[dim] for dim in left)
+    return seen(x, [out], lambda tile: tile.squeeze(gone), gather=gone)
+
+
+@rule(aten.expand.default)
+def expand(x: Meta, size: Sequence[int], implicit: bool = False) -> Local:
+    new = len(size) - x.ndim
+    shape = tuple(x.shape[n - new] if extent == -1 else extent for n, extent in enumerate(size))
+    grown = [dim for dim in range(x.ndim) if x.shape[dim] != shape[dim + new]]
+    cuts = (None,) * new + with_whole(x, grown).cuts
+    tile_shape = layout_of(shape, cuts, x.layout.grid).tile_shape  # type: ignore[union-attr]
+    return seen(x, [(shape, cuts)], lambda tile: tile.expand(tile_shape), gather=grown)
+
+
+# ---------------------------------------------------------------------------------------------- new tensors like another
+
+
+def _new(function: Any) -> Any:
+    def new(x: Meta, size: Sequence[int], *values: Any, **kwargs: Any) -> Local:
+        shape = tuple(size)
+        fits = len(shape) == x.ndim and all(cut is None or shape[dim] == x.shape[dim] for dim, cut in enumerate(x.cuts))
+        cuts = x.cuts if fits else (None,) * len(shape)
+        tile_shape = layout_of(shape, cuts, x.layout.grid).tile_shape  # type: ignore[union-attr]
+        return Local([x], lambda _: [(shape, cuts)], lambda _, tile: function(tile, tile_shape, *values, **kwargs))
+
+    return new
+
+
+for _operation in (aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default):
+    rule(_operation)(_new(_operation))
+
+
+@rule(aten.new_empty_strided.default)
+def new_empty_strided(x: Meta, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Local:
+    return _new(aten.new_empty.default)(x, size, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@composed(aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default, aten.as_strided_copy.default)
+def as_strided(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    raise NotImplementedError(
+        "as_strided speaks of places in memory, which an image cut into tiles does not have; use slices or views"
+    )
+
+
+_IN_PLACE = {
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+}
+
+
+def _seen_in_place(operation: Any) -> Any:
+    def changed(x: Tensor, *args: Any) -> Tensor:
+        return become(x, operation(x, *args))  # type: ignore[arg-type]
+
+    return changed
+
+
+for _in_place, _operation in _IN_PLACE.items():
+    composed(_in_place, uncut_too=True)(_seen_in_place(_operation))
+
+
+@composed(aten.view.dtype)
+def view_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.itemsize != x.element_size():
+        raise NotImplementedError(
+            f"{x.dtype} of {x.element_size()} bytes seen as {dtype} of {dtype.itemsize} would change the shape of an image cut "
+            "into tiles; take widefield.whole(x) before it"
+        )
+    return by_rule(_seen_as, aten.view.dtype, (x, dtype), {})
+
+
+def _seen_as(x: Meta, dtype: torch.dtype) -> Local:
+    return seen(x, [(x.shape, x.cuts)], lambda tile: tile.view(dtype))
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+_IMAGE = (2, 3, 11, 7)
+
+CASES = [
+    case("permute", lambda x: x.permute(0, 2, 3, 1).sin(), _IMAGE),
+    case("permute and back", lambda x: x.permute(0, 2, 3, 1).exp().permute(0, 3, 1, 2), _IMAGE),
+    case("transpose, movedim, mT, t", lambda x: [x.transpose(1, -1), x.movedim(1, -1), x.mT, x[0, 0].t()], _IMAGE),
+    case("3-D permute", lambda x: x.permute(0, 4, 2, 1, 3).cos(), (2, 3, 5, 4, 7)),
+    case("unsqueeze and squeeze", lambda x: x.unsqueeze(2).exp().squeeze(2) * x.unsqueeze(-1).squeeze(), _IMAGE),
+    case("squeeze of a cut dim", lambda x: [x.squeeze(2).exp(), x.squeeze()], (2, 3, 1, 7)),
+    case("squeeze of several dims", lambda x: x.squeeze((1, 2, 3)).sin(), (2, 1, 1, 7)),
+    case("expand", lambda x: x.expand(4, -1, 3, -1, -1).sin(), (2 - 1, 3, 11, 7)),
+    case("expand of a cut dim of one", lambda x: x.expand(2, 3, 5, 7).sin(), (2, 3, 1, 7)),
+    case("expand_as", lambda x, y: x[:, :1].expand_as(y) * y, _IMAGE, _IMAGE, tiled=(0, 1)),
+    case("written to a permuted view", lambda x: (y := x * 1, y.permute(0, 2, 3, 1).unsqueeze(1).mul_(2), y * y)[-1], _IMAGE),
+    case(
+        "new tensors",
+        lambda x: [x.new_zeros(2, 5, 11, 7) + x[:, :1], x.new_ones(11, 7) * x, x.new_full((2, 3, 11, 7), 3.0) * x],
+        _IMAGE,
+    ),
+    case("seen as integers", lambda x: x.detach().view(torch.int64) >> 1, _IMAGE),
+    case("seen as bytes", lambda x: x.detach().view(torch.uint8), _IMAGE, refuses="would change the shape"),
+    case("as_strided", lambda x: x.as_strided((2, 3), (1, 1)), _IMAGE, refuses="places in memory"),
+    case("unsqueezed in place", lambda x: (x * 1).unsqueeze_(0).sin(), _IMAGE),
+    case("sum unsqueezed in place", lambda x: x * x.sum((2, 3)).unsqueeze_(-1).unsqueeze_(2), _IMAGE),
+    case("squeezed and transposed in place", lambda x: x[:, :1].mul(2).squeeze_(1).transpose_(1, 2).sin(), _IMAGE),
+]

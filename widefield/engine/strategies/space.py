@@ -1,0 +1,24 @@
+"""Tiles in space: every rank of a copy holds its own part of each image.  See engine/tiled.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from widefield.engine.mesh import Mesh
+from widefield.engine.strategies import Case, Phase
+
+PHASE = Phase.SPLIT
+
+
+def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None) -> list[str]:
+    """Nothing of the model changes: operations on tiled images exchange what they need."""
+    sizes = mesh.grid.sizes
+    return [
+        f"tiles in space: {mesh.grid.size} ranks share each image, {' x '.join(map(str, sizes))}, and have the same weights; "
+        "they exchange the pixels that a layer reads beyond its tile"
+    ]
+
+
+CASES: list[Case] = []

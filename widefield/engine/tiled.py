@@ -1,0 +1,167 @@
+"""TiledTensor: a whole tensor whose pixels live in tiles, one per rank of a grid.
+
+It has the whole's shape, so model code reads and computes sizes as on one device, and it carries this rank's tile.  Torch's
+autograd works on top of it: what arrives here are aten operations, forward and backward alike, and each has a rule in rules/.
+Values and gradients alike are those of the single device:
+
+- tiled: cut over ranks by its layout; or uncut, the same on every rank, which is what becomes of sums over pixels;
+- plain: an ordinary tensor that every rank has alike; a sum down to one number is plain, so that a loss is;
+- the gradient of a plain weight is deferred: a rank has its own pixels' part, times the number of tiles, so that the mean
+  over ranks, which DDP and FSDP take anyway, is the single device's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine.layout import Layout, uncut
+
+_make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_replay_views = torch._C._set_view_replay_enabled
+"""Autograd then follows in-place operations on views by the views' own operations, which have rules, and not by strides in
+memory, which say nothing of a whole that lies in tiles.  It is a switch of each thread; the numbers are the same."""
+
+
+class TiledTensor(Tensor):
+    """A tensor of the whole's shape; `own` is this rank's part of it and `laid` says which part that is.
+
+    Make it with `tile` or `from_tile`; `whole` gives a plain tensor back.
+    """
+
+    own: Tensor
+    laid: Layout
+    """Where its pixels live (`layout` is taken: torch means dense or sparse by it)."""
+    kept: dict
+    """The halos that a forward operation fetched, for its backward: of tensors without a gradient alone."""
+
+    home: Any = None
+    """Of a view whose pixels had to move, and of views of that: what brings writes to it back to the tensor it shows."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if args and type(args[0]) is TiledTensor and args[0].laid.alone is not None:
+            return _run_alone(func, args, kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            handler = _find(func)
+        return handler(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["own"], self.laid
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, size: Any, stride: Any) -> TiledTensor:
+        return wrap(inner["own"], layout)
+
+    def __coerce_same_metadata_as_tangent__(self, laid: Layout, kind: type | None = None) -> Tensor:
+        """A gradient as a compiled backward expects it: cut as its forward's output was."""
+        from widefield.engine.places import recut, whole_of
+
+        return whole_of(self) if kind is Tensor else wrap(recut(self, laid), laid)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"TiledTensor({self.laid}, tile={self.own!r})"
+
+    def __deepcopy__(self, memo: dict) -> TiledTensor:
+        with torch.no_grad():
+            copy = wrap(self.own.clone(), self.laid)
+        copy.requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            f"a tensor of shape {list(self.shape)} cut into tiles cannot be pickled or saved; save widefield.whole(it)"
+        )
+
+
+def wrap(tile: Tensor, layout: Layout) -> TiledTensor:
+    """The tiled tensor of which this rank holds `tile`; AssertionError where the tile is not of the layout's size."""
+    assert tile.shape == layout.tile_shape, f"a tile of {tuple(tile.shape)} for {layout}, which wants {layout.tile_shape}"
+    _replay_views(True)
+    made = _make(TiledTensor, layout.shape, dtype=tile.dtype, device=tile.device)
+    made.own = tile
+    made.laid = layout
+    return made
+
+
+def wrap_view(tile: Tensor, layout: Layout) -> TiledTensor:
+    """`wrap` for views: the whole's strides are in the tile's order, so that torch does not take it for contiguous."""
+    _replay_views(True)
+    made = _make(TiledTensor, layout.shape, strides=_strides(tile, layout), dtype=tile.dtype, device=tile.device)
+    made.own = tile
+    made.laid = layout
+    return made
+
+
+def become(tensor: TiledTensor, other: TiledTensor) -> TiledTensor:
+    """Make `tensor` show what `other` shows, its shape too: what operations do that change dims in place."""
+    home = other.home if other.home is not None and other.home.source is not tensor else None
+    tensor.data = other
+    tensor.own, tensor.laid, tensor.home = other.own, other.laid, home
+    return tensor
+
+
+def _strides(tile: Tensor, layout: Layout) -> tuple[int, ...]:
+    strides = tile.stride()
+    known = layout.strides.get(strides)
+    if known is None:
+        order = _row_major(layout) if _is_thin(layout) else strides
+        known = layout.strides[strides] = whole_strides(layout, order)
+    return known
+
+
+def _is_thin(layout: Layout) -> bool:
+    """Whether some tile is so thin that its strides do not tell in which order its dims lie.
+
+    Autograd picks formulas by a tensor's strides, and all ranks must pick the same: there every whole passes for row-major.
+    """
+    return any(len(i) < 2 <= extent for box in layout.boxes for i, extent in zip(box, layout.shape, strict=True))
+
+
+def _row_major(layout: Layout) -> tuple[int, ...]:
+    return tuple(range(len(layout.shape), 0, -1))
+
+
+def whole_strides(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a whole without gaps whose dims lie in memory in the order of a tile's `strides`."""
+    if not layout.is_cut:
+        return strides
+    order = sorted(range(len(strides)), key=lambda dim: (strides[dim], -dim))
+    whole, step = [0] * len(strides), 1
+    for dim in order:
+        whole[dim] = step if strides[dim] else 0
+        step *= max(1, layout.shape[dim]) if strides[dim] else 1
+    return tuple(whole)
+
+
+def wrap_uncut(value: Any, grid: Any) -> Any:
+    """A result that every rank has alike: tiled without cuts; a single number stays plain."""
+    if type(value) is TiledTensor or not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    layout = uncut(tuple(value.shape), grid)
+    return wrap_view(value, layout)
+
+
+def _run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
+    global _run_alone
+    from widefield.engine.alone import run_alone  # it imports this file
+
+    _run_alone = run_alone
+    return run_alone(func, args, kwargs)
+
+
+_HANDLERS: dict[Any, Callable] = {}
+
+
+def _find(func: Any) -> Callable:
+    from widefield.engine.dispatch import handler_of  # it calls back here, and is wanted only once something runs
+
+    handler = _HANDLERS[func] = handler_of(func)
+    return handler

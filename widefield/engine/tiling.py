@@ -1,0 +1,156 @@
+"""Between whole tensors and tiled ones: `tile`, `from_tile`, `whole`; each differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine import halo
+from widefield.engine.dispatch import load_rules
+from widefield.engine.homes import version_of
+from widefield.engine.layout import Cut, Layout, layout_of, uncut
+from widefield.engine.mesh import Mesh
+from widefield.engine.places import on_layout, recut, space_group
+from widefield.engine.tiled import TiledTensor, wrap
+from widefield.geometry.interval import natural_cut
+
+
+def tile(image: Tensor, mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None = None) -> Tensor:
+    """Keep this rank's tile of a whole that every rank of the mesh's space axes holds.
+
+    image: the whole, equal on all ranks of one copy; its last dims are cut, as many as `mesh.plan.space` has sizes, so
+        (B, C, H, W) images and (B, H, W) targets both come out with H and W cut.
+    cuts: boundaries for each of those dims, e.g. [[0, 35, 64], None]; None cuts evenly.
+    Returns a TiledTensor of the image's shape.  Backward: every rank gets the gradient of the whole image.
+    Errors: ValueError for cuts that do not fit.  A tiled image comes back as it is, and so does any on a mesh without space
+    axes, so that one script runs on every plan.
+    """
+    if type(image) is TiledTensor or (not mesh.grid.sizes and cuts is None):
+        return image
+    return _Tile.apply(image, _layout(tuple(image.shape), mesh, cuts))
+
+
+def from_tile(tile: Tensor, mesh: Mesh, shape: Sequence[int], cuts: Sequence[Sequence[int] | None] | None = None) -> Tensor:
+    """The tiled tensor of which each rank already holds its own part.
+
+    tile: this rank's pixels, of the size that `window` gives for them, in the same memory format on all ranks; shape: the
+        whole's; cuts as for `tile`.
+    Returns a TiledTensor.  Backward: `tile.grad` is this part of the single device's gradient.
+    Errors: ValueError where the tile has another size than its cuts say.
+    """
+    if not mesh.grid.sizes and cuts is None and tile.shape == torch.Size(shape):
+        return tile
+    layout = _layout(tuple(shape), mesh, cuts)
+    if tuple(tile.shape) != layout.tile_shape:
+        raise ValueError(
+            f"rank {mesh.rank} holds a tile of {tuple(tile.shape)} px and its part of {tuple(shape)} is {layout.tile_shape} "
+            f"({layout}); read the window that widefield.window(shape, mesh, cuts) gives"
+        )
+    return _FromTile.apply(tile, layout)
+
+
+def whole(tensor: Any) -> Any:
+    """All pixels, as a plain tensor on every rank; a tensor that is plain already comes back as it is.
+
+    Cost: every rank receives what it does not hold.  Backward: the mean over ranks of their gradients, cut into tiles.
+    Lists, tuples and dicts are gone through.
+    """
+    if type(tensor) is TiledTensor:
+        return _Whole.apply(tensor)
+    if isinstance(tensor, dict):
+        return {key: whole(value) for key, value in tensor.items()}
+    if isinstance(tensor, (list, tuple)):
+        values = [whole(value) for value in tensor]
+        return type(tensor)(*values) if hasattr(tensor, "_fields") else type(tensor)(values)
+    return tensor
+
+
+def window(shape: Sequence[int], mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None = None) -> tuple[slice, ...]:
+    """Which part of a whole of `shape` this rank's tile is, as an index."""
+    return tuple(slice(i.start, i.stop) for i in _layout(tuple(shape), mesh, cuts).box)
+
+
+def tile_of(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's part of a tensor, as `window` says, plain and without a gradient; a plain tensor comes back as it is."""
+    return on_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, None)) if type(tensor) is TiledTensor else tensor
+
+
+def _layout(shape: tuple[int, ...], mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None) -> Layout:
+    load_rules()  # some change how torch splits an operation up, so they must be there before the first
+    grid, dims = mesh.grid, len(mesh.grid.sizes)
+    if not dims:
+        raise ValueError("the mesh has no space axis to cut an image over; build it with space=(2, 1) or the like")
+    if dims == 1 and len(shape) > 3:
+        raise ValueError(
+            f"mesh.space={list(grid.sizes)} has one size and a tensor of shape {shape} has more dims to cut; give a size for "
+            f"each dim of the image, as {[grid.size, *[1] * (len(shape) - 3)]}"
+        )
+    if len(shape) < dims:
+        raise ValueError(f"a tensor of shape {shape} has fewer dims than the {dims} space axes {grid.sizes}")
+    if cuts is not None and len(cuts) != dims:
+        raise ValueError(f"{len(cuts)} cuts were given for the {dims} space axes {grid.sizes}; give one, or None, for each")
+    chosen: list[Cut | None] = [None] * len(shape)
+    for axis, size in enumerate(grid.sizes):
+        dim = len(shape) - dims + axis
+        bounds = None if cuts is None else cuts[axis]
+        chosen[dim] = Cut((axis,), natural_cut(shape[dim], size) if bounds is None else _checked(bounds, shape[dim], size, dim))
+    return layout_of(shape, tuple(chosen), grid)
+
+
+def _checked(bounds: Sequence[int], extent: int, parts: int, dim: int) -> tuple[int, ...]:
+    bounds = tuple(int(b) for b in bounds)
+    rises = all(a <= b for a, b in zip(bounds, bounds[1:], strict=False))
+    if len(bounds) != parts + 1 or bounds[0] != 0 or bounds[-1] != extent or not rises:
+        raise ValueError(
+            f"the cut {list(bounds)} of dim {dim} does not fit: {extent} px in {parts} tiles want {parts + 1} rising "
+            f"boundaries from 0 to {extent}"
+        )
+    return bounds
+
+
+class _Tile(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        part = image[tuple(slice(i.start, i.stop) for i in layout.box)]
+        return wrap(part.clone() if layout.is_cut else part.view_as(part), layout)  # its own memory, in the whole's format
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return whole(grad), None
+
+
+class _FromTile(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tile: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return wrap(tile.view_as(tile), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return on_layout(grad, ctx.layout), None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: TiledTensor) -> Tensor:
+        ctx.layout = tensor.laid
+        if tensor.home is not None:
+            tensor.home.keep_up(version_of(tensor))
+        value = recut(tensor, uncut(tensor.laid.shape, tensor.laid.grid))
+        return value.view_as(value) if value is tensor.own else value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _mean_of_tiles(grad, ctx.layout)
+
+
+def _mean_of_tiles(grad: Tensor, layout: Layout) -> Tensor:
+    """The ranks' mean of `grad`, cut: gradients of plain values may differ between ranks, and then the mean is the true one."""
+    if type(grad) is TiledTensor or layout.grid.size == 1:
+        return wrap(on_layout(grad, layout), layout)
+    summed = halo.add_sums(grad, space_group(layout.grid)) / layout.grid.size
+    return wrap(on_layout(summed, layout), layout)

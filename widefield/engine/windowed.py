@@ -1,0 +1,185 @@
+"""Carries out windowed rules: on the tile joined with its halo, or on the tile while the halo travels and then on strips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine import halo
+from widefield.engine.halo import Move, Piece
+from widefield.engine.layout import Grid, Layout, layout_of
+from widefield.engine.places import boxes_of, following_cuts, move_for, own_of, space_group, wanted_box, wanted_by
+from widefield.engine.rules import Part, Read, Tile, Windowed
+from widefield.engine.tiled import wrap
+from widefield.geometry.box import Box, is_empty, meet, rest_of, size_of, within
+from widefield.geometry.interval import Interval
+
+Execute = Callable[[Sequence[Tensor]], Any]
+SMALL_SHARE = 0.25
+"""Edges that are a larger share of a tile than this are not worth computing apart: the tile is joined with its halo then."""
+
+
+class _Source:
+    """One read of a Windowed description, as this rank carries it out."""
+
+    def __init__(self, read: Read, writes: Sequence[Box], shape: tuple[int, ...], grid: Grid) -> None:
+        self.number = read.tensor.number
+        self.read = read
+        wanted = wanted_by(read, writes, shape)
+        self.wanted = wanted[grid.index]
+        self.tiled = read.tensor.layout is not None
+        self.move: Move | None = move_for(read.tensor.layout, wanted) if read.tensor.layout is not None else None
+        self.held = boxes_of(read.tensor, grid)[grid.index]
+
+    @property
+    def is_idle(self) -> bool:
+        return self.move is None or self.move.is_idle
+
+    def take(self, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """The wanted box."""
+        tile = own_of(tensor)
+        if self.move is not None:
+            return halo.assemble(self.move, tile, pieces)
+        return tile if self.wanted == self.held else tile[within(self.held, self.wanted)]
+
+
+def windowed(d: Windowed, grid: Grid) -> Execute:
+    main = next((read for read in d.reads if read.tensor.is_cut), d.reads[0])
+    layouts = [layout_of(out.shape, following_cuts(main, out.shape) if out.cuts is None else out.cuts, grid) for out in d.outs]
+    writes, write = layouts[0].boxes, layouts[0].box
+    sources = [_Source(read, writes, d.outs[0].shape, grid) for read in d.reads]
+    group = space_group(grid)
+    finish = _wrapper(d.outs, layouts, d.reads[0].tensor.number)
+    rest = rest_of_tensors([source.number for source in sources])
+    halo_moves = [source for source in sources if not source.is_idle]
+    joined = None if is_empty(write) else d.prepare(Part(tuple(source.wanted for source in sources), write))
+    edges = _edges(d, sources, writes, grid) if d.splits and len(sources) == 1 and halo_moves else None
+    if edges is not None:
+        return _split(d, sources[0], edges, write, rest, finish, group)
+
+    def execute(tensors: Sequence[Tensor]) -> Any:
+        pieces: dict[_Source, Sequence[Piece]] = {}
+        if halo_moves:
+            pending = halo.start([s.move for s in halo_moves], [own_of(tensors[s.number]) for s in halo_moves], group)
+            for source, got in zip(halo_moves, pending.wait(), strict=True):
+                pieces[source] = got
+                _keep(tensors[source.number], source.move, got)
+        if joined is None:
+            return finish(None, tensors)
+        taken = [source.take(tensors[source.number], pieces.get(source, ())) for source in sources]
+        return finish(joined(*taken, *rest(tensors)), tensors)
+
+    return execute
+
+
+def _keep(tensor: Tensor, move: Move | None, pieces: Sequence[Piece]) -> None:
+    """Remember a halo for the backward operation, where no gradient of the tensor will ask for another exchange.
+
+    One for each exchange that the tensor was in: ranks take part in different ones and must agree on which are remembered.
+    """
+    if not tensor.requires_grad and type(getattr(tensor, "own", None)) is Tensor:
+        known = getattr(tensor, "kept", None) or {}
+        known[id(move)] = (move, pieces)
+        tensor.kept = known  # type: ignore[attr-defined]
+
+
+def _edges(d: Windowed, sources: list[_Source], writes: Sequence[Box], grid: Grid) -> list[tuple[Box, Box]] | None:
+    """Which boxes of the output need halo, and what each reads; None where they are too much of the tile."""
+    source, write = sources[0], writes[grid.index]
+    own = meet(source.held, source.wanted)
+    if is_empty(write) or is_empty(own):
+        return None
+    inner = tuple(_inner(source.read, dim, write[dim], own[dim]) for dim in range(len(write)))
+    slabs = rest_of(write, inner) if not is_empty(inner) else [write]
+    pixels = torch.Size(size_of(write)).numel()
+    if sum(torch.Size(size_of(slab)).numel() for slab in slabs) > SMALL_SHARE * pixels:
+        return None
+    return [(slab, wanted_box(source.read, slab, d.outs[0].shape)) for slab in slabs]
+
+
+def _inner(read: Read, dim: int, write: Interval, own: Interval) -> Interval:
+    """The outputs on a dim that read nothing of another tile."""
+    if dim not in read.reach:
+        return write
+    reach, whole = read.reach[dim], Interval(0, read.tensor.shape[dim])
+
+    def is_at_home(output: int) -> bool:
+        got = reach.input_read_by(Interval(output, output + 1)) & whole
+        return len(got) == 0 or (own.start <= got.start and got.stop <= own.stop)
+
+    start, stop = write.start, write.stop
+    while start < stop and not is_at_home(start):
+        start += 1
+    while start < stop and not is_at_home(stop - 1):
+        stop -= 1
+    return Interval(start, stop)
+
+
+def _split(d: Windowed, source: _Source, edges: list[tuple[Box, Box]], write: Box, rest, finish, group: str) -> Execute:
+    """Run on the own tile while the halo travels, then run the edges again on strips that have it."""
+    assert source.move is not None
+    move, own = source.move, meet(source.held, source.wanted)
+    inner = d.prepare(Part((own,), write))
+    strips = [
+        (
+            within(write, out),
+            Move(source.held, strip, halo.Route((), (), meet(source.held, strip))),
+            d.prepare(Part((strip,), out)),
+        )
+        for out, strip in edges
+    ]
+    at = None if own == source.held else within(source.held, own)
+
+    def execute(tensors: Sequence[Tensor]) -> Any:
+        tile, others = own_of(tensors[source.number]), rest(tensors)
+        pending = halo.start([move], [tile], group)
+        out = inner(tile if at is None else tile[at], *others)
+        (pieces,) = pending.wait()
+        _keep(tensors[source.number], move, pieces)
+        for where, strip, run in strips:
+            of_strip = [
+                (box, piece[within(whole, box)]) for whole, piece in pieces if not is_empty(box := meet(whole, strip.wanted))
+            ]
+            _overwrite(out, where, run(halo.assemble(strip, tile, of_strip), *others))
+        return finish(out, tensors)
+
+    return execute
+
+
+def _overwrite(out: Any, where: tuple[slice, ...], edge: Any) -> None:
+    if isinstance(out, Tensor):
+        out[where] = edge
+    else:
+        for part, new in zip(out, edge, strict=True):
+            part[where] = new
+
+
+def rest_of_tensors(numbers: Sequence[int]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """The tensor arguments that are not read through windows; uncut tiled ones as plain tensors."""
+    taken = frozenset(numbers)
+
+    def rest(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [own_of(tensor) for n, tensor in enumerate(tensors) if n not in taken]
+
+    return rest
+
+
+def _wrapper(outs: Sequence[Tile], layouts: Sequence[Layout], first: int) -> Callable[[Any, Sequence[Tensor]], Any]:
+    """Wrap what the local operation gave; None stands for tiles without pixels."""
+
+    def finish(result: Any, tensors: Sequence[Tensor]) -> Any:
+        if result is None:
+            like = tensors[first]
+            parts = [
+                torch.zeros(layout.tile_shape, dtype=out.dtype or like.dtype, device=like.device)
+                for out, layout in zip(outs, layouts, strict=True)
+            ]
+        else:
+            parts = [result] if isinstance(result, Tensor) else list(result)
+        wrapped = [wrap(part, layout) for part, layout in zip(parts, layouts, strict=True)]
+        return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+    return finish

@@ -1,0 +1,102 @@
+"""What did the model answer for every pixel?  Evaluated images with truth, prediction, errors and the cuts of the plan."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from widefield.data.image import colours
+from widefield.geometry.interval import natural_cut
+
+TINY_PX = 400
+"""Pictures up to this long are enlarged pixel by pixel."""
+WRONG = (255, 64, 48)
+Pixels = np.ndarray[Any, Any]
+
+
+def samples(folder: Path, evaluation: Mapping[str, Any] | None, space: Sequence[int]) -> list[dict[str, Any]]:
+    """Pictures of the evaluated images, as data URIs, with the cuts that `space` tiles per dim make; those at hand alone."""
+    found = [_sample(folder, one, evaluation or {}, space) for one in (evaluation or {}).get("samples") or []]
+    return [one for one in found if one is not None]
+
+
+def _sample(
+    folder: Path, told: Mapping[str, Any], evaluation: Mapping[str, Any], space: Sequence[int]
+) -> dict[str, Any] | None:
+    """One image; None where a file of it is gone, is no picture, or lies outside the run folder."""
+    try:
+        page, truth, prediction = (_pixels(folder, told[key]) for key in ("image", "truth", "prediction"))
+    except OSError:
+        return None
+    (height, width), classes = truth.shape, len(evaluation["classes"])
+    wrong = (truth != prediction) & (truth < classes)
+    over = {"truth": _labels(truth, classes), "prediction": _labels(prediction, classes), "errors": _marks(wrong)}
+    panes = [("image", "", None), *((name, "over", uri) for name, uri in over.items())]
+    rows, columns = cuts(told["size"], space)
+    right = f"{100 * told['right'] / told['counted']:.2f} % of" if told["counted"] else "none of"
+    return {
+        "id": told["id"], "page": _uri(Image.fromarray(page)), "panes": panes, "rows": rows, "columns": columns,
+        "shape": f"{width} / {height}", "tiny": max(height, width) <= TINY_PX,
+        "caption": f"{told['size'][0]:,} x {told['size'][1]:,} px, {right} {told['counted']:,} counted pixels right",
+    }  # fmt: skip
+
+
+def cuts(size: Sequence[int], space: Sequence[int]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Where tiles meet, for rows and for columns: (place in percent of the image, the first pixel beyond)."""
+    tiles = [*space, 1, 1][: len(size)]
+    inner = [natural_cut(length, parts)[1:-1] for length, parts in zip(size, tiles, strict=True)]
+    rows, columns = ([(f"{100 * at / length:.3f}", f"{at:,}") for at in sorted({*cut} - {0, length})]
+                     for cut, length in zip(inner, size, strict=True))  # fmt: skip
+    return rows, columns
+
+
+def _pixels(folder: Path, name: str) -> Pixels:
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise OSError(f"{name} lies outside the run folder")
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+def _labels(labels: Pixels, classes: int) -> str:
+    """The classes in their colours; class 0, and what does not count, let the page through."""
+    table = np.zeros((max(classes, int(labels.max(initial=0)) + 1), 4), dtype=np.uint8)
+    table[1:classes] = [(*colour, 255) for colour in colours(classes)[1:]]
+    return _uri(Image.fromarray(table[labels]))
+
+
+def _marks(wrong: Pixels) -> str:
+    """Where the answer is wrong, and nothing elsewhere."""
+    return _uri(Image.fromarray(np.where(wrong[:, :, None], (*WRONG, 255), 0).astype(np.uint8)))
+
+
+def _uri(image: Image.Image) -> str:
+    png = io.BytesIO()
+    image.save(png, "PNG")
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+
+
+def legend(evaluation: Mapping[str, Any] | None) -> list[dict[str, str]]:
+    """Every class with its colour, its pixels in the truth, IoU and Dice; empty where classes are not of pixels."""
+    if evaluation is None or evaluation.get("unit") != "pixels" or not evaluation.get("confusion"):
+        return []
+    names, matrix = evaluation["classes"], evaluation["confusion"]
+    return [
+        {"name": name, "colour": "#{:02x}{:02x}{:02x}".format(*colour), **_scores(matrix, number)}
+        for number, (name, colour) in enumerate(zip(names, colours(len(names)), strict=True))
+    ]
+
+
+def _scores(matrix: Sequence[Sequence[int]], number: int) -> dict[str, str]:
+    right, truth, answered = matrix[number][number], sum(matrix[number]), sum(row[number] for row in matrix)
+    either = truth + answered - right
+    iou, dice = (right / either, 2 * right / (truth + answered)) if either else (math.nan, math.nan)
+    told = {"iou": iou, "dice": dice}
+    return {"pixels": f"{truth:,}"} | {key: f"{100 * one:.2f} %" if either else "–" for key, one in told.items()}

@@ -1,0 +1,120 @@
+"""One class per pixel: cross entropy, and IoU, Dice and accuracy from the counts of all pixels together.
+
+The loss is a sum over pixels and their number, and the metrics come from one confusion matrix of pixel counts.  So images,
+tiles of images and ranks add up alike: no mean of the means of images or of tiles is taken anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric, MetricCollection
+
+from widefield.tasks import output_of
+
+
+class PixelCounts(Metric):
+    """The confusion matrix of pixels, (truth, prediction), and what follows from it; its one state is a sum.
+
+    iou, dice: means over the classes that stand in the truth or in the predictions; a class in neither has no value and
+        does not count.  accuracy: share of pixels answered right.  All three are NaN where no pixel was counted.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    confusion: Tensor
+
+    def __init__(self, num_classes: int, ignore_index: int) -> None:
+        super().__init__(sync_on_compute=False)
+        self.num_classes, self.ignore_index = num_classes, ignore_index
+        self.add_state("confusion", torch.zeros(num_classes, num_classes, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, answers: Tensor, target: Tensor) -> None:
+        counted = target != self.ignore_index
+        pairs = target[counted] * self.num_classes + answers[counted]
+        self.confusion += torch.bincount(pairs, minlength=self.num_classes**2).view_as(self.confusion)
+
+    def compute(self) -> dict[str, Tensor]:
+        right, seen = self.confusion.diag().double(), self.confusion.double()
+        either = seen.sum(0) + seen.sum(1) - right
+        return {
+            "iou": (right / either)[either > 0].mean(),
+            "dice": (2 * right / (either + right))[either > 0].mean(),
+            "accuracy": right.sum() / seen.sum(),
+            "confusion": self.confusion,
+        }
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """Targets are (B, *pixels) class numbers; pixels of `ignore_index` count neither in the loss nor in the metrics."""
+
+    num_classes: int
+    ignore_index: int = 255
+    headline: str = "iou"
+    higher_is_better: bool = True
+    pixels: bool = True
+
+    def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self._fitting(output, target), target, reduction="sum", ignore_index=self.ignore_index)
+
+    def count(self, target: Tensor) -> Tensor:
+        return (target != self.ignore_index).sum()
+
+    def loss_each(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean over the counted pixels of each image; 0 where it has none."""
+        loss = F.cross_entropy(self._fitting(output, target), target, reduction="none", ignore_index=self.ignore_index)
+        return loss.flatten(1).sum(1) / (target != self.ignore_index).flatten(1).sum(1).clamp(min=1)
+
+    def answers(self, output: Tensor) -> Tensor:
+        """(B, *pixels) class numbers: probabilities would take `num_classes` times as much, on images that fill memory."""
+        return output.argmax(1)
+
+    def metrics(self) -> MetricCollection:
+        return MetricCollection({"pixels": PixelCounts(self.num_classes, self.ignore_index)}, compute_groups=False)
+
+    def sentence(self, values: dict[str, float]) -> str:
+        return f"{values['iou']:.2f} % mean IoU"
+
+    def _fitting(self, output: Tensor, target: Tensor) -> Tensor:
+        """The output, if it answers for every pixel of the target; else ValueError."""
+        output = output_of("segmentation", output, batch=len(target), classes=self.num_classes, pixels=True)
+        if output.shape[2:] != target.shape[1:]:
+            wanted, got = (" x ".join(map(str, shape)) for shape in (target.shape[1:], output.shape[2:]))
+            raise ValueError(
+                f"the labels are {wanted} pixels and the model answers for {got}; "
+                "take a model that keeps the image's size (unet), or resize its output at its end"
+            )
+        return output
+
+
+def build(num_classes: int, *, ignore_index: int = 255) -> Segmentation:
+    """ignore_index: the label of pixels that do not count, outside the classes (255 fits labels of 8 bits, or -1)."""
+    if 0 <= ignore_index < num_classes:
+        raise ValueError(
+            f"task.options.ignore_index is {ignore_index}, which is one of the {num_classes} classes; "
+            f"take a number outside 0..{num_classes - 1}, as -1 or 255"
+        )
+    return Segmentation(num_classes, ignore_index)
+
+
+_ANSWER = F.one_hot(torch.tensor([[[0, 0, 1, 1]]] * 2), 3).movedim(-1, 1).float()  # two images of 1 x 4, answered alike
+
+CASES = [
+    (
+        build(3),
+        _ANSWER,
+        torch.tensor([[[0, 1, 1, 1]], [[0, 255, 1, 255]]]),
+        {"iou": (2 / 3 + 3 / 4) / 2, "dice": (4 / 5 + 6 / 7) / 2, "accuracy": 5 / 6},  # class 2 is nowhere, so it counts not
+    ),
+    (
+        build(3, ignore_index=-1),
+        _ANSWER,
+        torch.tensor([[[1, 1, -1, -1]], [[-1, -1, -1, -1]]]),
+        {"iou": 0.0, "dice": 0.0, "accuracy": 0.0},
+    ),
+]
+"""As in classification."""

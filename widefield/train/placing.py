@@ -1,0 +1,67 @@
+"""Which part of a batch does a rank read, and how does it become a tensor of the whole?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from torch import Tensor
+
+from widefield.data.loader import Batch, Window
+from widefield.engine.mesh import Mesh
+from widefield.engine.tiling import from_tile, window
+from widefield.geometry.interval import Interval, natural_cut
+
+
+def window_of(mesh: Mesh) -> Callable[[tuple[int, ...]], Window] | None:
+    """What a reader must read of an image of a given spatial shape on this rank; None where images are not cut.
+
+    ValueError, when called: the plan has more or fewer space axes than the image has dims.
+    """
+    if not mesh.grid.sizes:
+        return None
+
+    def read(shape: tuple[int, ...]) -> Window:
+        if len(mesh.grid.sizes) != len(shape):
+            raise ValueError(
+                f"mesh.space={list(mesh.grid.sizes)} has {len(mesh.grid.sizes)} sizes and images have {len(shape)} dims; "
+                f"give one size per dim, as {[mesh.grid.size, *[1] * (len(shape) - 1)]}"
+            )
+        return tuple(Interval(part.start, part.stop) for part in window(shape, mesh))
+
+    return read
+
+
+def cuts_in_words(shape: Sequence[int], sizes: Sequence[int]) -> str:
+    """Where an image of `shape` pixels is cut into `sizes` tiles per dim.
+
+    >>> cuts_in_words((256, 256), (2, 1))
+    'images of 256 x 256 px are cut at row 128: tiles of 128 x 256 px'
+    >>> cuts_in_words((100, 64), (3, 2))
+    'images of 100 x 64 px are cut at rows 34, 68 and column 32: tiles of up to 34 x 32 px'
+    """
+    cuts = [natural_cut(extent, parts) for extent, parts in zip(shape, sizes, strict=True)]
+    names = ("plane", "row", "column")[-len(cuts) :]
+    places = [_places(name, cut[1:-1]) for name, cut in zip(names, cuts, strict=True) if len(cut) > 2]
+    lengths = [{stop - start for start, stop in pairwise(cut)} for cut in cuts]
+    size = ("" if all(len(found) == 1 for found in lengths) else "up to ") + _px(map(max, lengths))
+    return f"images of {_px(shape)} are " + (f"cut at {' and '.join(places)}: tiles of {size}" if places else "one tile each")
+
+
+def _places(name: str, bounds: Sequence[int]) -> str:
+    return f"{name}{'s' * (len(bounds) > 1)} {', '.join(map(str, bounds))}"
+
+
+def _px(extents: Iterable[int]) -> str:
+    return " x ".join(map(str, extents)) + " px"
+
+
+def on_tiles(tensor: Tensor, batch: Batch, mesh: Mesh) -> Tensor:
+    """The tiled whole of which `tensor`, made of `batch`, is this rank's part; itself where images are not cut.
+
+    tensor: (B, C, *pixels) images or (B, *pixels) labels.
+    """
+    if batch.whole_shape is None:
+        return tensor
+    pixels = batch.whole_shape[1:]
+    return from_tile(tensor, mesh, (*tensor.shape[: tensor.ndim - len(pixels)], *pixels))
