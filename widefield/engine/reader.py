@@ -1,0 +1,141 @@
+"""An image that lies in a file, or is made by a function: read window by window, as a streamed module asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from widefield.engine.kept import all_of, awaited, beside, check_inside, lane_to, raised, shown
+from widefield.geometry.box import Box, is_empty, size_of, within
+
+
+def from_reader(
+    read: Callable[[tuple[slice, ...]], Any],
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Reader:
+    """An image that is never in memory whole: in a file, or made by a function.  A streamed module takes it as a tensor.
+
+    read(window): the pixels of a window, as a torch tensor or a numpy array of the window's size.  `window` has a slice with
+        start and stop per dim of the whole, so it indexes whatever can be indexed.  It is asked for windows that overlap,
+        for some more than once, and must give the same pixels each time.
+    shape: the whole's, as (batch, channels, height, width).  dtype, device: what the module shall see.
+    Cost: one call per tile and pass; on a GPU what was read travels beside what it computes.
+    Errors: ValueError, when a window is read, where what comes has another size than the window or a dtype with values that
+        `dtype` does not have, as float64 for float32.
+
+    Pixels in a raw file, in one of tifffile's zarr stores (height, width, channels), and in a raster of bands:
+
+        pixels = numpy.memmap("page.raw", numpy.uint8, "r", shape=(1, 3, 40_000, 30_000))
+        image = widefield.from_reader(lambda window: pixels[window], pixels.shape)
+
+        slide = zarr.open(tifffile.imread("slide.tif", aszarr=True, level=0), mode="r")
+        image = widefield.from_reader(lambda w: slide[w[2], w[3], w[1]].transpose(2, 0, 1)[None], (1, 3, *slide.shape[:2]))
+
+        scene = rasterio.open("scene.tif")
+        image = widefield.from_reader(
+            lambda w: scene.read(window=rasterio.windows.Window.from_slices(w[2], w[3]))[w[1]][None],
+            (1, scene.count, scene.height, scene.width),
+        )
+    """
+    if not callable(read):
+        raise ValueError(f"read is a {type(read).__name__} and is to be a function; write lambda window: it[window]")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is none of torch's; write it as torch.float32")
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"shape={tuple(shape)} has a negative size; give the pixels of the whole on every dim")
+    return Reader(read, torch.Size(shape), dtype, torch.device(device))
+
+
+class Reader:
+    """A whole that a function reads, window by window; `from_reader` makes it."""
+
+    def __init__(self, read: Callable[..., Any], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self._read, self.shape, self.dtype, self.device = read, shape, dtype, device
+
+    def __repr__(self) -> str:
+        return f"Reader(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def read(self, box: Box) -> Tensor:
+        """The pixels of a box, on the device, in the dtype; never to be written to.  ValueError as `from_reader` says."""
+        check_inside(box, self.shape)
+        if is_empty(box):
+            return torch.empty(size_of(box), dtype=self.dtype, device=self.device)
+        pixels = self._checked(self._read(within(all_of(self.shape), box)), box)
+        lane = lane_to(self.device, "up")
+        if lane is None or pixels.device.type != "cpu":
+            return pixels.to(self.device, self.dtype)
+        with beside(lane):
+            there = raised(pixels, self.device, tuple(range(pixels.ndim)))
+        return awaited(there, lane).to(self.dtype)
+
+    def _checked(self, given: Any, box: Box) -> Tensor:
+        tensor = _as_tensor(given)
+        what = f"the window {shown(box)} of a whole of {tuple(self.shape)} px"
+        if tensor is None:
+            came = f"a {type(given).__name__}" + (f" of {given.dtype}" if isinstance(given, np.ndarray) else "")
+            raise ValueError(f"the reader gave {came} for {what}; give a torch tensor or a numpy array of numbers")
+        if tuple(tensor.shape) != size_of(box):
+            raise ValueError(
+                f"the reader gave {tuple(tensor.shape)} px for {what}, which has {size_of(box)}; "
+                "give the window's pixels, with a dim for each of the whole's"
+            )
+        if not keeps_values(tensor.dtype, self.dtype):
+            raise ValueError(
+                f"the reader gave {tensor.dtype} for {what}, and {self.dtype}, which is wanted, lacks some of its values; "
+                f"give from_reader dtype={tensor.dtype}, or convert in the reader if they fit"
+            )
+        return tensor
+
+
+def keeps_values(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether every value of one dtype is a value of the other.
+
+    >>> [keeps_values(torch.uint8, wanted) for wanted in (torch.bfloat16, torch.int8)], keeps_values(torch.int64, torch.float64)
+    ([True, False], False)
+    """
+    if given == wanted or given == torch.bool:
+        return True
+    if wanted == torch.bool or (given.is_complex and not wanted.is_complex):
+        return False
+    is_float = wanted.is_floating_point or wanted.is_complex
+    if given.is_floating_point or given.is_complex:
+        a, b = torch.finfo(given), torch.finfo(wanted) if is_float else None
+        return b is not None and b.eps <= a.eps and b.max >= a.max
+    low, high = torch.iinfo(given).min, torch.iinfo(given).max
+    if is_float:
+        return max(-low, high) <= 2 / torch.finfo(wanted).eps  # up to 2 ** digits no whole number is left out
+    return torch.iinfo(wanted).min <= low and high <= torch.iinfo(wanted).max
+
+
+def _as_tensor(given: Any) -> Tensor | None:
+    """A tensor of what a reader gave; None where it is neither tensor nor array of numbers."""
+    if isinstance(given, Tensor):
+        return given.detach()
+    if not isinstance(given, np.ndarray) or isinstance(given, np.ma.MaskedArray):  # a mask would be lost without a word
+        return None
+    array = given.astype(given.dtype.newbyteorder("="), copy=False)  # a TIFF's numbers may begin with the other byte
+    try:
+        if not array.flags.writeable or any(stride < 0 or stride % array.itemsize for stride in array.strides):
+            array = array.copy()  # torch has no tensors that are only read, run backwards, or lie between other numbers
+        return torch.from_numpy(array)
+    except TypeError:
+        return None

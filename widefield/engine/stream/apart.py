@@ -1,0 +1,216 @@
+"""Operations that are written down as others: what has no rule that goes by boxes, and draws apart from what is done with
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine import normalization  # noqa: F401  it registers an operation
+from widefield.engine.dispatch import load_rules
+from widefield.engine.rules import COMPOSED, Local, Meta, Reduced
+from widefield.engine.stream.graph import Graph, Node, Value
+
+aten = torch.ops.aten
+load_rules()
+from widefield.engine.rules.normalization import batch_norm  # noqa: E402
+
+
+@torch.library.custom_op("widefield::dropout_mask", mutates_args=())
+def dropout_mask(image: Tensor, p: float) -> Tensor:
+    """What `native_dropout` keeps of an image of this shape and order in memory."""
+    return aten.native_dropout.default(image, p, True)[1]
+
+
+@dropout_mask.register_fake
+def _(image, p):
+    return torch.empty_like(image, dtype=torch.bool)
+
+
+@torch.library.custom_op("widefield::rrelu_noise", mutates_args=())
+def rrelu_noise(image: Tensor, lower: float, upper: float) -> Tensor:
+    """The slopes that `rrelu` draws for the pixels of an image; 1 where they are positive."""
+    noise = torch.empty_like(image)
+    aten.rrelu_with_noise.default(image, noise, lower, upper, True)
+    return noise
+
+
+@rrelu_noise.register_fake
+def _(image, lower, upper):
+    return torch.empty_like(image)
+
+
+DRAWS = {torch.ops.widefield.dropout_mask.default, torch.ops.widefield.rrelu_noise.default}
+"""Draws of our own, which torch has no tag for."""
+
+
+def _dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0 or image.numel() == 0:
+        return aten.clone.default(image), aten.ones_like.default(image, dtype=torch.bool)
+    mask = torch.ops.widefield.dropout_mask(image, p)
+    kept = aten.mul.Tensor(image, mask)
+    return aten.mul.Tensor(kept, 0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _rrelu(image: Tensor, noise: Tensor, lower=0.125, upper=1 / 3, training=False, generator=None) -> Tensor:
+    if not training:
+        return aten.leaky_relu.default(image, (lower + upper) / 2)
+    if generator is not None:
+        raise NotImplementedError("rrelu with a generator of its own cannot be streamed; leave the generator out")
+    return aten.mul.Tensor(image, torch.ops.widefield.rrelu_noise(image, lower, upper))
+
+
+def _rrelu_functional(image: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _rrelu(image, noise, *args, **kwargs), aten.clone.default(noise)
+
+
+def _norm_in_evaluation(x: Tensor, weight, bias, mean, var, momentum: float, eps: float) -> tuple[Tensor, ...]:
+    return aten.native_batch_norm.default(x, weight, bias, mean, var, False, momentum, eps)
+
+
+def _split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
+    extent = x.shape[dim]
+    starts = range(0, extent, size) if extent else range(1)
+    return [aten.slice.Tensor(x, dim, start, min(extent, start + size)) for start in starts]
+
+
+def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    if sum(sizes) != x.shape[dim]:
+        return aten.split_with_sizes.default(x, sizes, dim)  # torch's own refusal
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    return [aten.slice.Tensor(x, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _select(x: Tensor, dim: int, index: int) -> Tensor:
+    extent = x.shape[dim]
+    if not -extent <= index < extent:
+        return aten.select.int(x, dim, index)  # torch's own refusal
+    index %= extent
+    return aten.squeeze.dim(aten.slice.Tensor(x, dim, index, index + 1), dim)
+
+
+def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
+    return [_select(x, dim, index) for index in range(x.shape[dim])]
+
+
+def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    if 0 in repeats:
+        return aten.repeat.default(x, repeats)
+    for _ in range(len(repeats) - x.ndim):
+        x = aten.unsqueeze.default(x, 0)
+    for dim, times in enumerate(repeats):
+        x = aten.cat.default([x] * times, dim) if times > 1 else x
+    return aten.clone.default(x) if all(times == 1 for times in repeats) else x
+
+
+def _slice_scatter(x: Tensor, part: Tensor, dim: int = 0, start=None, end=None, step: int = 1) -> Tensor:
+    pixels = range(*slice(start, end, step).indices(x.shape[dim]))
+    if step != 1 or not len(pixels):
+        return aten.slice_scatter.default(x, part, dim, start, end, step)
+    ends = (pixels.start, pixels.stop)
+    around = [(0, ends[0]), (ends[1], x.shape[dim])]
+    before, after = ([aten.slice.Tensor(x, dim, a, b)] if a < b else [] for a, b in around)
+    return aten.cat.default([*before, part, *after], dim)
+
+
+def _select_scatter(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
+    index %= x.shape[dim]
+    return _slice_scatter(x, aten.unsqueeze.default(part, dim), dim, index, index + 1)
+
+
+APART: dict[Any, Callable] = {
+    aten.native_dropout.default: _dropout,
+    aten.rrelu_with_noise.default: _rrelu,
+    aten.rrelu_with_noise_functional.default: _rrelu_functional,
+    aten._native_batch_norm_legit_no_training.default: _norm_in_evaluation,
+    aten.split.Tensor: _split,
+    aten.unsafe_split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.unsafe_split_with_sizes.default: _split_with_sizes,
+    aten.select.int: _select,
+    aten.unbind.int: _unbind,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
+    aten.repeat.default: _repeat,
+    **{op: COMPOSED[op] for op in (aten.stack.default, aten.rot90.default, aten.roll.default)},
+}
+"""What is taken apart, and into what."""
+
+
+# ---------------------------------------------------------------------------------------------- what torch took apart
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(..., C) times (C, K), which torch lays out as rows of one matrix: in a matrix of pixels no box is left."""
+    out = x @ weight
+    return out if bias is None else out + bias
+
+
+def _linear_rule(x: Meta, weight: Meta, bias: Meta | None = None) -> Local:
+    if weight.is_cut or (bias is not None and bias.is_cut):
+        raise NotImplementedError("a product with a matrix that is cut into tiles")
+    return Local(
+        [x],
+        lambda layout: [((*x.shape[:-1], weight.shape[1]), (*layout.cuts[:-1], None))],
+        lambda _, *tensors: linear(*tensors),
+        whole=[x.ndim - 1],
+    )
+
+
+BATCH_NORM_OVER = torch.ops.widefield.batch_norm_over.default
+
+
+def _norm_over(image: Meta, weight, bias, running_mean, running_var, momentum, eps, group_name, alike, is_ghost) -> Reduced:
+    """Batch norm as one device has it; whoever adds up its sums must do so over the group."""
+    d = batch_norm(image, weight, bias, running_mean, running_var, True, momentum, eps, "s")
+    assert d.finish is not None
+    finish = d.finish
+
+    def without_saved(total: Tensor, *tensors: Tensor) -> tuple:
+        out, _, _, *new = finish(total, *tensors)
+        return out, *(value for value in new if value is not None)
+
+    return replace(d, outs=[d.outs[0], *[None] * (running_mean is not None) * 2], finish=without_saved)
+
+
+OWN_RULES: dict[Any, Callable] = {linear: _linear_rule, BATCH_NORM_OVER: _norm_over}
+"""Rules of what is written down in place of torch's own operations."""
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def with_linears(graph: Graph) -> Graph:
+    """Write rows of a matrix times a matrix, made from an image and seen as one again, as `linear`."""
+    for node in graph.nodes:
+        operands = _rows_and_weight(node)
+        if operands is None:
+            continue
+        rows, weight, bias = operands
+        image, out = rows.maker.reads[0], node.outs[0]  # type: ignore[union-attr]
+        assert out is not None
+        node.op, node.args, node.kwargs = linear, (image, weight, *([] if bias is None else [bias])), {}
+        seen = out.users[0].outs[0]
+        for view in out.users:
+            view.op, view.args = aten.alias.default, (seen,)  # the first view's result is the product's own from here on
+        out.users[0].outs, node.outs = [None], [seen]
+    return graph
+
+
+def _rows_and_weight(node: Node) -> tuple[Value, Value, Value | None] | None:
+    if node.op is aten.mm.default:
+        (rows, weight), bias = node.args, None
+    elif node.op is aten.addmm.default and not node.kwargs and len(node.args) == 3:
+        bias, rows, weight = node.args
+    else:
+        return None
+    out, maker = node.outs[0], rows.maker
+    if out is None or maker is None or maker.op not in _VIEWS or not out.users or (bias is not None and bias.ndim != 1):
+        return None
+    lead = maker.reads[0].shape[:-1]
+    is_rows = maker.reads[0].ndim > 2 and maker.reads[0].shape[-1] == rows.shape[-1]
+    shapes = [user.outs[0].shape if user.op in _VIEWS and user.outs[0] is not None else None for user in out.users]
+    return (rows, weight, bias) if is_rows and all(shape == (*lead, weight.shape[1]) for shape in shapes) else None

@@ -1,0 +1,238 @@
+"""Into how many tiles, what is kept, and where?  Chosen by arithmetic before anything runs, with the reasons in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from widefield.engine.stream.estimate import Estimate, Estimator, Setting, device_of
+from widefield.engine.stream.graph import Graph, Value
+from widefield.engine.stream.keeping import Way, Ways
+from widefield.engine.stream.program import Drafts, Program, program_of
+from widefield.engine.stream.saved import Habits
+from widefield.engine.stream.ways import Units
+
+TILE_LEAST = 32
+"""Pixels that a tile has along each dim at least, where tiles are chosen."""
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Tiles along the longest dim that are tried."""
+HOPELESS = 3
+"""How many times the budget a program may take for others to be looked for that keep more or less."""
+
+
+@dataclass
+class Choice:
+    """program: what to run, in `tiles`.  place: where what is kept lies.  reasons: sentences for people."""
+
+    program: Program
+    tiles: tuple[int, ...]
+    place: str
+    estimate: Estimate
+    reasons: list[str] = field(default_factory=list)
+
+
+def choose(
+    graph: Graph,
+    *,
+    tiles: tuple[int, ...] | None,
+    budget: int | None,
+    place: str | None,
+    fixed: int,
+    trains: bool,
+    read: Callable[[tuple[int, ...]], Units],
+    extents: Sequence[int] | None = None,
+    by_windows: Collection[int] = (),
+    ranks: int = 1,
+) -> Choice:
+    """What to run for a graph.
+
+    tiles: how many along each image dim; None: as few as fit `budget`, the bytes that a step may take on the device.
+    place: where values are kept; None: on the device if they fit, else in the host's memory, else in a file.
+    fixed: bytes that are there anyway, as weights and their gradients.  trains: whether a backward follows.
+    read(tiles): how the graph's operations run in so many tiles.  extents: of the image that a rank holds, in pixels.
+    by_windows: which inputs, by their number, a Reader gives, so that they are not in memory.  ranks: how many share the image.
+    Errors: ValueError where nothing fits, with what the least would be and of what it consists.
+    """
+    if tiles is None and budget is None:
+        raise ValueError(
+            "neither tiles nor a budget of memory is given; say into how many tiles, as (4, 4), or how much memory, as 6GiB"
+        )
+    inputs = frozenset(graph.inputs[number] for number in by_windows)
+    setting = Setting(trains, place or "device", fixed, inputs, ranks)
+    search = _Search(graph, read, setting, budget, _places(graph, place, budget))
+    grids = [tiles] if tiles is not None else list(grids_of(extents or extents_of(graph)))
+    grid, where, way, units = search.first(grids)
+    program = program_of(graph, units, frozenset(way.cut), frozenset(way.again))
+    return Choice(program, grid, where, way.estimate, reasons_of(program, grid, where, way))
+
+
+def _places(graph: Graph, place: str | None, budget: int | None) -> list[str]:
+    if place is not None:
+        return [place]
+    if budget is None:
+        return ["device"]
+    return ["device", "host", "file"] if device_of(graph) != "cpu" else ["device", "file"]
+
+
+def extents_of(graph: Graph) -> tuple[int, ...]:
+    """The image's pixels: those of the largest input, less batch and channels."""
+    image = max(graph.inputs, key=lambda value: (value.ndim > 2, value.bytes), default=None)
+    return image.shape[2:] if image is not None and image.ndim > 2 else (1,)
+
+
+def grids_of(extents: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Numbers of tiles per dim, growing: tiles near square, of 32 px at least.
+
+    >>> list(grids_of((100, 300)))
+    [(1, 1), (1, 2), (1, 3), (1, 4), (2, 6), (3, 8)]
+    """
+    seen = set()
+    for count in COUNTS:
+        side = max(extents) / count
+        grid = tuple(max(1, min(round(extent / side), extent // TILE_LEAST)) for extent in extents)
+        if grid not in seen and (count == 1 or side >= TILE_LEAST):
+            seen.add(grid)
+            yield grid
+
+
+Found = tuple[tuple[int, ...], str, Way, Units]
+
+
+@dataclass
+class _Search:
+    """least: of all that was tried, the estimate with the smallest peak, and its tiles and place.
+
+    floor: the estimate with the least that is there whatever the tiles.
+    """
+
+    graph: Graph
+    read: Callable[[tuple[int, ...]], Units]
+    setting: Setting
+    budget: int | None
+    places: Sequence[str]
+    habits: Habits = field(default_factory=Habits)
+    least: tuple[Estimate, tuple[int, ...], str] | None = None
+    floor: Estimate | None = None
+
+    def first(self, grids: Sequence[tuple[int, ...]]) -> Found:
+        """The fastest of the coarsest tiles that fit and of those up to twice as fine.  ValueError: nothing fits."""
+        found: list[Found] = []
+        for grid in grids:
+            if found and max(grid) > 2 * max(found[0][0]):
+                break
+            fitting = self._in(grid)
+            if self.budget is not None and self.floor is not None and self.floor.rest > self.budget:
+                raise ValueError(_leaves_nothing(self.floor, self.budget))
+            found += [fitting] if fitting is not None else []
+        if not found:
+            assert self.least is not None and self.budget is not None
+            raise ValueError(_nothing_fits(*self.least, self.budget))
+        return min(found, key=lambda one: one[2].cost)
+
+    def _in(self, grid: tuple[int, ...]) -> Found | None:
+        """The best way with these tiles, at the first place where one fits."""
+        units = self.read(grid)
+        drafts = Drafts(self.graph, units)
+        for place in self.places:
+            ways = Ways(drafts, Estimator(self.graph, replace(self.setting, place=place), self.habits))
+            way = self._best(ways, grid, place)
+            if way is not None:
+                return grid, place, way, units
+        return None
+
+    def _best(self, ways: Ways, grid: tuple[int, ...], place: str) -> Way | None:
+        if self.budget is None:
+            room = ways.base.together + ways.base.estimate.work
+            return min((ways.base, *ways.with_more(room)), key=lambda way: way.cost)
+        peak = ways.base.estimate.peak
+        if self.floor is None or ways.base.estimate.rest < self.floor.rest:
+            self.floor = ways.base.estimate
+        if ways.base.estimate.rest > self.budget:
+            return None
+        tried = [ways.base, *(ways.with_more(None) if peak <= HOPELESS * self.budget else [])]
+        tried += ways.with_less() if self.budget < peak <= HOPELESS * self.budget else []
+        for way in tried:
+            if self.least is None or way.estimate.peak < self.least[0].peak:
+                self.least = way.estimate, grid, place
+        fitting = [way for way in tried if way.estimate.peak <= self.budget]
+        return min(fitting, key=lambda way: way.cost, default=None)
+
+
+# ---------------------------------------------------------------------------------------------- in words
+
+
+def bytes_text(size: float) -> str:
+    """1.5 GiB, 12 MiB, 300 KiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}" if size < 10 * unit else f"{size / unit:.0f} {name}"
+    return f"{size / 2**10:.0f} KiB"
+
+
+def reasons_of(program: Program, tiles: tuple[int, ...], place: str, way: Way) -> list[str]:
+    """What was chosen and what it takes, a sentence each."""
+    found = way.estimate
+    parts = [f"{bytes_text(found.work)} one tile's work", _kept_text(program, place, found), _rest_text(found)]
+    said = [
+        f"{_times(tiles)} tiles{_tile_text(program, tiles)}: {bytes_text(found.peak)} at most, of which {', '.join(parts)}",
+        f"predicted {found.slowdown:.2f} times the time of a run without tiles",
+    ]
+    said += [f"kept so that halos end there: {name_of(value)} ({bytes_text(value.bytes)})" for value in way.cut]
+    return said + [f"made again rather than kept: {name_of(value)} ({bytes_text(value.bytes)})" for value in way.again]
+
+
+def _tile_text(program: Program, tiles: tuple[int, ...]) -> str:
+    inputs = [value for value in program.graph.inputs if value in program.layouts]
+    if not inputs:
+        return ""
+    largest = program.layouts[max(inputs, key=lambda value: value.bytes)]
+    return f" of {_times(largest.tile_shape[-len(tiles) :])} px"
+
+
+def _kept_text(program: Program, place: str, found: Estimate) -> str:
+    count = sum(len(stage.segments) for stage in program.stages)
+    if not found.together:
+        return "nothing kept between segments"
+    where = {"device": "on the device", "host": "in the host's memory", "file": "in a file"}[place]
+    return f"{bytes_text(found.together)} kept between {count} segments ({where})"
+
+
+def _times(numbers: Sequence[int]) -> str:
+    return " x ".join(map(str, numbers))
+
+
+def name_of(value: Value) -> str:
+    """The module and operation that made a value, or the operation and its shape."""
+    op = getattr(value.maker, "op", None)
+    name = str(getattr(op, "__name__", op)).split(".")[0]
+    path = getattr(value.maker, "path", "")
+    return f"{path}'s {name}" if path else f"{name} of {_times(value.shape)}"
+
+
+def _rest_text(found: Estimate) -> str:
+    return (
+        f"{bytes_text(found.inputs)} inputs, {bytes_text(found.outputs)} outputs and what comes back for them, "
+        f"{bytes_text(found.fixed + found.weights)} weights and their gradients"
+    )
+
+
+ADVICE = (
+    "Give more memory, read the image by windows (widefield.from_reader), or put the loss inside of what is streamed, so that "
+    "no output of the image's size is made."
+)
+
+
+def _leaves_nothing(found: Estimate, budget: int) -> str:
+    return (
+        f"nothing fits {bytes_text(budget)} in however many tiles: a step holds {bytes_text(found.rest)} all the time, "
+        f"{_rest_text(found)}.  {ADVICE}"
+    )
+
+
+def _nothing_fits(found: Estimate, tiles: Sequence[int], place: str, budget: int) -> str:
+    where = "between segments" if place == "device" else "elsewhere, which is not counted"
+    kept = f"{bytes_text(found.together)} are kept {where}"
+    return (
+        f"nothing fits {bytes_text(budget)}: the least that a step takes is {bytes_text(found.peak)}, in {_times(tiles)} "
+        f"tiles: {bytes_text(found.work)} one tile's work, {_rest_text(found)}; {kept}.  {ADVICE}"
+    )

@@ -1,0 +1,335 @@
+"""What does a program take?  Bytes and relative time, by arithmetic on its boxes; nothing runs.
+
+Time is counted in bytes: those that an operation reads and writes, and its floating-point operations as the bytes that memory
+gives meanwhile.  Of the turns of a segment a few are looked at, which stand for those like them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from widefield.engine.stream.apart import linear
+from widefield.engine.stream.graph import Graph, Node, Value
+from widefield.engine.stream.ledger import CONVOLUTION, box_bytes, is_known, made_bytes, work_bytes
+from widefield.engine.stream.program import Program, Segment, Stage, Turn
+from widefield.engine.stream.saved import Habits
+from widefield.engine.stream.steps import Step
+from widefield.engine.stream.ways import Unit
+from widefield.geometry.box import size_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Machine:
+    """flops_per_byte: floating-point operations in the time in which memory gives a byte.  step_bytes: the bytes that it gives
+    while a stream begins an operation.  far: how many times slower than memory each place is where values are kept."""
+
+    flops_per_byte: float
+    step_bytes: int
+    far: dict[str, float]
+
+
+MACHINES = {
+    "cpu": Machine(8, 1 << 20, {"device": 0, "host": 0, "file": 4}),
+    "cuda": Machine(40, 1 << 28, {"device": 0, "host": 60, "file": 600}),
+}
+"""Orders of magnitude, as only ratios of times are used; a device that is not named is taken for a GPU.
+
+cpu: by 24 runs of four nets of 0.6 and 1 million pixels in 4 to 64 tiles, on one core of an AMD EPYC with torch 2.15; what
+comes out is within 24 % of the measured ratio to a run without tiles, 13 % in the root mean square.
+cuda: by the numbers of a data-center GPU, 140 TFLOP/s and 3.5 TB/s beside 60 GB/s to the host; not measured.
+"""
+
+WEIGHT_READS = 3
+"""How often a weight moves for one that is counted: a kernel brings it into an order of its own first."""
+WHOLE_STEP = 0.25
+"""What an operation costs to begin without tiles, as a share of what it costs in a stream."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked for: whether a backward follows, where values are kept, and what is there anyway.
+
+    fixed: bytes that are there all the time.  by_windows: inputs that a Reader gives.
+    ranks: how many share the image, each with its tile.  sampled: a few turns stand for all of a segment.
+    """
+
+    trains: bool = True
+    place: str = "device"
+    fixed: int = 0
+    by_windows: frozenset[Value] = frozenset()
+    ranks: int = 1
+    sampled: bool = True
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes at most at a time, and time; of a training step, or of a forward alone.
+
+    peak: of all on the device; kept values and their gradients are a part of it where the device is their place.
+    fixed: what was said to be there.  inputs: those in memory.  weights: the gradients of weights that a backward gathers.
+    outputs: the module's, with what comes back as their gradients and with the sums that these are put in.
+    kept, slopes: values between segments and their gradients, outputs apart; together: both at one time.
+    work: of the turn that takes most, or of what runs once.
+    cost: of the program, ideal: of a run without tiles; in bytes that memory could give in that time.
+    """
+
+    peak: int
+    fixed: int
+    inputs: int
+    weights: int
+    outputs: int
+    kept: int
+    slopes: int
+    together: int
+    work: int
+    cost: float
+    ideal: float
+
+    @property
+    def rest(self) -> int:
+        """What is there whatever the tiles."""
+        return self.fixed + self.inputs + self.weights + self.outputs
+
+    @property
+    def slowdown(self) -> float:
+        """Time, as a multiple of that of a run without tiles."""
+        return self.cost / max(self.ideal, 1.0)
+
+
+def estimate(program: Program, setting: Setting) -> Estimate:
+    """What `program` takes."""
+    return Estimator(program.graph, setting).estimate(program)
+
+
+class Estimator:
+    """`estimate` for several programs of one graph; what they have in common is worked out once."""
+
+    def __init__(self, graph: Graph, setting: Setting, habits: Habits | None = None) -> None:
+        self.graph, self.setting, self.habits, self.results = graph, setting, habits or Habits(), set(graph.results)
+        device = device_of(graph)
+        self.machine = MACHINES.get(device, MACHINES["cuda"])
+        self.is_here = setting.place == "device" or (setting.place == "host" and device == "cpu")
+        self._times: dict[Segment, float] = {}
+        self._works: dict[Segment, int] = {}
+        self._wholes: dict[Unit, float] = {}
+        self._figures: dict[Node, tuple[float, int]] = {}
+
+    def estimate(self, program: Program) -> Estimate:
+        setting, lives, cost = self.setting, Lives(program, self.setting.trains, self.is_here), self.cost(program)
+        inputs = sum(value.bytes for value in self.graph.inputs if value not in setting.by_windows) // setting.ranks
+        weights = sum(value.bytes for value in self.graph.weights.values() if value.wants_grad) if setting.trains else 0
+        works = [max((self._work(segment) for segment in stage.segments), default=0) for stage in program.stages]
+        works += works[::-1] if setting.trains else []
+        work = [turn + once for turn, once in zip(works, lives.once, strict=True)]
+        kept, slopes, outputs = (
+            [size // setting.ranks for size in sizes] for sizes in (lives.kept, lives.slopes, lives.outputs)
+        )
+        between = [a + b for a, b in zip(kept, slopes, strict=True)]
+        here = [w + o + (b if self.is_here else 0) for w, o, b in zip(work, outputs, between, strict=True)]
+        return Estimate(
+            peak=setting.fixed + inputs + weights + max(here),
+            fixed=setting.fixed,
+            inputs=inputs,
+            weights=weights,
+            outputs=max(outputs),
+            kept=max(kept),
+            slopes=max(slopes),
+            together=max(between),
+            work=max(work),
+            cost=cost,
+            ideal=self._ideal(program),
+        )
+
+    def cost(self, program: Program) -> float:
+        """The time of a step, as in `Estimate`."""
+        once = sum(self._passes(unit) * self._whole(unit) for stage in program.stages for unit in stage.once)
+        return once + sum(self._time(segment) for stage in program.stages for segment in stage.segments)
+
+    def together(self, program: Program) -> int:
+        """The bytes of kept values and their gradients, as in `Estimate`."""
+        lives = Lives(program, self.setting.trains, self.is_here)
+        return max(a + b for a, b in zip(lives.kept, lives.slopes, strict=True)) // self.setting.ranks
+
+    def _ideal(self, program: Program) -> float:
+        segments = [segment for stage in program.stages for segment in stage.segments]
+        units = dict.fromkeys(unit for segment in segments for unit in (*segment.units, *segment.parts))
+        once = [unit for stage in program.stages for unit in stage.once]
+        return sum(self._passes(unit, is_ideal=True) * self._whole(unit) for unit in (*units, *once))
+
+    # ------------------------------------------------------------------------------------------ segments
+
+    def _samples(self, segment: Segment) -> list[tuple[Turn, float]]:
+        everyone = [(place, 1.0) for place in range(len(segment.turns))]
+        return [(segment.turns[place], count) for place, count in (segment.samples if self.setting.sampled else everyone)]
+
+    def _work(self, segment: Segment) -> int:
+        """The bytes of the largest turn."""
+        if segment not in self._works:
+            goes_back = self.setting.trains and _goes_back(segment)
+            turns = [turn for turn, _ in self._samples(segment)]
+            sizes = [
+                work_bytes(turn, self.habits, self.results, is_copy=not self.is_here, goes_back=goes_back) for turn in turns
+            ]
+            self._works[segment] = max(sizes, default=0)
+        return self._works[segment]
+
+    def _time(self, segment: Segment) -> float:
+        """The time of all turns."""
+        if segment not in self._times:
+            goes_back = self.setting.trains and _goes_back(segment)
+            self._times[segment] = sum(count * self._turn(turn, goes_back) for turn, count in self._samples(segment))
+        return self._times[segment]
+
+    def _turn(self, turn: Turn, goes_back: bool) -> float:
+        read = sum(box_bytes(value, box) for value, box in turn.sources.items())
+        kept = sum(box_bytes(value, box) for value, box in turn.kept.items())
+        moved = 3 * read + 2 * kept if goes_back else read + kept  # windows twice, what they add to, the gradients that come
+        time = self.machine.far[self.setting.place] * moved
+        for unit, step in (*turn.steps, *turn.parts):
+            spared = goes_back and is_known(unit, step, turn, self.results)
+            time += (self._passes(unit) - spared if goes_back else 1) * self._step(unit, step)
+        return time
+
+    def _step(self, unit: Unit, step: Step) -> float:
+        """The time of one forward of an operation on a box."""
+        if self.habits.of(unit, step).shows:
+            return 0.0
+        moved = made_bytes(unit, step) + self.machine.step_bytes
+        moved += sum(_read_bytes(value, box_bytes(value, box)) for value, box in zip(unit.reads, step.reads, strict=True))
+        box = step.reads[0] if is_transposed(unit.node) else step.outs[0]
+        return self._moved(unit.node, moved, 0 if box is None else math.prod(size_of(box)))
+
+    def _whole(self, unit: Unit) -> float:
+        """The time of one forward of an operation on the whole."""
+        if unit not in self._wholes:
+            value = unit.reads[0] if is_transposed(unit.node) else unit.outs[0]
+            moved = sum(_read_bytes(v, v.bytes) for v in unit.reads) + sum(v.bytes for v in unit.outs if v is not None)
+            moved += round(WHOLE_STEP * self.machine.step_bytes)
+            time = self._moved(unit.node, moved, 0 if value is None else math.prod(value.shape))
+            self._wholes[unit] = 0.0 if self.habits.is_view(unit) else time
+        return self._wholes[unit]
+
+    def _moved(self, node: Node, moved: int, pixels: int) -> float:
+        return moved + self._figures_of(node)[0] * pixels / self.machine.flops_per_byte
+
+    def _passes(self, unit: Unit, *, is_ideal: bool = False) -> int:
+        """How often an operation runs in a step, its backward counted as so many forwards; ideally it runs forward once."""
+        return (1 if is_ideal else 2) + self._figures_of(unit.node)[1] if self.setting.trains else 1
+
+    def _figures_of(self, node: Node) -> tuple[float, int]:
+        if node not in self._figures:
+            self._figures[node] = flops_per_number(node), _backwards(node)
+        return self._figures[node]
+
+
+def device_of(graph: Graph) -> str:
+    return next((value.device.type for value in graph.inputs), "cpu")
+
+
+def _read_bytes(value: Value, size: int) -> int:
+    return WEIGHT_READS * size if value.source == "weight" else size
+
+
+def _goes_back(segment: Segment) -> bool:
+    """Whether the backward runs a segment's turns."""
+    targets = [*segment.kept, *(out for unit in segment.parts for out in unit.outs if out is not None)]
+    return any(value.wants_grad for value in targets)
+
+
+# ---------------------------------------------------------------------------------------------- operations
+
+
+def flops_per_number(node: Node) -> float:
+    """Floating-point operations per number of the result; per number of the image, where a convolution is transposed."""
+    shapes = [value.shape for value in node.reads]
+    if node.op is CONVOLUTION:
+        return 2.0 * math.prod(shapes[1][1:])
+    if node.op in (linear, aten.mm.default, aten.bmm.default):
+        return 2.0 * shapes[0][-1]
+    if node.op in (aten.addmm.default, aten.baddbmm.default):
+        return 2.0 * shapes[1][-1]
+    return 4.0 * shapes[1][-2] if "_scaled_dot_product" in str(node.op) else 0.0
+
+
+def is_transposed(node: Node) -> bool:
+    return node.op is CONVOLUTION and bool(node.args[6])
+
+
+def _backwards(node: Node) -> int:
+    """Forwards that the backward of an operation is worth: of a product, one for each factor whose gradient is wanted."""
+    if not any(out is not None and out.wants_grad for out in node.outs):
+        return 0
+    return sum(value.wants_grad for value in node.reads[:2]) if flops_per_number(node) else 2
+
+
+# ---------------------------------------------------------------------------------------------- what is there when
+
+
+class Lives:
+    """From when until when values are kept.  Moments are the stages, forward and, where it trains, then backward.
+
+    kept, slopes: bytes of values and of their gradients at each moment, outputs apart.  once: values from what runs once, and
+    what its backward takes, all of a stage together.  outputs: those made by then; in the backward with the gradients that
+    come for them and, where is_here, the sums that these are put in.
+    """
+
+    def __init__(self, program: Program, trains: bool, is_here: bool) -> None:
+        self.program, self.trains, self.is_here, self.stages = program, trains, is_here, len(program.stages)
+        self.count = self.stages * (2 if trains else 1)
+        self.kept, self.slopes, self.once, self.outputs = ([0] * self.count for _ in range(4))
+        self._results = set(program.graph.results)
+        self._last = {value: n for n, stage in enumerate(program.stages) for value in _read_by(stage)}
+        for value, made in program.kept.items():
+            self._add_kept(value, made)
+        for number, stage in enumerate(program.stages):
+            for unit in stage.once:
+                self._add_once(unit, number)
+        for value in program.graph.inputs:
+            self._add_slope(value, 0)
+
+    def _back(self, stage: int) -> int:
+        """The moment of a stage's backward."""
+        return 2 * self.stages - 1 - stage
+
+    def _add(self, sizes: list[int], start: int, stop: int, size: int) -> None:
+        for at in range(start, min(stop + 1, self.count)):
+            sizes[at] += size
+
+    def _add_kept(self, value: Value, made: int) -> None:
+        if value in self._results:
+            return self._add_output(value, made)
+        self._add(self.kept, made, self._back(made) if self.trains else self._last.get(value, made), value.bytes)
+        self._add_slope(value, made)
+
+    def _add_slope(self, value: Value, made: int) -> None:
+        """From the last stage that reads a value to that which makes it, back."""
+        if self.trains and value.wants_grad and value in self._last:
+            self._add(self.slopes, self._back(self._last[value]), self._back(made), value.bytes)
+
+    def _add_output(self, value: Value, made: int) -> None:
+        self._add(self.outputs, made, self.count, value.bytes)
+        if self.trains and value.wants_grad:
+            is_summed = self.is_here and value in self.program.layouts
+            self._add(self.outputs, self.stages, self.count, (2 if is_summed else 1) * value.bytes)
+
+    def _add_once(self, unit: Unit, made: int) -> None:
+        for value in unit.outs:
+            if value is not None and value in self._results:
+                self._add_output(value, made)
+            elif value is not None:
+                goes = not self.trains and value in self.program.layouts
+                self._add(self.once, made, self._last.get(value, made) if goes else self.count, value.bytes)
+                self._add_slope(value, made)
+        if self.trains:
+            pulled = [v for v in (*unit.outs, *(unit.reads[n] for n in unit.wide)) if v is not None and v.wants_grad]
+            self._add(self.once, self._back(made), self._back(made), sum(value.bytes for value in pulled))
+
+
+def _read_by(stage: Stage) -> list[Value]:
+    found = [unit.reads[number] for unit in stage.once for number in unit.wide]
+    return found + [value for segment in stage.segments for value in segment.sources]

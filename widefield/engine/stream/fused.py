@@ -1,0 +1,106 @@
+"""Runs of pointwise operations in a turn, each compiled into one kernel; the rest runs as it is.
+
+What depends on where a tile lies (windows, pools, sums) would be compiled anew for every tile, so torch's own kernels run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule
+
+from widefield.engine.stream.graph import Value
+from widefield.engine.stream.program import Turn
+from widefield.engine.stream.regions import Env, arguments, as_wanted
+from widefield.engine.stream.steps import Step
+from widefield.engine.stream.ways import Unit
+
+
+@dataclass
+class Joined:
+    """Steps that run as one: what they read from outside, and what of their results is wanted after them."""
+
+    steps: list[tuple[Unit, Step]]
+    drop: list[Value] = field(default_factory=list)
+
+    @property
+    def is_one(self) -> bool:
+        return len(self.steps) == 1
+
+    def made(self) -> dict[Value, Any]:
+        return {out: step.outs[n] for unit, step in self.steps for n, out in enumerate(unit.outs) if out is not None}
+
+
+def runs_of(turn: Turn) -> list[Joined]:
+    """The steps of a turn, those joined that can be compiled together."""
+    found: list[Joined] = []
+    for (unit, step), drop in zip(turn.steps, turn.drop, strict=True):
+        if found and _joins(found[-1], unit, step):
+            found[-1].steps.append((unit, step))
+            found[-1].drop += drop
+        else:
+            found.append(Joined([(unit, step)], list(drop)))
+    return found
+
+
+def _joins(run: Joined, unit: Unit, step: Step) -> bool:
+    """Whether a step is of the kind of the run before it, and reads what that makes just as it makes it."""
+    first, before = run.steps[0]
+    alike = all(_is_simple(u) for u in (first, unit)) and first.node.grad == unit.node.grad and before.outs[0] == step.outs[0]
+    made = run.made()
+    return alike and all(made[v] == box for v, box in zip(unit.reads, step.reads, strict=True) if v in made)
+
+
+def _is_simple(unit: Unit) -> bool:
+    return unit.is_pointwise and isinstance(unit.node.op, torch._ops.OpOverload) and len(unit.outs) == 1 and bool(unit.reads)
+
+
+class Fused:
+    """The compiled runs of one program."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple, tuple[Callable, list[tuple[int, int]], list[Value]]] = {}
+
+    def __call__(self, run: Joined, env: Env, small: Any) -> None:
+        """Run the steps and put what is wanted of them into `env`."""
+        wanted = [value for value in run.made() if value not in run.drop]
+        key = (*(unit for unit, _ in run.steps), *wanted)
+        if key not in self.known:
+            self.known[key] = _compiled([unit for unit, _ in run.steps], wanted)
+        call, places, outs = self.known[key]
+        tensors: list[Tensor] = []
+        for number, (unit, step) in enumerate(run.steps):
+            reads = [n for at, n in places if at == number]
+            tensors += [arguments(unit, step, env, small, [n])[0] for n in reads]
+        boxes = run.made()
+        for value, result in zip(outs, call(*tensors), strict=True):
+            env[value] = (as_wanted(value, result), boxes[value])
+
+
+def _compiled(units: Sequence[Unit], wanted: Sequence[Value]) -> tuple[Callable, list[tuple[int, int]], list[Value]]:
+    """One function of what the units read from outside: (unit, place) each; it gives the wanted values."""
+    graph, made, places = FxGraph(), {}, []
+    for number, unit in enumerate(units):
+        reads = []
+        for place, value in enumerate(unit.reads):
+            if value not in made:
+                places.append((number, place))
+                reads.append(graph.placeholder(f"x{len(places)}"))
+            else:
+                reads.append(made[value])
+        args, kwargs = unit.node.filled(iter(reads))
+        made[unit.outs[0]] = graph.call_function(unit.node.op, args, kwargs)
+    _placeholders_first(graph)
+    graph.output(tuple(made[value] for value in wanted))
+    return torch.compile(GraphModule({}, graph), dynamic=True), places, list(wanted)
+
+
+def _placeholders_first(graph: FxGraph) -> None:
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in [node for node in graph.nodes if node.op == "placeholder"]:
+        first.prepend(node)

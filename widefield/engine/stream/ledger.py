@@ -1,0 +1,213 @@
+"""What memory does one turn take?  Its steps gone through on paper: who holds what until when, as `run.py` and autograd do.
+
+A token stands for a piece of memory.  It is held by the turn's own variables, and in a turn that goes back by what autograd
+saved; what nobody holds is free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from widefield.engine.stream.graph import Value
+from widefield.engine.stream.program import Turn
+from widefield.engine.stream.saved import Habits, Saved
+from widefield.engine.stream.steps import Step
+from widefield.engine.stream.ways import Unit
+from widefield.geometry.box import Box, is_empty, size_of
+
+CONVOLUTION = torch.ops.aten.convolution.default
+
+
+def work_bytes(turn: Turn, habits: Habits, results: Collection[Value], *, is_copy: bool, goes_back: bool) -> int:
+    """The most bytes that a turn takes at a time, apart from what is kept, results, weights and their gradients.
+
+    results: what the module gives.  is_copy: what is kept lies elsewhere, so that its windows are copies.
+    goes_back: the turn runs forward without history first, then again with it and back.
+    """
+    plain = _Ledger(turn, habits, results, is_copy, keeps=False)
+    plain.forward()
+    if not goes_back:
+        return plain.peak
+    whole = _Ledger(turn, habits, results, is_copy, keeps=True)
+    whole.forward()
+    whole.backward()
+    return max(plain.peak, whole.peak)
+
+
+def is_known(unit: Unit, step: Step, turn: Turn, results: Collection[Value]) -> bool:
+    """Whether the result of a step lies among what is kept, so that the backward need not make it again.
+
+    results: what the module gives; it belongs to the user by then.
+    """
+    out = unit.outs[0]
+    return step.known is not None and out not in results and out in turn.kept and turn.kept[out] == step.outs[0]
+
+
+def box_bytes(value: Value, box: Box | None) -> int:
+    """Bytes of a box of a value; None: of all of it."""
+    return value.bytes if box is None else math.prod(size_of(box)) * value.dtype.itemsize
+
+
+def made_bytes(unit: Unit, step: Step) -> int:
+    """Bytes of a step's results."""
+    pairs = zip(unit.outs, step.outs, strict=True)
+    return sum(box_bytes(value, box) for value, box in pairs if value is not None and box is not None)
+
+
+@dataclass
+class _Record:
+    """A step that has run.
+
+    around: of each argument the box that its tensor holds, None: it is small.  outs: tokens of the results.
+    held: tokens of what autograd holds.
+    """
+
+    unit: Unit
+    step: Step
+    saved: Saved
+    around: list[Box | None]
+    outs: list[int | None]
+    held: list[int]
+
+
+class _Ledger:
+    def __init__(self, turn: Turn, habits: Habits, results: Collection[Value], is_copy: bool, *, keeps: bool) -> None:
+        self.turn, self.habits, self.results, self.is_copy, self.keeps = turn, habits, results, is_copy, keeps
+        self.live = self.peak = 0
+        self._sizes: list[int] = []
+        self._counts: list[int] = []
+        self._env: dict[Value, tuple[int, Box]] = {}
+        self._slopes: dict[Value, int] = {}
+        self._records: list[_Record] = []
+
+    def _new(self, size: int) -> int:
+        """A token that is held once."""
+        self._sizes.append(size)
+        self._counts.append(1)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        return len(self._sizes) - 1
+
+    def _hold(self, token: int) -> int:
+        self._counts[token] += 1
+        return token
+
+    def _release(self, *tokens: int) -> None:
+        for token in tokens:
+            self._counts[token] -= 1
+            if self._counts[token] == 0:
+                self.live -= self._sizes[token]
+
+    def _kept(self, value: Value, box: Box | None) -> int:
+        """A window of what is kept."""
+        return self._new(box_bytes(value, box) if self.is_copy else 0)
+
+    # ------------------------------------------------------------------------------------------ forward
+
+    def forward(self) -> None:
+        """From the windows to what the turn keeps and to its parts of sums."""
+        turn = self.turn
+        for value, box in turn.sources.items():
+            self._env[value] = self._kept(value, box), box
+            if self.keeps and value.wants_grad:
+                self._hold(self._env[value][0])  # the leaf whose gradient is asked for afterwards
+        drops = [*turn.drop, *([] for _ in turn.parts)]
+        for (unit, step), drop in zip((*turn.steps, *turn.parts), drops, strict=True):
+            self._run(unit, step)
+            for value in drop:
+                if value in self._env:
+                    self._release(self._env.pop(value)[0])
+        for value, (token, _) in self._env.items():
+            if not (self.keeps and value in turn.kept):
+                self._release(token)
+
+    def _run(self, unit: Unit, step: Step) -> None:
+        around = [self._env[value][1] if value in self._env else None for value in unit.reads]
+        saved, is_at_hand = self.habits.of(unit, step), self.keeps and is_known(unit, step, self.turn, self.results)
+        copies = self._new(round(saved.copies * made_bytes(unit, step)))
+        scratch = self._new(0 if is_at_hand else self._scratch(unit, step, around))
+        outs = self._outs(unit, step, saved, is_at_hand)
+        self._release(scratch)
+        held: list[int] = []
+        if self.keeps and any(out is not None and out.wants_grad for out in unit.outs):
+            held = [self._hold(self._env[unit.reads[n]][0]) for n in sorted(saved.reads) if unit.reads[n] in self._env]
+            held += [self._hold(token) for n, token in enumerate(outs) if token is not None and n in saved.outs]
+            held += [self._hold(copies)] if saved.more else []
+        self._release(copies)
+        self._records.append(_Record(unit, step, saved, around, outs, held))
+
+    def _scratch(self, unit: Unit, step: Step, around: list[Box | None]) -> int:
+        """What a convolution's kernel takes for a while: its result, and a window of a larger tensor, in its own order."""
+        out = unit.outs[0]
+        if unit.node.op is not CONVOLUTION or out is None:
+            return 0
+        image = unit.reads[0]
+        is_window = around[0] != step.reads[0] or (image in self.turn.sources and not self.is_copy)
+        return box_bytes(out, step.outs[0]) + (box_bytes(image, step.reads[0]) if is_window else 0)
+
+    def _outs(self, unit: Unit, step: Step, saved: Saved, is_at_hand: bool) -> list[int | None]:
+        """Tokens of a step's results, which join those that there are."""
+        outs: list[int | None] = []
+        for number, (value, box) in enumerate(zip(unit.outs, step.outs, strict=True)):
+            source = next((unit.reads[read] for out, read in saved.shows if out == number), None)
+            if value is None or box is None:
+                outs.append(None)
+                continue
+            if source is not None and source in self._env:
+                token = self._hold(self._env[source][0])
+            else:
+                token = self._kept(value, box) if is_at_hand else self._new(box_bytes(value, box))
+            outs.append(token)
+            if unit.part is None:
+                self._env[value] = token, box
+        return outs
+
+    # ------------------------------------------------------------------------------------------ backward
+
+    def backward(self) -> None:
+        """Back through the steps, the gradients as autograd makes and frees them."""
+        for value, box in self.turn.kept.items():
+            if value.wants_grad:
+                self._slopes[value] = self._kept(value, box)
+        for record in reversed(self._records):
+            given = [self._slopes.pop(out) for out in record.unit.outs if out in self._slopes]
+            if given or record.unit.part is not None:
+                self._back(record, given)
+            self._release(*given, *record.held)
+
+    def _back(self, record: _Record, given: list[int]) -> None:
+        """The gradients of a step's arguments, added to what there is of them."""
+        news = [self._new(self._scratch(record.unit, record.step, record.around))]
+        for number, (value, box) in enumerate(zip(record.unit.reads, record.step.reads, strict=True)):
+            around = record.around[number]
+            if not value.wants_grad or (box is not None and is_empty(box)):
+                continue
+            if around is None:
+                news.append(self._new(value.bytes))  # of a weight or a small value: added up at once
+                continue
+            shares = number in record.saved.passes and given
+            token = self._hold(given[0]) if shares else self._new(box_bytes(value, box))
+            if box is not None and box != around:
+                token = self._moved(token, box_bytes(value, around))
+            self._slopes[value] = self._added(value, token, box_bytes(value, around))
+        self._release(*news)
+
+    def _moved(self, token: int, size: int) -> int:
+        """A copy of another size in a token's place."""
+        new = self._new(size)
+        self._release(token)
+        return new
+
+    def _added(self, value: Value, token: int, size: int) -> int:
+        """A value's gradient with one more part, in place where nobody else holds it."""
+        if value not in self._slopes:
+            return token
+        old = self._slopes[value]
+        if self._counts[old] > 1:
+            old = self._moved(old, size)
+        self._release(token)
+        return old

@@ -1,0 +1,368 @@
+"""In which order units run, what is kept between them, and which boxes every turn reads and makes.
+
+Units fall into stages.  What is summed over all pixels in one stage is known in the next, and so is every value that is wanted
+whole, or that is kept so as not to be made again.  In a stage first run the units that run once, then its segments: units
+that run together, tile after tile, from kept values to kept values.  What a segment needs and what is not kept it makes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, overload
+
+from widefield.engine.layout import Grid, Layout
+from widefield.engine.stream.graph import Graph, Value
+from widefield.engine.stream.shares import Shares
+from widefield.engine.stream.steps import Step, union
+from widefield.engine.stream.ways import Unit, Units
+from widefield.geometry.box import Box, is_empty
+from widefield.geometry.interval import Interval
+
+
+@dataclass
+class Turn:
+    """One tile of a segment.
+
+    sources: the box that is read of each kept value.  steps: what runs, in order.
+    kept: the box that it makes of each value to keep.  parts: the sums it has a part in, with the step that gives the part.
+    drop[n]: values that nothing after step n needs.
+    """
+
+    number: int
+    sources: dict[Value, Box] = field(default_factory=dict)
+    steps: list[tuple[Unit, Step]] = field(default_factory=list)
+    kept: dict[Value, Box] = field(default_factory=dict)
+    parts: list[tuple[Unit, Step]] = field(default_factory=list)
+    drop: list[list[Value]] = field(default_factory=list)
+
+
+STEPS_MOST = 1 << 16
+"""How many steps of a segment's turns are kept; of more, each turn is worked out anew when it runs."""
+
+
+class Turns(Sequence[Turn]):
+    """The turns of a segment, worked out when they are asked for.  numbers: their places on the virtual grid."""
+
+    def __init__(self, numbers: Sequence[int], make: Callable[[int], Turn], steps: int) -> None:
+        self.numbers, self._make = tuple(numbers), make
+        self._made: dict[int, Turn] | None = {} if steps * len(self.numbers) <= STEPS_MOST else None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> Turn: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Turn]: ...
+
+    def __getitem__(self, place: int | slice) -> Turn | list[Turn]:
+        if isinstance(place, slice):
+            return [self[at] for at in range(*place.indices(len(self)))]
+        number = self.numbers[place]
+        if self._made is None:
+            return self._make(number)
+        if number not in self._made:
+            self._made[number] = self._make(number)
+        return self._made[number]
+
+
+@dataclass(eq=False)
+class Segment:
+    """Units that run together, turn after turn, from `sources`, which are kept, to values to keep and parts of sums.
+
+    samples: of turns that lie along as many edges of the image the largest, and how many of it they amount to.
+    """
+
+    units: list[Unit]
+    kept: list[Value]
+    parts: list[Unit]
+    sources: list[Value]
+    turns: Sequence[Turn]
+    samples: list[tuple[int, float]] = field(default_factory=list)
+
+    @cached_property
+    def reads(self) -> list[Value]:
+        """All that its units read."""
+        return list(dict.fromkeys(value for unit in (*self.units, *self.parts) for value in unit.reads))
+
+
+@dataclass
+class Stage:
+    once: list[Unit] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+
+@dataclass
+class Program:
+    """stages: what to run.  layouts: of the values that are cut.  kept: those that are kept, with the stage that makes each.
+
+    last: the last stage that reads a kept value in the forward.
+    """
+
+    graph: Graph
+    layouts: dict[Value, Layout]
+    stages: list[Stage]
+    kept: dict[Value, int]
+    last: dict[Value, int]
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        return sum(value.bytes for value in self.kept)
+
+
+def program_of(graph: Graph, units: Units, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> Program:
+    """Lay the units out.
+
+    cut: values to keep and read again though they could be had in the same segment, so that halos end there.
+    again: values to make again where a later stage wants them, beside those that take few cheap operations.
+    """
+    return Drafts(graph, units, False).program(cut, again)
+
+
+class Drafts:
+    """Programs of the same units that keep different values; what they have in common is worked out once.
+
+    remembers: whether turns have steps in common, too, which takes memory.
+    """
+
+    def __init__(self, graph: Graph, units: Units, remembers: bool = True) -> None:
+        self.graph, self.units, self.layouts, self.remembers = graph, units.units, units.layouts, remembers
+        self.maker = {out: unit for unit in self.units for out in unit.outs if out is not None}
+        self.place = {unit: number for number, unit in enumerate(self.units)}
+        self.grid = next((layout.grid for layout in self.layouts.values()), Grid(()))
+        self.shares = Shares(self.grid, self.layouts)
+        self._segments: dict[tuple, Segment] = {}
+        self._steps: dict[tuple, Step] = {}
+
+    def program(self, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> Program:
+        return _Draft(self, cut, again).program()
+
+    def is_there(self, value: Value) -> bool:
+        """Whether a value is whole from the start or once its stage begins: inputs, and what units that run once make."""
+        unit = self.maker.get(value)
+        return unit is None or unit.call is not None
+
+    # ------------------------------------------------------------------------------------------ segments
+
+    def segment(self, units: Set[Unit], kept: Sequence[Value], parts: Sequence[Unit], sources: Set[Value]) -> Segment:
+        """The segment of these units; the same object for the same ones."""
+        key = (frozenset(units), tuple(kept), tuple(parts), frozenset(sources))
+        if key not in self._segments:
+            ordered = sorted(units, key=self.place.__getitem__)
+            numbers = self.shares.turns(kept, parts)
+            make = partial(self._turn, ordered, tuple(kept), tuple(parts), frozenset(sources))
+            turns = Turns(numbers, make, len(ordered) + len(parts))
+            first = sorted(sources, key=lambda value: value.number)
+            self._segments[key] = Segment(
+                ordered, list(kept), list(parts), first, turns, self.shares.samples(numbers, kept, parts)
+            )
+        return self._segments[key]
+
+    def _kept_box(self, value: Value, number: int) -> Box | None:
+        """What a turn makes of a value to keep."""
+        layout = self.layouts[value]
+        box = layout.box_of(number)
+        return box if _is_first(self.grid, number, layout.axes) and not is_empty(box) else None
+
+    # ------------------------------------------------------------------------------------------ turns
+
+    def _turn(self, units: Sequence[Unit], kept: Sequence[Value], parts: Sequence[Unit], held: Set[Value], number: int) -> Turn:
+        turn = Turn(number)
+        needs: dict[Value, list[Box]] = {}
+        sources: dict[Value, list[Box]] = {}
+
+        def want(step: Step, unit: Unit) -> None:
+            for value, box in zip(unit.reads, step.reads, strict=True):
+                if box is None:
+                    box = tuple(Interval(0, extent) for extent in value.shape)
+                if value in self.layouts and not is_empty(box):
+                    (sources if value in held else needs).setdefault(value, []).append(box)
+
+        for value in kept:
+            box = self._kept_box(value, number)
+            if box is not None:
+                turn.kept[value] = box
+                needs.setdefault(value, []).append(box)
+        for unit in parts:
+            if _is_first(self.grid, number, unit.axes):
+                step = self._step((unit, number), partial(_made, unit.part, number))
+                turn.parts.append((unit, step))
+                want(step, unit)
+        for unit in reversed(units):
+            wanted = {n: union(needs[out]) for n, out in enumerate(unit.outs) if out is not None and out in needs}
+            wanted = {n: box for n, box in wanted.items() if not is_empty(box)}
+            if wanted:
+                step = self._step((unit, *wanted.items()), partial(_made, unit.step, wanted))
+                turn.steps.append((unit, step))
+                want(step, unit)
+        turn.steps.reverse()
+        turn.sources = {value: union(boxes) for value, boxes in sources.items()}
+        turn.drop = _drops(turn)
+        return turn
+
+    def _step(self, key: tuple, make: Callable[[], Step]) -> Step:
+        if not self.remembers:
+            return make()
+        if key not in self._steps:
+            self._steps[key] = make()
+        return self._steps[key]
+
+
+AGAIN_MOST = 6
+"""Pointwise operations up to which a value is made again rather than kept."""
+
+
+class _Draft:
+    """One program: which stage everything falls into, and what is kept."""
+
+    def __init__(self, drafts: Drafts, cut: Set[Value], again: Set[Value]) -> None:
+        self.drafts, self.units, self.layouts = drafts, drafts.units, drafts.layouts
+        self.cut, self.again = cut, again
+        self.stage: dict[Value, int] = {}
+        self.unit_stage: dict[Unit, int] = {}
+        self.kept: dict[Value, int] = {}
+
+    def program(self) -> Program:
+        self._find_stages()
+        self._find_kept()
+        stages = [Stage() for _ in range(1 + max(self.unit_stage.values(), default=0))]
+        for unit in self.units:
+            if unit.call is not None:
+                stages[self.unit_stage[unit]].once.append(unit)
+        for number, stage in enumerate(stages):
+            stage.segments = self._segments(number)
+        return Program(self.drafts.graph, self.layouts, stages, self.kept, _last_reads(stages))
+
+    # ------------------------------------------------------------------------------------------ stages
+
+    def _find_stages(self) -> None:
+        drawn, maker = 0, self.drafts.maker
+        for unit in self.units:
+            stage = 0
+            for number, value in enumerate(unit.reads):
+                if value not in maker or (unit.node.draws and value in self.layouts and number not in unit.wide):
+                    continue
+                later = not self.drafts.is_there(value) and (number in unit.wide or value in self.cut)
+                stage = max(stage, self.stage[value] + later)
+            if unit.node.draws:
+                stage = drawn = max(stage, drawn)
+            self.unit_stage[unit] = stage
+            for out in unit.outs:
+                if out is not None:
+                    self.stage[out] = stage + (unit.part is not None)
+
+    # ------------------------------------------------------------------------------------------ what is kept
+
+    def _find_kept(self) -> None:
+        results = set(self.drafts.graph.results)
+        for unit in self.units:
+            for out in unit.outs:
+                if out is not None and out in self.layouts and unit.step is not None and (out in results or out in self.cut):
+                    self.kept[out] = self.stage[out]
+            for number in unit.wide:
+                value = unit.reads[number]
+                if not self.drafts.is_there(value):
+                    self.kept[value] = self.stage[value]
+        for unit in self.units:
+            for value in self._tiled_reads(unit):
+                is_later = not self.drafts.is_there(value) and self.stage[value] < self.unit_stage[unit]
+                if is_later and value not in self.again and self._cost(value) > AGAIN_MOST:
+                    self.kept[value] = self.stage[value]
+
+    def _tiled_reads(self, unit: Unit) -> list[Value]:
+        return [v for n, v in enumerate(unit.reads) if v in self.layouts and n not in unit.wide and unit.call is None]
+
+    def _cost(self, value: Value) -> float:
+        """Operations that make a value from what is kept; infinite where one of them is no cheap one."""
+        if self.drafts.is_there(value) or value in self.kept:
+            return 0
+        unit = self.drafts.maker[value]
+        if not (unit.is_pointwise or unit.step is not None and unit.reads[0].name == "total"):
+            return float("inf")
+        return 1 + sum(self._cost(read) for read in unit.reads if read in self.layouts)
+
+    # ------------------------------------------------------------------------------------------ segments
+
+    def _segments(self, stage: int) -> list[Segment]:
+        goals: list[_Goal] = [
+            _Goal(value, *self._closure([value], stage)) for value, made in self.kept.items() if made == stage
+        ]
+        sums = [unit for unit in self.units if unit.part is not None and self.unit_stage[unit] == stage]
+        goals += [_Goal(unit, *self._closure(unit.reads, stage)) for unit in sums]
+        found = []
+        for group in _together(goals):
+            kept = [goal.target for goal in group if isinstance(goal.target, Value)]
+            parts = [goal.target for goal in group if isinstance(goal.target, Unit)]
+            units = set().union(*(goal.units for goal in group))
+            found.append(self.drafts.segment(units, kept, parts, set().union(*(goal.sources for goal in group))))
+        return found
+
+    def _is_source(self, value: Value, stage: int) -> bool:
+        return self.drafts.is_there(value) or (value in self.kept and self.kept[value] < stage)
+
+    def _closure(self, values: Iterable[Value], stage: int) -> tuple[set[Unit], set[Value]]:
+        """The units that make these values from what is kept before the stage, and what they read of that."""
+        found: set[Unit] = set()
+        sources: set[Value] = set()
+        stack = [value for value in values if value in self.layouts]
+        while stack:
+            value = stack.pop()
+            if self._is_source(value, stage):
+                sources.add(value)
+            elif (unit := self.drafts.maker[value]) not in found:
+                found.add(unit)
+                stack += [read for read in unit.reads if read in self.layouts]
+        return found, sources
+
+
+@dataclass
+class _Goal:
+    """Something to make in a stage, the units that make it, and the kept values that these read."""
+
+    target: Value | Unit
+    units: set[Unit]
+    sources: set[Value]
+
+
+def _made(make: Any, argument: Any) -> Step:
+    assert make is not None, "a unit without a way to run in turns is among those of a segment"
+    return make(argument)
+
+
+def _last_reads(stages: Sequence[Stage]) -> dict[Value, int]:
+    last: dict[Value, int] = {}
+    for number, stage in enumerate(stages):
+        for unit in stage.once:
+            last.update(dict.fromkeys(unit.reads, number))
+        for segment in stage.segments:
+            last.update(dict.fromkeys((*segment.sources, *segment.reads), number))
+    return last
+
+
+def _is_first(grid: Grid, turn: int, axes: Collection[int]) -> bool:
+    """Whether a turn stands first along all other axes: one of several turns that would make the same."""
+    return all(at == 0 for axis, at in enumerate(grid.coordinate(turn)) if axis not in axes)
+
+
+def _together(goals: Sequence[_Goal]) -> list[list[_Goal]]:
+    """Goals in groups that share no unit."""
+    groups: list[list[_Goal]] = []
+    for goal in goals:
+        joined = [group for group in groups if any(member.units & goal.units for member in group)]
+        rest = [group for group in groups if group not in joined]
+        groups = [*rest, [*(member for group in joined for member in group), goal]]
+    return groups
+
+
+def _drops(turn: Turn) -> list[list[Value]]:
+    """After which step each value that no later one reads goes."""
+    needed = set(turn.kept) | {v for unit, _ in turn.parts for v in unit.reads}
+    drops: list[list[Value]] = []
+    for unit, _ in reversed(turn.steps):
+        here = {v for v in (*unit.reads, *unit.outs) if v is not None} - needed
+        drops.append(list(here))
+        needed |= here
+    return drops[::-1]

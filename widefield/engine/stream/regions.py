@@ -1,0 +1,90 @@
+"""Tensors and the boxes of a whole that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine.kept import Kept
+from widefield.engine.stream.graph import Value
+from widefield.engine.stream.steps import Step
+from widefield.engine.stream.ways import Unit
+from widefield.geometry.box import Box, is_empty, size_of, within
+from widefield.geometry.interval import Interval
+
+Env = dict[Value, tuple[Tensor, Box]]
+
+
+class Region:
+    """The pixels of a box of a whole, which are read and written in the whole's coordinates.
+
+    is_alike: whether every rank has the whole; where not, each has its own pixels.
+    """
+
+    def __init__(self, kept: Kept, box: Box, is_alike: bool = False) -> None:
+        self.kept, self.box, self.is_alike = kept, box, is_alike
+
+    def _moved(self, box: Box) -> Box:
+        return tuple(Interval(i.start - o.start, i.stop - o.start) for i, o in zip(box, self.box, strict=True))
+
+    def read(self, box: Box) -> Tensor:
+        return self.kept.read(self._moved(box))
+
+    def write(self, box: Box, tile: Tensor) -> None:
+        self.kept.write(self._moved(box), tile)
+
+    def add(self, box: Box, tile: Tensor) -> None:
+        self.kept.add(self._moved(box), tile)
+
+    def all(self) -> Tensor:
+        return self.kept.whole()
+
+    def free(self) -> None:
+        self.kept.free()
+
+
+def arguments(
+    unit: Unit, step: Step, env: Mapping[Value, tuple[Tensor, Box]], small: Any, only: Sequence[int] | None = None
+) -> list[Tensor]:
+    """The tensors that a step reads, or those of them that are asked for."""
+    numbers = range(len(unit.reads)) if only is None else only
+    return [_argument(unit.reads[number], step.reads[number], env, small) for number in numbers]
+
+
+def _argument(value: Value, box: Box | None, env: Mapping[Value, tuple[Tensor, Box]], small: Any) -> Tensor:
+    if value in env:
+        return env[value][0] if box is None else taken(*env[value], box)
+    if box is not None and is_empty(box):
+        return torch.empty(size_of(box), dtype=value.dtype, device=value.device)
+    return small[value] if box is None else taken(small[value], all_of(value), box)
+
+
+def all_of(value: Value) -> Box:
+    """Every pixel."""
+    return tuple(Interval(0, extent) for extent in value.shape)
+
+
+def taken(tensor: Tensor, box: Box, wanted: Box) -> Tensor:
+    """The wanted box out of a tensor that holds `box`."""
+    if box == wanted:
+        return tensor
+    if is_empty(wanted):
+        return tensor.new_empty(size_of(wanted))
+    return tensor[within(box, wanted)]
+
+
+def window(value: Value, tensor: Tensor) -> Tensor:
+    """A window of a kept value, a leaf where its gradient is wanted."""
+    return tensor.detach().requires_grad_() if value.wants_grad else tensor.detach()
+
+
+def as_wanted(value: Value, result: Tensor) -> Tensor:
+    """A result whose gradient torch does not follow goes without."""
+    return result if value.wants_grad or not result.requires_grad else result.detach()
+
+
+def merged(unit: Unit, parts: Tensor) -> Tensor:
+    return parts.sum(0) if unit.merge is None else unit.merge(parts)

@@ -1,0 +1,390 @@
+"""Runs a program on real tensors: forward tile after tile without history, backward tile after tile with it.
+
+In the backward a turn runs again from its windows of the kept values, with gradients on, torch's autograd goes back through
+it, and what comes out is added: to the gradients of the windows, where they overlap, of weights and of small values.
+A convolution whose result was kept is not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine.kept import Kept
+from widefield.engine.stream.fused import Fused, Joined, runs_of
+from widefield.engine.stream.graph import Value
+from widefield.engine.stream.program import Program, Segment, Stage, Turn
+from widefield.engine.stream.regions import Env, Region, all_of, arguments, as_wanted, merged, taken, window
+from widefield.engine.stream.span import Span
+from widefield.engine.stream.steps import Step
+from widefield.engine.stream.ways import Unit, asks_shape_alone
+from widefield.geometry.box import Box, is_empty, size_of
+
+
+class Run:
+    """One forward and, where asked for, its backward.
+
+    given: the tensor, or Reader, of every input, weight and constant.  tiled: those of which a rank has its own pixels alone.
+    keeps: whether a backward will follow.  place, folder: where values and gradients are kept between segments.
+    fused: compiled runs of pointwise operations; None: nothing is compiled.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        span: Span,
+        given: Mapping[Value, Any],
+        tiled: Collection[Value] = (),
+        *,
+        keeps: bool = False,
+        place: str = "device",
+        folder: Any = None,
+        fused: Fused | None = None,
+    ) -> None:
+        self.program, self.span, self.layouts, self.keeps = program, span, program.layouts, keeps
+        self.place, self.folder, self.fused, self.results = place, folder, fused, set(program.graph.results)
+        self.stores: dict[Value, Any] = {}
+        self.small: dict[Value, Tensor] = {}
+        self.parts: dict[Unit, Tensor] = {}
+        self.is_spent = False
+        for value, tensor in given.items():
+            if value not in self.layouts:
+                changes = keeps and value.name in program.graph.updates  # the backward reads what the forward read
+                self.small[value] = tensor.detach().clone() if changes else tensor.detach()
+            elif hasattr(tensor, "read"):
+                self.stores[value] = tensor
+            elif value in tiled:
+                self.stores[value] = Region(Kept.of(tensor.detach()), span.own_box(self.layouts[value]))
+            else:
+                self.stores[value] = Region(Kept.of(tensor.detach()), all_of(value), is_alike=True)
+
+    def _new(self, value: Value, box: Box | None = None) -> Region:
+        box = self.span.own_box(self.layouts[value]) if box is None else box
+        place = "device" if value in self.results else self.place
+        kept = Kept(size_of(box), value.dtype, value.device, place, value.order, self.folder)
+        return Region(kept, box)
+
+    # ------------------------------------------------------------------------------------------ forward
+
+    def forward(self) -> dict[Value, Tensor]:
+        """What outlives the run: outputs, in space this rank's pixels of them, and what buffers become."""
+        with torch.no_grad():
+            for number, stage in enumerate(self.program.stages):
+                for unit in stage.once:
+                    assert unit.call is not None
+                    self._put(unit, unit.call([self._whole(unit, n) for n in range(len(unit.reads))]))
+                for segment in stage.segments:
+                    self._forward_segment(segment)
+                self._forget(number)
+            return {value: self._result(value) for value in self.program.graph.results}
+
+    @property
+    def read_again(self) -> list[Value]:
+        """Results that the backward reads."""
+        sources = {value for stage in self.program.stages for segment in stage.segments for value in segment.sources}
+        sources |= {value for stage in self.program.stages for unit in stage.once for value in unit.reads}
+        return [value for value in self.program.graph.results if value in sources]
+
+    def _result(self, value: Value) -> Tensor:
+        if value not in self.layouts:
+            return self.small[value]
+        store, box = self.stores[value], self.span.own_box(self.layouts[value])
+        return store.all() if isinstance(store, Region) and store.box == box else store.read(box)
+
+    def _put(self, unit: Unit, results: Sequence[Any]) -> None:
+        for out, result in zip(unit.outs, results, strict=True):
+            if out is not None and out in self.layouts:
+                self.stores[out] = Region(Kept.of(result), all_of(out), is_alike=True)
+            elif out is not None:
+                self.small[out] = result
+
+    def _whole(self, unit: Unit, number: int) -> Tensor:
+        """A tensor argument of a unit that runs once."""
+        value = unit.reads[number]
+        if asks_shape_alone(unit.node):
+            return torch.empty_permuted(value.shape, value.order, dtype=value.dtype, device=value.device)
+        if value not in self.layouts:
+            return self.small[value]
+        if number not in unit.wide:  # without pixels: only what it is like is asked
+            shape = [0 if cut is not None else n for n, cut in zip(value.shape, self.layouts[value].cuts, strict=True)]
+            return torch.empty(shape, dtype=value.dtype, device=value.device)
+        return self._all_of(value, self.stores[value])
+
+    def _all_of(self, value: Value, store: Any) -> Tensor:
+        """Every pixel, on every rank."""
+        if isinstance(store, Region) and not store.is_alike and not self.span.is_alone:
+            return self.span.whole(self.layouts[value], store.all())
+        return store.read(all_of(value))
+
+    def _forward_segment(self, segment: Segment) -> None:
+        sources = self._sources(segment)
+        parts: dict[Unit, list[Tensor]] = {unit: [] for unit in segment.parts}
+        self.stores.update({value: self._new(value) for value in segment.kept})
+        for turn in self.span.own(segment.turns):
+            env: Env = {value: (sources[value].read(box), box) for value, box in turn.sources.items()}
+            self._steps(turn, env, self.small)
+            for value, box in turn.kept.items():
+                self.stores[value].write(box, taken(*env[value], box))
+            for unit, step in turn.parts:
+                parts[unit].append(step.call(arguments(unit, step, env, self.small))[0])
+        for unit, found in parts.items():
+            self.parts[unit] = self.span.gather_parts(unit, segment.turns, torch.stack(found))
+            total = unit.outs[0]
+            assert total is not None
+            self.small[total] = merged(unit, self.parts[unit])
+
+    def _sources(self, segment: Segment) -> dict[Value, Any]:
+        """What the turns of a segment read from: kept values, where ranks want pixels of others with those fetched."""
+        found = {value: self.stores[value] for value in segment.sources}
+        if self.span.is_alone:
+            return found
+        pairs = []
+        for value, store in found.items():
+            wanted = self.span.wanted(value, segment.turns)
+            if isinstance(store, Region) and not store.is_alike and not self.span.is_at_hand(self.layouts[value], wanted):
+                pairs.append((value, wanted))
+        moves = [(self.layouts[value], wanted, found[value].all()) for value, wanted in pairs]
+        for (value, wanted), tensor in zip(pairs, self.span.fetch(moves) if moves else [], strict=True):
+            found[value] = Region(Kept.of(tensor), wanted[self.span.grid.index])
+        return found
+
+    def _steps(self, turn: Turn, env: Env, small: Any) -> None:
+        again = torch.is_grad_enabled()
+        for run in runs_of(turn) if self.fused is not None else map(Joined, ([pair] for pair in turn.steps), turn.drop):
+            with torch.set_grad_enabled(again and run.steps[0][0].node.grad):
+                if self.fused is not None and not run.is_one:
+                    self.fused(run, env, small)
+                else:
+                    self._step(turn, *run.steps[0], env, small, again)
+            for value in run.drop:
+                env.pop(value, None)
+
+    def _step(self, turn: Turn, unit: Unit, step: Step, env: Env, small: Any, again: bool) -> None:
+        tensors, out = arguments(unit, step, env, small), unit.outs[0]
+        if again and step.known is not None and self._is_at_hand(turn, out) and turn.kept[out] == step.outs[0]:
+            results: list[Any] = [step.known(self.stores[out].read(turn.kept[out]), tensors)]
+        else:
+            results = step.call(tensors)
+        for value, result, box in zip(unit.outs, results, step.outs, strict=True):
+            if value is not None and box is not None:
+                env[value] = (as_wanted(value, result), box)
+
+    def _is_at_hand(self, turn: Turn, value: Value | None) -> bool:
+        """Whether a turn of the backward may read what the forward kept; results belong to the user by then."""
+        return value in turn.kept and value not in self.results
+
+    def _forget(self, stage: int) -> None:
+        """What no later stage reads goes, where no backward follows."""
+        if self.keeps:
+            return
+        for value in list(self.stores):
+            is_read = self.program.last.get(value, -1) > stage or self.program.kept.get(value, -1) > stage
+            if value.source == "made" and value not in self.results and not is_read:
+                self.stores.pop(value).free()
+
+    # ------------------------------------------------------------------------------------------ backward
+
+    def backward(self, grads: Mapping[Value, Tensor]) -> Callable[[Value], Tensor | None]:
+        """From the gradients of outputs to a function that gives those of inputs and weights.
+
+        In space a weight's gradient is this rank's part times the number of ranks, so that the mean over ranks is the whole.
+        """
+        self.slopes: dict[Value, Tensor] = {}
+        self.parts_of_slopes: dict[Value, Tensor] = {}
+        self.slope_stores: dict[Value, Region] = {}
+        self.leaves: dict[Value, Tensor] = {}
+        for value, grad in grads.items():
+            self._add(value, grad, self.span.own_box(self.layouts[value]) if value in self.layouts else None)
+        for number in reversed(range(len(self.program.stages))):
+            stage = self.program.stages[number]
+            for segment in reversed(stage.segments):
+                self._backward_segment(segment)
+            self._backward_once(stage)
+            self._forget_backward(number)
+        return self._gradient
+
+    def _gradient(self, value: Value) -> Tensor | None:
+        if value in self.layouts:
+            return self.slope_stores[value].all() if value in self.slope_stores else None
+        found = [self.slopes[value]] if value in self.slopes else []
+        if value in self.parts_of_slopes:
+            found.append(self.parts_of_slopes[value] * self.span.grid.size)
+        return sum(found[1:], found[0]) if found else None
+
+    def _add(self, value: Value, grad: Tensor, box: Box | None) -> None:
+        if value not in self.layouts:
+            self.slopes[value] = grad if value not in self.slopes else self.slopes[value] + grad
+            return
+        assert box is not None
+        if value not in self.slope_stores:
+            self.slope_stores[value] = self._new(value)
+        if not is_empty(box):
+            self.slope_stores[value].add(box, grad)
+
+    def _leaf(self, value: Value) -> Tensor:
+        """A small value or weight with a gradient of its own, which `_flush` takes in."""
+        if not value.wants_grad:
+            return self.small[value]
+        if value not in self.leaves:
+            self.leaves[value] = self.small[value].detach().requires_grad_()
+        return self.leaves[value]
+
+    def _flush(self, segment: Segment | None) -> None:
+        """Gradients of small values; those that a segment's turns made are a part of them only."""
+        leaves, self.leaves = self.leaves, {}
+        if segment is None or self.span.is_alone:
+            for value, leaf in leaves.items():
+                if leaf.grad is not None:
+                    self._add(value, leaf.grad, None)
+            return
+        made = [value for value in segment.reads if value.wants_grad and value not in self.layouts]
+        grads = [
+            leaves[v].grad if v in leaves and leaves[v].grad is not None else torch.zeros_like(self.small[v]) for v in made
+        ]
+        inner = [n for n, value in enumerate(made) if value.source == "made"]
+        for n, total in zip(inner, self.span.add_up([grads[n] for n in inner]), strict=True):  # type: ignore[misc]
+            self._add(made[n], total, None)
+        for value, grad in zip(made, grads, strict=True):
+            if value.source != "made" and grad is not None:
+                held = self.parts_of_slopes.get(value)
+                self.parts_of_slopes[value] = grad if held is None else held + grad
+
+    def _backward_segment(self, segment: Segment) -> None:
+        slopes = {unit: self._part_slopes(unit, segment) for unit in segment.parts}
+        wanted = [value for value in segment.kept if value.wants_grad and value in self.slope_stores]
+        if not wanted and all(slope is None for slope in slopes.values()):
+            return
+        sources, small = self._sources(segment), _Leaves(self)
+        around = self._around(segment)
+        count = dict.fromkeys(segment.parts, 0)
+        with torch.enable_grad():
+            for turn in self.span.own(segment.turns):
+                env: Env = {v: (window(v, sources[v].read(box)), box) for v, box in turn.sources.items()}
+                leaves = {value: tensor for value, (tensor, _) in env.items() if tensor.requires_grad}
+                self._steps(turn, env, small)
+                outs, grads = [], []
+                for value in wanted:
+                    if value in turn.kept and env[value][0].requires_grad:
+                        outs.append(taken(*env[value], turn.kept[value]))
+                        grads.append(self.slope_stores[value].read(turn.kept[value]))
+                for unit, step in turn.parts:
+                    slope = slopes[unit]
+                    part = None if slope is None else step.call(arguments(unit, step, env, small))[0]
+                    if part is not None and slope is not None and part.requires_grad:
+                        outs.append(part)
+                        grads.append(slope[count[unit]])
+                    count[unit] += 1
+                env.clear()
+                if outs:
+                    torch.autograd.backward(outs, grads)
+                for value, leaf in leaves.items():
+                    if leaf.grad is not None:
+                        into = around.get(value)
+                        self._add(value, leaf.grad, turn.sources[value]) if into is None else into.add(
+                            turn.sources[value], leaf.grad
+                        )
+        self._send_home(segment, around)
+        self._flush(segment)
+
+    def _around(self, segment: Segment) -> dict[Value, Region]:
+        """In space, where the gradients of the pixels that this rank's windows hold are added up before they go home."""
+        if self.span.is_alone:
+            return {}
+        boxes = {v: self.span.wanted(v, segment.turns)[self.span.grid.index] for v in segment.sources if v.wants_grad}
+        return {value: self._new(value, box) for value, box in boxes.items()}
+
+    def _send_home(self, segment: Segment, around: Mapping[Value, Region]) -> None:
+        pairs = [(self.layouts[v], self.span.wanted(v, segment.turns), region.all()) for v, region in around.items()]
+        for value, pieces in zip(around, self.span.send_home(pairs) if pairs else [], strict=True):
+            if value not in self.slope_stores:
+                self.slope_stores[value] = self._new(value)
+            for box, piece in pieces:
+                self._add(value, piece, box)
+
+    def _part_slopes(self, unit: Unit, segment: Segment) -> Tensor | None:
+        """The gradients of this rank's parts of a sum."""
+        total = unit.outs[0]
+        assert total is not None
+        slope = self.slopes.pop(total, None)
+        if slope is None:
+            return None
+        with torch.enable_grad():
+            parts = self.parts[unit].detach().requires_grad_()
+            (found,) = torch.autograd.grad(merged(unit, parts), parts, self.span.add_up_over_copies(unit, slope))
+        return self.span.own_parts(unit, segment.turns, found)
+
+    def _backward_once(self, stage: Stage) -> None:
+        """All units of a stage that run once, together: their results have their gradients by now."""
+        units = self._with_gradient(stage.once)
+        made = {out for unit in units for out in unit.outs if out is not None}
+        env: dict[Value, Tensor] = {}
+        wholes: dict[Value, Tensor] = {}
+        small = _Leaves(self)
+        with torch.enable_grad():
+            for unit in units:
+                assert unit.call is not None
+                tensors = []
+                for number, value in enumerate(unit.reads):
+                    if value in made:
+                        tensors.append(env[value])
+                    elif value not in self.layouts:
+                        tensors.append(small[value])
+                    elif number not in unit.wide:
+                        tensors.append(self._whole(unit, number))
+                    else:
+                        if value not in wholes:
+                            wholes[value] = window(value, self._whole(unit, number))
+                        tensors.append(wholes[value])
+                with torch.set_grad_enabled(unit.node.grad):
+                    results = unit.call(tensors)
+                pairs = zip(unit.outs, results, strict=True)
+                env.update({out: as_wanted(out, result) for out, result in pairs if out is not None})
+            outs = [value for value, tensor in env.items() if tensor.requires_grad and self._has_slope(value)]
+            grads = [self._take_slope(value) for value in outs]
+            if outs:
+                torch.autograd.backward([env[value] for value in outs], grads)
+        for value, leaf in wholes.items():
+            if leaf.grad is not None:
+                box = self.span.own_box(self.layouts[value])
+                self._add(value, taken(leaf.grad, all_of(value), box), box)
+        self._flush(None)
+
+    def _with_gradient(self, units: Sequence[Unit]) -> list[Unit]:
+        """Those from whose results a gradient goes back, and those that they read from; draws stay as they were."""
+        found: list[Unit] = []
+        needed: set[Value] = set()
+        for unit in reversed(units):
+            outs = [out for out in unit.outs if out is not None]
+            asked = any(out.wants_grad and (out in needed or self._has_slope(out)) for out in outs)
+            if not unit.node.draws and (asked or any(out in needed for out in outs)):
+                found.append(unit)
+                needed.update(unit.reads)
+        return found[::-1]
+
+    def _has_slope(self, value: Value) -> bool:
+        return value in self.slopes or value in self.slope_stores
+
+    def _take_slope(self, value: Value) -> Tensor:
+        if value in self.slope_stores:
+            return self._all_of(value, self.slope_stores.pop(value))
+        return self.slopes.pop(value)
+
+    def _forget_backward(self, stage: int) -> None:
+        """Kept values and gradients that no earlier stage wants go."""
+        for value, made in self.program.kept.items():
+            for stores in (self.stores, self.slope_stores):
+                if made >= stage and value in stores:
+                    stores.pop(value).free()
+
+
+class _Leaves:
+    """Small values and weights, each the one leaf that gathers its gradient."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __getitem__(self, value: Value) -> Tensor:
+        return self.run._leaf(value)

@@ -1,0 +1,74 @@
+"""Which turns make what, and which few of them stand for all?  Counted in pixels, for grids of thousands of turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from widefield.engine.layout import Grid, Layout
+from widefield.engine.stream.graph import Value
+from widefield.engine.stream.ways import Unit
+from widefield.geometry.box import size_of
+
+
+class Shares:
+    """The turns of a virtual grid, and what they make of values that are laid out on it."""
+
+    def __init__(self, grid: Grid, layouts: Mapping[Value, Layout]) -> None:
+        self.grid, self.layouts = grid, layouts
+        self._pixels: dict[Layout, list[int]] = {}
+        self._firsts: dict[tuple[int, ...], list[int]] = {}
+        inside = [[min(at, size - 1 - at) for at in range(size)] for size in grid.sizes]
+        self._depths = _rows(inside)
+
+    def turns(self, kept: Sequence[Value], parts: Sequence[Unit]) -> list[int]:
+        """Those that make something of these values to keep, or parts of these sums."""
+        made = [self._pixels_of(self.layouts[value]) for value in kept] + [self._first(unit.axes) for unit in parts]
+        return [number for number, found in enumerate(zip(*made, strict=True)) if any(found)]
+
+    def samples(self, turns: Sequence[int], kept: Sequence[Value], parts: Sequence[Unit]) -> list[tuple[int, float]]:
+        """Of turns that lie along as many edges of the image the place of one, and how many of it they amount to.
+
+        It is the largest, and of those alike the one farthest from the edges, whose halos are the largest.
+        """
+        summed = [value for unit in parts for value in unit.reads if value in self.layouts]
+        sizes = [self._pixels_of(self.layouts[value]) for value in (*kept, *summed)]
+        alike: dict[int, list[tuple[int, int, int]]] = {}
+        for place, number in enumerate(turns):
+            depths = self._depths[number]
+            pixels = sum(found[number] for found in sizes)
+            alike.setdefault(sum(depth > 0 for depth in depths), []).append((pixels, sum(depths), -place))
+        return [(-max(found)[2], sum(pixels for pixels, *_ in found) / max(1, max(found)[0])) for found in alike.values()]
+
+    def _pixels_of(self, layout: Layout) -> list[int]:
+        """What each turn makes: of turns that would make the same the first does."""
+        if layout not in self._pixels:
+            self._pixels[layout] = self._counted(layout)
+        return self._pixels[layout]
+
+    def _counted(self, layout: Layout) -> list[int]:
+        cuts = [cut for cut in layout.cuts if cut is not None]
+        if any(len(cut.axes) > 1 for cut in cuts):
+            first = self._first(layout.axes)
+            return [one * math.prod(size_of(layout.box_of(number))) for number, one in enumerate(first)]
+        whole = math.prod(extent for extent, cut in zip(layout.shape, layout.cuts, strict=True) if cut is None)
+        lengths = [[1, *[0] * (size - 1)] for size in self.grid.sizes]
+        for cut in cuts:
+            lengths[cut.axes[0]] = [stop - start for start, stop in zip(cut.bounds, cut.bounds[1:], strict=False)]
+        return [whole * math.prod(at) for at in _rows(lengths)]
+
+    def _first(self, axes: Sequence[int]) -> list[int]:
+        """1 for each turn that stands first along all other axes, else 0."""
+        key = tuple(axes)
+        if key not in self._firsts:
+            rows = [[1] * size if axis in key else [1, *[0] * (size - 1)] for axis, size in enumerate(self.grid.sizes)]
+            self._firsts[key] = [math.prod(at) for at in _rows(rows)]
+        return self._firsts[key]
+
+
+def _rows(numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """For every place of a grid, in its order, what each axis has there."""
+    found: list[tuple[int, ...]] = [()]
+    for along in numbers:
+        found = [(*before, number) for before in found for number in along]
+    return found

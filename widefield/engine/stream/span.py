@@ -1,0 +1,219 @@
+"""The ranks that stream one image together: tiles in time inside of tiles in space.
+
+The virtual grid has a place for every turn of every rank.  A rank runs its own turns; what their windows reach beyond its tile
+is fetched before a segment, and the gradients of these pixels are sent home after it.  Parts of sums are gathered, so that
+every rank has every total; gradients of small values are added up over ranks, those of weights left to DDP or FSDP (see
+`engine/tiled.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from widefield.engine import halo
+from widefield.engine.halo import Move
+from widefield.engine.layout import Cut, Cuts, Grid, Layout, layout_of
+from widefield.engine.places import space_group
+from widefield.engine.stream.apart import BATCH_NORM_OVER
+from widefield.engine.stream.graph import Value
+from widefield.engine.stream.program import Turn
+from widefield.engine.stream.steps import union
+from widefield.engine.stream.ways import Unit
+from widefield.geometry.box import Box, holds, is_empty, meet, route
+from widefield.geometry.interval import Interval, natural_cut
+
+NOTHING = Interval(0, 0)
+
+
+@dataclass(frozen=True)
+class Span:
+    """grid: the ranks of the image; tiles: turns of each rank per axis."""
+
+    grid: Grid
+    tiles: tuple[int, ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the virtual grid."""
+        spread = self.grid.sizes or (1,) * len(self.tiles)
+        return tuple(ranks * turns for ranks, turns in zip(spread, self.tiles, strict=True))
+
+    @property
+    def is_alone(self) -> bool:
+        return self.grid.size == 1
+
+    @cached_property
+    def virtual(self) -> Grid:
+        return Grid(self.sizes)
+
+    def rank_of(self, turn: int) -> int:
+        """Whose turn it is."""
+        rank = 0
+        for at, size, turns in zip(self.virtual.coordinate(turn), self.sizes, self.tiles, strict=True):
+            rank = rank * (size // turns) + at // turns
+        return rank
+
+    def own(self, turns: Sequence[Turn]) -> list[Turn]:
+        """This rank's."""
+        return list(turns) if self.is_alone else [turn for turn in turns if self.rank_of(turn.number) == self.grid.index]
+
+    # ------------------------------------------------------------------------------------------ layouts
+
+    def cut(self, shape: tuple[int, ...], cuts: Cuts | None) -> Layout:
+        """The layout of an input on the virtual grid; cuts: those of its tiles in space, if any."""
+        first = len(shape) - len(self.tiles)
+        made: list[Cut | None] = [None] * len(shape)
+        for axis, turns in enumerate(self.tiles):
+            dim = first + axis
+            held = None if cuts is None else cuts[dim]
+            bounds = (0, shape[dim]) if held is None else held.bounds
+            if held is None and self.sizes[axis] != turns:
+                bounds = natural_cut(shape[dim], self.sizes[axis] // turns)
+            inner = [
+                start + at
+                for start, stop in zip(bounds, bounds[1:], strict=False)
+                for at in natural_cut(stop - start, turns)[:-1]
+            ]
+            made[dim] = Cut((axis,), (*inner, shape[dim]))
+        return layout_of(shape, tuple(made), self.virtual)
+
+    def in_space(self, layout: Layout) -> Layout:
+        """Where a value lies over the ranks, given its layout on the virtual grid."""
+        cuts = [None if cut is None else Cut(cut.axes, cut.bounds[:: self.tiles[cut.axes[0]]]) for cut in layout.cuts]
+        return layout_of(layout.shape, tuple(cuts), self.grid)
+
+    def box_of(self, layout: Layout, rank: int) -> Box:
+        """The pixels that a rank's own turns make; none where other ranks make them for it."""
+        at = self.grid.coordinate(rank)
+        if any(at[axis] for axis in range(len(at)) if axis not in layout.axes):
+            return (NOTHING,) * len(layout.shape)
+        return self.in_space(layout).boxes[rank]
+
+    def own_box(self, layout: Layout) -> Box:
+        if self.is_alone:
+            return tuple(Interval(0, extent) for extent in layout.shape)
+        return self.box_of(layout, self.grid.index)
+
+    # ------------------------------------------------------------------------------------------ pixels
+
+    def wanted(self, value: Value, turns: Sequence[Turn]) -> list[Box]:
+        """What each rank's turns read of a value, as one box."""
+        boxes: list[list[Box]] = [[] for _ in range(self.grid.size)]
+        for turn in turns:
+            if value in turn.sources and not is_empty(turn.sources[value]):
+                boxes[self.rank_of(turn.number)].append(turn.sources[value])
+        return [union(found) if found else (NOTHING,) * value.ndim for found in boxes]
+
+    def fetch(self, pairs: Sequence[tuple[Layout, list[Box], Tensor]]) -> list[Tensor]:
+        """For each layout, what ranks want of it and this rank's own pixels: the pixels wanted here."""
+        moves = []
+        for layout, wanted, _ in pairs:
+            owned = [self.box_of(layout, rank) for rank in range(self.grid.size)]
+            moves.append(halo.move_of(self.grid.index, owned, wanted))
+        return halo.gather(moves, [tensor for *_, tensor in pairs], space_group(self.grid))
+
+    def whole(self, layout: Layout, own: Tensor) -> Tensor:
+        everything = tuple(Interval(0, extent) for extent in layout.shape)
+        return self.fetch([(layout, [everything] * self.grid.size, own)])[0]
+
+    def is_at_hand(self, layout: Layout, wanted: Sequence[Box]) -> bool:
+        """Whether no rank wants a pixel of another."""
+        return all(holds(self.box_of(layout, rank), box) for rank, box in enumerate(wanted))
+
+    def send_home(self, pairs: Sequence[tuple[Layout, list[Box], Tensor]]) -> list[list[tuple[Box, Tensor]]]:
+        """The adjoint of `fetch`: from what each rank has for the pixels it wanted, to what is to be added to this rank's
+        own."""
+        moves, group = [], space_group(self.grid)
+        for layout, held, _ in pairs:
+            owned = [self.box_of(layout, rank) for rank in range(self.grid.size)]
+            mine = held[self.grid.index]
+            moves.append(Move(mine, owned[self.grid.index], route(self.grid.index, held, owned)))
+        tensors = [tensor for *_, tensor in pairs]
+        pieces = halo.start(moves, tensors, group).wait() if any(not move.is_idle for move in moves) else [[] for _ in moves]
+        found = []
+        for move, tensor, got in zip(moves, tensors, pieces, strict=True):
+            own = meet(move.owned, move.wanted)
+            found.append([*got, *([(own, tensor[_within(move.owned, own)])] if not is_empty(own) else [])])
+        return found
+
+    # ------------------------------------------------------------------------------------------ sums
+
+    def gather_parts(self, unit: Unit, turns: Sequence[Turn], own: Tensor) -> Tensor:
+        """The parts of all turns, in their order, from those of this rank; over a group of copies in the order of its ranks."""
+        over = group_of(unit)
+        if over is not None:
+            name, _, is_ghost = over
+            return halo.gather_sums(torch.zeros_like(own) if is_ghost else own, dist_size(name), name).flatten(0, 1)
+        if self.is_alone:
+            return own
+        ranks = [self.rank_of(turn.number) for turn in turns if any(given is unit for given, _ in turn.parts)]
+        counts = {rank: ranks.count(rank) for rank in range(self.grid.size)}
+        if len(set(counts.values())) != 1:
+            raise NotImplementedError(
+                f"{unit.node.op} sums along some of the dims that are cut over ranks alone, which a stream inside of "
+                f"tiles in space "
+                "has no way for; leave out mesh.space or the stream"
+            )
+        gathered = halo.gather_sums(own, self.grid.size, space_group(self.grid))
+        seen = [0] * self.grid.size
+        rows = []
+        for rank in ranks:
+            rows.append(gathered[rank, seen[rank]])
+            seen[rank] += 1
+        return torch.stack(rows)
+
+    def own_parts(self, unit: Unit, turns: Sequence[Turn], parts: Tensor) -> Tensor:
+        """Of the parts of all turns, those of this rank; a ghost's have no gradient."""
+        over = group_of(unit)
+        if over is not None:
+            name, _, is_ghost = over
+            own = parts.chunk(dist_size(name))[dist_rank(name)]
+            return torch.zeros_like(own) if is_ghost else own
+        if self.is_alone:
+            return parts
+        ranks = [self.rank_of(turn.number) for turn in turns if any(given is unit for given, _ in turn.parts)]
+        return parts[[n for n, rank in enumerate(ranks) if rank == self.grid.index]]
+
+    def add_up_over_copies(self, unit: Unit, slope: Tensor) -> Tensor:
+        """The gradient of a total that several copies of the model share, from that of this copy, which its ranks all have."""
+        over = group_of(unit)
+        return slope if over is None else halo.add_sums(slope, over[0]) / self.grid.size
+
+    def add_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each summed over the ranks, in one message per dtype."""
+        if self.is_alone or not tensors:
+            return list(tensors)
+        found: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            numbers = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            total = halo.add_sums(torch.cat([tensors[n].reshape(-1) for n in numbers]), space_group(self.grid))
+            sizes = [tensors[n].numel() for n in numbers]
+            found.update({n: part.view(tensors[n].shape) for n, part in zip(numbers, total.split(sizes), strict=True)})
+        return [found[n] for n in range(len(tensors))]
+
+
+def group_of(unit: Unit) -> tuple[str, int, bool] | None:
+    """Of a sum over several copies of the model: the group's name, how many of its ranks are alike, whether this one is a
+    ghost."""
+    return unit.node.args[-3:] if unit.node.op is BATCH_NORM_OVER else None  # type: ignore[return-value]
+
+
+def dist_size(name: str) -> int:
+    return _resolve_process_group(name).size()
+
+
+def dist_rank(name: str) -> int:
+    return _resolve_process_group(name).rank()
+
+
+def _within(outer: Box, inner: Box) -> tuple[slice, ...]:
+    return tuple(slice(i.start - o.start, i.stop - o.start) for o, i in zip(outer, inner, strict=True))
+
+
+ALONE = Grid(())

@@ -1,0 +1,71 @@
+"""What stands in for a module's weights while it is followed, and what is put back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+
+def name_of(module: nn.Module) -> str:
+    """Of the class that the user wrote."""
+    return type(module).__name__.removeprefix("Streamed")
+
+
+@contextmanager
+def with_weights(module: nn.Module, fakes: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Fake tensors in place of parameters and buffers, wherever and however often a module holds them.
+
+    What the forward leaves in the module's attributes, lists and dicts goes again; torch's own `functional_call` would leave
+    its tensors behind there, and in modules that are registered under several names.
+    """
+    parts = list(module.modules())
+    before = [(part, dict(part.__dict__), _contents(part)) for part in parts]
+    places = [held for part in parts for held in (part._parameters, part._buffers)]
+    for held in places:
+        held.update({name: fakes[tensor] for name, tensor in held.items() if tensor is not None})
+    given = [dict(held) for held in places]
+    try:
+        yield
+        if any(_changed(a, b) for a, b in zip(places, given, strict=True)):
+            raise NotImplementedError(
+                f"{name_of(module)} cannot be streamed: its forward puts new tensors in place of its buffers; "
+                "write to them in place, as buffer.copy_(value) does"
+            )
+    finally:
+        for part, attributes, contents in before:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+            for container, values in contents:
+                container.clear()
+                container.update(values) if isinstance(container, dict) else container.extend(values)
+
+
+def _contents(part: nn.Module) -> list[tuple[Any, Any]]:
+    """What the lists and dicts among a module's attributes hold, parameters and buffers too."""
+    return [(value, value.copy()) for value in part.__dict__.values() if type(value) in (list, dict)]
+
+
+@contextmanager
+def refusing_hooks() -> Iterator[None]:
+    """A hook on a tensor inside of the module would be asked while it is followed, and never again."""
+
+    def refuse(tensor: Tensor, *_: Any) -> None:
+        raise NotImplementedError(
+            f"a hook is registered on a tensor of {list(tensor.shape)} inside of the forward, and a stream makes that "
+            f"tensor tile after "
+            "tile; register it on the stream's output, or on a parameter"
+        )
+
+    FunctionalTensor.register_hook = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FunctionalTensor.register_hook
+
+
+def _changed(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    return held.keys() != given.keys() or any(held[name] is not given[name] for name in held)

@@ -1,0 +1,315 @@
+"""One operation in one turn: the boxes that it reads and makes, and what runs; from a rule asked for these very boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine.layout import Cut, Grid, Layout, layout_of
+from widefield.engine.places import first_cut, wanted_box
+from widefield.engine.rules import RULES, Description, Local, Meta, Part, Reduced, Tile, Windowed
+from widefield.engine.stream.apart import OWN_RULES
+from widefield.engine.stream.graph import Node
+from widefield.geometry.box import Box, size_of
+from widefield.geometry.interval import Interval
+from widefield.geometry.window import hull
+
+aten = torch.ops.aten
+NEW: dict[Any, int] = {
+    aten.new_empty.default: 1, aten.new_zeros.default: 1, aten.new_ones.default: 1, aten.new_full.default: 1,
+    aten.empty.memory_format: 0, aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0,
+}  # fmt: skip
+"""Operations that make a tensor of one value, or none, and which of their arguments is its size."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation in one turn.
+
+    reads: for each tensor argument the box of it that is wanted, None: the whole.  outs: the box that comes of each result.
+    call: from these tensors to the results.
+    known: from the one result, where it is at hand, and the tensors to that result with its gradient; None: it must be run.
+    """
+
+    reads: list[Box | None]
+    outs: list[Box | None]
+    call: Callable[[list[Tensor]], list[Any]]
+    known: Callable[[Tensor, list[Tensor]], Tensor] | None = None
+
+
+def rule_of(node: Node) -> Callable | None:
+    """The rule of an operation; those of backward operations are made for the engine, and autograd knows more of them."""
+    if node.op in OWN_RULES:
+        return OWN_RULES[node.op]
+    return RULES.get(node.op) if "_backward" not in str(node.op) else None
+
+
+def asked(node: Node, layouts: Sequence[Layout | None]) -> Description | None:
+    """What the rule says for arguments that lie so; None: it refuses."""
+    metas = (
+        Meta(value.shape, value.dtype, layout, number)
+        for number, (value, layout) in enumerate(zip(node.reads, layouts, strict=True))
+    )
+    args, kwargs = node.filled(metas)
+    rule = rule_of(node)
+    assert rule is not None, f"{node.op} has no rule"
+    try:
+        return rule(*args, **kwargs)
+    except NotImplementedError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def results(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, (tuple, list)) else [out]
+
+
+def call_whole(node: Node, tensors: list[Tensor]) -> list[Any]:
+    return results(node.call(iter(tensors)))
+
+
+def union(boxes: Sequence[Box]) -> Box:
+    """The smallest box that holds all of these."""
+    return tuple(hull(list(intervals)) for intervals in zip(*boxes, strict=True))
+
+
+def broadcast_box(shape: Sequence[int], extents: Sequence[int], box: Box) -> Box:
+    """What an operand of `extents` gives to `box` of a result of `shape`."""
+    missing = len(shape) - len(extents)
+    return tuple(
+        box[missing + dim] if extent == shape[missing + dim] else Interval(0, extent) for dim, extent in enumerate(extents)
+    )
+
+
+def pointwise_step(node: Node, shape: tuple[int, ...], needs: dict[int, Box]) -> Step:
+    box = union(list(needs.values()))
+    reads = [broadcast_box(shape, value.shape, box) for value in node.reads]
+    return Step(reads, [box if out is not None else None for out in node.outs], lambda tensors: call_whole(node, tensors))
+
+
+def new_step(node: Node, needs: dict[int, Box]) -> Step:
+    box, at = needs[0], NEW[node.op]
+
+    def call(tensors: list[Tensor]) -> list[Any]:
+        args, kwargs = node.filled(iter(tensors))
+        return [node.op(*args[:at], list(size_of(box)), *args[at + 1 :], **kwargs)]
+
+    return Step([(Interval(0, 0),) * value.ndim for value in node.reads], [box], call)
+
+
+def windowed_step(node: Node, d: Windowed, needs: dict[int, Box]) -> Step:
+    box = union(list(needs.values()))
+    shape = d.outs[0].shape
+    reads: list[Box | None] = [None] * len(node.reads)
+    for read in d.reads:
+        reads[read.tensor.number] = wanted_box(read, box, shape)
+    numbers = [read.tensor.number for read in d.reads]
+    others = [n for n in range(len(reads)) if n not in numbers]
+    run = d.prepare(Part(tuple(reads[n] for n in numbers), box))  # type: ignore[misc]
+
+    def call(tensors: list[Tensor]) -> list[Any]:
+        return results(run(*(tensors[n] for n in numbers), *(tensors[n] for n in others)))
+
+    if not hasattr(run, "known"):
+        return Step(reads, [box] * len(node.outs), call)
+    known = run.known
+    return Step(
+        reads, [box] * len(node.outs), call, lambda out, tensors: known(out, *(tensors[n] for n in (*numbers, *others)))
+    )
+
+
+def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> Step:
+    """A turn's own pixels' part of a sum."""
+    mine = [None if layout is None else _at(layout, turn) for layout in layouts]
+    d = asked(node, mine)
+    assert isinstance(d, Reduced), f"{node.op} gave {d!r} in turn {turn}"
+    reads = _read_boxes(d, len(node.reads))
+    numbers = [meta.number for meta in d.reads]
+    return Step(reads, [None], lambda tensors: [d.local(*(tensors[n] for n in numbers))])
+
+
+def _at(layout: Layout, turn: int) -> Layout:
+    grid = Grid(layout.grid.sizes, turn)
+    return layout_of(layout.shape, layout.cuts, grid)
+
+
+def _read_boxes(d: Local | Reduced, count: int) -> list[Box | None]:
+    """The box of each tensor argument, as `places.on_layout` would bring it; None: as it is."""
+    layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+    assert layout is not None
+    boxes: list[Box | None] = [None] * count
+    for number, meta in enumerate(d.reads):
+        at = layout if d.at is None else d.at[number]
+        if at is not None:
+            boxes[meta.number] = broadcast_box(at.shape, meta.shape, at.box)
+    return boxes
+
+
+# ---------------------------------------------------------------------------------------------- rules that go by boxes
+
+
+@dataclass(frozen=True)
+class _Link:
+    """How an axis cuts one tensor: on `dim`, of which `ratio` pixels go with one of the first argument's; or by a reach."""
+
+    dim: int
+    ratio: Fraction
+    reach: Any = None
+
+    def to_base(self, interval: Interval) -> Interval:
+        if self.reach is not None:
+            return self.reach.input_read_by(interval)
+        if len(interval) == 0:
+            return Interval(0, 0)
+        return Interval(int(interval.start / self.ratio), -int(-interval.stop // self.ratio))
+
+    def from_base(self, interval: Interval) -> Interval:
+        return Interval(int(interval.start * self.ratio), int(interval.stop * self.ratio))
+
+
+class Boxed:
+    """A Local or Reduced rule, asked anew for the box of every turn.
+
+    links[tensor][axis]: how the axis cuts each argument and each result, by the pixels of the first argument that it cuts.
+    """
+
+    def __init__(self, node: Node, layouts: list[Layout | None], layout: Layout, out_layouts: list[Layout | None]) -> None:
+        self.node, self.layouts, self.layout, self.out_layouts = node, layouts, layout, out_layouts
+        self.extents: dict[int, int] = {}
+        self.units: dict[int, int] = {}
+        self.reads: list[dict[int, _Link]] = []
+        self.outs: list[dict[int, _Link]] = []
+
+    @classmethod
+    def of(cls, node: Node, layouts: list[Layout | None], d: Local | Reduced) -> Boxed | None:
+        """None where the rule moves a cut, or where results are not cut in step with what is read."""
+        layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+        assert layout is not None
+        if (
+            isinstance(d, Local)
+            and d.at is None
+            and any(layout.cuts[dim % max(1, len(layout.shape))] is not None for dim in d.whole)
+        ):
+            return None
+        for number, meta in enumerate(d.reads):
+            at = layout if d.at is None else d.at[number]
+            if meta.layout is not None and d.at is not None and at is not meta.layout:
+                return None
+        unread = {n for n, lay in enumerate(layouts) if lay is not None} - {meta.number for meta in d.reads}
+        if unread:
+            return None
+        made = cls(node, layouts, layout, _out_layouts(d, layout, len(node.outs)))
+        return made if made._link(d) else None
+
+    def _link(self, d: Local | Reduced) -> bool:
+        base: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for tensor in [*self.layouts, *self.out_layouts]:
+            links: dict[int, _Link] = {}
+            for dim, cut in enumerate(tensor.cuts if tensor is not None else ()):
+                if cut is None:
+                    continue
+                if len(cut.axes) != 1:
+                    return False
+                (axis,) = cut.axes
+                extent, bounds = base.setdefault(axis, (tensor.shape[dim], cut.bounds))  # type: ignore[union-attr]
+                reach = getattr(d, "reach", {}).get(dim) if len(self.reads) >= len(self.layouts) else None
+                ratio = Fraction(tensor.shape[dim], max(1, extent))  # type: ignore[union-attr]
+                if reach is None and (not ratio or any(b * ratio != c for b, c in zip(bounds, cut.bounds, strict=True))):
+                    return False
+                self.extents[axis] = extent
+                self.units[axis] = max(self.units.get(axis, 1), ratio.denominator if reach is None else 1)
+                links[axis] = _Link(dim, ratio, reach)
+            (self.reads if len(self.reads) < len(self.layouts) else self.outs).append(links)
+        return True
+
+    def _intervals(self, needs: dict[int, Box]) -> dict[int, Interval]:
+        """Per axis, the pixels of the first argument that all needs take."""
+        wanted: dict[int, list[Interval]] = {axis: [] for axis in self.extents}
+        for number, box in needs.items():
+            for axis in self.extents:
+                link = self.outs[number].get(axis)
+                wanted[axis].append(link.to_base(box[link.dim]) if link is not None else Interval(0, self.extents[axis]))
+        found = {}
+        for axis, intervals in wanted.items():
+            unit, around = self.units[axis], hull(intervals) & Interval(0, self.extents[axis])
+            stop = min(self.extents[axis], -(-around.stop // unit) * unit)
+            found[axis] = Interval(around.start // unit * unit, stop)
+        return found
+
+    def _asked(self, intervals: dict[int, Interval]) -> Local | Reduced:
+        grid = Grid((3,) * len(self.layout.grid.sizes), sum(3**n for n in range(len(self.layout.grid.sizes))))
+        layouts = []
+        for value, links, layout in zip(self.node.reads, self.reads, self.layouts, strict=True):
+            cuts: list[Cut | None] = [None] * value.ndim
+            for axis, link in links.items():
+                at, extent = link.from_base(intervals[axis]), value.shape[link.dim]
+                cuts[link.dim] = Cut((axis,), (0, at.start, at.stop, extent))
+            layouts.append(None if layout is None else layout_of(value.shape, tuple(cuts), grid))
+        d = asked(self.node, layouts)
+        assert isinstance(d, (Local, Reduced)), f"{self.node.op} gave {d!r} for {intervals}"
+        return d
+
+    def step(self, needs: dict[int, Box]) -> Step:
+        """The operation on the box that `needs` ask of its results."""
+        d = self._asked(self._intervals(needs))
+        layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+        numbers = [meta.number for meta in d.reads]
+
+        def call(tensors: list[Tensor]) -> list[Any]:
+            if isinstance(d, Local):
+                return results(d.run(layout, *tensors))
+            part = d.local(*(tensors[n] for n in numbers))
+            total = d.merge(part.unsqueeze(0)) if d.merge is not None else part
+            return results(d.finish(total, *tensors) if d.finish is not None else total)
+
+        return Step(_read_boxes(d, len(self.node.reads)), self._boxes(d, layout), call)
+
+    def finish_step(self, needs: dict[int, Box]) -> Step:
+        """The end of a reduction; its first tensor is the total."""
+        d = self._asked(self._intervals(needs))
+        assert isinstance(d, Reduced) and d.finish is not None
+        layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+        finish = d.finish
+        return Step(
+            [None, *_read_boxes(d, len(self.node.reads))],
+            self._boxes(d, layout),
+            lambda tensors: results(finish(tensors[0], *tensors[1:])),
+        )
+
+    def settled(self, tensors: list[Tensor]) -> list[Any]:
+        """What a reduction gives once, from the total: its arguments come without pixels."""
+        total, *given = tensors
+        return self._without_pixels(given, total)
+
+    def alone(self, tensors: list[Tensor]) -> list[Any]:
+        """What a rule without a sum gives once."""
+        return self._without_pixels(tensors, None)
+
+    def _without_pixels(self, given: list[Tensor], total: Tensor | None) -> list[Any]:
+        d = self._asked(dict.fromkeys(self.extents, Interval(0, 0)))
+        assert isinstance(d, Reduced)
+        for number, (layout, box) in enumerate(zip(self.layouts, _read_boxes(d, len(given)), strict=True)):
+            if layout is None and box is not None:
+                given[number] = given[number][tuple(slice(i.start, i.stop) for i in box)]
+        if total is None:
+            total = d.local(*(given[meta.number] for meta in d.reads))
+        return results(d.finish(total, *given) if d.finish is not None else total)
+
+    def _boxes(self, d: Local | Reduced, layout: Any) -> list[Box | None]:
+        return [None if out is None else out.box for out in _out_layouts(d, layout, len(self.node.outs))]
+
+
+def _out_layouts(d: Local | Reduced, layout: Layout, count: int) -> list[Layout | None]:
+    if isinstance(d, Local):
+        return [layout_of(tuple(shape), cuts or (None,) * len(shape), layout.grid) for shape, cuts in d.outs(layout)]
+    return [
+        layout_of(out.shape, layout.cuts if out.cuts is None else out.cuts, layout.grid) if isinstance(out, Tile) else None
+        for out in d.outs
+    ]

@@ -1,0 +1,385 @@
+"""`stream`: makes a module run tile after tile.  The same module comes back, parameter names unchanged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from widefield.config import read_memory
+from widefield.engine.kept import PLACES
+from widefield.engine.layout import Cuts, Grid
+from widefield.engine.places import recut
+from widefield.engine.stream.choice import choose
+from widefield.engine.stream.follow import follow, is_tensor, tensors_of
+from widefield.engine.stream.fused import Fused
+from widefield.engine.stream.graph import Graph, Value
+from widefield.engine.stream.program import Program
+from widefield.engine.stream.run import Run
+from widefield.engine.stream.span import ALONE, Span
+from widefield.engine.stream.ways import Units, units_of
+from widefield.engine.tiled import TiledTensor, wrap, wrap_uncut
+from widefield.geometry.box import size_of
+
+
+def stream(
+    module: nn.Module,
+    *,
+    tiles: Sequence[int] | None = None,
+    memory: str | int | None = None,
+    keep: str | None = None,
+    folder: str | Path | None = None,
+    compile: bool = False,
+) -> nn.Module:
+    """Make `module` run tile after tile, with the numbers of the whole run: outputs, gradients, buffers.
+
+    Its forward runs without saving what is inside; its backward runs each tile again.  So the memory that a step takes is
+    that of one tile and of what is kept between segments (statistics of a BatchNorm, say, need every tile before the next
+    layer).
+
+    module: from tensors to tensors, image-like or vectors; the same object comes back, names, hooks and `state_dict` unchanged.
+        It is followed once for each shape of its inputs, on tensors without pixels: hooks and prints of modules inside of it
+        run then alone.
+    tiles: into how many tiles each image dim is cut, as (4, 4); the last dims of every input that has more dims than these.
+    memory: instead of `tiles`, what a step may take on the device, as "6GiB": tiles and what is kept are chosen for it.
+    keep: where values are kept between segments: "device", "host" (the CPU's memory) or "file"; None: on the device, or where
+        `memory` allows it.  folder: of such files; None: the system's for temporary files.
+    compile: compile runs of pointwise operations with torch.compile, for tiles of any size at once.
+    Inputs may be tensors, `widefield.from_reader(...)`, or tensors cut over ranks: then each rank streams its tile.
+    Errors: ValueError for sizes that cannot be; NotImplementedError, at the first call, where what the module does depends on
+        pixels' values, or has a gradient that only Python knows.  Gradients of gradients are refused by torch.
+    """
+    _check(module, tiles, memory, keep)
+    module.__class__ = _streamed(type(module))
+    module._stream = Stream(None if tiles is None else tuple(tiles), memory, keep, folder, compile)  # type: ignore[assignment]
+    return module
+
+
+def _check(module: Any, tiles: Sequence[int] | None, memory: str | int | None, keep: str | None) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"stream wants a torch.nn.Module, not a {type(module).__name__}; wrap a function in a module's forward"
+        )
+    if isinstance(module, Streamed):
+        raise ValueError(f"this {type(module).__name__} is streamed already; build it anew to stream it otherwise")
+    if (tiles is None) == (memory is None):
+        raise ValueError(f"give either tiles or memory; they are {tiles!r} and {memory!r}")
+    if memory is not None:
+        _bytes_of(memory)
+    if keep is not None and keep not in PLACES:
+        raise ValueError(f"keep={keep!r} is no place to keep tensors in; it can be {', '.join(PLACES)}")
+    if tiles is not None and (not len(tuple(tiles)) or any(not isinstance(n, int) or n < 1 for n in tiles)):
+        raise ValueError(f"tiles={tiles!r} is to give a positive number for each image dim, as (4, 4)")
+
+
+@cache
+def _streamed(kind: type) -> type:
+    return type(f"Streamed{kind.__name__}", (Streamed, kind), {"__module__": kind.__module__})
+
+
+def _rebuilt(kind: type) -> nn.Module:
+    """An empty module of a class, streamed: what copies and pickles begin with."""
+    return _streamed(kind).__new__(_streamed(kind))
+
+
+KNOWN_MOST = 16
+"""How many programs are kept, for images whose size is new in every step."""
+
+
+class Stream:
+    """How a module is streamed, and the programs made for what it was given so far."""
+
+    def __init__(
+        self, tiles: tuple[int, ...] | None, memory: str | int | None, keep: str | None, folder: Any, compile: bool = False
+    ) -> None:
+        self.tiles, self.memory, self.keep, self.folder, self.compiles = tiles, memory, keep, folder, compile
+        self.known: dict[tuple, Made] = {}
+        self.reasons: list[str] = []
+        """What was chosen for the last new shape of inputs, a sentence each."""
+
+    def __deepcopy__(self, memo: dict) -> Stream:
+        return Stream(self.tiles, self.memory, self.keep, self.folder, self.compiles)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "known": {}}
+
+    def program(self, module: nn.Module, args: tuple, kwargs: dict) -> Made:
+        """What to run for these arguments."""
+        key = _key(module, args, kwargs)
+        made = self.known.pop(key, None) or self._made(module, args, kwargs)
+        self.known[key] = made  # the last one used comes last
+        while len(self.known) > KNOWN_MOST:
+            self.known.pop(next(iter(self.known)))
+        return made
+
+    def _made(self, module: nn.Module, args: tuple, kwargs: dict) -> Made:
+        forward = super(Streamed, module).forward  # type: ignore[misc]
+        graph = follow(module, forward, args, kwargs)
+        tensors = tensors_of((args, kwargs))
+        grid = _grid_of(tensors)
+        budget = None if self.memory is None else _bytes_of(self.memory)
+
+        def read(tiles: tuple[int, ...]) -> Units:
+            span = Span(grid, tiles)
+            cuts = {value: _cuts_of(tensor) for value, tensor in zip(graph.inputs, tensors, strict=True)}
+            inputs = {value: span.cut(value.shape, cut) for value, cut in cuts.items() if value.ndim > len(tiles)}
+            return units_of(graph, span.virtual, {value: layout for value, layout in inputs.items() if layout.is_cut})
+
+        trains = torch.is_grad_enabled() and any(value.wants_grad for value in graph.results)
+        windows = [number for number, tensor in enumerate(tensors) if not isinstance(tensor, Tensor)]
+        choice = choose(
+            graph, tiles=self.tiles, budget=budget, place=self.keep, fixed=0, trains=trains, read=read,
+            extents=_extents_of(tensors), by_windows=windows, ranks=max(1, grid.size),
+        )  # fmt: skip
+        self.reasons, fused = choice.reasons, Fused() if self.compiles else None
+        return Made(
+            choice.program, Span(grid, choice.tiles), choice.place, _places_of(module, graph), _things_of(module), fused
+        )
+
+
+class Made(NamedTuple):
+    """A program, by which ranks it runs, and where values are kept.
+
+    constants: where the module holds each tensor that is neither parameter nor buffer.  held: what the key names by identity.
+    """
+
+    program: Program
+    span: Span
+    place: str
+    constants: dict[Value, tuple[nn.Module, str] | Tensor]
+    held: list[Any]
+    fused: Fused | None
+
+    def constant(self, value: Value) -> Tensor:
+        found = self.constants[value]
+        return found if isinstance(found, Tensor) else found[0].__dict__[found[1]]
+
+
+def _places_of(module: nn.Module, graph: Graph) -> dict[Value, tuple[nn.Module, str] | Tensor]:
+    """Constants by the attribute that holds them, which may hold another tensor at the next call."""
+    held = {id(v): (part, name) for part in module.modules() for name, v in part.__dict__.items() if isinstance(v, Tensor)}
+    return {value: held.get(id(tensor), tensor) for value, tensor in graph.constants}
+
+
+def _cuts_of(tensor: Any) -> Cuts | None:
+    return tensor.laid.cuts if type(tensor) is TiledTensor else None
+
+
+def _extents_of(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """The pixels of the largest input, or of this rank's tile of it."""
+    shapes = [tuple(t.laid.tile_shape if type(t) is TiledTensor else t.shape)[2:] for t in tensors if len(t.shape) > 2]
+    return max(shapes, key=math.prod, default=(1,))
+
+
+def _bytes_of(memory: str | int) -> int:
+    """6GiB, 512MiB or a number of bytes as bytes; ValueError for anything else."""
+    if not isinstance(memory, int):
+        return read_memory(memory)
+    if memory < 1:
+        raise ValueError(f"memory={memory} leaves no byte to work in; write it as 6GiB or 512MiB")
+    return memory
+
+
+def _grid_of(tensors: Sequence[Any]) -> Grid:
+    """The ranks that hold the inputs in tiles."""
+    return next((tensor.laid.grid for tensor in tensors if type(tensor) is TiledTensor), ALONE)
+
+
+class Streamed(nn.Module):
+    """Put before a module's own class by `stream`."""
+
+    _stream: Stream
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kinds = type(self).__mro__
+        return _rebuilt, (kinds[kinds.index(Streamed) + 1],), self.__dict__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch._dynamo.disable(self._in_turns)(args, kwargs)
+        return self._in_turns(args, kwargs)
+
+    def _in_turns(self, args: tuple, kwargs: dict) -> Any:
+        tensors = tensors_of((args, kwargs))
+        if any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]  # somebody follows the module that this one is a part of
+        made = self._stream.program(self, args, kwargs)
+        program, span = made.program, made.span
+        graph, weights = program.graph, {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        given: dict[Value, Any] = dict(zip(graph.inputs, tensors, strict=True))
+        given |= {value: weights[name] for name, value in graph.weights.items()}
+        given |= {value: made.constant(value) for value, _ in graph.constants}
+        own = {value: tensor.own if type(tensor) is TiledTensor else tensor for value, tensor in given.items()}
+        wanting = [value for value in given if value.wants_grad and (value.users or value in graph.results)]
+        keeps = torch.is_grad_enabled() and bool(wanting)
+        tiled = [value for value, tensor in given.items() if type(tensor) is TiledTensor and tensor.laid.is_cut]
+        run = Run(program, span, own, tiled, keeps=keeps, place=made.place, folder=self._stream.folder, fused=made.fused)
+        with _without_autocast():
+            results = _run_with_gradient(run, graph, given, wanting) if keeps else _wrapped(run.forward(), run)
+        with torch.no_grad():
+            for name, value in graph.updates.items():
+                weights[name].copy_(results[value])
+        return tree_map(lambda leaf: results[leaf] if isinstance(leaf, Value) else leaf, graph.outputs, is_leaf=_is_value)
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, Value)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """The casts of autocast are operations of the graph already."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _key(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+    """What a program depends on."""
+    tensors = tuple(
+        (tuple(t.shape), t.dtype, t.device, getattr(t, "requires_grad", False), getattr(t, "laid", None), _strides(t))
+        for t in tensors_of((args, kwargs))
+    )
+    others = tuple(repr(leaf) for leaf in tree_leaves((args, kwargs)) if not is_tensor(leaf))
+    modes = tuple((id(part), _attributes(part)) for part in module.modules())
+    wants = tuple(p.requires_grad for p in module.parameters())
+    cast = tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda"))
+    return tensors, others, modes, wants, cast, torch.is_grad_enabled()
+
+
+def _attributes(part: nn.Module) -> tuple:
+    """What a module's forward may depend on: numbers, texts and modes, its hooks, what kind of tensors it holds besides
+    weights."""
+    return type(part), *((name, _as_key(value)) for name, value in part.__dict__.items() if name not in _NOT_ASKED)
+
+
+_NOT_ASKED = {"_stream", "_parameters", "_buffers", "_modules"}
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _as_key(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_as_key(entry) for entry in value)
+    if isinstance(value, dict):
+        return tuple((str(name), _as_key(entry)) for name, entry in value.items())
+    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else id(value)
+
+
+def _things_of(module: nn.Module) -> list[Any]:
+    """All that a key knows by its identity, which must not pass to another thing while the key is in use."""
+    things: list[Any] = []
+
+    def gather(value: Any) -> None:
+        if isinstance(value, (tuple, list)):
+            [gather(entry) for entry in value]
+        elif isinstance(value, dict):
+            [gather(entry) for entry in value.values()]
+        elif not isinstance(value, (*_PLAIN, Tensor)):
+            things.append(value)
+
+    for part in module.modules():
+        things.append(part)
+        gather({name: value for name, value in part.__dict__.items() if name not in _NOT_ASKED})
+    return things
+
+
+def _strides(tensor: Any) -> Any:
+    return tensor.stride() if isinstance(tensor, Tensor) else None
+
+
+# ---------------------------------------------------------------------------------------------- tensors in and out
+
+
+def _wrapped(results: dict[Value, Tensor], run: Run) -> dict[Value, Tensor]:
+    """In space, tiled tensors of what this rank has; alone, what there is."""
+    return {value: _out(tensor, value, run) for value, tensor in results.items()}
+
+
+def _out(tensor: Tensor, value: Value, run: Run) -> Tensor:
+    if run.span.is_alone:
+        return tensor
+    if value in run.layouts:
+        return wrap(tensor, run.span.in_space(run.layouts[value]))
+    return wrap_uncut(tensor, run.span.grid)
+
+
+def _in(grad: Tensor, value: Value, run: Run) -> Tensor:
+    """A gradient of a result as this rank's part of it."""
+    if type(grad) is not TiledTensor:
+        return grad
+    return recut(grad, run.span.in_space(run.layouts[value])) if value in run.layouts else grad.own
+
+
+def _run_with_gradient(run: Run, graph: Graph, given: dict[Value, Any], wanting: list[Value]) -> dict[Value, Tensor]:
+    others = [t for v, t in given.items() if v not in set(wanting) and isinstance(t, Tensor) and v.name not in graph.updates]
+    tensors = _Run.apply(run, wanting, others, *(given[value] for value in wanting))
+    return dict(zip(run.program.graph.results, tensors, strict=True))
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Run, wanting: list[Value], others: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.run, ctx.wanting, ctx.outs = run, wanting, run.program.graph.results
+        found = _wrapped(run.forward(), run)
+        results = {value: found[value].detach() for value in ctx.outs}
+        again = [results[value] for value in run.read_again]
+        ctx.save_for_backward(*tensors, *others, *again)  # so that torch notices where one is written to before the backward
+        ctx.mark_non_differentiable(*(result for value, result in results.items() if not value.wants_grad))
+        ctx.set_materialize_grads(False)
+        return tuple(results.values())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "the gradients of a stream have no gradients themselves (create_graph=True was given), for it runs "
+                "its tiles without "
+                "history; take gradient penalties of a copy that is not streamed, on crops"
+            )
+        tensors, run = ctx.saved_tensors, ctx.run
+        if run.is_spent:
+            raise RuntimeError(
+                "a stream's backward was asked for twice; it frees what it kept, with retain_graph=True too: run the "
+                "forward again"
+            )
+        run.is_spent = True
+        slopes = {value: _in(grad, value, run) for value, grad in zip(ctx.outs, grads, strict=True) if grad is not None}
+        with _without_autocast():
+            gradient = run.backward(slopes)
+        found = [gradient(value) for value in ctx.wanting]
+        reached = _reached(run, slopes)  # with a gradient of zero where no pixel brings one
+        found = [_zeros(v, run) if grad is None and v in reached else grad for v, grad in zip(ctx.wanting, found, strict=True)]
+        pairs = zip(found, tensors, ctx.wanting, strict=False)
+        return None, None, None, *(_like(grad, tensor, value, run) for grad, tensor, value in pairs)
+
+
+def _reached(run: Run, results: Iterable[Value]) -> set[Value]:
+    """The values that these results depend on with a gradient."""
+    reached = {value for value in results if value.wants_grad}
+    for node in reversed(run.program.graph.nodes):
+        if node.grad and any(out in reached for out in node.outs):
+            reached.update(value for value in node.reads if value.wants_grad)
+    return reached
+
+
+def _zeros(value: Value, run: Run) -> Tensor:
+    shape = size_of(run.span.own_box(run.layouts[value])) if value in run.layouts else value.shape
+    return torch.zeros(shape, dtype=value.dtype, device=value.device)
+
+
+def _like(grad: Tensor | None, tensor: Tensor, value: Value, run: Run) -> Tensor | None:
+    if grad is None or type(tensor) is not TiledTensor:
+        return grad
+    return wrap(grad, run.span.in_space(run.layouts[value])) if value in run.layouts else wrap_uncut(grad, run.span.grid)

@@ -1,0 +1,315 @@
+"""How each operation is run tile after tile: the rules of tiles in space, read for one turn at a time.
+
+A virtual grid has a place for every turn, and a value's layout on it says which pixels are whose.  A rule is asked once with
+these layouts to learn which axes of the grid an operation can be cut along; then again for the very box that a turn needs,
+which with its halo is larger than what the turn owns.  What no rule can cut runs on the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine.dispatch import SAME_PIXELS
+from widefield.engine.layout import Cut, Grid, Layout, layout_of
+from widefield.engine.places import first_cut, following_cuts
+from widefield.engine.rules import RULES, Description, Local, Reduced, Windowed
+from widefield.engine.stream import follow
+from widefield.engine.stream.graph import Graph, Node, Value
+from widefield.engine.stream.steps import (
+    NEW,
+    Boxed,
+    Step,
+    asked,
+    call_whole,
+    new_step,
+    part_step,
+    pointwise_step,
+    rule_of,
+    windowed_step,
+)  # fmt: skip
+from widefield.geometry.box import Box
+from widefield.geometry.interval import natural_cut
+
+aten = torch.ops.aten
+POINTWISE = SAME_PIXELS | follow.POINTWISE | {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
+
+
+@dataclass(eq=False)
+class Unit:
+    """Something to run: `reads` and `outs` as a Node's, `node` what it comes from.
+
+    A unit with `step` runs in every turn; one with `part` in those that differ along `axes`, and what it gives is merged over
+    them; any other runs once.
+    wide: which of the reads it wants whole though they are cut, so that they have to be kept.
+    """
+
+    node: Node
+    reads: list[Value]
+    outs: list[Value | None]
+    step: Callable[[dict[int, Box]], Step] | None = None
+    part: Callable[[int], Step] | None = None
+    call: Callable[[list[Tensor]], list[Any]] | None = None
+    merge: Callable[[Tensor], Tensor] | None = None
+    wide: frozenset[int] = frozenset()
+    axes: tuple[int, ...] = ()
+    is_pointwise: bool = False
+
+    def __repr__(self) -> str:
+        kind = "tiled" if self.step else "parts" if self.part else "once"
+        return f"{kind} {self.node.op}({self.reads}) -> {self.outs}"
+
+
+@dataclass
+class Units:
+    """All that is to be run, in order, and on the virtual grid the layout of each value that is cut."""
+
+    units: list[Unit] = field(default_factory=list)
+    layouts: dict[Value, Layout] = field(default_factory=dict)
+
+
+def units_of(graph: Graph, grid: Grid, inputs: Mapping[Value, Layout]) -> Units:
+    """How to run `graph` in a turn per place of `grid`; inputs: how those are cut that are."""
+    found = Units(layouts=dict(inputs))
+    _Reader(graph, grid, found).read()
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- reading the rules
+
+
+class _Reader:
+    def __init__(self, graph: Graph, grid: Grid, found: Units) -> None:
+        self.graph, self.grid, self.found = graph, grid, found
+        self.count = max((value.number for node in graph.nodes for value in [*node.reads, *filter(None, node.outs)]), default=0)
+
+    def read(self) -> None:
+        for node in self.graph.nodes:
+            self._read(node)
+
+    def _layouts(self, node: Node) -> list[Layout | None]:
+        return [self.found.layouts.get(value) for value in node.reads]
+
+    def _read(self, node: Node) -> None:
+        layouts = self._layouts(node)
+        if node.op in NEW and self._is_large(node.outs[0]):
+            self._new(node)
+        elif node.draws or not any(layout is not None and layout.is_cut for layout in layouts):
+            self._once(node, layouts)
+        elif (
+            node.op in POINTWISE
+            or isinstance(node.op, follow._Unseen)
+            or (torch.Tag.pointwise in getattr(node.op, "tags", ()) and node.op not in RULES)
+        ):
+            self._pointwise(node, layouts)
+        elif rule_of(node) is None or not self._by_rule(node, layouts):
+            self._once(node, layouts)
+
+    # ------------------------------------------------------------------------------------------ kinds of units
+
+    def _once(self, node: Node, layouts: list[Layout | None]) -> None:
+        """On the whole, once; results of the shape of a cut argument are cut as that is."""
+        reads = node.reads
+        wide = frozenset(n for n, layout in enumerate(layouts) if layout is not None and layout.is_cut)
+        if asks_shape_alone(node) or node.op in NEW:
+            wide = frozenset()
+        for out in node.outs:
+            like = next((layouts[n] for n in range(len(reads)) if layouts[n] and out and reads[n].shape == out.shape), None)
+            if like is not None and out is not None:
+                self.found.layouts[out] = like
+        self.found.units.append(Unit(node, reads, node.outs, call=partial(call_whole, node), wide=wide))
+
+    def _is_large(self, out: Value | None) -> bool:
+        """Whether a tensor has enough pixels on its last dims for every turn."""
+        sizes = self.grid.sizes
+        return (
+            out is not None
+            and out.ndim > len(sizes)
+            and all(n >= size for n, size in zip(out.shape[-len(sizes) :], sizes, strict=True))
+        )
+
+    def _new(self, node: Node) -> None:
+        """A tensor of one value, of which every turn makes its own part."""
+        (out,), sizes = node.outs, self.grid.sizes
+        assert out is not None
+        first = out.ndim - len(sizes)
+        cuts = [Cut((axis,), natural_cut(out.shape[first + axis], size)) for axis, size in enumerate(sizes)]
+        self.found.layouts[out] = layout_of(out.shape, (*[None] * first, *cuts), self.grid)
+        self.found.units.append(Unit(node, node.reads, node.outs, step=partial(new_step, node), is_pointwise=True))
+
+    def _pointwise(self, node: Node, layouts: list[Layout | None]) -> None:
+        out = next(out for out in node.outs if out is not None)
+        layout = _common_layout([(v, lay) for v, lay in zip(node.reads, layouts, strict=True)], out.shape, self.grid)
+        self._cut(node.outs, [layout] * len(node.outs))
+        step = partial(pointwise_step, node, out.shape)
+        self.found.units.append(
+            Unit(node, node.reads, node.outs, step=step, is_pointwise=True, wide=self._wide(node, layouts, layout))
+        )
+
+    def _wide(self, node: Node, layouts: Sequence[Layout | None], out: Layout) -> frozenset[int]:
+        """Reads that are cut along an axis along which the result is not."""
+        cut = {n: set(lay.axes) for n, lay in enumerate(layouts) if lay is not None}
+        return frozenset(n for n, axes in cut.items() if axes - set(out.axes))
+
+    def _cut(self, outs: Sequence[Value | None], layouts: Sequence[Layout | None]) -> None:
+        for out, layout in zip(outs, layouts, strict=False):
+            if out is not None and layout is not None and layout.is_cut:
+                self.found.layouts[out] = layout
+
+    def _by_rule(self, node: Node, layouts: list[Layout | None]) -> bool:
+        """Cut along as many axes as the rule allows; False where along none."""
+        used = sorted({axis for layout in layouts if layout is not None for axis in layout.axes})
+        for count in range(len(used), 0, -1):
+            for axes in combinations(used, count):
+                kept = [_only(layout, axes) for layout in layouts]
+                description = asked(node, kept)
+                if description is not None and self._described(node, layouts, kept, description, set(axes)):
+                    return True
+        return False
+
+    def _described(self, node: Node, given: list, kept: list[Layout | None], d: Description, axes: set[int]) -> bool:
+        if isinstance(d, Windowed):
+            return self._windowed(node, given, kept, d)
+        if isinstance(d, Local) or (isinstance(d, Reduced) and not _cut_dims(d, axes)):
+            return self._boxed(node, given, kept, d)
+        if isinstance(d, Reduced) and d.by_parts and _cut_dims(d, axes) == axes:
+            boxed = asked(node, [None if layout is None else _alone(layout) for layout in kept])
+            if isinstance(boxed, Windowed):  # few tiles are read through windows, many would be merged
+                return self._windowed(node, given, kept, boxed)
+            return self._gathered(node, given, kept, d)
+        return False
+
+    def _windowed(self, node: Node, given: list, kept: list[Layout | None], d: Windowed) -> bool:
+        main = next((read for read in d.reads if kept[read.tensor.number] is not None), d.reads[0])
+        main = replace(main, tensor=replace(main.tensor, layout=kept[main.tensor.number]))
+        cuts = [following_cuts(main, out.shape) if out.cuts is None else out.cuts for out in d.outs]
+        layouts = [layout_of(out.shape, cut, self.grid) for out, cut in zip(d.outs, cuts, strict=True)]
+        if not layouts[0].is_cut:
+            return False
+        if not {meta for meta in range(len(kept)) if kept[meta] is not None and kept[meta].is_cut} <= {
+            r.tensor.number for r in d.reads
+        }:  # type: ignore
+            return False
+        self._cut(node.outs, layouts)
+        wide = self._wide(node, given, layouts[0])
+        self.found.units.append(Unit(node, node.reads, node.outs, step=partial(windowed_step, node, d), wide=wide))
+        return True
+
+    def _boxed(self, node: Node, given: list, kept: list[Layout | None], d: Local | Reduced) -> bool:
+        boxed = Boxed.of(node, kept, d)
+        if boxed is None:
+            return False
+        layouts = boxed.out_layouts
+        if not any(layout is not None and layout.is_cut for layout in layouts):
+            return False
+        small = self._uncut(node, layouts)
+        if any(small) and not isinstance(d, Reduced):
+            return False
+        if any(small):
+            self.found.units.append(Unit(node, node.reads, small, call=boxed.alone))
+        self._cut(node.outs, layouts)
+        first = next(layout for layout in layouts if layout is not None and layout.is_cut)
+        self.found.units.append(Unit(node, node.reads, node.outs, step=boxed.step, wide=self._wide(node, given, first)))
+        return True
+
+    def _gathered(self, node: Node, given: list, kept: list[Layout | None], d: Reduced) -> bool:
+        boxed = Boxed.of(node, kept, d)
+        if boxed is None:
+            return False
+        total = self._new_value(node)
+        self.found.units.append(
+            Unit(
+                node,
+                node.reads,
+                [total],
+                part=partial(part_step, node, kept),
+                merge=d.merge,
+                axes=tuple(boxed.extents),
+                wide=self._wide(node, given, boxed.layout),
+            )
+        )
+        layouts = boxed.out_layouts
+        small = self._uncut(node, layouts)
+        large = [
+            out if out is not None and lay is not None and lay.is_cut else None
+            for out, lay in zip(node.outs, layouts, strict=True)
+        ]
+        if any(out is not None for out in small):
+            self.found.units.append(Unit(node, [total, *node.reads], small, call=boxed.settled))
+        if any(out is not None for out in large):
+            self._cut(node.outs, layouts)
+            self.found.units.append(Unit(node, [total, *node.reads], large, step=boxed.finish_step))
+        return True
+
+    def _uncut(self, node: Node, layouts: Sequence[Layout | None]) -> list[Value | None]:
+        """The results that are wanted and that no axis cuts."""
+        return [None if layout is not None and layout.is_cut else out for out, layout in zip(node.outs, layouts, strict=True)]
+
+    def _new_value(self, node: Node) -> Value:
+        self.count += 1
+        return Value(
+            self.count,
+            (),
+            torch.float64,
+            node.reads[0].device,
+            (),
+            name="total",
+            wants_grad=any(v.wants_grad for v in node.reads),
+        )
+
+
+def asks_shape_alone(node: Node) -> bool:
+    """Whether a draw reads no value of its first argument, as one in place and one like a tensor do."""
+    return node.draws and len(node.reads) == 1 and (isinstance(node.op, partial) or node.op in LIKE)
+
+
+LIKE: set[Any] = {
+    aten.bernoulli.p, aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+    torch.ops.widefield.dropout_mask.default,
+}  # fmt: skip
+"""Draws that ask their first argument for its shape and order in memory alone."""
+
+
+def _only(layout: Layout | None, axes: Sequence[int]) -> Layout | None:
+    """The layout with the cuts along `axes` alone; None where none is left."""
+    if layout is None:
+        return None
+    left = layout_of(
+        layout.shape, tuple(cut if cut is not None and set(cut.axes) <= set(axes) else None for cut in layout.cuts), layout.grid
+    )
+    return left if left.is_cut else None
+
+
+def _alone(layout: Layout) -> Layout:
+    """One turn's tile as one of two that a tensor is cut into."""
+    grid = Grid((2,) * len(layout.grid.sizes))
+    halves = [None if cut is None else Cut(cut.axes, (0, cut.bounds[1], cut.bounds[-1])) for cut in layout.cuts]
+    return layout_of(layout.shape, tuple(halves), grid)
+
+
+def _cut_dims(d: Reduced, axes: set[int]) -> set[int]:
+    """The axes along which the dims that are summed are cut."""
+    layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+    assert layout is not None
+    return {axis for dim in d.dims if (cut := layout.cuts[dim]) is not None for axis in cut.axes}
+
+
+def _common_layout(reads: Sequence[tuple[Value, Layout | None]], shape: tuple[int, ...], grid: Grid) -> Layout:
+    cuts: list[Cut | None] = [None] * len(shape)
+    taken: set[int] = set()
+    for value, layout in reads:
+        if layout is None:
+            continue
+        missing = len(shape) - value.ndim
+        for dim, cut in enumerate(layout.cuts):
+            at = dim + missing
+            if cut is not None and value.shape[dim] == shape[at] and cuts[at] is None and not taken & set(cut.axes):
+                cuts[at] = cut
+                taken |= set(cut.axes)
+    return layout_of(shape, tuple(cuts), grid)

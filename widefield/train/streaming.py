@@ -1,0 +1,45 @@
+"""Tiles in time in a run: the model runs what this rank holds of an image tile after tile, as the plan says."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from widefield.config import StreamConfig
+from widefield.data.loader import Batch
+from widefield.engine.stream.streamed import stream
+from widefield.train.loop import Learner
+
+
+def stream_as(asked: StreamConfig, model: nn.Module, *, compiles: bool) -> None:
+    """Make `model` run tile after tile; it stays the same object.
+
+    compiles: whether the whole model is to be compiled, which is refused (ValueError).
+    """
+    if compiles:
+        raise ValueError(
+            "model.compile=true compiles the model as a whole, and with stream it runs tile after tile; set "
+            "model.compile=false, and stream.compile=true to compile pointwise operations on a tile"
+        )
+    stream(model, **asked.model_dump(exclude_defaults=True))
+
+
+def look_ahead(learner: Learner) -> list[str]:
+    """What the stream chooses for the images of a pass, and why; found by arithmetic, so that it is told before the first step.
+
+    None for a model that is not streamed.  NotImplementedError: something in the model cannot run tile after tile.
+    """
+    if learner.mesh.plan.stream is None:
+        return []
+    with learner.arithmetic.autocast():
+        learner.model._stream.program(learner.model, (learner.images_of_a_pass(),), {})
+    return [f"stream: {why}" for why in learner.model._stream.reasons]
+
+
+def check_tiles(asked: StreamConfig | None, batch: Batch) -> None:
+    """ValueError where tiles are asked for of another number of dims than images have."""
+    pixels = batch.image.shape[2:]
+    if asked is not None and asked.tiles is not None and len(asked.tiles) != len(pixels):
+        raise ValueError(
+            f"stream.tiles={asked.tiles} has {len(asked.tiles)} numbers and images have {len(pixels)} dims; "
+            f"give one number per dim, as {[4] * len(pixels)}"
+        )
