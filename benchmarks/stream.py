@@ -55,6 +55,11 @@ def unet(options: argparse.Namespace) -> nn.Module:
     return WithLoss(build(config, in_channels=3, num_classes=CLASSES))
 
 
+def streamed(model: nn.Module, options: argparse.Namespace) -> nn.Module:
+    tiles, memory = (options.tiles, options.tiles), options.memory
+    return wf.stream(model, tiles=tiles, keep=options.keep, memory=memory, compile=options.compile)
+
+
 def page(side: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(1, 3, side, side), torch.randint(0, CLASSES, (1, side, side))
@@ -101,7 +106,7 @@ def memory(options: argparse.Namespace) -> dict:
     image, target = page(options.side)
     model = unet(options)
     if options.tiles is not None:
-        wf.stream(model, tiles=(options.tiles, options.tiles), keep=options.keep)
+        streamed(model, options)
     step = stepper(model, *page(64 * (options.tiles or 1)))
     step()  # what is there once: threads, momentum, compiled kernels
     peak = peak_above(stepper(model, image, target))
@@ -115,7 +120,7 @@ def memory(options: argparse.Namespace) -> dict:
 def speed(options: argparse.Namespace) -> dict:
     """The whole at 1024 x 1024 and the stream in turns."""
     alone = stepper(unet(options), *page(1024))
-    tiled = stepper(wf.stream(unet(options), tiles=(options.tiles, options.tiles), keep=options.keep), *page(options.side))
+    tiled = stepper(streamed(unet(options), options), *page(options.side))
     alone(), tiled()
     ratios, wholes = [], []
     for _ in range(options.pairs):
@@ -215,6 +220,8 @@ def main() -> int:
     parser.add_argument("--side", type=int, default=4096)
     parser.add_argument("--tiles", type=int, help="along each side of the 4096 x 4096 image")
     parser.add_argument("--keep", default="file")
+    parser.add_argument("--memory", help="what a step may take, as 3GiB: what fits of what is kept stays out of the file")
+    parser.add_argument("--compile", type=lambda text: text == "True", default=False, help="True: pointwise runs of the stream")
     parser.add_argument("--norm", default="batch")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--widths", type=lambda text: [int(n) for n in text.split(",")], default=[16, 32, 64, 128])

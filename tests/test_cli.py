@@ -62,7 +62,7 @@ def test_the_schema_accepts_the_recipe_and_knows_its_keys(capsys):
         (["predict", "nowhere", "a.png"], "nowhere is no run folder"),
         (["export", "nowhere"], "nowhere is no run folder"),
         (["report", "nowhere"], "nowhere is no run folder"),
-        (["train", DIGITS, "mesh.shard=2", "mesh.replicate=1"], "engine/strategies/ has no fully_shard.py"),
+        (["train", DIGITS, "mesh.data_strategy=data_parallel", "mesh.replicate=2"], "drives all GPUs from one process"),
     ],
 )
 def test_what_is_wrong_is_said_in_words_with_status_2(arguments, words, capsys):
@@ -72,7 +72,7 @@ def test_what_is_wrong_is_said_in_words_with_status_2(arguments, words, capsys):
 
 
 def test_a_mesh_that_cannot_run_starts_no_rank(capsys):
-    assert said(capsys, "train", DIGITS, "mesh.shard=2", "mesh.replicate=2", status=2).count("\n") == 1
+    assert said(capsys, "train", DIGITS, "mesh.shard=65", "mesh.replicate=1", status=2).count("\n") == 1
 
 
 @pytest.mark.parametrize("words", [["--rum", "x"], ["-x"]])
@@ -94,6 +94,18 @@ def test_verify_proves_tiles_in_time_in_this_process(capsys, monkeypatch):
 
 def test_verify_proves_both_kinds_of_tiles_together(capsys):
     assert said(capsys, *SMALL, "--space", "2", "--stream", "2x2", "--eval").splitlines()[-1] == "exact"
+
+
+def test_verify_proves_a_plan_that_a_file_has(capsys, tmp_path):
+    (tmp_path / "plan.yaml").write_text("channel: 2\n")
+    lines = said(capsys, *SMALL, "--plan", str(tmp_path / "plan.yaml")).splitlines()
+    assert lines[0].startswith("  channels: 2 ranks share") and "losses" in lines[-5] + lines[-6] and lines[-1] == "exact"
+
+
+def test_a_plan_that_is_not_there_or_has_a_wrong_key_is_refused(capsys, tmp_path):
+    assert "no plan at nowhere.yaml; write one as" in said(capsys, *SMALL, "--plan", "nowhere.yaml", status=2)
+    (tmp_path / "plan.yaml").write_text("chanel: 2\n")
+    assert "did you mean 'channel'?" in said(capsys, *SMALL, "--plan", str(tmp_path / "plan.yaml"), status=2)
 
 
 @pytest.mark.parametrize("option", ["--space", "--stream"])

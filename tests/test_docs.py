@@ -141,9 +141,9 @@ def test_the_table_of_keys_is_what_the_config_says(generate):
 
 
 def test_the_table_has_every_key_that_a_resolved_recipe_has(generate):
-    values = parse_config("model: {name: resnet}\ndata: {name: digits}\nema: {decay: 0.9}\nstream: {tiles: [2]}").model_dump(
-        mode="json"
-    )
+    values = parse_config(
+        "model: {name: resnet}\ndata: {name: digits}\nema: {decay: 0.9}\nstream: {tiles: [2]}\nrecompute: {}"
+    ).model_dump(mode="json")
     keys = [f"{name}.{key}" if isinstance(value, dict) else name
             for name, value in values.items() for key in (value if isinstance(value, dict) else [name])]  # fmt: skip
     assert sorted(re.findall(r"^\| `([\w.]+)` \|", generate.table(), re.MULTILINE)) == sorted(keys)
@@ -298,6 +298,22 @@ def _example_of_tiles(mesh, source: str):
     finally:
         torch.set_default_dtype(torch.float32)
     return names["answer"].detach(), {name: p.grad.clone() for name, p in names["model"].named_parameters()}
+
+
+def test_the_example_of_stages_learns_as_one_device():
+    alone = _loss_of_stages(None, example("stages.py").replace("stage=2", "stage=1"))
+    for loss in on_ranks(2, _loss_of_stages, example("stages.py")):
+        assert loss == pytest.approx(alone, rel=1e-12)
+
+
+def _loss_of_stages(mesh, source: str) -> float:
+    names: dict[str, Any] = {"__name__": "stages"}
+    torch.set_default_dtype(torch.float64)
+    try:
+        exec(source, names)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return names["loss"].item()
 
 
 @pytest.mark.parametrize("path", ["stream.py", "loss_inside.py", "slide.py", "answers.py"])

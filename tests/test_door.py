@@ -54,8 +54,8 @@ def test_gradients_are_the_whole_batch_s_on_every_rank(cut):
 def refusal(mesh_of_the_test):
     with pytest.raises(ValueError, match="needs 3 ranks and there are 2; set mesh.replicate=2"):
         wf.build_mesh(replicate=3)
-    with pytest.raises(NotImplementedError, match="mesh.shard=2 cannot run"):
-        wf.build_mesh(shard=2)
+    with pytest.raises(ValueError, match="needs 3 ranks and there are 2; start a multiple of 3 ranks"):
+        wf.build_mesh(shard=3)
 
 
 def test_a_mesh_that_does_not_fit_is_refused_on_every_rank():

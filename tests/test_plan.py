@@ -75,6 +75,8 @@ def test_every_choice_of_the_config_reaches_the_plan():
         "mesh.shard=2", "mesh.space=[2, 1]", "mesh.channel=3", "mesh.stage=4", "mesh.data_strategy=data_parallel",
         "batch_norm=averaged", "gradient.accumulate=3", "gradient.bucket_mib=7", "gradient.compression=bf16",
         "gradient.powersgd_rank=2", "gradient.powersgd_start_step=50", "mesh.replicate=5", "stream.tiles=[2, 2]",
+        "sharding.zero=1", "pipeline.schedule=gpipe", "recompute.keep=convolutions", "gradient.agreement=adasum",
+        "batch_norm_group=2",
     ]  # fmt: skip
     changed = plan(*overrides).model_dump()
     defaults = Plan().model_dump()
@@ -121,9 +123,7 @@ def test_a_plan_that_does_not_fit_the_ranks_says_which_axis_to_change(one, ranks
         check(one, ranks=ranks)
 
 
-def test_ranks_that_no_multiple_fits_say_the_multiple(monkeypatch):
-    """No strategy lays a model out over `shard` yet, so one is pretended: the sentence must be right when it comes."""
-    monkeypatch.setattr("widefield.plan.names_in", lambda package: ["data", "fully_shard"])
+def test_ranks_that_no_multiple_fits_say_the_multiple():
     with pytest.raises(
         ValueError, match=r"\(replicate 2 x shard 2\) needs 4 ranks and there are 3; start a multiple of 2 ranks"
     ):

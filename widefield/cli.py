@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from widefield.config import RunConfig, json_schema, read_config
 from widefield.plan import check, plan_of, ranks_asked_for
+from widefield.refusal import is_ours
 from widefield.section import to_yaml
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ with the numbers that one device with endless memory would give.
   widefield evaluate runs/0001                             every image exactly once
   widefield report runs/0001                               one HTML file
   widefield verify timm/resnet50 --image 3x97x101          is it exact with its images cut over devices?
+  widefield bench recipes/digits.yaml                      which plan is fastest on this machine?
   widefield train recipes/page.yaml mesh.space=[] 'stream.tiles=[4,4]'   one device, tile after tile
 
 widefield VERB --help explains each verb.
@@ -83,13 +84,35 @@ Tiles in time (--stream), one after another in this process; with both, each ran
   widefield verify timm/resnet50 --image 3x250x190 --stream 4x4
   widefield verify unet --image 1x250x190 --space 2x1 --stream 2x3
 
+Any plan (--plan), three training steps on ranks started here against three on one device, the batch
+shared out: losses, gradients, weights, statistics, outputs.  The file has a plan's keys:
+
+  printf 'shard: 2\nchannel: 2\n' > plan.yaml
+  widefield verify timm/resnet18 --image 3x65x65 --batch 4 --plan plan.yaml
+
 Exits with 0 where everything agrees, with 1 where it does not (the layers that differ are listed, the
-first one first), with 2 where the model cannot run on tiles, in words.
+first one first), with 2 where the model cannot run so, in words.
+"""
+BENCH = """\
+Which way of using this machine is fastest for this model, these images and this batch?  Tries plans one
+after another, each in processes of its own, from the same weights on the same batches, once with the
+recipe's loader and once with a batch held in memory; prints a table and writes bench.json, bench.csv and
+report.html.
+
+  widefield bench recipes/digits.yaml
+  widefield bench recipes/page.yaml --ranks 2 --steps 5
+  widefield bench recipes/digits.yaml --plans 'replicate=2; mesh.replicate=2 gradient.bucket_mib=1'
+  widefield bench recipes/imagefolder.yaml data.path=photos --trap
+
+A plan that cannot run is listed with the reason.  Where plans wait for the loader they are not ranked.
+--trap runs one plan with few and with many loader workers: what a comparison measures that gives them
+unequally.  Exits with 0, with 1 where a plan failed, with 2 where none could run.
 """
 REPORT = """\
-Write (again) the report of a run: one HTML file that needs nothing else.
+Write (again) the report of a run or of a comparison: one HTML file that needs nothing else.
 
   widefield report runs/0001
+  widefield report runs/bench-0001
 """
 
 
@@ -99,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = options.verb(options)
     except (ValueError, NotImplementedError) as error:
-        if not _is_ours(error):
+        if not is_ours(error):
             raise
         status = _refuse(error)
     except KeyboardInterrupt:
@@ -136,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_predict(_verb(verbs, "predict", _predict, "ask a run's model about image files", PREDICT))
     _add_export(_verb(verbs, "export", _export, "write a run's model for use elsewhere", EXPORT))
     _add_verify(_verb(verbs, "verify", _verify, "compare a model on tiles with the same on one device", VERIFY))
+    _add_bench(_verb(verbs, "bench", _bench, "compare plans on this machine", BENCH))
     _verb(verbs, "report", _report, "write a run's report", REPORT).add_argument("run", metavar="RUN_DIR")
     return parser
 
@@ -178,7 +202,20 @@ def _add_verify(verify: argparse.ArgumentParser) -> None:
     verify.add_argument("--stream", type=_sizes, default=[], metavar="TxT", help="tiles in time on each dim of an image")
     verify.add_argument("--batch", type=int, default=2, metavar="N", help="images in the batch (2)")
     verify.add_argument("--classes", type=int, default=10, metavar="N", help="classes the model is built for (10)")
+    verify.add_argument("--plan", metavar="PLAN.yaml", help="a plan of any strategies, verified over three training steps")
     verify.add_argument("--eval", action="store_true", help="evaluation mode, forward alone")
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("recipe", help="a YAML file, as recipes/digits.yaml")
+    bench.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
+    bench.add_argument("--ranks", type=int, metavar="N", help="for plans of several; the GPUs, or cores up to 4, if left out")
+    bench.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of each kind (10)")
+    bench.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before, or what the loader has ready (3)")
+    bench.add_argument("--plans", metavar="LIST", help="names or overrides with ; between them; all if left out")
+    bench.add_argument("--out", metavar="DIR", help="folder to write; a fresh runs/bench-... if left out")
+    bench.add_argument("--trap", action="store_true", help="one plan with few and with many loader workers, besides")
+    bench.add_argument("--timeline", action="store_true", help="keep a Chrome trace of every rank")
 
 
 def _verb(verbs, name: str, call, short: str, text: str) -> argparse.ArgumentParser:
@@ -262,6 +299,7 @@ def _verify(options: argparse.Namespace) -> int:
     from widefield.config import ModelConfig
     from widefield.engine.parity import verify
     from widefield.models import build
+    from widefield.plan import from_text
     from widefield.section import parse_section
 
     channels, *extents = options.image
@@ -273,14 +311,37 @@ def _verify(options: argparse.Namespace) -> int:
     config = parse_section(ModelConfig, f"name: {options.model}", overrides, name="the command line")
     model = build(config, in_channels=channels, num_classes=options.classes)
     shape = (options.batch, channels, *extents)
-    verdict = verify(model, shape, space=options.space, stream=options.stream, train=not options.eval)
+    plan = None
+    if options.plan is not None:
+        plan = from_text(_text_of(options.plan), name=options.plan)
+    verdict = verify(model, shape, space=options.space, stream=options.stream, train=not options.eval, plan=plan)
+    for reason in verdict.reasons:
+        print(f"  {reason}")
     print(verdict)
     return 0 if verdict.ok else 2 if verdict.refusal else 1
 
 
+def _text_of(path: str) -> str:
+    if not Path(path).is_file():
+        raise ValueError(f"no plan at {path}; write one as 'shard: 2' and 'channel: 2', a key per line, or take a run's plan")
+    return Path(path).read_text(encoding="utf-8")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from widefield.bench import Order, bench
+
+    names = ("recipe", "overrides", "ranks", "steps", "warmup", "plans", "trap", "timeline")
+    out = Path(options.out) if options.out else None
+    return bench(Order(**{name: getattr(options, name) for name in names}, out=out), lambda text: print(text, flush=True))
+
+
 def _report(options: argparse.Namespace) -> int:
-    from widefield.report import write_report
+    from widefield.report import write_bench, write_report
     from widefield.train.folder import existing_folder
+
+    if (Path(options.run) / "bench.json").is_file():
+        print(write_bench(options.run))
+        return 0
 
     print(write_report(existing_folder(options.run)))
     return 0
@@ -327,12 +388,6 @@ def _shared_fresh_folder(world: World) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------ errors
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether widefield itself raised it, in words meant for the user; what torch raises wants its traceback."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith("widefield")
 
 
 def _refuse(error: BaseException) -> int:

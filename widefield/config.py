@@ -189,6 +189,9 @@ class GradientConfig(Section):
     """Size of DDP's gradient buckets."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """What gradients travel as between ranks; anything but none gives up exactness."""
+    agreement: Literal["mean", "adasum"] = "mean"
+    """How the gradients of copies become one: their mean, or Adasum (arXiv:2006.02924), which adds up what is orthogonal; it
+    wants a power of two of copies, and is not one device's gradient."""
     powersgd_rank: Positive = 1
     """Rank of PowerSGD's factors; higher is closer to exact and more bytes."""
     powersgd_start_step: Annotated[int, Field(ge=2)] = 1000
@@ -199,42 +202,77 @@ class MeshConfig(Section):
     replicate: Positive | None = None
     """Whole copies of the model (data parallelism); where null, all ranks that the other axes leave."""
     shard: Positive = 1
-    """Weights cut over ranks. Not there yet: anything but 1 is refused."""
+    """Copies of the model that share its weights, gradients and optimizer state, each holding a part; see `sharding`."""
     space: list[Positive] = []
     """Tiles that every image is cut into, one number per dim, each tile on a rank of its own: `[2, 1]` gives the upper half to
     one rank and the lower to another.  The numbers stay one device's.  `[]` leaves images whole."""
     channel: Positive = 1
-    """Channels cut over ranks. Not there yet: anything but 1 is refused."""
+    """Ranks that share every large layer: each computes a part of its channels and holds that part of its weights."""
     stage: Positive = 1
-    """Layers cut over ranks. Not there yet: anything but 1 is refused."""
+    """Ranks that the layers are dealt out to, first to last; see `pipeline`."""
     data_strategy: Literal["data", "data_parallel"] = "data"
     """A file in widefield/engine/strategies/: `data` is DDP, `data_parallel` is torch.nn.DataParallel in one process."""
 
 
+class ShardingConfig(Section):
+    """How `mesh.shard` copies of a model share it."""
+
+    zero: Literal[1, 2, 3] = 3
+    """What each rank holds a part of: 1 optimizer state; 2 gradients too; 3 weights too, gathered where they are used."""
+    units: list[str] | None = None
+    """Modules whose weights are gathered and freed together, by name or pattern, as `layer*`; one per stage of a
+    convolutional net where null."""
+    offload: bool = False
+    """Keep the parts in the CPU's memory, and let the optimizer run there."""
+
+
+class PipelineConfig(Section):
+    """How `mesh.stage` ranks share the layers of a model."""
+
+    micro_batches: Positive | None = None
+    """Parts that a pass is cut into along the batch, so that ranks work at the same time; 2 per stage where null, and 1 where
+    a BatchNorm needs the whole batch."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """The order of forwards and backwards of micro-batches; all give the same numbers."""
+    stages: list[str] = []
+    """The module that each stage but the first begins with, by name or pattern, as `[layer3]`; by `balance` where empty."""
+    balance: Literal["time", "memory"] = "time"
+    """What stages are to have alike: seconds, counted in operations, or bytes of weights."""
+
+
+class RecomputeConfig(Section):
+    """What is computed again in the backward, or fetched from the CPU's memory, rather than kept on the device."""
+
+    blocks: list[str] | None = None
+    """Modules that keep their input alone, by name or pattern, as `layer*.*`; by `memory` where null, else all blocks."""
+    keep: Literal["nothing", "convolutions"] = "nothing"
+    """What of a block is kept all the same: the results of convolutions and matrix products cost most to make again."""
+    memory: Memory | None = None
+    """What the activations of a pass may take on the device, as `6GiB`: as few blocks are computed again as fit."""
+    offload: bool = False
+    """Move what is kept to the CPU's memory until the backward needs it."""
+
+
 class StreamConfig(Section):
     tiles: Annotated[list[Positive], Field(min_length=1)] | None = None
-    """Tiles that every image is run in, one number per dim: `[4, 4]` runs 16 of them.  Either this or `memory`."""
+    """Tiles that every image is run in, one number per dim: `[4, 4]` runs 16 of them; chosen by `memory` where null."""
     memory: Memory | None = None
-    """What a step may take on the device, as `6GiB`: tiles and what is kept are chosen to fit."""
+    """What a step may take on the device, as `6GiB`: tiles, unless given, and what is kept are chosen to fit."""
     keep: Literal["device", "host", "file"] | None = None
     """Where what is kept between the passes over an image lies; chosen by what fits where null."""
     compile: bool = False
     """Compile runs of pointwise operations on a tile with torch.compile."""
 
     @model_validator(mode="after")
-    def _either_tiles_or_memory(self) -> StreamConfig:
+    def _tiles_or_memory(self) -> StreamConfig:
         if self.tiles is None and self.memory is None:
             raise ValueError("a stream needs to know its tiles or its memory; write stream.tiles=[4, 4] or stream.memory=6GiB")
-        if self.tiles is not None and self.memory is not None:
-            raise ValueError(
-                f"tiles={self.tiles} and memory={self.memory} both say how large a tile is; "
-                "leave one out, as stream.tiles=null or stream.memory=null"
-            )
         return self
 
     def __str__(self) -> str:
-        """`4 x 4 tiles`, or `tiles within 6GiB`."""
-        return f"tiles within {self.memory}" if self.tiles is None else f"{' x '.join(map(str, self.tiles))} tiles"
+        """`4 x 4 tiles`, `tiles within 6GiB`, or `4 x 4 tiles within 6GiB`."""
+        tiles = "tiles" if self.tiles is None else f"{' x '.join(map(str, self.tiles))} tiles"
+        return tiles if self.memory is None else f"{tiles} within {self.memory}"
 
 
 class EmaConfig(Section):
@@ -265,6 +303,10 @@ class LogConfig(Section):
     """Write TensorBoard's files into the run folder."""
     wandb: str | None = None
     """A Weights & Biases project to log to (needs the extra `wandb`)."""
+    timeline: bool = False
+    """Record steps 3 to 12 of this process, each operation and collective, as a Chrome trace per rank in the run folder."""
+    stall_seconds: Annotated[float, Field(gt=0)] | None = 60.0
+    """After how long a step that does not end makes rank 0 say which ranks are missing; null never."""
 
 
 class RunConfig(Section):
@@ -278,14 +320,21 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     gradient: GradientConfig = GradientConfig()
-    batch_norm: Literal["synchronized", "averaged", "broadcast"] = "synchronized"
+    batch_norm: Literal["synchronized", "averaged", "broadcast", "per_micro_batch"] = "synchronized"
     """synchronized: statistics of the whole batch, as on one device.  averaged: those of each copy of the model, running
-    statistics averaged once per epoch.  broadcast: those of each copy, the first's running statistics win (what DDP does)."""
+    statistics averaged once per epoch.  broadcast: those of each copy, the first's running statistics win (what DDP does).
+    per_micro_batch: with mesh.stage, those of each micro-batch, synchronized over copies."""
+    batch_norm_group: Positive = 1
+    """With batch_norm=averaged: how many neighbouring copies of the model share the statistics of their part of the batch."""
     precision: Literal["float64", "float32", "tf32", "bfloat16", "float16"] | None = None
     """Arithmetic of the model; bfloat16 and float16 are autocast over float32 weights.  Chosen by the device where null."""
     deterministic: bool = False
     """Ask torch for deterministic kernels, so that runs on a GPU repeat bit for bit; slower."""
     mesh: MeshConfig = MeshConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    recompute: RecomputeConfig | None = None
+    """Compute activations again in the backward rather than keep them; off where null."""
     stream: StreamConfig | None = None
     """Run images tile after tile, with the numbers of the whole and a part of its memory; off where null."""
     ema: EmaConfig | None = None

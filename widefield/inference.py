@@ -22,6 +22,7 @@ from widefield.naming import did_you_mean
 from widefield.plan import Plan, plan_of
 from widefield.tasks import is_per_pixel
 from widefield.train.assemble import Parts, assemble
+from widefield.train.average import weights_of
 from widefield.train.checkpoint import newest_sound_in, read
 from widefield.train.evaluate import Evaluation
 from widefield.train.folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model, save_weights
@@ -110,7 +111,7 @@ def export(folder: Path, to: str, *, output: Path | None = None, weights: str | 
 
 
 def _safetensors(parts: Parts, path: Path) -> None:
-    save_weights(path, parts.model)
+    save_weights(path, parts.model.state_dict())
 
 
 def _state_dict(parts: Parts, path: Path) -> None:
@@ -164,5 +165,4 @@ def _load_newest(folder: Path, model: nn.Module) -> None:
     if found is None:
         raise ValueError(f"{folder} has neither {WEIGHTS} nor a sound checkpoint; train it first, or name --weights FILE")
     state, _ = read(found, model=shapes_of(model))
-    average = {name.removeprefix("module."): value for name, value in state["ema"].items() if name.startswith("module.")}
-    model.load_state_dict(average or state["model"])
+    model.load_state_dict(weights_of(state["ema"]) or state["model"])

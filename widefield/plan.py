@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from widefield.config import Positive, RunConfig, StreamConfig
+from widefield.config import PipelineConfig, Positive, RecomputeConfig, RunConfig, ShardingConfig, StreamConfig
 from widefield.naming import names_in
 from widefield.section import Section, parse_section, to_yaml
 
@@ -33,10 +33,16 @@ class Plan(Section):
     channel: Positive = 1
     stage: Positive = 1
     data_strategy: Literal["data", "data_parallel"] = "data"
-    batch_norm: Literal["synchronized", "averaged", "broadcast"] = "synchronized"
+    sharding: ShardingConfig = ShardingConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    recompute: RecomputeConfig | None = None
+    batch_norm: Literal["synchronized", "averaged", "broadcast", "per_micro_batch"] = "synchronized"
+    batch_norm_group: Positive = 1
+    """Neighbouring copies that share their statistics under batch_norm=averaged."""
     accumulate: Positive = 1
     bucket_mib: float = 25.0
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    agreement: Literal["mean", "adasum"] = "mean"
     powersgd_rank: Positive = 1
     powersgd_start_step: int = 1000
     stream: StreamConfig | None = None
@@ -61,7 +67,9 @@ class Plan(Section):
     def __str__(self) -> str:
         """`replicate=2 x space=[2, 1]` and what differs from one device; `one rank, streamed in 4 x 4 tiles`; `one rank`."""
         used = [f"{axis}={self.space if axis == 'space' else size}" for axis, size in self.axes.items() if size > 1]
-        return (" x ".join(used) or "one rank") + (f", streamed in {self.stream}" if self.stream else "")
+        further = [f"ZeRO-{self.sharding.zero}"] * (self.shard > 1) + ["recompute"] * (self.recompute is not None)
+        further += [f"streamed in {self.stream}"] if self.stream else []
+        return ", ".join([" x ".join(used) or "one rank", *further])
 
 
 def plan_of(config: RunConfig, ranks: int) -> Plan:
@@ -75,10 +83,15 @@ def plan_of(config: RunConfig, ranks: int) -> Plan:
         channel=mesh.channel,
         stage=mesh.stage,
         data_strategy=mesh.data_strategy,
+        sharding=config.sharding,
+        pipeline=config.pipeline,
+        recompute=config.recompute,
         batch_norm=config.batch_norm,
+        batch_norm_group=config.batch_norm_group,
         accumulate=gradient.accumulate,
         bucket_mib=gradient.bucket_mib,
         compression=gradient.compression,
+        agreement=gradient.agreement,
         powersgd_rank=gradient.powersgd_rank,
         powersgd_start_step=gradient.powersgd_start_step,
         stream=config.stream,
@@ -101,11 +114,35 @@ def check(plan: Plan, *, ranks: int, samples_per_step: int | None = None) -> Non
     _check_strategies(plan)
     _check_ranks(plan, ranks)
     _check_data_parallel(plan)
+    _check_mixes(plan)
+    _check_adasum(plan)
+    _check_batch_norm_group(plan)
     copies = plan.replicate * plan.shard
     if samples_per_step is not None and samples_per_step < copies:
         raise ValueError(
             f"{copies} copies of the model share a batch of {samples_per_step} samples, so some would always be idle; "
             f"use data.batch_size={copies} or more, or fewer ranks on mesh.replicate"
+        )
+
+
+def _check_mixes(plan: Plan) -> None:
+    """NotImplementedError: two ways of running a model that no program joins; ValueError: a choice about what is not there."""
+    channel, stream = f"mesh.channel={plan.channel}", f"stream (here {plan.stream})"
+    if plan.channel > 1 and plan.stream is not None:
+        raise NotImplementedError(
+            f"{channel} runs a model's operations on parts of channels and {stream} on tiles in time, and no program does "
+            f"both; set stream=null and mesh.space=[{plan.channel}, 1] beside mesh.channel, or mesh.channel=1"
+        )
+    if plan.recompute is not None and (plan.channel > 1 or plan.stream is not None):
+        other, cure = (channel, "mesh.channel=1") if plan.channel > 1 else (stream, "stream=null")
+        raise NotImplementedError(
+            f"recompute makes modules again as they are called, and with {other} a model runs as operations, its modules never "
+            f"called; set recompute=null, or {cure}"
+        )
+    if plan.batch_norm == "per_micro_batch" and plan.stage == 1:
+        raise ValueError(
+            "batch_norm=per_micro_batch is about the micro-batches of mesh.stage, which is 1; set batch_norm=synchronized, or "
+            "averaged for the statistics of each copy"
         )
 
 
@@ -150,6 +187,48 @@ def _check_data_parallel(plan: Plan) -> None:
         raise ValueError(
             f"torch.nn.DataParallel normalizes each GPU's share alone, so batch_norm={plan.batch_norm} cannot hold; "
             "set batch_norm=broadcast to accept that, or mesh.data_strategy=data"
+        )
+
+
+def _check_adasum(plan: Plan) -> None:
+    if plan.agreement != "adasum":
+        return
+    others = [axis for axis, size in plan.axes.items() if size > 1 and axis != "replicate"]
+    if others:
+        raise NotImplementedError(
+            f"gradient.agreement=adasum combines the gradients of whole copies and this mesh has {', '.join(others)} too, over "
+            "which gradients are summed; set gradient.agreement=mean, or use mesh.replicate alone"
+        )
+    if plan.replicate & (plan.replicate - 1):
+        raise ValueError(
+            f"gradient.agreement=adasum combines ranks in pairs, then pairs of pairs, and mesh.replicate={plan.replicate} is "
+            "no power of two; start 2, 4, 8, ... ranks, or set gradient.agreement=mean"
+        )
+    if plan.compression != "none":
+        raise ValueError(
+            f"gradient.agreement=adasum and gradient.compression={plan.compression} both say what travels in place of the "
+            "mean; set one of them back (agreement=mean, compression=none)"
+        )
+
+
+def _check_batch_norm_group(plan: Plan) -> None:
+    size, copies = plan.batch_norm_group, plan.replicate
+    if size == 1:
+        return
+    if plan.batch_norm != "averaged":
+        raise ValueError(
+            f"batch_norm_group={size} shares statistics among some copies and batch_norm={plan.batch_norm} does not: each "
+            "group has running statistics of its own, which only batch_norm=averaged makes one; set that, or batch_norm_group=1"
+        )
+    if copies % size:
+        raise ValueError(
+            f"batch_norm_group={size} cannot deal out {copies} copies of the model evenly; take a divisor of {copies}"
+        )
+    others = [axis for axis, ranks in plan.axes.items() if ranks > 1 and axis != "replicate"]
+    if others:
+        raise NotImplementedError(
+            f"batch_norm_group={size} shares statistics among copies that lie on one rank each and this mesh has "
+            f"{', '.join(others)} too; set batch_norm_group=1, or use mesh.replicate alone"
         )
 
 

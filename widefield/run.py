@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from widefield.config import RunConfig
+from widefield.data.loader import Batch
+from widefield.engine import holding
 from widefield.engine.mesh import AgreedError, Mesh, World, join, leave
+from widefield.engine.stall import StallWatch
+from widefield.engine.timeline import Timeline
 from widefield.plan import check, plan_of, to_text
 from widefield.report import write_report
 from widefield.train.assemble import Parts, assemble, learner_of, training_batches, write_model_of
@@ -66,8 +74,7 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
 
         record = mesh.together(lambda: open_record() if mesh.is_main else None)
         stack.callback(checkpoints.wait)
-        passes = Passes(batches, config.gradient.accumulate)
-        stack.callback(passes.close)
+        passes = _watched(stack, folder, learner, batches)
         if own is not None:
             load_random_state(own["random"])  # last, for all of the above may draw
         story = Story(config, folder, parts, learner, checkpoints, record, last, warnings)
@@ -79,6 +86,20 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
             raise
         _report(folder, mesh)
         return outcome
+
+
+def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator[Batch]) -> Passes:
+    """The passes of the run's steps, seen by a timeline and by a watch for missing ranks, as the config asks."""
+    log, mesh = learner.config.log, learner.mesh
+    timeline = Timeline(folder, rank=mesh.rank) if log.timeline else None
+    passes = Passes(batches, learner.config.gradient.accumulate, begins=timeline.step if timeline else None)
+    stack.callback(passes.close)
+    if timeline is not None:
+        stack.callback(timeline.close)
+    if log.stall_seconds is not None and mesh.size > 1:
+        at, warn = lambda: (learner.step, passes.in_step_since), partial(print, "warning:", file=sys.stderr, flush=True)
+        stack.enter_context(StallWatch(mesh, seconds=log.stall_seconds, at=at, warn=warn))
+    return passes
 
 
 def _report(folder: Path, mesh: Mesh) -> None:
@@ -103,7 +124,8 @@ def _check_sizes(parts: Parts) -> None:
 def _begin(record: Record, parts: Parts, learner: Learner, *, reasons: list[str], last: int) -> None:
     """Say what is about to run, and every value that the program chose with its reason."""
     mesh, steps, dataset = parts.mesh, learner.steps, parts.dataset
-    parameters = sum(p.numel() for p in learner.model.parameters())
+    whole = holding.shapes(learner.model)
+    parameters = sum(math.prod(whole[name]) for name, _ in learner.model.named_parameters())
     record.say(
         f"{parts.config.model.name}, {parameters:,} parameters, on {mesh.plan} ({mesh.device.type}); "
         f"{steps.samples:,} images to train on, {len(dataset.evaluate):,} to evaluate, {len(dataset.classes)} classes; "

@@ -139,6 +139,15 @@ def test_evaluation_reads_every_image_once_in_order(samples, batch, ranks):
     assert [key.index for keys in lists for key in keys] == list(range(samples))
 
 
+@given(samples=st.integers(1, 90), batch=st.integers(1, 20), ranks=st.integers(1, 7))
+def test_even_evaluation_reads_the_same_and_gives_every_rank_as_many_batches(samples, batch, ranks):
+    lists = [list(EvaluateSampler(samples, batch=batch, rank=rank, ranks=ranks, even=True)) for rank in range(ranks)]
+    own = [len(EvaluateSampler(samples, batch=batch, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    assert {len(batches) for batches in lists} == {max(own)}
+    assert [key.index for own in lists for keys in own for key in keys if key.real] == list(range(samples))
+    assert all(not key.real for count, batches in zip(own, lists, strict=True) for keys in batches[count:] for key in keys)
+
+
 def test_the_order_of_an_epoch_is_a_permutation_of_seed_and_epoch_alone():
     torch.manual_seed(1)
     first = order_of(3, 5, 100)

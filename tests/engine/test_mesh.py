@@ -27,7 +27,7 @@ def place(mesh):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_know_their_place(size):
-    axes = {"replicate": size, "shard": 1}
+    axes = {"replicate": size, "shard": 1, "channel": 1, "stage": 1}
     assert on_ranks(size, place) == [(rank, size, rank == 0, "cpu", axes) for rank in range(size)]
 
 
@@ -87,16 +87,18 @@ def test_a_wrong_number_of_ranks_names_the_axis_to_change(plan, ranks, words):
         join(World(size=ranks), plan)
 
 
-@pytest.mark.parametrize(("plan", "words"), [
-    (Plan(shard=2), "mesh.shard=2 cannot run: engine/strategies/ has no fully_shard.py. It has: data, data_parallel, space."),
-    (Plan(shard=2, space=[2, 2]), "Set mesh.shard=1."),
-    (Plan(channel=2), "mesh.channel=2 cannot run"),
-    (Plan(stage=3), "mesh.stage=3 cannot run"),
+def shards_of(mesh):
+    return mesh.shards and (mesh.shards.ndim, mesh.shards.mesh.flatten().tolist(), mesh.data_group.size())
+
+
+@pytest.mark.parametrize(("plan", "shards"), [
+    (Plan(replicate=4), [None] * 4),
+    (Plan(shard=4), [(1, [0, 1, 2, 3], 4)] * 4),
+    (Plan(shard=2, space=[1, 2]), [(1, [0, 1, 2, 3], 4)] * 4),
+    (Plan(replicate=2, shard=2), [(2, [0, 1, 2, 3], 4)] * 4),
 ])  # fmt: skip
-def test_an_axis_without_a_strategy_is_refused_by_name(plan, words):
-    with pytest.raises(NotImplementedError) as said:
-        check(plan, ranks=plan.ranks)
-    assert words in str(said.value)
+def test_weights_are_cut_over_the_copies_and_tiles_that_replicate_leaves(plan, shards):
+    assert on_ranks(4, shards_of, plan=plan) == shards
 
 
 def test_more_copies_than_samples_are_refused():

@@ -140,7 +140,7 @@ def test_what_cannot_run_on_tiles_is_refused_in_the_engines_words():
 
 
 def test_a_model_that_raises_brings_its_traceback():
-    with pytest.raises(RuntimeError, match="(?s)the model failed on tiles:.*tripped on tiles"):
+    with pytest.raises(RuntimeError, match="(?s)the model failed on ranks:.*tripped on tiles"):
         wf.verify(Raises(), SHAPE)
 
 
@@ -337,3 +337,30 @@ def test_gradients_that_are_zero_anyway_are_counted():
     verdict = wf.verify(net, (1, 1, 8, 8), space=(2,))
     assert verdict.ok and verdict.zero_gradients == 3, str(verdict)  # of the first layer's two and the image
     assert "3 of these gradients are zero on one device" in str(verdict)
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
+
+
+def test_a_plan_is_verified_over_steps_of_training():
+    verdict = wf.verify(normalized(), (4, 2, 9, 8), plan=Plan(replicate=2))
+    assert verdict.ok and {row.kind for row in verdict.rows} == {"loss", "gradient", "weight", "buffer", "output"}
+    assert any("share their statistics over 2 ranks" in why for why in verdict.reasons)
+    assert str(verdict).endswith("exact")
+
+
+def test_a_plan_that_gives_up_exactness_is_seen_to():
+    verdict = wf.verify(normalized(), (4, 2, 9, 8), plan=Plan(replicate=2, batch_norm="averaged"))
+    assert not verdict.ok and "differs: loss step 0" in str(verdict)
+
+
+def test_a_plan_that_cannot_be_is_a_refusal_and_further_cuts_are_an_error():
+    refused = wf.verify(normalized(), (1, 2, 9, 8), plan=Plan(replicate=2))
+    assert "2 copies of the model share a batch of 1 samples" in (refused.refusal or "")
+    with pytest.raises(ValueError, match="a plan itself says how images are cut"):
+        wf.verify(normalized(), (4, 2, 9, 8), space=(2, 1), plan=Plan(replicate=2))

@@ -14,14 +14,16 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
+from widefield.engine.holding import wholes_on_main
 from widefield.engine.normalization import SyncBatchNorm
-from widefield.engine.parallelize import parallelize, reasons
+from widefield.engine.parallelize import parallelize, reasons, share_states, without_sync
+from widefield.engine.passes import backward_of
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies._route import wrapper_of
-from widefield.engine.strategies.data import hook_state, load_hook_state, without_sync
+from widefield.engine.strategies.data import hook_state, load_hook_state
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.naming import load, names_in
-from widefield.plan import Plan
+from widefield.plan import STRATEGY_OF_AXIS, Plan
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, three steps of nets with 1e2 weights
 FOLDER = "widefield.engine.strategies"
@@ -49,6 +51,10 @@ def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
+def squares(output, target):
+    return (output - target).square().sum()
+
+
 def step(model, optimizer, x, y, scale, passes=1):
     """One optimizer step on this rank's samples in `passes` passes; the sum of losses and the gradients."""
     optimizer.zero_grad()
@@ -57,10 +63,9 @@ def step(model, optimizer, x, y, scale, passes=1):
     for index, share in enumerate(shares):
         part = slice(share.start, share.stop)
         with without_sync(model) if index < passes - 1 else torch.enable_grad():
-            loss = (model(x[part]) - y[part]).square().sum()
-            (loss * scale).backward()
-        total += loss.detach()
-    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+            total += backward_of(model, x[part], y[part], loss_of=squares, scaled=lambda loss: loss * scale)
+    here = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in here.items()}
     optimizer.step()
     return total, gradients
 
@@ -72,11 +77,12 @@ def rehearsal(model, case, rank, dtype=torch.float64):
 
 def laid_out(mesh, case, dtype=torch.float64):
     model = net(case, dtype)
-    return parallelize(model, mesh, rehearse=rehearsal(model, case, mesh.rank, dtype))
+    sample = torch.empty(2, *case.shape[1:], dtype=dtype, device="meta")
+    return parallelize(model, mesh, rehearse=rehearsal(model, case, mesh.rank, dtype), sample=sample)
 
 
 def my_rows(mesh, rows):
-    mine = parts_of(even_cut(rows, mesh.size))[mesh.rank]
+    mine = parts_of(even_cut(rows, mesh.copies))[mesh.copy]
     return slice(mine.start, mine.stop)
 
 
@@ -86,22 +92,35 @@ def my_rows(mesh, rows):
 def compare_with_one_device(mesh, name, index):
     case = case_at(name, index)
     alone, model = net(case), laid_out(mesh, case)
-    one, many = optimizer_of(alone), optimizer_of(model)
+    one, many = optimizer_of(alone), share_states(optimizer_of(model), mesh)
     for number in range(3):
         x, y = batch(case, number)
         mine = my_rows(mesh, len(x))
         loss, gradients = step(alone, one, x, y, 1 / len(x))
-        my_loss, my_gradients = step(model, many, x[mine], y[mine], mesh.size / len(x), mesh.plan.accumulate)
-        close(mesh.sum_(my_loss), loss)
-        close(my_gradients, gradients)
-    close(dict(model.state_dict()), dict(alone.state_dict()))
+        my_loss, my_gradients = step(model, many, x[mine], y[mine], mesh.copies / len(x), mesh.plan.accumulate)
+        close(mesh.sum_(my_loss) * mesh.copies / mesh.size, loss)
+        close_on_main(mesh, model, my_gradients, gradients)
+    close_on_main(mesh, model, dict(model.state_dict()), dict(alone.state_dict()))
     assert not case.reason or any(re.search(case.reason, why) for why in reasons(model)), reasons(model)
+
+
+def close_on_main(mesh, model, parts, expected):
+    """Whether parts are those of the wholes that one device has; looked at on rank 0, since parts send no copies."""
+    found = wholes_on_main(model, mesh, parts)
+    if mesh.is_main:
+        close(found, expected)
+
+
+def plan_of(name, size, options):
+    """`size` ranks on the axis that a strategy is for."""
+    axis = next(axis for axis, strategy in [*STRATEGY_OF_AXIS.items(), ("replicate", name)] if strategy == name)
+    return Plan(**{axis: size}, **options)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("name", "index"), CASES, ids=[f"{n}: {case_at(n, i).name}" for n, i in CASES])
 def test_three_steps_over_ranks_equal_one_device(name, index, size):
-    on_ranks(size, compare_with_one_device, name, index, plan=Plan(replicate=size, **case_at(name, index).options))
+    on_ranks(size, compare_with_one_device, name, index, plan=plan_of(name, size, case_at(name, index).options))
 
 
 @pytest.mark.parametrize("name", names_in(FOLDER))

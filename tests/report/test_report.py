@@ -345,3 +345,10 @@ def test_a_picture_takes_its_colours_from_the_page():
     ]  # fmt: skip
     for svg in drawn:
         assert not re.search(r"#[0-9a-f]{6}|font-family", svg) and "var(--series-" in svg
+
+
+def test_a_run_whose_layers_are_dealt_out_shows_who_works_when(tmp_path):
+    told = {"plan": "stage: 2\n", "reasons": ["pipeline.micro_batches=4, as asked"]}
+    html = page(folder_of(tmp_path / "run", [START | told, *FULL[1:]]))
+    assert "<h2>Stages</h2>" in html and "20% of the time is idle" in html
+    assert "<h2>Stages</h2>" not in page(folder_of(tmp_path / "other", FULL))

@@ -26,6 +26,7 @@ from faults import (
 from ranks import on_ranks
 from torch.distributed.checkpoint import FileSystemWriter
 
+from widefield.engine.holding import Absent
 from widefield.train import manifest, nested, shelf
 from widefield.train.checkpoint import read
 from widefield.train.shelf import newest_sound_in, steps_in
@@ -312,6 +313,15 @@ def test_what_one_rank_cannot_save_is_refused_on_all(tmp_path):
 def test_a_leaf_that_no_checkpoint_can_hold_is_refused(leaf, says):
     with pytest.raises(ValueError, match=f"cannot hold.*{says}"):
         nested.take_apart({"it": leaf})
+
+
+@pytest.mark.parametrize("whole", [torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).T])
+def test_a_tensor_that_another_rank_has_is_named_and_comes_back(whole):
+    absent = Absent(tuple(whole.shape), whole.dtype, whole.stride())
+    here, tensors = nested.take_apart({"model": {"w": whole}})
+    there, none = nested.take_apart({"model": {"w": absent}})
+    assert there == here and none == {}
+    assert nested.put_together(there, tensors)["model"]["w"] is tensors["model.w"]
 
 
 def test_a_failing_disk_is_told_in_its_own_words(two_saved, monkeypatch):

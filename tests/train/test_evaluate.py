@@ -16,6 +16,8 @@ from widefield.data.device import Preparation
 from widefield.data.loader import Batch, EvaluateSampler, Reader, load_batches
 from widefield.data.transforms import Transforms
 from widefield.engine.mesh import AgreedError
+from widefield.engine.parallelize import parallelize
+from widefield.plan import Plan
 from widefield.tasks import build
 from widefield.tasks.classification import Classification
 from widefield.train.arithmetic import arithmetic_of
@@ -271,3 +273,40 @@ def plain(mesh, images: Noise) -> Evaluation:
 def test_sums_over_ranks_are_taken_once(size):
     for found in on_ranks(size, plain, Noise(20)):
         assert found.confusion == one_by_one(Noise(20))[0]
+
+
+# ---------------------------------------------------------------------------------------------- weights in parts
+
+
+def together(mesh, images: Noise, bad_images: str = "stop") -> Evaluation:
+    """Weights lie in parts, so that a pass takes all ranks, and ranks have different numbers of batches of their own."""
+    reader = Reader(images, NONE, NONE, CLASSES, 0, bad_images=bad_images)
+    sampler = EvaluateSampler(len(images), batch=2, rank=mesh.rank, ranks=mesh.size, even=True)
+    batches = iter(load_batches(reader, sampler, workers=0, device=CPU))
+    return evaluated(mesh, batches, images, model=parallelize(network(), mesh), together=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9, 13])
+def test_weights_in_parts_count_as_one_rank_when_some_run_out_of_images(count):
+    (alone,) = on_ranks(1, whole, Noise(count), 2)
+    for found in on_ranks(3, together, Noise(count), plan=Plan(shard=3)):
+        assert (found.confusion, found.metrics, found.images, found.duplicates) == (
+            alone.confusion, alone.metrics, count, 0)  # fmt: skip
+        assert found.loss == pytest.approx(alone.loss, rel=1e-12)
+
+
+def together_refused(mesh, images: Noise) -> str:
+    with pytest.raises(AgreedError) as said:
+        together(mesh, images)
+    return str(said.value)
+
+
+@pytest.mark.parametrize("bad", [0, 7])
+def test_an_image_that_cannot_be_read_stops_all_ranks_whose_weights_lie_in_parts(bad):
+    for said in on_ranks(3, together_refused, Noise(9, {bad}), plan=Plan(shard=3)):
+        assert f"cannot read the image noise/{bad}" in said
+
+
+def test_skipped_images_leave_every_rank_with_as_many_passes():
+    for found in on_ranks(3, together, Noise(9, {3, 4, 5}), "skip", plan=Plan(shard=3)):
+        assert found.images == 6 and sorted(found.skipped) == ["noise/3", "noise/4", "noise/5"]

@@ -150,7 +150,7 @@ def bits(model: nn.Module) -> dict[str, bytes]:
 
 def test_weights_come_back_bit_for_bit_tied_ones_too(tmp_path):
     model, other = Tied(), fresh_tied()
-    load_weights(write_weights(tmp_path, model), other)
+    load_weights(write_weights(tmp_path, model.state_dict()), other)
     assert bits(other) == bits(model) and other.second.weight is other.first.weight
     assert {path.name for path in tmp_path.iterdir()} == {"weights.safetensors"}
 
@@ -159,18 +159,18 @@ def test_weights_in_any_memory_format_are_the_same_file(tmp_path):
     (tmp_path / "last").mkdir()
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 3)
-    plain = write_weights(tmp_path, model).read_bytes()
-    assert write_weights(tmp_path / "last", model.to(memory_format=torch.channels_last)).read_bytes() == plain
+    plain = write_weights(tmp_path, model.state_dict()).read_bytes()
+    assert write_weights(tmp_path / "last", model.to(memory_format=torch.channels_last).state_dict()).read_bytes() == plain
 
 
 def test_weights_load_into_the_plain_model_without_us(tmp_path):
     model, other = Tied(), fresh_tied()
-    other.load_state_dict(safetensors.torch.load_file(write_weights(tmp_path, model)))
+    other.load_state_dict(safetensors.torch.load_file(write_weights(tmp_path, model.state_dict())))
     assert bits(other) == bits(model)
 
 
 def test_a_failed_write_leaves_the_old_weights(tmp_path, monkeypatch):
-    path = write_weights(tmp_path, Tied())
+    path = write_weights(tmp_path, Tied().state_dict())
     before = path.read_bytes()
 
     def full(tensors, path, metadata):
@@ -179,7 +179,7 @@ def test_a_failed_write_leaves_the_old_weights(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
-        write_weights(tmp_path, fresh_tied())
+        write_weights(tmp_path, fresh_tied().state_dict())
     assert path.read_bytes() == before
 
 
@@ -187,14 +187,14 @@ def test_weights_that_are_not_there_or_not_sound_are_refused(tmp_path):
     assert refusal(load_weights, tmp_path / "no.safetensors", Tied()) == (
         f"there are no weights at {tmp_path}/no.safetensors; name a .safetensors file"
     )
-    path = write_weights(tmp_path, Tied())
+    path = write_weights(tmp_path, Tied().state_dict())
     for damaged in (b"", path.read_bytes()[:100], path.read_bytes()[:-8], b"\xff" * 64):
         path.write_bytes(damaged)
         assert refusal(load_weights, path, Tied()).startswith(f"{path} is no sound .safetensors file (")
 
 
 def test_weights_of_another_model_name_what_differs_and_change_nothing(tmp_path):
-    path = write_weights(tmp_path, nn.Sequential(nn.Linear(4, 3)))
+    path = write_weights(tmp_path, nn.Sequential(nn.Linear(4, 3)).state_dict())
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2, bias=False))
     before = bits(model)
     told = refusal(load_weights, path, model)

@@ -143,17 +143,23 @@ class TrainSampler(Sampler[list[Key]]):
 
 
 class EvaluateSampler(Sampler[list[Key]]):
-    """Every image of a split once over all ranks, in order, `batch` at a time."""
+    """Every image of a split once over all ranks, in order, `batch` at a time.
 
-    def __init__(self, samples: int, *, batch: int, rank: int, ranks: int) -> None:
-        own = parts_of(even_cut(samples, ranks))[rank]
+    even: as many batches on every rank; one that runs out gets stand-ins, which do not count.
+    """
+
+    def __init__(self, samples: int, *, batch: int, rank: int, ranks: int, even: bool = False) -> None:
+        shares = parts_of(even_cut(samples, ranks))
+        own, longest = shares[rank], max(map(len, shares))
         self.batches = [range(start, min(start + batch, own.stop)) for start in range(own.start, own.stop, batch)]
+        self.spare = -(-longest // batch) - len(self.batches) if even else 0
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.batches) + self.spare
 
     def __iter__(self) -> Iterator[list[Key]]:
-        return ([Key(0, index, index) for index in batch] for batch in self.batches)
+        yield from ([Key(0, index, index) for index in batch] for batch in self.batches)
+        yield from ([Key(0, 0, 0, real=False)] for _ in range(self.spare))
 
 
 @dataclass(frozen=True)

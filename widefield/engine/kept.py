@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
+import math
 import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,23 @@ PLACES = ("device", "host", "file")
 SLAB_BYTES = 16 << 20
 """How far a copy from or to the CPU's memory reaches at once, and so how much of a file is resident at most."""
 
+BAND = 128
+"""Columns that lie together in a file: rows of so many pixels, of all channels, then the next row."""
+
 Arrival = tuple[Box, Tensor, torch.cuda.Event | None, bool]
+
+
+@dataclass
+class Room:
+    """Bytes of the device that kept tensors may take together, before the next goes where it was to go."""
+
+    bytes: int = 0
+
+    def take(self, size: int) -> bool:
+        """Whether so many bytes fit; then they are taken, until they are given back by adding them."""
+        fits = size <= self.bytes
+        self.bytes -= size if fits else 0
+        return fits
 
 
 class Kept:
@@ -38,6 +57,7 @@ class Kept:
     place: "device": a tensor there.  "host": the CPU's memory; copies pass through pinned memory on streams of their own, so
         that a GPU computes meanwhile.  "file": a file in `folder`, else in the system's folder for such (often /tmp; where
         that is memory itself, name another).  It has no name, so nothing stays behind after a crash.
+    room: as long as there is some, the whole lies on the device all the same.
     order: the dims from outermost to innermost in memory, as `torch.empty_permuted` takes them; None: as they are.
     Memory is taken at the first write or add, so that what is freed by then can be used again.
     Errors: ValueError for an unknown place; OSError at the first write or add where the file does not fit.
@@ -51,6 +71,7 @@ class Kept:
         place: str = "device",
         order: Sequence[int] | None = None,
         folder: str | Path | None = None,
+        room: Room | None = None,
     ) -> None:
         if place not in PLACES:
             hint = did_you_mean(str(place), PLACES)
@@ -58,9 +79,11 @@ class Kept:
         self.shape, self.dtype, self.device, self.place = torch.Size(shape), dtype, torch.device(device), place
         self.order = tuple(range(len(self.shape)) if order is None else order)
         self._is_here = place == "device" or (place == "host" and self.device.type == "cpu")
+        self._room, self._taken = room, 0
         self._folder = str(folder or tempfile.gettempdir())
         self._memory: Tensor | None = None
         self._file: mmap.mmap | None = None
+        self._band = 1
         self._arriving: Arrival | None = None
         self._is_freed = False
 
@@ -108,6 +131,9 @@ class Kept:
     def free(self) -> None:
         """Give memory or disk back now.  Nothing can be written or read afterwards; freeing again does nothing."""
         self._arriving = self._memory = self._file = None  # nothing else leads to the file, so its space on the disk goes too
+        if self._room is not None:
+            self._room.bytes += self._taken
+        self._taken = 0
         self._is_freed = True
 
     # ------------------------------------------------------------------------------------------ from and to the device
@@ -135,7 +161,7 @@ class Kept:
         if done is not None:
             done.synchronize()
         for part in self._parts(box):
-            place, pixels = self._memory[self._slices(part)], tile[within(box, part)]
+            place, pixels = self._place(part), tile[within(box, part)]
             place.add_(pixels) if adds else place.copy_(pixels)
             self._drop(place)
 
@@ -153,7 +179,7 @@ class Kept:
         with beside(lane):
             there = _empty(size_of(box), self.dtype, self.device, self.order)
             for part in self._parts(box):
-                place = self._memory[self._slices(part)]
+                place = self._place(part)
                 there[within(box, part)].copy_(place if lane is None else raised(place, self.device, self.order))
                 self._drop(place)
         return awaited(there, lane)
@@ -161,15 +187,38 @@ class Kept:
     # ------------------------------------------------------------------------------------------ memory
 
     def _made(self) -> Tensor:
+        if not self._is_here and self._room is not None and self._room.take(self.bytes):
+            self._is_here, self._taken = True, self.bytes
+            return _empty(self.shape, self.dtype, self.device, self.order).zero_()
         if self.place != "file" or not self.bytes:
             return _empty(self.shape, self.dtype, self.device if self._is_here else CPU, self.order).zero_()
-        self._file = _file_of(self.bytes, self._folder)
-        strides = _empty(self.shape, self.dtype, torch.device("meta"), _file_order(self.order)).stride()
-        return torch.frombuffer(self._file, dtype=self.dtype).as_strided(self.shape, strides)
+        self._band = _band_of(self.shape, self.order)
+        bands, shape = -(-self.shape[-1] // self._band) if self.shape else 1, (*self.shape[:-1], self._band)[: len(self.shape)]
+        self._file = _file_of(bands * math.prod(shape) * self.dtype.itemsize, self._folder)
+        strides = _empty(shape, self.dtype, torch.device("meta"), _file_order(self.order)).stride()
+        return torch.frombuffer(self._file, dtype=self.dtype).as_strided((bands, *shape), (math.prod(shape), *strides))
 
     def _parts(self, box: Box) -> Iterator[Box]:
+        """The box in parts that lie near together in memory, each in one band."""
         assert self._memory is not None
-        return iter([box]) if self._is_here else _slabs(box, self._memory.stride(), SLAB_BYTES // self.dtype.itemsize)
+        if self._is_here:
+            return iter([box])
+        most = SLAB_BYTES // self.dtype.itemsize
+        if self._file is None:
+            return _slabs(box, self._memory.stride(), most)
+        in_bands = [(*box[:-1], columns) for columns in _in_bands(box[-1], self._band)] if box else [box]
+        return itertools.chain.from_iterable(_slabs(part, self._memory.stride()[1:], most) for part in in_bands)
+
+    def _place(self, part: Box) -> Tensor:
+        """Where one of `_parts` lies."""
+        assert self._memory is not None
+        if self._file is None:
+            return self._memory[self._slices(part)]
+        if not part:
+            return self._memory[0]
+        band, start = divmod(part[-1].start, self._band)
+        rest = within(all_of(self.shape[:-1]), part[:-1])
+        return self._memory[band][(*rest, slice(start, start + len(part[-1])))]
 
     def _drop(self, place: Tensor) -> None:
         """Take the pages of a file out of what this process holds; the system keeps them while it has memory to spare."""
@@ -219,6 +268,19 @@ def _slabs(box: Box, strides: Sequence[int], most: int) -> Iterator[Box]:
     middle = box[dim].start + size[dim] // 2
     for half in (Interval(box[dim].start, middle), Interval(middle, box[dim].stop)):
         yield from _slabs((*box[:dim], half, *box[dim + 1 :]), strides, most)
+
+
+def _band_of(shape: Sequence[int], order: tuple[int, ...]) -> int:
+    """How many columns of an image lie together in a file, so that the pages which a window reads hold little else."""
+    is_plain = order == tuple(range(len(order))) and len(order) > 3
+    columns = max(1, *shape[-1:], 1)
+    return -(-columns // -(-columns // BAND)) if is_plain else columns
+
+
+def _in_bands(columns: Interval, band: int) -> Iterator[Interval]:
+    """An interval, cut at the multiples of `band`."""
+    for start in range(columns.start // band * band, columns.stop, band):
+        yield Interval(max(start, columns.start), min(start + band, columns.stop))
 
 
 def _file_order(order: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ every call returns at once.
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -43,23 +44,31 @@ class World:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run, laid out by its plan.
+    """The ranks of a run, laid out by its plan: replicate outermost, then shard, space, channel, stage.
 
-    `data_group` holds the ranks that share a batch (replicate x shard); None where there is one rank.  So do
-    `statistics_group`, for BatchNorm's small messages, which would wait behind gradient buckets of 25 MiB on the same
-    group, and `checkpoint_group` (always gloo), for what a thread says while training goes on.
-    `devices` is torch's DeviceMesh, None likewise.
+    `group` holds all ranks; None where there is one.  So does `checkpoint_group` (always gloo), for what a thread says while
+    training goes on.  `data_group` holds the ranks that have the same part of the model (replicate x shard x space) and
+    average its gradients; all ranks, where no rank has a part alone.  So does `statistics_group`, for BatchNorm's small
+    messages, which would wait behind gradient buckets of 25 MiB on the same group.
+    `channel_group` and `stage_group` hold the ranks along that axis, None where it is 1.
+    `devices` is torch's DeviceMesh with an axis `space0`, `space1`, ... for each of `plan.space`; None on one rank.
     """
 
     plan: Plan
     world: World
     device: torch.device
     devices: DeviceMesh | None = None
+    group: dist.ProcessGroup | None = None
     data_group: dist.ProcessGroup | None = None
     statistics_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
+    channel_group: dist.ProcessGroup | None = None
+    stage_group: dist.ProcessGroup | None = None
     grid: Grid = Grid(())
     """The ranks that share this rank's images, cut in space."""
+    shards: DeviceMesh | None = None
+    """The ranks of `data_group` as (replicate, shard x space), or (shard x space) where replicate is 1: weights are cut over
+    the last.  None where shard is 1."""
     opened: bool = False
     """Whether `join` opened the process group, so that `leave` closes it."""
 
@@ -87,45 +96,72 @@ class Mesh:
         return self.world.rank % (self.world.size // self.copies) == 0
 
     @property
+    def data_size(self) -> int:
+        """How many ranks have the same part of the model: replicate x shard x space."""
+        return self.size // (self.plan.channel * self.plan.stage)
+
+    @property
+    def channel(self) -> int:
+        """This rank's place on the axis `channel`."""
+        return self.world.rank // self.plan.stage % self.plan.channel
+
+    @property
+    def stage(self) -> int:
+        """This rank's place on the axis `stage`, the innermost."""
+        return self.world.rank % self.plan.stage
+
+    @property
+    def is_first_of_tile(self) -> bool:
+        """Whether this rank is the first of those that hold the same pixels: it counts what is in them."""
+        return self.channel == 0 and self.stage == 0
+
+    @property
     def is_main(self) -> bool:
         """Whether this rank prints and writes the run's files."""
         return self.world.rank == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add `tensor` up over the data ranks, in place; the sum on every rank."""
+        """Add `tensor` up over all ranks, in place; the sum on every rank."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def mean_(self, tensor: Tensor) -> Tensor:
+        """The mean of `tensor` over the ranks that have the same part of the model, in place."""
         if self.data_group is not None:
             dist.all_reduce(tensor, group=self.data_group)
+            tensor.div_(self.data_size)
         return tensor
 
     def start_sum(self, tensor: Tensor) -> Callable[[], list[float]]:
-        """Begin to add `tensor` up over the data ranks; the function given back waits and gives the sums as numbers.
+        """Begin to add `tensor` up over all ranks; the function given back waits and gives the sums as numbers.
 
         On a GPU the wait is for what was queued before this call, not for what is queued after it, so that a step's
         loss can be looked at while its backward pass runs.
         """
-        work = None if self.data_group is None else dist.all_reduce(tensor, group=self.data_group, async_op=True)
+        work = None if self.group is None else dist.all_reduce(tensor, group=self.group, async_op=True)
         if tensor.device.type != "cuda":
             return lambda: (work.wait() if work is not None else None, tensor.tolist())[1]
         return _copy_aside(tensor, work)
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` with rank 0's on every rank."""
+        """Overwrite `tensor` with that of the first of the ranks that have the same part of the model."""
         if self.data_group is not None:
-            dist.broadcast(tensor, src=0, group=self.data_group)
+            dist.broadcast(tensor, group_src=0, group=self.data_group)
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order, on every rank."""
-        if self.data_group is None:
+        if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.data_group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        if self.data_group is not None:
-            dist.barrier(group=self.data_group)
+        if self.group is not None:
+            dist.barrier(group=self.group)
 
     def agree(self, problem: str | None) -> None:
         """Raise AgreedError on every rank if any rank has a problem, naming the first; so nobody waits for a dead peer."""
@@ -160,12 +196,24 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
     opened = not dist.is_initialized()
     if opened:
         _meet(world, device, timeout_seconds)
-    sizes = (plan.replicate, plan.shard, *plan.space)
-    names = ("replicate", "shard", *(f"space{axis}" for axis in range(len(plan.space))))
+    sizes = (plan.replicate, plan.shard, *plan.space, plan.channel, plan.stage)
+    names = ("replicate", "shard", *(f"space{axis}" for axis in range(len(plan.space))), "channel", "stage")
     devices = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    checkpoint_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
-    grid = _grid_of(plan, world)
-    return Mesh(plan, world, device, devices, dist.group.WORLD, dist.new_group(), checkpoint_group, grid, opened)
+    return Mesh(
+        plan,
+        world,
+        device,
+        devices,
+        group=dist.group.WORLD,
+        data_group=_data_group(plan) if plan.channel * plan.stage > 1 else dist.group.WORLD,
+        statistics_group=_data_group(plan),
+        checkpoint_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2)),
+        channel_group=devices.get_group("channel") if plan.channel > 1 else None,
+        stage_group=devices.get_group("stage") if plan.stage > 1 else None,
+        grid=_grid_of(plan, world),
+        shards=_shards_of(plan, device) if plan.shard > 1 else None,
+        opened=opened,
+    )
 
 
 def current_world() -> World | None:
@@ -184,17 +232,32 @@ def leave(mesh: Mesh) -> None:
         dist.destroy_process_group()
 
 
+def _shards_of(plan: Plan, device: torch.device) -> DeviceMesh:
+    """The mesh that weights are cut over; every rank makes its groups."""
+    joint, inner = plan.shard * math.prod(plan.space), plan.channel * plan.stage
+    devices = init_device_mesh(device.type, (plan.replicate, joint, inner), mesh_dim_names=("replicate", "shard", "inner"))
+    return devices["replicate", "shard"] if plan.replicate > 1 else devices["shard"]
+
+
+def _data_group(plan: Plan) -> dist.ProcessGroup:
+    """A new group of the ranks that have the same part of the model as this one; every rank makes all of them."""
+    inner = plan.channel * plan.stage
+    group, _ = dist.new_subgroups_by_enumeration([list(range(part, plan.ranks, inner)) for part in range(inner)])
+    return group
+
+
 def _grid_of(plan: Plan, world: World) -> Grid:
     """The space axes of this rank's copy, with a process group for every set of them; every rank makes all groups."""
     grid = Grid(tuple(plan.space))
     if grid.size == 1:
         return grid
-    copy, index = divmod(world.rank, grid.size)
-    groups = []
+    inner = plan.channel * plan.stage
+    index, groups = world.rank // inner % grid.size, []
     for axes in grid.names():
         others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
         lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
-        ranks = [[start + r for r in line] for start in range(0, world.size, grid.size) for line in lines]
+        starts = [copy + part for copy in range(0, world.size, grid.size * inner) for part in range(inner)]
+        ranks = [[start + r * inner for r in line] for start in starts for line in lines]
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         groups.append((axes, group.group_name))
     return Grid(tuple(plan.space), index, tuple(groups))

@@ -133,17 +133,8 @@ class SyncBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _statistics_of_the_whole(self, input: Tensor, share: _Share) -> _Statistics:
         """Merge this rank's statistics with the others' (one message) and move the running ones."""
-        # A NaN in the running mean must not reach the output: plain BatchNorm never reads it in training.
-        origin = None if self.running_mean is None else self.running_mean.double().nan_to_num(0, 0, 0)
-        tile = share.tile_of(input)
-        sums = _sums_about(origin, tile, empty=share.is_ghost or tile.numel() == 0) / share.alike
-        dist.all_reduce(sums, group=self.group)
-        if not sums.is_cuda and sums[-1] <= 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {self.group.size()} ranks "
-                f"(this rank's input: {tuple(input.shape)}); use a larger batch or larger images"
-            )
-        whole = _finish(sums, origin, moments.statistics_dtype(input.dtype))
+        assert self.group is not None
+        whole = _merged(input, share, self.running_mean, self.group)
         if self.track_running_stats and self.running_mean is not None:
             self._move_running_statistics(whole)
         return whole
@@ -223,6 +214,35 @@ class _Statistics:
     var: Tensor
     unbiased: Tensor
     count: Tensor
+
+
+def _merged(input: Tensor, share: _Share, running_mean: Tensor | None, group: dist.ProcessGroup) -> _Statistics:
+    """The statistics of all ranks' inputs: one message.  ValueError, on every rank, for one value per channel or none."""
+    # A NaN in the running mean must not reach the output: plain BatchNorm never reads it in training.
+    origin = None if running_mean is None else running_mean.double().nan_to_num(0, 0, 0)
+    tile = share.tile_of(input)
+    sums = _sums_about(origin, tile, empty=share.is_ghost or tile.numel() == 0) / share.alike
+    dist.all_reduce(sums, group=group)
+    if not sums.is_cuda and sums[-1] <= 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {group.size()} ranks "
+            f"(this rank's input: {tuple(input.shape)}); use a larger batch or larger images"
+        )
+    return _finish(sums, origin, moments.statistics_dtype(input.dtype))
+
+
+def batch_norm_over(
+    image: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    momentum: float, eps: float, group_name: str, alike: int, is_ghost: bool,
+) -> list[Tensor]:  # fmt: skip
+    """What `widefield::batch_norm_over` names, with its gradient: the output, and what the running statistics become."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    share = _share_of(image, alike, is_ghost=is_ghost)
+    with torch.no_grad():
+        whole = _merged(image.detach(), share, running_mean, group)
+        pairs = ((running_mean, whole.mean), (running_var, whole.unbiased))
+        new = [running.lerp(batch.to(running.dtype), momentum) for running, batch in pairs if running is not None]
+    return [_Normalize.apply(image, weight, bias, whole, eps, group, share), *new]
 
 
 def _sums_about(origin: Tensor | None, input: Tensor, *, empty: bool) -> Tensor:
@@ -364,13 +384,13 @@ def average_running_statistics(model: nn.Module, mesh: Mesh) -> None:
     running = [statistic for layer in layers for statistic in (layer.running_mean, layer.running_var)]
     if mesh.size == 1 or not running:
         return
-    flat = mesh.sum_(torch.cat([statistic.double() for statistic in running])) / mesh.size
+    flat = mesh.mean_(torch.cat([statistic.double() for statistic in running]))
     for statistic, mean in zip(running, flat.split([statistic.numel() for statistic in running]), strict=True):
         statistic.copy_(mean)
 
 
 def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
-    """Overwrite every buffer with rank 0's; one message per buffer, before training and before a checkpoint."""
+    """Overwrite every buffer with that of the first rank that has it: one message each, before training and checkpoints."""
     for buffer in model.buffers():
         whole = buffer.detach().contiguous()
         buffer.detach().copy_(mesh.broadcast_(whole))

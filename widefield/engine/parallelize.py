@@ -1,34 +1,78 @@
-"""Lay a model out over a mesh: the plan's strategies in the order of their Phase.  The same module comes back."""
+"""Lay a model out over a mesh: the strategies that its plan calls for, in the order of their Phase."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from widefield.engine.mesh import Mesh
+from widefield.engine.strategies import Phase, data, fully_shard
 from widefield.naming import load
 from widefield.plan import STRATEGY_OF_AXIS, Plan
 
 _REASONS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
-def parallelize(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+) -> nn.Module:
     """Make `model`, which is on the mesh's device, train over the ranks of `mesh` as its plan says; the same module back.
 
-    Names, hooks and `state_dict()` stay the model's, and `model(...)` runs in parallel in training and alone in evaluation.
-    On one rank the model stays untouched.  Make the optimizer afterwards or before: the parameters stay the same objects.
+    Names, hooks and `state_dict()` stay the model's, and `model(...)` runs in parallel in training and alone in evaluation
+    (but together where its weights lie in parts, see `evaluates_together`).  On one rank the model stays untouched, unless
+    the plan recomputes.  Make the optimizer afterwards: where ranks share weights, parameters become new objects.
     rehearse: runs the model on a small batch of this rank and returns a scalar loss; every rank gives one or none.
+    sample: a batch such as a pass of this rank has, or a tensor on meta of its shape; asked for where layers are cut or dealt
+    out (mesh.channel, mesh.stage), for which the model is followed on it without pixels.
     Gradients are averaged over the data ranks: a loss summed over samples wants the factor copies / samples of all
     copies of the model (on tiles in space, several ranks are one copy).
     """
-    if mesh.size == 1 and mesh.plan.data_strategy == "data":
-        _REASONS[model] = ["one rank: nothing is exchanged"]
-        return model
-    _REASONS[model] = [why for strategy in _strategies(mesh.plan) for why in strategy.apply(model, mesh, rehearse=rehearse)]
+    found = []
+    for strategy in _strategies(mesh):
+        more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}
+        found += strategy.apply(model, mesh, rehearse=rehearse, **more)
+    alone = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
+    _REASONS[model] = [*alone, *found]
     return model
+
+
+def follow(
+    copy: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+) -> nn.Module:
+    """Lay out a copy that learns nothing but averages the weights of a laid out model; the same module back.
+
+    It holds the same parts, so that they can be averaged one by one; its passes average no gradient.
+    """
+    for strategy in _strategies(mesh):
+        if strategy.PHASE == Phase.SPLIT or (strategy is fully_shard and mesh.plan.sharding.zero > 1):
+            more = {"rehearse": rehearse, "sample": sample} if strategy.PHASE == Phase.SPLIT else {}
+            strategy.apply(copy, mesh, **more)
+    return copy
+
+
+def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Optimizer:
+    """Share the state of an optimizer of a laid out model over ranks where the plan asks for that; the same optimizer back."""
+    if mesh.plan.shard > 1 and mesh.plan.sharding.zero == 1:
+        return fully_shard.share_states(optimizer, mesh)
+    return optimizer
+
+
+def without_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, backward adds to this rank's gradients and sends none: every pass of a step but the last runs here.
+
+    Forward and backward both belong inside.  Does nothing for a model that averages no gradients.
+    """
+    return fully_shard.without_sync(model) if fully_shard.is_sharded(model) else data.without_sync(model)
+
+
+def evaluates_together(model: nn.Module) -> bool:
+    """Whether a pass in evaluation sends messages over copies of the model, so that ranks need equally many of them."""
+    return fully_shard.is_sharded(model)
 
 
 def reasons(model: nn.Module) -> list[str]:
@@ -36,8 +80,18 @@ def reasons(model: nn.Module) -> list[str]:
     return list(_REASONS.get(model, []))
 
 
-def _strategies(plan: Plan) -> list[ModuleType]:
-    """The strategy files that the plan's axes call for, in the order of their Phase."""
-    names = {plan.data_strategy}
-    names |= {STRATEGY_OF_AXIS[axis] for axis, size in plan.axes.items() if size > 1 and axis != "replicate"}
+def _strategies(mesh: Mesh) -> list[ModuleType]:
+    """The strategy files that the plan calls for, in the order of their Phase."""
+    names = sorted(_names(mesh.plan, mesh.size))  # channels are cut before stages are
     return sorted((load("widefield.engine.strategies", name) for name in names), key=lambda strategy: strategy.PHASE)
+
+
+def _names(plan: Plan, ranks: int) -> set[str]:
+    names = {STRATEGY_OF_AXIS[axis] for axis, size in plan.axes.items() if size > 1 and axis != "replicate"}
+    if plan.stage > 1:  # which averages gradients itself; ZeRO-1 then shares the optimizer's state alone
+        names.discard("fully_shard")
+    names |= {"recompute"} if plan.recompute is not None else set()
+    alike = ranks // (plan.channel * plan.stage)
+    if plan.shard == plan.stage == 1 and (alike > 1 or plan.data_strategy != "data"):
+        names.add(plan.data_strategy)
+    return names

@@ -30,7 +30,7 @@ from widefield.engine.mesh import Mesh, World, join
 from widefield.engine.stream.streamed import stream as streamed
 from widefield.engine.tiled import TiledTensor
 from widefield.engine.tiling import tile, whole, window
-from widefield.plan import Plan
+from widefield.plan import Plan, check
 
 TOLERANCE = 1e-10
 """Largest difference, relative to the largest value, that float64 sums in another order explain."""
@@ -39,9 +39,14 @@ NOISE = 1e-3
 """Of the largest gradient: what is smaller may be the rounding of sums that cancel, as of a bias before a BatchNorm."""
 
 
+OWN_RANKS = "verify starts ranks of its own; call it outside of a process group, in a process by itself"
+KINDS = ("loss", "output", "gradient", "weight", "buffer")
+"""What is compared, beside what layers give."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """One compared tensor: `kind` is output, gradient, buffer or layer; `error` is relative to the largest value."""
+    """One compared tensor: `kind` is one of KINDS or layer; `error` is relative to the largest value."""
 
     kind: str
     name: str
@@ -57,6 +62,8 @@ class Verdict:
     tolerance: float = TOLERANCE
     zero_gradients: int = 0
     """Gradients that are zero on one device, as behind branches that begin at zero: there nothing is compared."""
+    reasons: list[str] = field(default_factory=list)
+    """What a plan's strategies chose, a sentence each."""
 
     @property
     def ok(self) -> bool:
@@ -69,7 +76,7 @@ class Verdict:
         """A table: the largest error of each kind, then the layers that differ, first to last as the model runs them."""
         if self.refusal is not None:
             return f"refused: {self.refusal}"
-        lines = [_summary(kind, [row for row in self.rows if row.kind == kind]) for kind in ("output", "gradient", "buffer")]
+        lines = [_summary(kind, [row for row in self.rows if row.kind == kind]) for kind in KINDS]
         wrong = [row for row in self.rows if row.error > self.tolerance]
         lines += [f"  differs: {row.kind} {row.name}: {row.error:.1e}" for row in wrong[:20]]
         lines += [f"  and {len(wrong) - 20} more"] * (len(wrong) > 20)
@@ -84,7 +91,8 @@ def _summary(kind: str, rows: list[Row]) -> str:
     if not rows:
         return ""
     worst = max(rows, key=lambda row: row.error)
-    return f"{len(rows):5d} {kind + ('s' if len(rows) > 1 else ''):10s} largest error {worst.error:.1e} ({worst.name})"
+    plural = {"loss": "losses"}.get(kind, kind + "s")
+    return f"{len(rows):5d} {plural if len(rows) > 1 else kind:10s} largest error {worst.error:.1e} ({worst.name})"
 
 
 def verify(
@@ -96,6 +104,7 @@ def verify(
     cuts: Sequence[Sequence[int] | None] | None = None,
     train: bool = True,
     tolerance: float = TOLERANCE,
+    plan: Plan | None = None,
     timeout_seconds: float = 600.0,
 ) -> Verdict:
     """Compare `model` on tiles with `model` on one device: outputs, every gradient, buffers; in float64, on the CPU.
@@ -103,10 +112,14 @@ def verify(
     shape: of a batch of images, e.g. (2, 3, 250, 190); space: tiles in space per image dim, (2,) where `stream` is not given
     either; stream: tiles in time per image dim; cuts as for `tile`.
     train: in training mode, forward and backward; else evaluation mode and forward alone.
+    plan: instead, any plan of any strategies, as `Plan(shard=2, channel=2)`: three optimizer steps under it, the batch shared
+        out, against three on one device; losses, gradients, weights, buffers and outputs are compared.
     Starts one gloo rank per tile in space on this machine and ends them; the model itself stays as it is.
     Returns a Verdict: true if all agree; print it for the table.
     ValueError: more sizes than image dims, cuts that do not fit, or ranks to be started by a process that is a rank.
     """
+    if plan is not None:
+        return _verify_plan(model, shape, plan, tolerance, timeout_seconds, others=bool(space or stream or cuts or not train))
     space = space if space is not None else () if stream else (2,)
     sizes, turns = (_sizes(name, given, shape) for name, given in (("space", space), ("stream", stream)))
     body = partial(compare, model, tuple(shape), cuts=cuts, train=train, tolerance=tolerance, stream=turns if stream else ())
@@ -114,9 +127,27 @@ def verify(
         with torch.random.fork_rng(devices=[]):
             return body(mesh=Mesh(Plan(), World(), torch.device("cpu"), grid=Grid(())))
     if dist.is_initialized():
-        raise ValueError("verify starts ranks of its own; call it outside of a process group, in a process by itself")
+        raise ValueError(OWN_RANKS)
     window(shape, Mesh(Plan(space=sizes), World(), torch.device("cpu"), grid=Grid(tuple(sizes))), cuts)  # refuses a wrong cut
     return _on_own_ranks(Plan(space=sizes), body, timeout_seconds)
+
+
+def _verify_plan(
+    model: nn.Module, shape: Sequence[int], plan: Plan, tolerance: float, timeout_seconds: float, *, others: bool
+) -> Verdict:
+    from widefield.engine.training_parity import compare_training
+
+    if others:
+        raise ValueError(
+            "a plan itself says how images are cut, and is verified in training; leave space, stream, cuts and train out"
+        )
+    if dist.is_initialized():
+        raise ValueError(OWN_RANKS)
+    try:
+        check(plan, ranks=plan.ranks, samples_per_step=shape[0])
+    except (ValueError, NotImplementedError) as error:
+        return Verdict(refusal=str(error))
+    return _on_own_ranks(plan, partial(compare_training, model, tuple(shape), tolerance=tolerance), timeout_seconds)
 
 
 def _sizes(name: str, given: Sequence[int], shape: Sequence[int]) -> list[int]:
@@ -150,13 +181,13 @@ def compare(
         got = _run(run, image.clone().requires_grad_(train), lay, weights=expected.weights)
     except NotImplementedError as error:  # raised on every rank alike, before any message
         return Verdict(refusal=str(error))
-    rows = [] if stream else _rows("layer", got.layers, expected.layers)
-    rows += _rows("output", got.outputs, expected.outputs)
-    rows += _rows("gradient", _mean_over(mesh, got.gradients), expected.gradients)
-    rows += _rows("buffer", dict(cut.named_buffers()), dict(alone.named_buffers()))
+    rows = [] if stream else rows_of("layer", got.layers, expected.layers)
+    rows += rows_of("output", got.outputs, expected.outputs)
+    rows += rows_of("gradient", _mean_over(mesh, got.gradients), expected.gradients)
+    rows += rows_of("buffer", dict(cut.named_buffers()), dict(alone.named_buffers()))
     worst = _worst(mesh, rows)
     if stream and any(row.error > tolerance for row in worst):
-        worst = _worst(mesh, _rows("layer", _told(spare, image, lay, stream), expected.layers)) + worst
+        worst = _worst(mesh, rows_of("layer", _told(spare, image, lay, stream), expected.layers)) + worst
     zeros = sum(gradient is not None and not bool(gradient.any()) for gradient in expected.gradients.values())
     return Verdict(worst, None, tolerance, zeros)
 
@@ -249,7 +280,7 @@ def _mean_over(mesh: Mesh, gradients: dict[str, Tensor | None]) -> dict[str, Ten
     return means
 
 
-def _rows(kind: str, got: dict, expected: dict) -> list[Row]:
+def rows_of(kind: str, got: dict, expected: dict) -> list[Row]:
     """A row for each tensor that one of the two has; an unused weight has no gradient on either side."""
     pairs = {name: (got.get(name), expected.get(name)) for name in expected | got}
     largest = max((_size(tensor) for tensor in expected.values() if tensor is not None), default=0.0)
@@ -315,7 +346,7 @@ def _first_answer(ranks: list, timeout_seconds: float) -> Verdict:
             except EOFError:
                 ok, answer = False, "a rank ended without an answer (killed, perhaps for memory)"
             if not ok:
-                raise RuntimeError(f"the model failed on tiles:\n{answer}")
+                raise RuntimeError(f"the model failed on ranks:\n{answer}")
             if pipe is ranks[0][1]:
                 return answer
             pipes.remove(pipe)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from widefield import plan as plans
-from widefield.report import mistakes, plots, samples
+from widefield.report import mistakes, plots, samples, stages
 from widefield.train.record import Line, read, replace_text
 from widefield.train.terminal import memory_text, rate_text
 
@@ -81,9 +81,8 @@ class _Run:
 
 
 def _page(run: _Run) -> str:
-    template = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(template).render(
+    return laid_out(
+        "page.html",
         title=_title(run.config),
         state=run.end["reason"] if run.end else "open",
         verdict=_verdict(run),
@@ -92,6 +91,7 @@ def _page(run: _Run) -> str:
         curves=_curves(run),
         evaluations=_evaluation_rows(run),
         plan=_plan(run.start),
+        stages=stages.stages(run.start),
         reasons=run.start.get("reasons", []),
         machine=_machine(run.start),
         history=_history(run),
@@ -104,6 +104,14 @@ def _page(run: _Run) -> str:
         config=run.config,
         version=run.start.get("versions", {}).get("widefield", ""),
     )
+
+
+def laid_out(template: str, **texts: Any) -> str:
+    """A page of this folder with its texts filled in, and the style that all pages share."""
+    folder = resources.files(__package__)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    style = Markup((folder / "style.css").read_text(encoding="utf-8"))
+    return environment.from_string((folder / template).read_text(encoding="utf-8")).render(style=style, **texts)
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -147,7 +155,7 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {second:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -171,9 +179,9 @@ def _verdict(run: _Run) -> str:
     """What became of the run, in a sentence or two."""
     total = run.start.get("steps", run.last_step)
     at = f"at step {run.last_step:,} of {total:,}"
-    done = f"{_epochs(run.steps[-1]['epoch'])} ({_count(run.last_step, 'step')})" if run.steps else "no step"
+    done = f"{_epochs(run.steps[-1]['epoch'])} ({count_of(run.last_step, 'step')})" if run.steps else "no step"
     ends = {
-        "complete": f"Trained {done} on {_count(run.start.get('ranks', 1), 'rank')} in {_duration(_wall_seconds(run))}.",
+        "complete": f"Trained {done} on {count_of(run.start.get('ranks', 1), 'rank')} in {_duration(_wall_seconds(run))}.",
         "interrupted": f"Interrupted {at}. The same command again goes on from the newest checkpoint.",
         "failed": f"Failed {at}: {run.end['text'].rstrip('.') if run.end else ''}.",
         "open": f"Still running, or killed: the record ends {at}. The same command again goes on from the newest checkpoint.",
@@ -224,7 +232,7 @@ def _metric_card(run: _Run) -> dict[str, str]:
     matrix = evaluation.get("confusion") or []
     unit = " pixels" if evaluation.get("unit") == "pixels" else ""
     right = f"{sum(row[i] for i, row in enumerate(matrix)):,} of {sum(map(sum, matrix)):,}{unit} right; " if matrix else ""
-    seen = f"{evaluation['images']:,}/{evaluation['of']:,} images, {_count(evaluation['duplicates'], 'duplicate')}"
+    seen = f"{evaluation['images']:,}/{evaluation['of']:,} images, {count_of(evaluation['duplicates'], 'duplicate')}"
     return _card(_metric(name, value), _metric_name(name), right + seen)
 
 
@@ -285,7 +293,7 @@ def _curves(run: _Run) -> list[dict[str, str | Markup]]:
         metrics = {_metric_name(name): [line["metrics"].get(name, float("nan")) for line in evaluations]
                    for name in evaluations[-1]["metrics"]}  # fmt: skip
         epochs, losses = [line["epoch"] for line in evaluations], [line["loss"] for line in evaluations]
-        caption = f"{_count(len(evaluations), 'evaluation')}; metrics above, loss below."
+        caption = f"{count_of(len(evaluations), 'evaluation')}; metrics above, loss below."
         curves.append(_curve("Evaluation", plots.evaluation_curve(epochs, metrics, losses), caption))
     if steps:
         split = plots.time_curve(x, [line["seconds"] for line in steps], [line["data_seconds"] for line in steps])
@@ -345,7 +353,7 @@ def _machine(start: Line) -> list[tuple[str, str]]:
     gpus = [f"{count} × {name}" for name, count in Counter(machine["gpus"]).items()]
     return [
         ("host", machine["host"]),
-        ("processor", f"{machine['cpu']}, {_count(machine['cores'], 'core')}"),
+        ("processor", f"{machine['cpu']}, {count_of(machine['cores'], 'core')}"),
         ("memory", memory),
         ("GPUs", ", ".join(gpus) or "none"),
         ("parameters", f"{start['parameters']:,}"),
@@ -366,7 +374,7 @@ def _history(run: _Run) -> list[tuple[str, str]]:
     checkpoints = run.of("checkpoint")
     if checkpoints:
         name = checkpoints[-1]["name"]
-        events.append((_when(checkpoints[-1]), f"newest of {_count(len(checkpoints), 'checkpoint')}: {name}"))
+        events.append((_when(checkpoints[-1]), f"newest of {count_of(len(checkpoints), 'checkpoint')}: {name}"))
     return events
 
 

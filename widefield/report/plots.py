@@ -44,7 +44,7 @@ def loss_curve(steps: Sequence[int], losses: Sequence[float]) -> tuple[str, str]
     """(SVG, caption) of the training loss at every step, with its moving average."""
     x, y = np.asarray(steps, float), np.asarray(losses, float)
     span = smoothing_span(len(y))
-    with _style():
+    with style():
         figure, axes = _canvas(steps)
         scale = _loss_scale(axes, y)
         if span > 1:
@@ -53,13 +53,13 @@ def loss_curve(steps: Sequence[int], losses: Sequence[float]) -> tuple[str, str]
         else:
             axes.plot(x, y, color=SERIES[0], marker="o", markersize=3)
         text = f"Each step{f'; thick: mean of {span} steps around' if span > 1 else ''}{scale}."
-        return _svg(figure, "training loss by step"), text + _left_out(y)
+        return drawn(figure, "training loss by step"), text + _left_out(y)
 
 
 def evaluation_curve(epochs: Sequence[float], metrics: Mapping[str, Sequence[float]], losses: Sequence[float]) -> str:
     """SVG of the metrics (above) and of the loss (below) at every evaluation."""
     marker: dict[str, Any] = {"marker": "o", "markersize": 3.2} if len(epochs) <= 60 else {}
-    with _style():
+    with style():
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
         for colour, (name, values) in zip(SERIES[:3], metrics.items(), strict=False):
@@ -72,17 +72,17 @@ def evaluation_curve(epochs: Sequence[float], metrics: Mapping[str, Sequence[flo
         below.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=max(epochs) - min(epochs) >= 4))
         below.set_ylabel("loss")
         above.set_ylabel("%" if metrics and all(re.fullmatch(r"top-\d+", name) for name in metrics) else "metric")
-        return _svg(figure, "metrics and loss of evaluations by epoch")
+        return drawn(figure, "metrics and loss of evaluations by epoch")
 
 
 def rate_curve(steps: Sequence[int], rates: Sequence[float]) -> str:
     """SVG of the learning rate at every step."""
-    with _style():
+    with style():
         figure, axes = _canvas(steps)
         marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(steps) < 3 else {}
         axes.plot(*thinned(np.asarray(steps, float), np.asarray(rates, float)), color=SERIES[0], **marker)
         axes.set_ylim(bottom=0)
-        return _svg(figure, "learning rate by step")
+        return drawn(figure, "learning rate by step")
 
 
 def time_curve(steps: Sequence[int], seconds: Sequence[float], data_seconds: Sequence[float]) -> tuple[str, str]:
@@ -90,7 +90,7 @@ def time_curve(steps: Sequence[int], seconds: Sequence[float], data_seconds: Seq
     whole = 1e3 * np.asarray(seconds, float)
     x, total, data = (_means(np.asarray(values, float)) for values in (steps, whole, 1e3 * np.asarray(data_seconds, float)))
     parts = {"waiting for data": data, "compute": np.maximum(total - data, 0)}
-    with _style():
+    with style():
         figure, axes = _canvas(steps)
         axes.set_ylabel("ms per step")
         if len(x) < 3:
@@ -102,10 +102,10 @@ def time_curve(steps: Sequence[int], seconds: Sequence[float], data_seconds: Seq
         top = 1.6 * float(np.quantile(total[1:] if len(total) > 1 else total, 0.95)) or 1.0  # the first would squash all others
         axes.set_ylim(0, top)
         axes.legend(loc="upper right", frameon=False, ncols=2, handlelength=1.0, labelcolor=INK)
-        return _svg(figure, "time per step, split into compute and waiting for data"), _beyond(steps, whole, top)
+        return drawn(figure, "time per step, split into compute and waiting for data"), _beyond(steps, whole, top)
 
 
-def _style() -> AbstractContextManager[None]:
+def style() -> AbstractContextManager[None]:
     """Our settings over matplotlib's own defaults, so that no matplotlibrc of the user changes the page."""
     return matplotlib.style.context(_STYLE, after_reset=True)
 
@@ -180,7 +180,7 @@ def _beyond(steps: Sequence[int], milliseconds: np.ndarray, top: float) -> str:
     return f" {subject} beyond the picture, the slowest with {milliseconds.max():,.0f} ms."
 
 
-def _svg(figure: Figure, label: str) -> str:
+def drawn(figure: Figure, label: str) -> str:
     """The figure as an `<svg>` element to stand inside HTML: no prolog, sizes, ids or namespaces that the page has itself."""
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": label}):

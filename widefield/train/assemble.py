@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from widefield import models, tasks
 from widefield.config import RunConfig
@@ -21,13 +21,15 @@ from widefield.data.device import Preparation
 from widefield.data.loader import Batch, EvaluateSampler, Key, Reader, Steps, TrainSampler, Window, load_batches, reader_of
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
 from widefield.engine.mesh import Mesh
-from widefield.engine.parallelize import parallelize
+from widefield.engine.parallelize import follow, parallelize, share_states
 from widefield.engine.parallelize import reasons as parallel_reasons
+from widefield.engine.strategies import Rehearsal
 from widefield.tasks import Task, is_per_pixel
 from widefield.train.arithmetic import Arithmetic, arithmetic_of, choose_precision
+from widefield.train.average import average_of
 from widefield.train.folder import load_weights, write_model
 from widefield.train.loop import Learner
-from widefield.train.optimizer import build_optimizer, learning_rate
+from widefield.train.optimizer import build_optimizer, check_optimizer, learning_rate
 from widefield.train.placing import cuts_in_words, window_of
 from widefield.train.record import usable_cores
 from widefield.train.schedule import build_schedule
@@ -76,11 +78,11 @@ class Parts:
             ignore=getattr(self.task, "ignore_index", None),
         )
 
-    def evaluation_batches(self) -> Iterator[Batch]:
-        """This copy's part of the evaluation split."""
+    def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
+        """This copy's part of the evaluation split; with `together`, as many batches on every copy, stand-ins at the end."""
         batch = self.config.data.evaluate_batch_size or self.config.data.batch_size
         samples = len(self.dataset.evaluate)
-        sampler = EvaluateSampler(samples, batch=batch, rank=self.mesh.copy, ranks=self.mesh.copies)
+        sampler = EvaluateSampler(samples, batch=batch, rank=self.mesh.copy, ranks=self.mesh.copies, even=together)
         return iter(load_batches(self.reader(train=False), sampler, workers=self.workers, device=self.mesh.device))
 
 
@@ -122,9 +124,11 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     config, mesh, model = parts.config, parts.mesh, parts.model
     steps = Steps(len(parts.dataset.train), config.data.batch_size)
     lr, why_lr = learning_rate(config.optimizer, config.data.batch_size)
+    check_optimizer(config.optimizer, mesh.plan)
+    _check_scaling(parts)
     ema = None
     if config.ema is not None:
-        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema.decay))
+        ema = average_of(model, config.ema.decay)
     learner = Learner(
         config=config,
         mesh=mesh,
@@ -143,11 +147,29 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     if config.model.compile:
         model.compile()
     check_tiles(mesh.plan.stream, learner.spare)
-    learner.model = parallelize(model, mesh, rehearse=learner.rehearse)
+    sample = learner.images_of_a_pass()
+    share = 2 / len(sample)
+    if ema is not None:
+        follow(ema.module, mesh, rehearse=Rehearsal(partial(learner.rehearse, ema.module), share), sample=sample)
+    learner.model = parallelize(model, mesh, rehearse=Rehearsal(learner.rehearse, share), sample=sample)
+    del sample
+    learner.optimizer = share_states(build_optimizer(config.optimizer, model, lr), mesh)  # parameters may be new objects
     why_stream = look_ahead(learner)
     seed_everything(seed_of(config.seed, "rank", mesh.copy))  # dropout draws otherwise on each copy, and alike within one
     reasons = [*([why_lr] if why_lr else []), *_cuts_of(learner.spare, mesh), *parallel_reasons(learner.model)]
     return learner, [*reasons, *why_stream, *_warn_of_chance(model, mesh)]
+
+
+def _check_scaling(parts: Parts) -> None:
+    """ValueError where ranks could disagree on whether scaled gradients overflowed, and so on whether to step."""
+    plan = parts.mesh.plan
+    for axis, size in (("channel", plan.channel), ("stage", plan.stage)):
+        if size > 1 and parts.arithmetic.scaler().is_enabled():
+            raise ValueError(
+                f"precision={parts.arithmetic.precision} scales gradients and leaves out a step where one overflows, which "
+                f"each of the {size} ranks of mesh.{axis} would find out for itself; set precision=bfloat16 or float32, or "
+                f"mesh.{axis}=1"
+            )
 
 
 def _cuts_of(spare: Batch, mesh: Mesh) -> list[str]:

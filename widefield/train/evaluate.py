@@ -1,7 +1,8 @@
 """How good is the model, exactly?  Every image once, on any number of ranks, with the count that proves it.
 
 Each copy of the model evaluates its part of the split; metric states, the loss sum and a tally of who was evaluated how
-often are added up over ranks once, at the end.  Ranks may have different numbers of batches: nothing is sent in between.
+often are added up over ranks once, at the end.  Ranks may have different numbers of batches: nothing is sent in between,
+but by a model whose weights lie in parts.  Its passes take all ranks, so that there one that runs out runs stand-ins.
 Where a copy lies on several ranks, each counts the pixels of its window; what is of a whole image, its first rank counts.
 """
 
@@ -72,31 +73,42 @@ def evaluate(
     mesh: Mesh,
     samples: int,
     worst: int = 24,
+    together: bool = False,
 ) -> Evaluation:
     """Evaluate `model` on this rank's `batches` of a split of `samples` images; every rank calls it and gets the whole result.
 
+    together: every rank has as many batches and runs its model on each, for the model's passes send messages.
     Counts are bit for bit those of one rank.  ValueError, on every rank: an image that cannot be read (unless skipped).
     """
     start, training = time.monotonic(), [(module, module.training) for module in model.modules()]
-    seen = _Seen.nothing(task.metrics(), samples, mesh.device, first=mesh.is_first_of_copy)
+    seen = _Seen.nothing(task.metrics(), samples, mesh)
     problem: str | None = None
     model.eval()
     for batch in batches:
         seen.skipped += batch.skipped if seen.first else []
-        if batch.problem is not None:
-            problem = batch.problem
+        problem = batch.problem
+        if _is_over(problem, mesh, together=together):
             break
-        if batch.samples == 0:
+        if batch.samples == 0 and not together:
             continue
         image, target = prepare(batch)
         with arithmetic.autocast():
             output = model(on_tiles(image, batch, mesh))
         output = tile_of(output, mesh) if is_per_pixel(task) else whole(output)
+        if batch.samples == 0:
+            continue
         seen.add(batch, output.to(torch.promote_types(output.dtype, torch.float32)), target, task=task, worst=worst)
     for module, flag in training:  # a layer that a user keeps in evaluation stays there
         module.training = flag
     mesh.agree(problem)
     return _total(task, seen, mesh, worst, time.monotonic() - start)
+
+
+def _is_over(problem: str | None, mesh: Mesh, *, together: bool) -> bool:
+    """Whether to stop before this batch: at a problem of this rank, or of any where the next pass takes all ranks."""
+    if not together:
+        return problem is not None
+    return bool(mesh.sum_(torch.tensor(float(problem is not None), device=mesh.device)))
 
 
 @dataclass
@@ -108,24 +120,27 @@ class _Seen:
     losses: Tensor
     first: bool
     """Whether this rank counts the images of its copy of the model; others count pixels alone."""
+    counts: bool
+    """Whether this rank counts its pixels, which others that share the model's layers may hold too."""
     mistakes: list[Mistake] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
     @classmethod
-    def nothing(cls, metrics: MetricCollection, samples: int, device: torch.device, *, first: bool) -> _Seen:
-        losses = torch.zeros(2, dtype=torch.float64, device=device)
-        return cls(metrics.to(device), torch.zeros(samples, dtype=torch.int64), losses, first)
+    def nothing(cls, metrics: MetricCollection, samples: int, mesh: Mesh) -> _Seen:
+        losses = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        tally = torch.zeros(samples, dtype=torch.int64)
+        return cls(metrics.to(mesh.device), tally, losses, mesh.is_first_of_copy, mesh.is_first_of_tile)
 
     def add(self, batch: Batch, output: Tensor, target: Tensor, *, task: Task, worst: int) -> None:
         pixels, answers = is_per_pixel(task), task.answers(output)
         if self.first:
             self.tally.index_add_(0, batch.index, torch.ones_like(batch.index))
-        if pixels or self.first:
+        if self.first or (pixels and self.counts):
             self.metrics.update(answers, target)
             self.losses[0] += task.loss_sum(output, target)
             self.losses[1] += task.count(target)
-        if pixels:
+        if pixels and self.counts:
             self.pieces += pieces_of(batch, answers, target, ignore=task.ignore_index)  # type: ignore[attr-defined]
         elif self.first:
             mistakes = _mistakes(batch.index, target, answers, task.loss_each(output, target), worst)

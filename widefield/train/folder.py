@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -126,16 +127,16 @@ def read_model(folder: Path) -> Dataset:
     return Dataset(none, none, told["classes"], told["image"][0], told["mean"], told["std"], in_memory=True, pixels=pixels)
 
 
-def write_weights(folder: Path, model: nn.Module) -> Path:
+def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> Path:
     """Save a run's weights where `widefield evaluate` and others look for them; the path."""
-    save_weights(folder / WEIGHTS, model)
+    save_weights(folder / WEIGHTS, weights)
     return folder / WEIGHTS
 
 
-def save_weights(path: Path, model: nn.Module) -> None:
+def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Save parameters and buffers under the plain model's own names, whole or not at all; equal weights, equal bytes."""
     beside = path.with_suffix(".part")
-    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     safetensors.torch.save_file(_unshared(tensors), beside, metadata={"format": "pt"})
     with beside.open("rb") as file:
         os.fsync(file.fileno())

@@ -18,9 +18,10 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +30,10 @@ from torch.optim.swa_utils import AveragedModel
 from widefield.config import RunConfig
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch, Steps, close
+from widefield.engine import holding
 from widefield.engine.mesh import AgreedError, Mesh
 from widefield.engine.normalization import ghost
-from widefield.engine.strategies.data import without_sync
+from widefield.engine.passes import backward_of, without_sync
 from widefield.tasks import Task, is_per_pixel
 from widefield.train.arithmetic import Arithmetic
 from widefield.train.placing import on_tiles
@@ -71,8 +73,9 @@ class Learner:
     order: str = ""
     """SHA-256 chain over the images this rank has learnt from, in order: two runs with the same one saw the same images."""
 
-    def __post_init__(self) -> None:
-        self._trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @property
     def epoch(self) -> float:
@@ -83,11 +86,11 @@ class Learner:
         """The learning rate of the next step."""
         return self.lr * self.schedule.factor(self.steps.seen(self.step))
 
-    def rehearse(self) -> Tensor:
+    def rehearse(self, model: nn.Module | None = None) -> Tensor:
         """Loss of the model on one image twice: a trial pass, for strategies that look at the graph first."""
         image, target = self._placed(self.spare)
         with self.arithmetic.autocast():
-            output = self.model(torch.cat([image, image]))
+            output = (self.model if model is None else model)(torch.cat([image, image]))
         target = torch.cat([target, target])
         return self._loss_of(output, target) / len(target)
 
@@ -130,8 +133,16 @@ class Learner:
 
     def _gradients(self, passes: list[Batch], stop: bool, nominal: int) -> tuple[float, float, bool]:
         """Backward of every pass; sums over ranks of the loss and its count, and whether to stop."""
-        own_loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        own_count = torch.zeros_like(own_loss)
+        own = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        totals: list[Callable[[], list[float]]] = []
+
+        def known(loss: Tensor, count: int | Tensor, *, last: bool) -> None:
+            if self.mesh.is_first_of_copy:
+                own[0] += loss
+                own[1] += count
+            if last:
+                totals.append(self._start_total(own, passes, stop))
+
         for number, batch in enumerate(passes):
             last = number == len(passes) - 1
             with ExitStack() as stack:
@@ -139,27 +150,28 @@ class Learner:
                     stack.enter_context(without_sync(self.model))
                 if batch.samples == 0:
                     stack.enter_context(ghost(self.model))
-                loss, count = self._loss(batch)
-                if self.mesh.is_first_of_copy:
-                    own_loss += loss.detach()
-                    own_count += count
-                if last:
-                    total = self._start_total(own_loss, own_count, passes, stop)
-                self.scaler.scale(loss * (self.mesh.copies / nominal)).backward()
-        loss_sum, count, problems, stops = total()
+                self._pass(batch, nominal, partial(known, last=last))
+        loss_sum, count, problems, stops = totals[0]()
         if problems:
             self.mesh.agree(next((batch.problem for batch in passes if batch.problem is not None), None))
         return loss_sum, count, stops > 0
 
-    def _loss(self, batch: Batch) -> tuple[Tensor, int | Tensor]:
-        """Loss sum and count of one pass; 0 and 0, with a graph all the same, for a batch that is a stand-in."""
+    def _pass(self, batch: Batch, nominal: int, known: Callable[[Tensor, int | Tensor], None]) -> None:
+        """Forward and backward of one pass.  A batch that is a stand-in has a loss and a count of 0, with a graph all the same.
+
+        known: told the loss sum and the count as soon as this rank has them.
+        """
         image, target = self._placed(batch if batch.problem is None else self.spare)
-        with self.arithmetic.autocast():
-            output = self.model(image)
-        loss = self._loss_of(output, target)
-        if batch.samples == 0:
-            return loss * 0.0, 0
-        return loss, self.task.count(target)
+        count = self.task.count(target) if batch.samples else 0
+        backward_of(
+            self.model,
+            image,
+            target,
+            loss_of=self._loss_of if batch.samples else lambda output, target: self._loss_of(output, target) * 0.0,
+            scaled=lambda loss: self.scaler.scale(loss * (self.mesh.copies / nominal)),
+            autocast=self.arithmetic.autocast,
+            known=lambda loss: known(loss, count),
+        )
 
     def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
         """Losses are taken in float32 or wider, outside autocast."""
@@ -167,10 +179,10 @@ class Learner:
             output = output.to(torch.promote_types(output.dtype, torch.float32))
         return self.task.loss_sum(output, target)
 
-    def _start_total(self, loss: Tensor, count: Tensor, passes: list[Batch], stop: bool):
+    def _start_total(self, own: Tensor, passes: list[Batch], stop: bool) -> Callable[[], list[float]]:
         problem = any(batch.problem is not None for batch in passes)
-        rest = torch.tensor([float(problem), float(stop)], dtype=torch.float64).to(loss.device, non_blocking=True)
-        return self.mesh.start_sum(torch.cat([torch.stack([loss, count]), rest]))
+        rest = torch.tensor([float(problem), float(stop)], dtype=torch.float64).to(own.device, non_blocking=True)
+        return self.mesh.start_sum(torch.cat([own, rest]))
 
     def _check(self, loss_sum: float, count: float, passes: list[Batch]) -> None:
         if count == 0:
@@ -191,20 +203,34 @@ class Learner:
 
     def _update(self, scale: float) -> None:
         """Clip, step, average.  `scale` corrects gradients where not every sample or pixel of the batch counted."""
-        gradients = [p.grad for p in self._trained if p.grad is not None]
         if scale != 1.0:
-            torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_(self._gradients_here(), scale)
         if self.config.optimizer.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self._trained, self.config.optimizer.clip_norm)
+            self._clip(self.config.optimizer.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
 
+    def _gradients_here(self) -> list[Tensor]:
+        """This rank's part of every gradient; they share the gradients' memory."""
+        return [holding.local(p.grad) for p in self._trained if p.grad is not None]
+
+    def _clip(self, most: float) -> None:
+        """Scale the gradients down to a norm of `most` over all of them, whoever holds them."""
+        if not holding.is_parted(self.mesh):
+            nn.utils.clip_grad_norm_(self._trained, most)
+            return
+        trained = {id(p) for p in self._trained}
+        named = {name: p.grad for name, p in self.model.named_parameters() if id(p) in trained and p.grad is not None}
+        norm = holding.total_norm(self.model, self.mesh, named)
+        for gradient in self._gradients_here():
+            gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0).to(gradient.device, gradient.dtype))  # as torch clips
+
     def is_finite(self) -> bool:
-        """Whether every weight is a finite number."""
-        return bool(torch.isfinite(torch.stack(torch._foreach_norm([p.detach() for p in self._trained]))).all())
+        """Whether every weight is a finite number, on every rank; where ranks hold parts, every rank calls it."""
+        return holding.are_finite(self.mesh, self._trained)
 
 
 def _chained(order: str, passes: list[Batch]) -> str:
@@ -223,14 +249,21 @@ class StepTimes:
 
 
 class Passes:
-    """Groups a loader's batches into steps and notes the time spent waiting for them."""
+    """Groups a loader's batches into steps and notes the time spent waiting for them.
 
-    def __init__(self, batches: Iterator[Batch], passes: int) -> None:
-        self._batches, self._passes = batches, passes
+    begins: called as each step does.
+    """
+
+    def __init__(self, batches: Iterator[Batch], passes: int, begins: Callable[[], None] | None = None) -> None:
+        self._batches, self._passes, self._begins = batches, passes, begins
+        self.in_step_since: float | None = None
+        """When the step that runs now began; None between steps.  Other threads may read it."""
         self._waited, self._began = 0.0, time.perf_counter()
 
     def next(self) -> list[Batch]:
-        start = time.perf_counter()
+        if self._begins is not None:
+            self._begins()
+        self.in_step_since = start = time.perf_counter()
         group = [next(self._batches) for _ in range(self._passes)]
         self._waited = time.perf_counter() - start
         return group
@@ -239,7 +272,7 @@ class Passes:
         """Times since the last lap."""
         now = time.perf_counter()
         times = StepTimes(now - self._began, self._waited)
-        self._began = now
+        self._began, self.in_step_since = now, None
         return times
 
     def close(self) -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from widefield.config import OptimizerConfig
+from widefield.engine.holding import is_part
 from widefield.naming import did_you_mean
+from widefield.plan import Plan
 
 Groups = list[dict[str, Any]]
 
@@ -73,11 +75,28 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> tor
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("the model has no parameter that takes gradients, so there is nothing to train")
+    in_parts = any(is_part(p) for p in parameters)
     fused = all(p.is_floating_point() and p.device.type in ("cuda", "cpu") for p in parameters)
+    if in_parts and config.name == "sgd":  # DTensors have fused Adam alone
+        fused = False
+        config = config.model_copy(update={"options": {"foreach": True} | config.options})
     try:
         return build(_groups(parameters, config), config, lr, fused)
     except TypeError as error:
         raise ValueError(f"optimizer.options {config.options} do not fit '{config.name}': {error}") from None
+
+
+def check_optimizer(config: OptimizerConfig, plan: Plan) -> None:
+    """ValueError where the optimizer looks at norms of whole parameters, or of all of them, and ranks step parts."""
+    zero = plan.sharding.zero
+    wholes = {"lars": 1, "lamb": 0}.get(config.name, 3)
+    if plan.shard > 1 and zero > wholes:
+        cure = f"set sharding.zero={wholes}, or " if wholes else "set "
+        raise ValueError(
+            f"optimizer.name={config.name} scales steps by norms of {'whole weights' if wholes else 'all gradients'} and with "
+            f"mesh.shard={plan.shard}, sharding.zero={zero} no rank steps all of them; {cure}optimizer.name=sgd or adamw, or "
+            "mesh.shard=1"
+        )
 
 
 def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> Groups:

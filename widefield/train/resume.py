@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch.optim.swa_utils import AveragedModel
+
+from widefield.engine.holding import parts, wholes
 from widefield.engine.strategies.data import hook_state, load_hook_state
+from widefield.train.average import weights_of
 from widefield.train.checkpoint import Checkpoints, Found
 from widefield.train.loop import Learner
 from widefield.train.state import load_optimizer_state, optimizer_state, random_state, shapes_of
 
 
 def state_of(learner: Learner) -> dict[str, Any]:
-    """What is equal on all ranks."""
-    return {
+    """What is one run's, whoever holds it: wholes, where ranks hold parts of them.  Every rank calls it."""
+    state = {
         "model": dict(learner.model.state_dict()),
         "optimizer": optimizer_state(learner.model, learner.optimizer),
         "scaler": learner.scaler.state_dict(),
@@ -25,6 +29,7 @@ def state_of(learner: Learner) -> dict[str, Any]:
             "seed": learner.config.seed,
         },
     }
+    return wholes(learner.model, learner.mesh, state)
 
 
 def own_state(learner: Learner) -> dict[str, Any]:
@@ -37,18 +42,23 @@ def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str
     """Put a checkpoint's state into the learner; this rank's own part of it, for what must come last."""
     state, own = checkpoints.load(found, model=shapes_of(learner.model))
     learner.step = _step_after(learner, state["progress"], found.folder)
-    learner.model.load_state_dict(state["model"])
+    learner.model.load_state_dict(parts(learner.model, state["model"]))
     load_optimizer_state(learner.model, learner.optimizer, state["optimizer"])
     learner.scaler.load_state_dict(state["scaler"])
     if learner.ema is not None:
-        if state["ema"]:
-            learner.ema.load_state_dict(state["ema"])
-        else:  # the average was switched on after that checkpoint
-            learner.ema.module.load_state_dict(state["model"])
+        _load_average(learner.ema, state["ema"], state["model"])
     if own is not None:
         learner.order = own["order"]
         load_hook_state(learner.model, own.get("hook"))
     return own
+
+
+def _load_average(ema: AveragedModel, saved: dict[str, Any], model: dict[str, Any]) -> None:
+    """The average that was saved; the model, where it was switched on after that checkpoint."""
+    average = weights_of(saved)
+    ema.module.load_state_dict(parts(ema.module, average or model))
+    if average:
+        ema.n_averaged.copy_(saved["n_averaged"])
 
 
 def _step_after(learner: Learner, progress: dict[str, Any], source: Path) -> int:

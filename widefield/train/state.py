@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from widefield.engine import holding
+from widefield.engine.strategies.fully_shard import steps
+
 Nested = dict[str, Any]
 
 
@@ -19,7 +22,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Neste
     """`parameters`: state of each parameter by its name; `groups`: counters that some optimizers (timm's Lamb) keep there;
     `kind`: the optimizer's class.
 
-    Hyperparameters are left out: they come from the config.
+    Hyperparameters are left out: they come from the config.  Tensors are what this rank has of them.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
@@ -30,7 +33,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Neste
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Nested) -> None:
-    """Take over what `optimizer_state` gave; tensors go to their parameter's device.
+    """Take over what `optimizer_state` gave, its tensors whole: this rank's part of them, on its parameter's device.
 
     ValueError: the state is of another optimizer, or of other parameters.
     """
@@ -41,24 +44,29 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
             "or begin a run of its own with another --run folder"
         )
     parameters = dict(model.named_parameters())
-    unknown = sorted(set(state["parameters"]) - set(parameters))
+    shapes = holding.shapes(model)
+    unknown = sorted(set(state["parameters"]) - set(shapes))
     if unknown:
         raise ValueError(f"the checkpoint's optimizer trains {unknown[0]} (and {len(unknown) - 1} more), unknown to this model")
-    for name, values in state["parameters"].items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {key: _like(parameter, key, value) for key, value in values.items()}
+    for name, parameter in parameters.items():
+        if name in state["parameters"] and not parameter.is_meta and steps(optimizer, parameter):
+            values = state["parameters"][name]
+            optimizer.state[parameter] = {
+                key: _like(model, name, parameter, value, shapes[name]) for key, value in values.items()
+            }
     groups = list(state["groups"].values())
     for number, group in enumerate(optimizer.param_groups):  # groups count the same steps, so the last serves further ones
         group.update({key: _own(value) for key, value in groups[min(number, len(groups) - 1)].items()})
 
 
-def _like(parameter: nn.Parameter, key: str, value: Any) -> Any:
-    """Momenta live beside their parameter; a fused optimizer's step counter does too."""
+def _like(model: nn.Module, name: str, parameter: nn.Parameter, value: Any, shape: list[int]) -> Any:
+    """Momenta live beside their parameter, in parts where it does; a fused optimizer's step counter does too."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.shape == parameter.shape:
+    if list(value.shape) == shape:
         moved = torch.empty_like(parameter, dtype=value.dtype)  # keeps the memory format, which the fused kernels want
-        return moved.copy_(value)
+        holding.local(moved).copy_(holding.local(holding.part(model, name, value)))
+        return moved
     return value.to(parameter.device)
 
 
@@ -99,5 +107,5 @@ def seed_everything(seed: int) -> None:
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
-    """Name and shape of every parameter and buffer: what a checkpoint must match."""
-    return {name: list(value.shape) for name, value in model.state_dict().items()}
+    """Name and whole shape of every parameter and buffer: what a checkpoint must match."""
+    return holding.shapes(model)

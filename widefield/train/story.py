@@ -10,8 +10,10 @@ from typing import Literal
 from torch import nn
 
 from widefield.config import Duration, RunConfig
+from widefield.engine.holding import wholes_on_main
 from widefield.engine.mesh import AgreedError, Mesh
 from widefield.engine.normalization import average_running_statistics, broadcast_buffers
+from widefield.engine.parallelize import evaluates_together
 from widefield.plan import to_text
 from widefield.train.assemble import Parts
 from widefield.train.checkpoint import About, Checkpoints
@@ -192,8 +194,9 @@ class Story:
         status = 1 if self.checkpoints.failure is not None else 0
         if not complete and self.mesh.world.launcher != "torchrun":  # elastic takes any other status for a crash
             status = 128 + (interrupt.signal or signal.SIGTERM)
+        weights = wholes_on_main(self._answering, self.mesh, dict(self._answering.state_dict()))
         if self.record is not None:
-            write_weights(self.folder, self._answering)
+            write_weights(self.folder, weights)
             at = f"step {learner.step} of {self.last}"
             text = "trained to the end" if complete else f"stopped at {at}; the same command goes on from there"
             if complete and self.evaluation is not None:
@@ -218,12 +221,14 @@ class Story:
 
 def evaluate_parts(parts: Parts, model: nn.Module) -> Evaluation:
     """Evaluate `model` on the evaluation split; every rank calls it."""
+    together = evaluates_together(model)
     return evaluate(
         model,
-        parts.evaluation_batches(),
+        parts.evaluation_batches(together=together),
         task=parts.task,
         prepare=parts.preparation(train=False),
         arithmetic=parts.arithmetic,
         mesh=parts.mesh,
         samples=len(parts.dataset.evaluate),
+        together=together,
     )

@@ -70,7 +70,7 @@ def _scaled(does: Callable[..., Any], kind: Callable[[Tensor], Any] = torch.clon
     return Doing(does, scale=kind(torch.ones(3, 1, 1, dtype=torch.float64)))
 
 
-ASKS = "cannot be streamed: .* in it asks for values of a tensor.* stream the parts before and after it"
+ASKS = "cannot be streamed: .* in it asks for values of a tensor.* take the parts before and after it alone"
 SEES_NOT = "is a torch.autograd.Function, whose backward a stream does not see; write it with torch's operations"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a branch on pixels": (lambda: Doing(_branching), ASKS),

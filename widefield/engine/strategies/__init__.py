@@ -3,6 +3,7 @@
 - `PHASE`: when it is applied, see Phase;
 - `apply(model, mesh, *, rehearse=None) -> list[str]`: lays `model` out in place and returns what it chose, a sentence each
   with the reason.  The module stays the object it was, parameter names too, and calling it runs the strategy.
+  A strategy of Phase.SPLIT also gets `sample`, a batch of this rank (maybe on meta, without pixels).
   `rehearse()` runs the model on a small batch of this rank and returns a scalar loss, so that a strategy can look before it
   chooses; it leaves no trace.  What the strategy cannot do exactly it refuses, on every rank, before the first message;
 - `CASES`: small nets on which three optimizer steps over ranks must equal one device.
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Phase(IntEnum):
@@ -31,6 +32,17 @@ class Phase(IntEnum):
     """Changes what a rank remembers: recompute, offload."""
     AVERAGE = 3
     """Averages the gradients of what is there by then: data, fully_shard."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A trial pass that says what part of a training pass of this rank it is, for what is counted in it to be scaled."""
+
+    run: Callable[[], Tensor]
+    share: float = 1.0
+
+    def __call__(self) -> Tensor:
+        return self.run()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from widefield.engine.mesh import Mesh
 from widefield.engine.normalization import SyncBatchNorm, broadcast_buffers
 from widefield.engine.strategies import Case, Phase
+from widefield.engine.strategies._adasum import adasum_hook
 from widefield.engine.strategies._route import inside, route, wrapper_of
 from widefield.plan import Plan
 
@@ -43,7 +45,9 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     plan = mesh.plan
     reasons = []
     if plan.batch_norm == "synchronized" and mesh.copies > 1:  # tiles of one image share statistics by the engine's rules
-        reasons += _synchronize(model, mesh)
+        reasons += synchronize(model, mesh)
+    if plan.batch_norm_group > 1:
+        reasons += _share_statistics(model, mesh)
     broadcast_buffers(model, mesh)  # SyncBatchNorm's trial pass wants them equal, and DDP before 2.13 leaves them out
     flags, why = _find_flags(model, mesh, rehearse)
     wrapper = DistributedDataParallel(
@@ -56,7 +60,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     )
     route(model, wrapper)
     if rehearse is not None:  # DDP orders its buckets after one pass, with a static graph after two
-        _trial_passes(model, rehearse, 2)
+        trial_passes(model, rehearse, 2)
     return [*reasons, why, *_compress(model, wrapper, mesh)]
 
 
@@ -69,12 +73,24 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
     return wrapper.no_sync() if isinstance(wrapper, DistributedDataParallel) else nullcontext()
 
 
-def _synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
+def synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
+    """Give every BatchNorm the statistics of the whole batch; the reason.  NotImplementedError: one that cannot have them."""
     SyncBatchNorm.convert(model, mesh.statistics_group, alike=mesh.grid.size)
     count = sum(isinstance(layer, SyncBatchNorm) for layer in model.modules())
     return [
-        f"BatchNorm: {count} layers share their statistics over {mesh.size} ranks, so that the numbers are one device's"
+        f"BatchNorm: {count} layers share their statistics over {mesh.data_size} ranks, so that the numbers are one device's"
     ] * (count > 0)
+
+
+def _share_statistics(model: nn.Module, mesh: Mesh) -> list[str]:
+    """Give the BatchNorms of neighbouring copies common statistics; every rank makes all the groups of ranks."""
+    each = mesh.plan.batch_norm_group
+    group, _ = dist.new_subgroups_by_enumeration([list(range(first, first + each)) for first in range(0, mesh.size, each)])
+    SyncBatchNorm.convert(model, group)
+    return [
+        f"BatchNorm: statistics are those of {each} neighbouring copies of {mesh.copies}; running statistics are averaged once "
+        "per epoch"
+    ]
 
 
 def _buffer_flag(every_forward: bool) -> dict[str, bool]:
@@ -90,7 +106,7 @@ def _find_flags(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor] | N
     """DDP's static_graph and find_unused_parameters, from two trial passes, the same on every rank; and the reason."""
     if rehearse is None:
         return {}, "plain DDP: no trial pass was given, so every parameter is expected to get a gradient in every pass"
-    found = [used for of_rank in mesh.gather_objects(_trial_passes(model, rehearse, 2)) for used in of_rank]
+    found = [used for of_rank in mesh.gather_objects(trial_passes(model, rehearse, 2)) for used in of_rank]
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     unused = [name for name in trainable if not all(name in used for used in found)]
     if any(used != found[0] for used in found):
@@ -116,13 +132,13 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _trial_passes(model: nn.Module, rehearse: Callable[[], Tensor], count: int) -> list[set[str]]:
+def trial_passes(model: nn.Module, rehearse: Callable[[], Tensor], count: int) -> list[set[str]]:
     """Forward and backward `count` times, leaving no trace; the names of the parameters that got gradients each time.
 
     Random states move on from one pass to the next, so that a branch taken by chance shows.
     """
     found = []
-    with _without_trace(model):
+    with without_trace(model):
         for _ in range(count):
             model.zero_grad(set_to_none=True)
             rehearse().backward()
@@ -131,7 +147,7 @@ def _trial_passes(model: nn.Module, rehearse: Callable[[], Tensor], count: int) 
 
 
 @contextmanager
-def _without_trace(model: nn.Module) -> Iterator[None]:
+def without_trace(model: nn.Module) -> Iterator[None]:
     """Buffers, random states and training flags come back as they were; gradients are None after."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     training = [(module, module.training) for module in model.modules()]
@@ -156,6 +172,9 @@ def _without_trace(model: nn.Module) -> Iterator[None]:
 def _compress(model: nn.Module, wrapper: DistributedDataParallel, mesh: Mesh) -> list[str]:
     """Register the plan's way for gradients to travel; after the trial pass, so that no state remembers it."""
     plan = mesh.plan
+    if plan.agreement == "adasum":
+        wrapper.register_comm_hook(mesh.data_group, adasum_hook)
+        return [f"gradients of {mesh.copies} copies are combined by Adasum, layer by layer: not the mean, so not one device's"]
     if plan.compression == "none":
         return []
     if plan.compression == "powersgd":

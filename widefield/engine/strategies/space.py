@@ -12,7 +12,9 @@ from widefield.engine.strategies import Case, Phase
 PHASE = Phase.SPLIT
 
 
-def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None) -> list[str]:
+def apply(
+    model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+) -> list[str]:
     """Nothing of the model changes: operations on tiled images exchange what they need."""
     sizes = mesh.grid.sizes
     return [

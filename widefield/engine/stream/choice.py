@@ -22,12 +22,16 @@ HOPELESS = 3
 
 @dataclass
 class Choice:
-    """program: what to run, in `tiles`.  place: where what is kept lies.  reasons: sentences for people."""
+    """program: what to run, in `tiles`.  place: where what is kept lies, but for `room` bytes, which fit on the device.
+
+    reasons: sentences for people.
+    """
 
     program: Program
     tiles: tuple[int, ...]
     place: str
     estimate: Estimate
+    room: int = 0
     reasons: list[str] = field(default_factory=list)
 
 
@@ -63,7 +67,8 @@ def choose(
     grids = [tiles] if tiles is not None else list(grids_of(extents or extents_of(graph)))
     grid, where, way, units = search.first(grids)
     program = program_of(graph, units, frozenset(way.cut), frozenset(way.again))
-    return Choice(program, grid, where, way.estimate, reasons_of(program, grid, where, way))
+    room = 0 if where == "device" or budget is None else max(0, budget - way.estimate.peak)
+    return Choice(program, grid, where, way.estimate, room, reasons_of(program, grid, where, way, room))
 
 
 def _places(graph: Graph, place: str | None, budget: int | None) -> list[str]:
@@ -169,10 +174,10 @@ def bytes_text(size: float) -> str:
     return f"{size / 2**10:.0f} KiB"
 
 
-def reasons_of(program: Program, tiles: tuple[int, ...], place: str, way: Way) -> list[str]:
+def reasons_of(program: Program, tiles: tuple[int, ...], place: str, way: Way, room: int = 0) -> list[str]:
     """What was chosen and what it takes, a sentence each."""
     found = way.estimate
-    parts = [f"{bytes_text(found.work)} one tile's work", _kept_text(program, place, found), _rest_text(found)]
+    parts = [f"{bytes_text(found.work)} one tile's work", _kept_text(program, place, found, room), _rest_text(found)]
     said = [
         f"{_times(tiles)} tiles{_tile_text(program, tiles)}: {bytes_text(found.peak)} at most, of which {', '.join(parts)}",
         f"predicted {found.slowdown:.2f} times the time of a run without tiles",
@@ -189,11 +194,12 @@ def _tile_text(program: Program, tiles: tuple[int, ...]) -> str:
     return f" of {_times(largest.tile_shape[-len(tiles) :])} px"
 
 
-def _kept_text(program: Program, place: str, found: Estimate) -> str:
+def _kept_text(program: Program, place: str, found: Estimate, room: int) -> str:
     count = sum(len(stage.segments) for stage in program.stages)
     if not found.together:
         return "nothing kept between segments"
     where = {"device": "on the device", "host": "in the host's memory", "file": "in a file"}[place]
+    where += f" but for what fits in {bytes_text(room)} of the device" if room else ""
     return f"{bytes_text(found.together)} kept between {count} segments ({where})"
 
 

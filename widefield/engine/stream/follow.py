@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,21 +29,30 @@ from widefield.engine.tiled import TiledTensor
 aten = torch.ops.aten
 
 
-def follow(module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> Graph:
+def follow(
+    module: nn.Module,
+    forward: Callable,
+    args: tuple,
+    kwargs: dict,
+    *,
+    likes: Mapping[str, Any] = MappingProxyType({}),
+    aim: str = "streamed",
+) -> Graph:
     """What `forward(*args, **kwargs)`, which runs `module`, does.
 
     args, kwargs: the module's, with anything that has shape, dtype, device and requires_grad in place of a tensor.
+    likes: such things for weights by name, where the module holds parts of them alone.  aim: what for, in refusals.
     NotImplementedError, in words, where what it does depends on pixels, or has a gradient that only Python knows.
     """
     recorder = _Recorder()
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.backends.cudnn.flags(enabled=False), recorder, _Functional(recorder):  # cuDNN's norms write to statistics unseen
-        fakes = {name: recorder.source(tensor, "weight", name) for name, tensor in weights.items()}
+        fakes = {name: recorder.source(likes.get(name, tensor), "weight", name) for name, tensor in weights.items()}
         given = [recorder.source(leaf, "input", str(n)) for n, leaf in enumerate(tensors_of((args, kwargs)))]
         images = iter(given)
         fake_args, fake_kwargs = tree_map(lambda leaf: next(images) if is_tensor(leaf) else leaf, (args, kwargs))
         recorder.is_on = True
-        out = _called(module, forward, {weights[name]: fake for name, fake in fakes.items()}, fake_args, fake_kwargs)
+        out = _called(module, forward, {weights[name]: fake for name, fake in fakes.items()}, fake_args, fake_kwargs, aim)
         recorder.settle(out)
         _refuse_python_gradients(out)
         outputs = tree_map(lambda leaf: recorder.value_of(leaf) if isinstance(leaf, Tensor) else leaf, out)
@@ -50,23 +60,23 @@ def follow(module: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> G
         inputs_after = [recorder.value_of(fake) for fake in given]
     made = {value.name: value for value in recorder.sources["weight"]}
     updates = {name: value for name, value in after.items() if value is not made[name]}
-    _refuse_updates(module, updates, inputs_after, recorder.sources["input"])
+    _refuse_updates(module, updates, inputs_after, recorder.sources["input"], aim)
     graph = link(Graph(recorder.sources["input"], made, recorder.constants, recorder.nodes, outputs, updates))
     return link(with_linears(graph))
 
 
-def _refuse_updates(module: nn.Module, updates: Collection[str], after: list[Value], inputs: list[Value]) -> None:
+def _refuse_updates(module: nn.Module, updates: Collection[str], after: list[Value], inputs: list[Value], aim: str) -> None:
     """Buffers may change in a forward; what the caller holds, or an optimizer, may not."""
     weights = [name for name, _ in module.named_parameters() if name in updates]
     if weights:
         raise NotImplementedError(
-            f"{name_of(module)} cannot be streamed: its forward writes to the parameter {weights[0]}; write to "
+            f"{name_of(module)} cannot be {aim}: its forward writes to the parameter {weights[0]}; write to "
             f"it after the "
             "optimizer's step, or make it a buffer"
         )
     if after != inputs:
         raise NotImplementedError(
-            f"{name_of(module)} cannot be streamed: it writes in place to the tensor it is given, as "
+            f"{name_of(module)} cannot be {aim}: it writes in place to the tensor it is given, as "
             f"ReLU(inplace=True) at its "
             "start does; give it a copy, or leave inplace out there"
         )
@@ -82,7 +92,9 @@ def tensors_of(arguments: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(arguments) if is_tensor(leaf)]
 
 
-def _called(module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor], args: tuple, kwargs: dict) -> Any:
+def _called(
+    module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor], args: tuple, kwargs: dict, aim: str
+) -> Any:
     plain = torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor, lambda tensor: tensor
     )  # not those around, as checkpoint's
@@ -95,11 +107,10 @@ def _called(module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor]
             return forward(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise NotImplementedError(
-            f"{name_of(module)} cannot be streamed: {error.func} in it asks for values of a tensor, on which "
+            f"{name_of(module)} cannot be {aim}: {error.func} in it asks for values of a tensor, on which "
             f"shapes, branches "
-            "or numbers of its forward depend (so does BatchNorm with momentum=None), and a stream is laid out before "
-            "there are any; "
-            "stream the parts before and after it"
+            "or numbers of its forward depend (so does BatchNorm with momentum=None), and what is to be "
+            f"{aim} is laid out before there are any; take the parts before and after it alone"
         ) from error
     finally:
         log.setLevel(level)
@@ -187,7 +198,7 @@ class _Recorder(FakeTensorMode):
 
     def source(self, like: Any, kind: str, name: str) -> Tensor:
         """A fake tensor for a parameter, buffer or input."""
-        strided = isinstance(like, Tensor) and type(like) is not TiledTensor
+        strided = callable(getattr(like, "stride", None)) and type(like) is not TiledTensor
         strides = like.stride() if strided else torch.empty(tuple(like.shape), device="meta").stride()
         with torch.no_grad():
             made = torch.empty_strided(tuple(like.shape), strides, dtype=like.dtype, device=like.device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.kept import Kept
+from widefield.engine.kept import Kept, Room
 from widefield.engine.stream.fused import Fused, Joined, runs_of
 from widefield.engine.stream.graph import Value
 from widefield.engine.stream.program import Program, Segment, Stage, Turn
@@ -28,7 +28,8 @@ class Run:
     """One forward and, where asked for, its backward.
 
     given: the tensor, or Reader, of every input, weight and constant.  tiled: those of which a rank has its own pixels alone.
-    keeps: whether a backward will follow.  place, folder: where values and gradients are kept between segments.
+    keeps: whether a backward will follow.  place, folder: where values and gradients are kept between segments, but for
+        `room` bytes of them, which fit on the device.
     fused: compiled runs of pointwise operations; None: nothing is compiled.
     """
 
@@ -43,7 +44,9 @@ class Run:
         place: str = "device",
         folder: Any = None,
         fused: Fused | None = None,
+        room: int = 0,
     ) -> None:
+        self.room = Room(room)
         self.program, self.span, self.layouts, self.keeps = program, span, program.layouts, keeps
         self.place, self.folder, self.fused, self.results = place, folder, fused, set(program.graph.results)
         self.stores: dict[Value, Any] = {}
@@ -64,7 +67,7 @@ class Run:
     def _new(self, value: Value, box: Box | None = None) -> Region:
         box = self.span.own_box(self.layouts[value]) if box is None else box
         place = "device" if value in self.results else self.place
-        kept = Kept(size_of(box), value.dtype, value.device, place, value.order, self.folder)
+        kept = Kept(size_of(box), value.dtype, value.device, place, value.order, self.folder, self.room)
         return Region(kept, box)
 
     # ------------------------------------------------------------------------------------------ forward

@@ -50,9 +50,10 @@ def stream(
         It is followed once for each shape of its inputs, on tensors without pixels: hooks and prints of modules inside of it
         run then alone.
     tiles: into how many tiles each image dim is cut, as (4, 4); the last dims of every input that has more dims than these.
-    memory: instead of `tiles`, what a step may take on the device, as "6GiB": tiles and what is kept are chosen for it.
+    memory: what a step may take on the device, as "6GiB": tiles, unless given, and what is kept are chosen for it.
     keep: where values are kept between segments: "device", "host" (the CPU's memory) or "file"; None: on the device, or where
-        `memory` allows it.  folder: of such files; None: the system's for temporary files.
+        `memory` allows it, which leaves on the device what it has room for.  folder: of such files; None: the system's for
+        temporary files.
     compile: compile runs of pointwise operations with torch.compile, for tiles of any size at once.
     Inputs may be tensors, `widefield.from_reader(...)`, or tensors cut over ranks: then each rank streams its tile.
     Errors: ValueError for sizes that cannot be; NotImplementedError, at the first call, where what the module does depends on
@@ -71,8 +72,8 @@ def _check(module: Any, tiles: Sequence[int] | None, memory: str | int | None, k
         )
     if isinstance(module, Streamed):
         raise ValueError(f"this {type(module).__name__} is streamed already; build it anew to stream it otherwise")
-    if (tiles is None) == (memory is None):
-        raise ValueError(f"give either tiles or memory; they are {tiles!r} and {memory!r}")
+    if tiles is None and memory is None:
+        raise ValueError("give tiles, as (4, 4), or memory, as '6GiB', or both")
     if memory is not None:
         _bytes_of(memory)
     if keep is not None and keep not in PLACES:
@@ -141,9 +142,8 @@ class Stream:
             extents=_extents_of(tensors), by_windows=windows, ranks=max(1, grid.size),
         )  # fmt: skip
         self.reasons, fused = choice.reasons, Fused() if self.compiles else None
-        return Made(
-            choice.program, Span(grid, choice.tiles), choice.place, _places_of(module, graph), _things_of(module), fused
-        )
+        span, constants = Span(grid, choice.tiles), _places_of(module, graph)
+        return Made(choice.program, span, choice.place, constants, _things_of(module), fused, choice.room)
 
 
 class Made(NamedTuple):
@@ -158,6 +158,7 @@ class Made(NamedTuple):
     constants: dict[Value, tuple[nn.Module, str] | Tensor]
     held: list[Any]
     fused: Fused | None
+    room: int
 
     def constant(self, value: Value) -> Tensor:
         found = self.constants[value]
@@ -222,7 +223,8 @@ class Streamed(nn.Module):
         wanting = [value for value in given if value.wants_grad and (value.users or value in graph.results)]
         keeps = torch.is_grad_enabled() and bool(wanting)
         tiled = [value for value, tensor in given.items() if type(tensor) is TiledTensor and tensor.laid.is_cut]
-        run = Run(program, span, own, tiled, keeps=keeps, place=made.place, folder=self._stream.folder, fused=made.fused)
+        where = {"place": made.place, "folder": self._stream.folder, "room": made.room}
+        run = Run(program, span, own, tiled, keeps=keeps, fused=made.fused, **where)
         with _without_autocast():
             results = _run_with_gradient(run, graph, given, wanting) if keeps else _wrapped(run.forward(), run)
         with torch.no_grad():

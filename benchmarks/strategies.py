@@ -1,0 +1,215 @@
+"""What does a strategy of widefield cost beside the same one written by hand?  ResNet-18, 2 ranks, one step each in turn.
+
+Both train the same network on the same tensors, in the same processes, in blocks of steps A B B A ...; the ratio of each pair
+is noted and the median is the result, so that a machine whose speed drifts does not decide it.
+
+  DDP             DistributedDataParallel as PyTorch's tutorial has it, gradient_as_bucket_view, static_graph, fused SGD
+  FSDP2           fully_shard on every stage of the network and on the whole, SGD; reshard_after_forward for ZeRO-3, not for 2
+  ZeRO-1          ZeroRedundancyOptimizer over DDP
+  recompute       torch.utils.checkpoint, non-reentrant, around every block (no ranks: the first rank's time counts)
+
+Wall seconds count where nothing else runs.  The processor's seconds, of all threads of the first rank, are noted beside them
+for a machine that others use too.
+
+BatchNorm is each copy's own on both sides (batch_norm=averaged): peers know no other, and its price is in data_parallel.json.
+
+    python benchmarks/strategies.py [--ranks 2] [--batch 16] [--side 64] [--steps 2] [--pairs 12] [--only DDP,ZeRO-3] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from widefield.config import parse_config
+from widefield.engine.mesh import Mesh, join, leave
+from widefield.engine.parallelize import parallelize, share_states
+from widefield.launchers import world_from
+from widefield.launchers.local import start
+from widefield.plan import Plan, plan_of
+
+RESULT = Path(__file__).parent / "results" / "strategies.json"
+CLASSES = 10
+Loop = Iterator[None]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return torchvision.models.resnet18(num_classes=CLASSES)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, image: Tensor, target: Tensor) -> Loop:
+    """One step per `next`: the same lines for both sides."""
+    while True:
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(model(image), target).backward()
+        optimizer.step()
+        yield
+
+
+def sgd(model: nn.Module, **options: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, **options)
+
+
+# ---------------------------------------------------------------------------------------------- by hand
+
+
+def ddp_by_hand(*batch: Tensor) -> Loop:
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=True, static_graph=True)
+    return steps(model, sgd(model, fused=True), *batch)
+
+
+def zero1_by_hand(*batch: Tensor) -> Loop:
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=True, static_graph=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
+    return steps(model, optimizer, *batch)
+
+
+def fsdp_by_hand(reshard: bool, *batch: Tensor) -> Loop:
+    model, mesh = network(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
+        fully_shard(stage, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return steps(model, sgd(model, foreach=True), *batch)
+
+
+def recompute_by_hand(*batch: Tensor) -> Loop:
+    model = network()
+    for block in (block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return steps(model, sgd(model, fused=True), *batch)
+
+
+# ---------------------------------------------------------------------------------------------- widefield
+
+
+def ours(mesh: Mesh, plan: Plan, *batch: Tensor) -> Loop:
+    laid, model = join(mesh.world, plan), network()
+    image, target = batch
+    parallelize(model, laid, rehearse=lambda: F.cross_entropy(model(image[:2]), target[:2]))
+    option = "foreach" if plan.shard > 1 and plan.sharding.zero > 1 else "fused"
+    return steps(model, share_states(sgd(model, **{option: True}), laid), image, target)
+
+
+def alone(plan: Plan, *batch: Tensor) -> Loop:
+    model = network()
+    parallelize(model, join(type(world_from(os.environ))(), plan))
+    return steps(model, sgd(model, fused=True), *batch)
+
+
+def pairs_of(mesh: Mesh) -> dict[str, tuple[Callable[..., Loop], Callable[..., Loop]]]:
+    """By hand, and ours, of every strategy."""
+    ranks, local = mesh.size, {"batch_norm": "averaged"}
+    blocks = [f"layer{stage}.{block}" for stage in range(1, 5) for block in range(2)]
+    return {
+        "DDP": (ddp_by_hand, partial(ours, mesh, Plan(replicate=ranks, **local))),
+        "ZeRO-1": (zero1_by_hand, partial(ours, mesh, Plan(shard=ranks, sharding={"zero": 1}, **local))),
+        "ZeRO-2": (partial(fsdp_by_hand, False), partial(ours, mesh, Plan(shard=ranks, sharding={"zero": 2}, **local))),
+        "ZeRO-3": (partial(fsdp_by_hand, True), partial(ours, mesh, Plan(shard=ranks, **local))),
+        "recompute": (recompute_by_hand, partial(alone, Plan(recompute={"blocks": blocks}))),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+Seconds = tuple[float, float]
+"""On the wall's clock, and of the processor."""
+
+
+def seconds_of(loop: Loop, count: int) -> Seconds:
+    dist.barrier()
+    began, used = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        next(loop)
+    used = time.process_time() - used
+    dist.barrier()
+    return time.perf_counter() - began, used
+
+
+def measured(
+    both: tuple[Callable[..., Loop], Callable[..., Loop]], batch: tuple[Tensor, Tensor], options
+) -> list[list[Seconds]]:
+    """Seconds of each block of steps, by hand and ours, in turns."""
+    loops = [make(*batch) for make in both]
+    for loop in loops:
+        seconds_of(loop, 3)
+    times: list[list[Seconds]] = [[], []]
+    for pair in range(options.pairs):
+        for side in (0, 1) if pair % 2 == 0 else (1, 0):
+            times[side].append(seconds_of(loops[side], options.steps))
+    return times
+
+
+def on_rank(options: argparse.Namespace) -> None:
+    world = world_from(os.environ)
+    torch.set_num_threads(1)
+    mesh = join(world, plan_of(parse_config("model: {name: resnet}\ndata: {name: digits}\n"), world.size))
+    torch.manual_seed(world.rank)
+    batch = (torch.randn(options.batch, 3, options.side, options.side), torch.arange(options.batch) % CLASSES)
+    asked = [name for name in pairs_of(mesh) if options.only is None or name in options.only.split(",")]
+    times = {name: measured(pairs_of(mesh)[name], batch, options) for name in asked}
+    if mesh.is_main:
+        report(times, options, mesh)
+    leave(mesh)
+
+
+def report(times: dict[str, list[list[Seconds]]], options: argparse.Namespace, mesh: Mesh) -> None:
+    result: dict = {
+        "question": "seconds of widefield's step over those of the same strategy by hand",
+        "conditions": {
+            "model": "torchvision resnet18", "ranks": mesh.size, "batch per rank": options.batch,
+            "image": [3, options.side, options.side], "steps per block": options.steps, "pairs": options.pairs,
+            "device": "cpu, gloo", "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+            "threads per rank": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
+            "date": time.strftime("%Y-%m-%d"),
+        },
+    }  # fmt: skip
+    for name, (hand, our) in times.items():
+        result[name] = {}
+        for number, clock in enumerate(("wall", "processor")):
+            ratios = sorted(b[number] / a[number] for a, b in zip(hand, our, strict=True))
+            each = [statistics.median(seconds[number] for seconds in side) / options.steps for side in (hand, our)]
+            spread = {"ratio, median of pairs": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
+            told = {"seconds per step, by hand": each[0], "seconds per step, widefield": each[1]} | spread
+            result[name][clock] = {key: round(value, 4) for key, value in told.items()}
+    print(json.dumps(result, indent=1))
+    if options.save:
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("ranks", 2), ("batch", 16), ("side", 64), ("steps", 2), ("pairs", 12)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--only", help="strategies, by comma; all where left out")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULT.name} into results/")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        on_rank(options)
+        return 0
+    return start(options.ranks, [], program=[sys.executable, __file__, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

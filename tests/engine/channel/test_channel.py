@@ -1,0 +1,204 @@
+"""Do models cut by their channels give one device's numbers, and is what is told of the cut true?"""
+
+from __future__ import annotations
+
+import copy
+import io
+from unittest import mock
+
+import pytest
+import timm
+import torch
+import torchvision
+from ranks import on_ranks
+from torch import nn
+
+from widefield.config import RecomputeConfig, StreamConfig
+from widefield.engine.channel import choose, exchange
+from widefield.engine.executed import flow_of
+from widefield.engine.parallelize import parallelize, reasons
+from widefield.engine.training_parity import compare_training
+from widefield.plan import Plan, check
+
+
+def layers() -> nn.Module:
+    """Draws, activations with a weight, halves, groups, a head that few channels have."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Dropout(0.3), nn.PReLU(8), nn.ConvTranspose2d(8, 12, 2, 2), nn.GroupNorm(4, 12), nn.GLU(1),
+        nn.Dropout2d(0.2), nn.Conv2d(6, 6, 1, groups=2), nn.PReLU(), nn.InstanceNorm2d(6, affine=True), nn.Conv2d(6, 2, 1),
+    )  # fmt: skip
+
+
+def dense() -> nn.Module:
+    return torchvision.models.DenseNet(8, (2, 2), 16, num_classes=10)
+
+
+NETS = {
+    "layers": (layers, (2, 3, 20, 20)),
+    "densenet": (dense, (2, 3, 40, 33)),
+    "mobilenet": (lambda: timm.create_model("mobilenetv3_small_050", num_classes=10), (2, 3, 64, 64)),
+    "regnet": (lambda: timm.create_model("regnety_002", num_classes=10), (2, 3, 64, 64)),
+    "shufflenet": (lambda: torchvision.models.shufflenet_v2_x0_5(num_classes=10), (2, 3, 64, 64)),
+    "resnext": (lambda: torchvision.models.resnext50_32x4d(num_classes=10), (2, 3, 64, 64)),
+    "torchvision vit": (
+        lambda: torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 48, num_classes=10, dropout=0.1), (2, 3, 32, 32)
+    ),
+    "swin": (
+        lambda: timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2), num_heads=(4, 8), embed_dim=32,
+                                  num_classes=10, drop_path_rate=0.1),
+        (2, 3, 56, 56),
+    ),
+    "three heads": (
+        lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=10), (2, 3, 32, 32)
+    ),
+}  # fmt: skip
+
+
+def made(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    model = make()
+    for parameter in model.parameters():
+        if parameter.ndim and not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return model, shape
+
+
+def every_layer():
+    """Small nets are cut as large ones are: every layer that can be."""
+    return mock.patch.multiple(choose, WEIGHT_COST=1e5, WEIGHT_LEAST=0)
+
+
+def one_step(mesh, name):
+    model, shape = made(name)
+    with every_layer():  # a deep net's BatchNorms of few values make rounding large from step to step
+        return compare_training(model, shape, mesh, steps=1)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_of_whole_models_equals_one_devices(size, name):
+    verdict = on_ranks(size, one_step, name, plan=Plan(channel=size), timeout_seconds=300)[0]
+    assert verdict.ok, str(verdict)
+    assert "left whole" not in verdict.reasons[0] or (name == "layers" and size == 3), verdict.reasons
+
+
+def in_low_precision(mesh, low):
+    model, shape = made("three heads")
+    with every_layer():
+        return compare_training(model, shape, mesh, dtype=torch.float32, low=low, tolerance=1e-5 if low is None else 0.05)
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_low_precision_differs_by_its_rounding(low):
+    """float32: 1e-5 of the largest value; autocast to bfloat16 (2**-8): sums of parts are rounded once more, 0.05."""
+    verdict = on_ranks(2, in_low_precision, low, plan=Plan(channel=2), timeout_seconds=300)[0]
+    assert verdict.ok, str(verdict)
+
+
+# ---------------------------------------------------------------------------------------------- what ranks hold and send
+
+
+def resnet() -> nn.Module:
+    return timm.create_model("resnet18", num_classes=10)
+
+
+def held_bytes(mesh):
+    """Of weights, gradients and Adam's state on this rank, as a share of one device's."""
+    model, whole = resnet(), resnet()
+    parallelize(model, mesh, sample=torch.empty(2, 3, 64, 64, device="meta"))
+    model(torch.randn(2, 3, 64, 64)).square().sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    mine = sum(p.nbytes + p.grad.nbytes + sum(t.nbytes for t in optimizer.state[p].values()) for p in model.parameters())
+    return mine / sum(4 * p.nbytes for p in whole.parameters()), reasons(model)[0]
+
+
+def test_two_ranks_hold_at_most_0_55_of_weights_gradients_and_optimizer_state():
+    for share, told in on_ranks(2, held_bytes, plan=Plan(channel=2)):
+        assert 0.5 < share <= 0.505
+        assert "2 ranks share 21 layers" in told and "each holds 50% of the weights, does 0% of the work alike" in told
+
+
+def sent_bytes(mesh):
+    """What the plan says is sent in a pass, and what is."""
+    model, shape = made("torchvision vit")
+    with every_layer():
+        parallelize(model, mesh, sample=torch.empty(shape, device="meta"))
+        sent = 0
+        reduce, gather = torch.distributed.all_reduce, torch.distributed.all_gather_into_tensor
+
+        def all_reduce(tensor, **kwargs):
+            nonlocal sent
+            sent += 2 * tensor.nbytes
+            return reduce(tensor, **kwargs)
+
+        def all_gather(out, tensor, **kwargs):
+            nonlocal sent
+            sent += out.nbytes
+            return gather(out, tensor, **kwargs)
+
+        with mock.patch.multiple(exchange.dist, all_reduce=all_reduce, all_gather_into_tensor=all_gather):
+            model(torch.randn(shape)).square().sum().backward()
+    return sent, flow_of(model).first.sent
+
+
+def test_as_many_bytes_are_sent_as_the_plan_says():
+    for sent, told in on_ranks(2, sent_bytes, plan=Plan(channel=2)):
+        assert sent == told > 0
+
+
+def copied(mesh):
+    model, shape = made("layers")
+    with every_layer():
+        parallelize(model, mesh, sample=torch.empty(shape, device="meta"))
+        model.eval()
+        out = model(torch.zeros(shape))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    kinds = [flow_of(one) is None and type(one) is nn.Sequential for one in (loaded, copy.deepcopy(model))]
+    return kinds, type(model).__name__, list(out.shape)
+
+
+def test_a_copy_and_a_pickle_are_plain_modules():
+    assert on_ranks(2, copied, plan=Plan(channel=2)) == [([True, True], "Sequential", [2, 2, 36, 36])] * 2
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 1)
+
+    def forward(self, image):
+        return self.layer(image) if image.mean() > 0 else self.layer(-image)
+
+
+def refused(mesh, sample):
+    try:
+        parallelize(Looks(), mesh, sample=sample)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+
+
+def test_a_model_that_depends_on_pixels_and_one_without_a_sample_are_refused():
+    for said in on_ranks(2, refused, torch.empty(2, 3, 4, 4, device="meta"), plan=Plan(channel=2)):
+        assert "Looks cannot be cut by channels: " in said
+    for said in on_ranks(2, refused, None, plan=Plan(channel=2)):
+        assert "give parallelize a sample, as torch.empty(2, 3, 64, 64)" in said
+
+
+@pytest.mark.parametrize(("plan", "told"), [
+    (Plan(channel=2, stream=StreamConfig(tiles=[2, 2])), "set stream=null and mesh.space=[2, 1] beside mesh.channel, or"),
+    (Plan(channel=2, recompute=RecomputeConfig()), "its modules never called; set recompute=null, or mesh.channel=1"),
+])  # fmt: skip
+def test_what_cannot_be_mixed_is_refused_with_the_nearest_that_can(plan, told):
+    with pytest.raises(NotImplementedError) as said:
+        check(plan, ranks=2)
+    assert told in str(said.value)
+
+

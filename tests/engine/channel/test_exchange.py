@@ -1,0 +1,77 @@
+"""Do messages of channels bring what they should, and is each one's gradient its adjoint?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+
+from widefield.engine.channel.exchange import AddUp, Enter, Exchange, Fetch, Keep, Ranks
+from widefield.engine.channel.part import Part
+from widefield.plan import Plan
+
+PARTS = {
+    "in order": [[0, 1, 2], [3, 4, 5]],
+    "uneven": [[0, 1, 2, 3, 4], [5]],
+    "of heads": [[0, 1, 4], [2, 3, 5]],
+    "every second": [[0, 2, 4], [1, 3, 5]],
+}
+
+
+def ranks_of(mesh) -> Ranks:
+    return Ranks(mesh.channel, mesh.plan.channel, mesh.channel_group)
+
+
+def kept_and_fetched(mesh, held, dim):
+    torch.manual_seed(0)
+    shape = [2, 3, 4]
+    shape[dim] = 6
+    whole = torch.randn(shape, dtype=torch.float64)
+    exchange = Exchange(Part(dim, [np.array(indices) for indices in held]), ranks_of(mesh))
+    own = exchange.keep(whole)
+    assert torch.equal(own, whole.index_select(dim, torch.tensor(held[mesh.channel])))
+    assert torch.equal(exchange.fetch(own), whole)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("held", PARTS.values(), ids=PARTS)
+def test_a_part_is_kept_of_a_whole_and_the_whole_fetched_of_parts(held, dim):
+    on_ranks(2, kept_and_fetched, held, dim, plan=Plan(channel=2))
+
+
+def adjoint(mesh, kind):
+    """<F x, y> = <x, F' y>, each side added up over what ranks have: a whole counts once, what ranks bring counts each."""
+    torch.manual_seed(1)
+    ranks, whole = ranks_of(mesh), torch.randn(4, 6, dtype=torch.float64)
+    exchange = Exchange(Part(1, [np.array(indices) for indices in PARTS["of heads"]]), ranks)
+    torch.manual_seed(2 + mesh.rank)
+    own = torch.randn(4, 6, dtype=torch.float64)
+    x = {"keep": whole, "enter": whole, "fetch": exchange.keep(own), "add": own}[kind].clone().requires_grad_()
+    out = {
+        "keep": lambda: Keep.apply(x, exchange), "fetch": lambda: Fetch.apply(x, exchange),
+        "enter": lambda: Enter.apply(x, ranks), "add": lambda: AddUp.apply(x, ranks),
+    }[kind]()  # fmt: skip
+    torch.manual_seed(7 if kind in ("fetch", "add") else 8 + mesh.rank)  # the gradient of a whole is the same on all ranks
+    y = torch.randn(out.shape, dtype=torch.float64)
+    out.backward(y)
+    left, right = (out.detach() * y).sum(), (x.detach() * x.grad).sum()
+    left = left if kind in ("fetch", "add") else mesh.sum_(left)
+    right = right if kind in ("keep", "enter") else mesh.sum_(right)
+    torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+    assert left.abs() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["keep", "fetch", "enter", "add"])
+def test_gradients_are_adjoints(kind):
+    on_ranks(2, adjoint, kind, plan=Plan(channel=2))
+
+
+def in_memory_order(mesh):
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last) * 0 + mesh.rank + 1
+    out = AddUp.apply(x, ranks_of(mesh))
+    return out.unique().tolist(), out.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_sum_keeps_the_order_of_memory():
+    assert on_ranks(2, in_memory_order, plan=Plan(channel=2)) == [([3.0], True)] * 2

@@ -1,0 +1,328 @@
+"""Do copies of a model that share weights, gradients and optimizer state hold their share alone, and compute the same?"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import widefield as wf
+from widefield import models
+from widefield.config import ModelConfig
+from widefield.engine.holding import local, wholes_on_main
+from widefield.engine.normalization import SyncBatchNorm, ghost
+from widefield.engine.parallelize import evaluates_together, parallelize, share_states
+from widefield.engine.strategies.fully_shard import CASES, SMALLEST_BYTES, steps, units_of
+from widefield.plan import Plan
+
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, nets with 1e2 weights
+NET = CASES[0]
+
+
+def net(dtype=torch.float64):
+    torch.manual_seed(1)
+    return NET.build().to(dtype)
+
+
+def batch(rows=6, seed=0):
+    return torch.randn(rows, *NET.shape[1:], dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def my_half(mesh):
+    return batch()[3 * mesh.rank : 3 * mesh.rank + 3]
+
+
+def sharding(zero, **options):
+    return Plan(shard=2, sharding={"zero": zero, **options})
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def held(mesh):
+    """Bytes of parameters, gradients and Adam's state on this rank after a step, and on one device."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(4)))
+
+    def bytes_after_a_step(model, *, shared=False):
+        optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+        if shared:
+            share_states(optimizer, mesh)
+        model(torch.randn(2, 16, 12, 12)).sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        optimizer.step()
+        state = [value for values in optimizer.state.values() for value in values.values() if value.ndim]
+        kinds = (list(model.parameters()), gradients, state)
+        return [sum(local(t).numel() * t.element_size() for t in kind) for kind in kinds]
+
+    return bytes_after_a_step(parallelize(build(), mesh), shared=mesh.plan.sharding.zero == 1), bytes_after_a_step(build())
+
+
+@pytest.mark.parametrize(("zero", "shares"), [(1, (1, 1, 0.27)), (2, (0.25, 0.25, 0.25)), (3, (0.25, 0.25, 0.25))])
+def test_four_ranks_hold_a_fourth_each_of_what_they_share(zero, shares):
+    """ZeRO-1 deals out whole parameters, so that its shares are even to a parameter; between steps ZeRO-2 holds parts too."""
+    for here, whole in on_ranks(4, held, plan=Plan(shard=4, sharding={"zero": zero})):
+        assert all(mine <= share * all_ for mine, all_, share in zip(here, whole, shares, strict=True)), (here, whole)
+        assert zero == 1 or sum(here) <= 0.30 * sum(whole)
+
+
+# ---------------------------------------------------------------------------------------------- passes
+
+
+def in_evaluation(mesh):
+    """Whether outputs are one device's in each mode, and names lead to parts afterwards."""
+    alone, model = net(), parallelize(net(), mesh)
+    objects, names = list(model.modules()), list(alone.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(my_half(mesh)).sum().backward(), alone(batch()).sum().backward()
+    model.eval(), alone.eval()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            close(model(batch(3 + mesh.rank)), alone(batch(3 + mesh.rank)))
+        if mode is not torch.enable_grad:
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert list(model.state_dict()) == names
+    assert all(a is b for a, b in zip(objects, model.modules(), strict=True)) and evaluates_together(model)
+    assert {id(p) for p in model.parameters()} == {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_evaluation_gives_one_devices_numbers_and_leaves_parts_behind(zero):
+    on_ranks(2, in_evaluation, plan=sharding(zero, units=["1"]))
+
+
+def with_a_ghost(mesh):
+    """Rank 1 has no sample of this step and runs a stand-in."""
+    alone, model = net(), parallelize(net(), mesh)
+    alone(batch()).square().sum().backward()
+    if mesh.rank == 0:
+        (model(batch()).square().sum() * mesh.copies).backward()
+    else:
+        with ghost(model):
+            (model(batch(1, seed=9)).square().sum() * 0.0).backward()
+    check_gradients(mesh, model, alone)
+
+
+def check_gradients(mesh, model, alone):
+    found = wholes_on_main(model, mesh, {name: p.grad for name, p in model.named_parameters()})
+    if mesh.is_main:
+        close(found, {name: p.grad for name, p in alone.named_parameters()})
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_rank_without_samples_changes_nothing(zero):
+    on_ranks(2, with_a_ghost, plan=sharding(zero))
+
+
+def compiled(mesh):
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    torch._dynamo.reset()
+    alone, model = net(), net()
+    model.compile(backend="aot_eager")
+    model = parallelize(model, mesh)
+    for _ in range(2):
+        alone.zero_grad(), model.zero_grad()
+        alone(batch()).square().mean().backward(), model(my_half(mesh)).square().mean().backward()
+    check_gradients(mesh, model, alone)
+
+
+def test_a_compiled_model_gives_the_same_gradients():
+    on_ranks(2, compiled, plan=sharding(3, units=["1"]))
+
+
+def in_another_memory_format(mesh):
+    """FSDP2 wants rows one after another; images may lie as they like."""
+    alone, model = net(), parallelize(net().to(memory_format=torch.channels_last), mesh)
+    mine = my_half(mesh).to(memory_format=torch.channels_last)
+    alone(batch()).square().mean().backward(), model(mine).square().mean().backward()
+    check_gradients(mesh, model, alone)
+
+
+def test_weights_in_channels_last_are_sharded_too():
+    on_ranks(2, in_another_memory_format, plan=sharding(3))
+
+
+def streamed(mesh):
+    """Tiles in time on each copy; the batch's statistics are taken in a pass of their own."""
+    alone = models.build(ModelConfig(name="unet", options={"widths": [4, 6]}), in_channels=2, num_classes=3).double()
+    model = models.build(ModelConfig(name="unet", options={"widths": [4, 6]}), in_channels=2, num_classes=3).double()
+    model.load_state_dict(alone.state_dict())
+    model = parallelize(wf.stream(model, tiles=(2, 2)), mesh)
+    image = torch.randn(2, 2, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    alone(image).square().mean().backward(), model(image[mesh.rank : mesh.rank + 1]).square().mean().backward()
+    check_gradients(mesh, model, alone)
+
+
+def test_a_streamed_model_is_sharded_as_any():
+    on_ranks(2, streamed, plan=sharding(3))
+
+
+def start_values(mesh):
+    torch.manual_seed(mesh.rank)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model[1].running_mean.fill_(mesh.rank)
+    parallelize(model, mesh)
+    return model[0].weight.full_tensor(), model[1].running_mean, isinstance(model[1], SyncBatchNorm)
+
+
+@pytest.mark.parametrize("choice", ["synchronized", "averaged", "broadcast"])
+def test_all_ranks_start_from_rank_zero(choice):
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 2).weight
+    for weight, mean, is_synchronized in on_ranks(2, start_values, plan=Plan(shard=2, batch_norm=choice)):
+        assert torch.equal(weight, expected) and mean.tolist() == [0.0, 0.0]
+        assert is_synchronized is (choice == "synchronized")
+
+
+def buffers_met(mesh):
+    model = parallelize(nn.Sequential(nn.BatchNorm1d(2, momentum=0.0), nn.Linear(2, 2)), mesh)
+    model[0].running_mean.fill_(mesh.rank + 5.0)
+    model(torch.randn(3, 2)).sum().backward()
+    return model[0].running_mean[0].item()
+
+
+@pytest.mark.parametrize(("choice", "met"), [("broadcast", [5.0, 5.0]), ("averaged", [5.0, 6.0])])
+def test_rank_zeros_buffers_are_sent_before_a_pass_for_broadcast_alone(choice, met):
+    assert on_ranks(2, buffers_met, plan=Plan(shard=2, batch_norm=choice)) == met
+
+
+# ---------------------------------------------------------------------------------------------- float16's scaler
+
+
+def scaled(mesh):
+    """A gradient of one rank's part is infinite: no rank may step."""
+    model = parallelize(net(torch.float32), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
+    scaler = torch.amp.GradScaler("cpu")
+    before = [local(p).detach().clone() for p in model.parameters()]
+    scaler.scale(model(batch().float()).sum()).backward()
+    if mesh.rank == 1:
+        local(model[0].weight.grad).fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    return all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True)), scaler.get_scale()
+
+
+def test_a_gradient_that_overflows_on_one_rank_stops_the_step_on_all():
+    assert on_ranks(2, scaled, plan=sharding(3)) == [(True, 2.0**15)] * 2
+
+
+# ---------------------------------------------------------------------------------------------- units
+
+
+def named_units(name, patterns=None, **options):
+    with torch.device("meta"):
+        model = models.build(ModelConfig(name=name, options=options), in_channels=3, num_classes=10)
+    return list(units_of(model, patterns)[0]), model
+
+
+def test_stages_and_blocks_are_units_and_small_ones_go_with_the_rest():
+    names, model = named_units("resnet", widths=[32, 64, 128, 256, 512], blocks=2)
+    assert names == ["stages.5", "stages.6", "stages.7", "stages.8", "stages.9"]
+    assert all(sum(p.numel() for p in model.get_submodule(name).parameters()) * 4 >= SMALLEST_BYTES for name in names)
+    assert named_units("resnet")[0] == []
+    assert named_units("unet", widths=[64, 128, 256, 512])[0] == ["down.2", "down.3", "up.0", "up.1"]
+
+
+def test_a_large_models_stages_become_blocks():
+    pytest.importorskip("torchvision")
+    with torch.device("meta"):
+        model = models.build(ModelConfig(name="torchvision/resnet50"), in_channels=3, num_classes=1000)
+    names, why = units_of(model, None)
+    assert list(names) == [
+        "layer2", *(f"layer3.{n}" for n in range(6)), *(f"layer4.{n}" for n in range(3)), "fc",
+    ]  # fmt: skip
+    assert why.startswith("weights are gathered in 11 units (layer2, layer3.0, layer3.1, layer3.2, ...) and the rest")
+
+
+def test_patterns_name_units_and_a_list_means_its_members():
+    assert named_units("unet", ["down", "up.0"], widths=[4, 8])[0] == ["down.0", "down.1", "up.0"]
+
+
+def test_a_pattern_that_no_module_fits_is_refused():
+    with pytest.raises(ValueError, match="sharding.units names 'dwon', which no module of UNet fits; did you mean 'down'?"):
+        named_units("unet", ["dwon"])
+
+
+# ---------------------------------------------------------------------------------------------- ZeRO-1, refusals
+
+
+def owners(mesh):
+    model = parallelize(net(), mesh)
+    optimizer = share_states(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), mesh)
+    model(batch()).sum().backward()
+    optimizer.step()
+    mine = {name for name, p in model.named_parameters() if steps(optimizer, p)}
+    assert mine == {name for name, p in model.named_parameters() if p in optimizer.state}
+    return mine, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_each_parameter_is_stepped_by_one_rank_and_sent_to_all():
+    (first, here), (second, there) = on_ranks(2, owners, plan=sharding(1))
+    assert first | second == set(here) and not first & second
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+class RankChooses(nn.ModuleDict):
+    def forward(self, x):
+        return self["a"](x) if self.rank == 0 else self["b"](x)
+
+
+def differing(mesh):
+    model = RankChooses({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model.rank = mesh.rank
+    try:
+        parallelize(model, mesh, rehearse=lambda: model(torch.ones(1, 2)).sum())
+    except NotImplementedError as error:
+        return str(error)
+
+
+def test_gradients_that_only_some_ranks_have_are_refused():
+    for said in on_ranks(2, differing, plan=sharding(3)):
+        assert "4 parameters got one on rank 0 or on rank 1 and not on both (a.bias); set sharding.zero=1" in said
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+def scalar(mesh):
+    try:
+        parallelize(Scaled(), mesh)
+    except NotImplementedError as error:
+        return str(error)
+
+
+def test_a_parameter_without_dims_is_refused_and_shares_its_state_alone():
+    for said in on_ranks(2, scalar, plan=sharding(3)):
+        assert "'scale' is a parameter without dims, which has no rows to share out" in said
+    assert on_ranks(2, scalar, plan=sharding(1)) == [None, None]
+
+
+def refused(mesh):
+    try:
+        parallelize(net(), mesh)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"compression": "fp16"}, "sharding.zero=3 has none; set gradient.compression=none, or sharding.zero=1"),
+    ({"sharding": {"offload": True}}, "the device is the CPU already"),
+    ({"sharding": {"units": ["7x"]}}, "which no module of Sequential fits"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_on_every_rank(options, words):
+    for said in on_ranks(2, refused, plan=Plan(shard=2, **options)):
+        assert words in said

@@ -1,0 +1,144 @@
+"""Does every mix of strategies train as one device does?  Nets of each kind, three optimizer steps, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import timm
+import torch
+from monai.networks.nets import UNet
+from ranks import on_ranks
+from torch import nn
+
+from widefield.config import ModelConfig, ShardingConfig
+from widefield.engine.channel import choose
+from widefield.engine.parity import Verdict
+from widefield.engine.training_parity import compare_training
+from widefield.models import build
+from widefield.plan import Plan
+
+
+def resnet() -> nn.Module:
+    return timm.create_model("resnet18", in_chans=2, num_classes=5, channels=[8, 12, 16, 20], stem_width=8)
+
+
+def unet(norm: str = "batch") -> nn.Module:
+    options = {"widths": [8, 12, 16], "norm": norm}
+    return build(ModelConfig(name="unet", options=options), in_channels=2, num_classes=3)
+
+
+def volume() -> nn.Module:
+    return UNet(3, 2, 3, channels=(6, 8, 12), strides=(2, 2), num_res_units=1, norm="batch")
+
+
+def convnext() -> nn.Module:
+    return timm.create_model("convnext_atto", in_chans=2, num_classes=5, dims=(8, 12, 16, 20), depths=(1, 1, 2, 1))
+
+
+def vit() -> nn.Module:
+    return timm.create_model(
+        "vit_tiny_patch16_224", in_chans=2, num_classes=5, img_size=32, patch_size=8, embed_dim=24, num_heads=4, depth=2
+    )
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet": (resnet, (6, 2, 45, 52)),
+    "unet": (unet, (6, 2, 21, 18)),
+    "volume": (volume, (4, 2, 12, 8, 20)),
+    "convnext": (convnext, (6, 2, 64, 48)),
+    "vit": (vit, (6, 2, 32, 32)),
+}
+ZERO = {zero: ShardingConfig(zero=zero) for zero in (1, 2, 3)}
+PLANS: dict[str, Plan] = {
+    "replicate": Plan(replicate=2),
+    "zero1": Plan(shard=2, sharding=ZERO[1]),
+    "zero2": Plan(shard=2, sharding=ZERO[2]),
+    "zero3": Plan(shard=2),
+    "space": Plan(space=[2, 1]),
+    "channel": Plan(channel=2),
+    "channel of 3": Plan(channel=3),
+    "replicate x shard": Plan(replicate=2, shard=2),
+    "replicate x space": Plan(replicate=2, space=[2, 1]),
+    "replicate x channel": Plan(replicate=2, channel=2),
+    "shard x space": Plan(shard=2, space=[1, 2]),
+    "shard x channel": Plan(shard=2, channel=2),
+    "zero1 x channel": Plan(shard=2, channel=2, sharding=ZERO[1]),
+    "space x channel": Plan(space=[2, 1], channel=2),
+    "channel of 4": Plan(channel=4),
+    "stage": Plan(stage=2),
+    "stage of 3": Plan(stage=3),
+    "replicate x stage": Plan(replicate=2, stage=2),
+    "channel x stage": Plan(channel=2, stage=2),
+    "zero1 x stage": Plan(shard=2, stage=2, sharding=ZERO[1]),
+    "accumulate, replicate x channel": Plan(replicate=2, channel=2, accumulate=2),
+}
+LARGE: dict[str, Plan] = {
+    "replicate x channel x stage": Plan(replicate=2, channel=2, stage=2),
+    "replicate x space x channel": Plan(replicate=2, space=[2, 1], channel=2),
+    "replicate x shard x channel": Plan(replicate=2, shard=2, channel=2),
+    "shard x space x channel": Plan(shard=2, space=[1, 2], channel=2),
+}
+
+
+def trained(mesh, name: str, **options: Any) -> Verdict:
+    """Small nets are cut as large ones are: every layer that can be."""
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    model = make()
+    for parameter in model.parameters():
+        if parameter.ndim and not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    with mock.patch.multiple(choose, WEIGHT_COST=1e5, WEIGHT_LEAST=0):
+        return compare_training(model, shape, mesh, **options)
+
+
+def spatial(plan: Plan, name: str) -> Plan:
+    """The plan with a cut for each dim of the net's images."""
+    return plan.model_copy(update={"space": [*plan.space, 1]}) if plan.space and name == "volume" else plan
+
+
+def nets_of(plan: Plan) -> list[str]:
+    """Those whose numbers the plan keeps: a BatchNorm sees one pass of several at a time."""
+    return ["convnext", "vit"] if plan.accumulate > 1 else list(NETS)
+
+
+@pytest.mark.parametrize(("mix", "name"), [(mix, name) for mix, plan in PLANS.items() for name in nets_of(plan)])
+def test_three_steps_equal_one_devices(mix, name):
+    plan = spatial(PLANS[mix], name)
+    verdict = on_ranks(plan.ranks, trained, name, plan=plan, timeout_seconds=300)[0]
+    assert verdict.ok, f"{mix}, {name}:\n{verdict}"
+    assert {row.kind for row in verdict.rows} >= {"loss", "gradient", "weight", "output"}
+
+
+@pytest.mark.parametrize(("mix", "name"), list(zip(LARGE, ("vit", "resnet", "unet", "convnext"), strict=True)))
+def test_mixes_of_three_axes_on_eight_ranks(mix, name):
+    verdict = on_ranks(8, trained, name, plan=LARGE[mix], timeout_seconds=300)[0]
+    assert verdict.ok, f"{mix}, {name}:\n{verdict}"
+
+
+SINGLE, LOW = {"dtype": torch.float32}, {"dtype": torch.float32, "low": torch.bfloat16}
+MOST = {"float32": {"loss": 1e-6, "gradient": 1e-5, "weight": 1e-5, "output": 1e-5},
+        "bfloat16": {"loss": 5e-3, "weight": 0.05, "output": 0.05}}  # fmt: skip
+"""Of a tensor's largest value, after three steps.  float32's unit is 6e-8, bfloat16's 4e-3; under autocast to it, gradients that
+are differences of large sums, as of a bias before a BatchNorm, are rounding alone, so weights after the steps are compared."""
+
+
+def trained_low(mesh, name: str, options: dict[str, Any]) -> Verdict:
+    return trained(mesh, name, **options)
+
+
+@pytest.mark.parametrize("precision", MOST)
+@pytest.mark.parametrize(("mix", "name"), [
+    ("zero3", "convnext"), ("stage", "vit"), ("shard x channel", "vit"), ("space x channel", "convnext"),
+    ("channel x stage", "unet"), ("replicate x shard", "unet"),
+])  # fmt: skip
+def test_low_precision_differs_by_its_rounding(mix, name, precision):
+    options = SINGLE if precision == "float32" else LOW
+    verdict = on_ranks(PLANS[mix].ranks, trained_low, name, options, plan=PLANS[mix], timeout_seconds=300)[0]
+    assert verdict.refusal is None
+    for kind, most in MOST[precision].items():
+        errors = [row.error for row in verdict.rows if row.kind == kind]
+        assert errors and max(errors) <= most, f"{kind}:\n{verdict}"

@@ -1,0 +1,534 @@
+"""Does a model whose layers are dealt out over ranks train as on one device?"""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional as F
+
+from widefield.engine.executed import flow_of, named_tensors
+from widefield.engine.holding import parts, shapes, total_norm, wholes_on_main
+from widefield.engine.normalization import ghost
+from widefield.engine.parallelize import parallelize, reasons
+from widefield.engine.passes import backward_of, without_sync
+from widefield.engine.pipeline.flow import _schedule
+from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, orders, schedule_grid
+from widefield.engine.strategies.pipeline import held_bytes, problems
+from widefield.geometry.interval import even_cut, parts_of
+from widefield.plan import Plan
+from widefield.train.state import optimizer_state
+
+close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)  # float64; sums of micro-batches in another order
+
+
+class Block(nn.Module):
+    def __init__(self, ins: int, outs: int, norm, stride: int = 1) -> None:
+        super().__init__()
+        self.one, self.norm_one = nn.Conv2d(ins, outs, 3, stride, 1, bias=False), norm(outs)
+        self.two, self.norm_two = nn.Conv2d(outs, outs, 3, 1, 1, bias=False), norm(outs)
+        self.skip = nn.Conv2d(ins, outs, 1, stride) if stride > 1 or ins != outs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm_one(self.one(x)))
+        return F.relu(self.norm_two(self.two(y)) + self.skip(x), inplace=True)
+
+
+def group_norm(channels: int) -> nn.Module:
+    return nn.GroupNorm(2, channels)
+
+
+def resnet(norm=group_norm) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False), norm(4), nn.ReLU(inplace=True), Block(4, 4, norm), Block(4, 8, norm, 2),
+        Block(8, 8, norm), Block(8, 12, norm, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5),
+    )  # fmt: skip
+
+
+class UNet(nn.Module):
+    """Long skips, a pooling that gives its indices to the way up, and the image itself once more at the end."""
+
+    def __init__(self, dims: int = 2) -> None:
+        super().__init__()
+        conv = nn.Conv2d if dims == 2 else nn.Conv3d
+        self.up_conv = nn.ConvTranspose2d if dims == 2 else nn.ConvTranspose3d
+        self.pool = (nn.MaxPool2d if dims == 2 else nn.MaxPool3d)(2, return_indices=True)
+        self.unpool = (nn.MaxUnpool2d if dims == 2 else nn.MaxUnpool3d)(2)
+        self.a, self.b, self.c = conv(2, 4, 3, padding=1), conv(4, 6, 3, padding=1), conv(6, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.up = self.up_conv(8, 6, 2, 2)
+        self.d, self.e, self.f = conv(12, 4, 3, padding=1), conv(8, 4, 3, padding=1), conv(6, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.silu(self.a(x))
+        low, indices = self.pool(a)
+        b = F.silu(self.norm(self.b(low)))
+        c = F.silu(self.c(F.max_pool2d(b, 2) if x.ndim == 4 else F.max_pool3d(b, 2)))
+        d = F.silu(self.d(torch.cat([self.up(c), b], 1)))
+        e = F.silu(self.e(torch.cat([self.unpool(d, indices), a], 1)))
+        return self.f(torch.cat([e, x], 1))
+
+
+class Tiny(nn.Module):
+    """A small transformer of patches: tokens, heads, positions that no image decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.place = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, 16, 8))
+        block = partial(nn.TransformerEncoderLayer, 8, 2, 16, 0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.head = nn.Linear(8, 5)
+        self.register_buffer("ramp", torch.linspace(0, 1, 16), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.place
+        for block in self.blocks:
+            x = block(x) + self.ramp[None, :, None] * torch.arange(8, device=x.device)
+        return self.head(x.mean(1))
+
+
+def convnext() -> nn.Module:
+    import timm
+
+    return timm.create_model("convnext_atto", pretrained=False, num_classes=5, depths=(1, 1, 2, 1), dims=(4, 8, 12, 16))
+
+
+NETS = {
+    "resnet": (resnet, (3, 12, 10)),
+    "batch norm": (partial(resnet, nn.BatchNorm2d), (3, 12, 10)),
+    "unet": (UNet, (2, 8, 12)),
+    "unet 3d": (partial(UNet, 3), (2, 8, 4, 4)),
+    "vit": (Tiny, (3, 16, 16)),
+    "convnext": (convnext, (3, 32, 32)),
+}
+
+
+def net(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    return NETS[name][0]().double()
+
+
+def batch(name: str, step: int, rows: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    image = torch.randn(rows, *NETS[name][1], generator=draw, dtype=torch.float64)
+    with torch.no_grad():
+        outputs = net(name).eval()(image).shape
+    return image, torch.randn(outputs, generator=draw, dtype=torch.float64)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9, weight_decay=0.01)
+
+
+def compare_with_one_device(mesh, name: str, rows: int = 4) -> list[str]:
+    """Three steps on both; what this rank has of the model must be the single device's, and all of it must be somewhere."""
+    alone, model = net(name), net(name)
+    mine = parts_of(even_cut(rows, mesh.copies))[mesh.copy]
+    part = slice(mine.start, mine.stop)
+    model = parallelize(model, mesh, sample=batch(name, 0, rows)[0][part].to("meta"))
+    one, many = optimizer_of(alone), optimizer_of(model)
+    scale = mesh.copies / rows
+    for step in range(3):
+        x, y = batch(name, step, rows)
+        one.zero_grad()
+        whole = loss_of(alone(x), y)
+        (whole / rows).backward()
+        one.step()
+        many.zero_grad()
+        own = backward_of(model, x[part], y[part], loss_of=loss_of, scaled=lambda loss: loss * scale)
+        close(mesh.sum_(own.clone()) / mesh.plan.stage, whole.detach())
+        many.step()
+    names = same_where_here(model, alone)
+    alone.eval(), model.eval()
+    with torch.no_grad():
+        close(model(x), alone(x))
+    assert list(model.state_dict()) == list(alone.state_dict())
+    assert set().union(*mesh.gather_objects(names)) == set(alone.state_dict()), "a weight is nowhere"
+    return reasons(model)
+
+
+def same_where_here(model: nn.Module, alone: nn.Module) -> set[str]:
+    """Compare what this rank has; the names of that."""
+    here = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    close(here, {name: tensor for name, tensor in alone.state_dict().items() if name in here})
+    gradients = {name: p.grad for name, p in model.named_parameters() if name in here}
+    close(gradients, {name: p.grad for name, p in alone.named_parameters() if name in here})
+    assert all(p.grad is None for p in model.parameters() if p.is_meta)
+    return set(here)
+
+
+def plan_of(stage: int, schedule: str = "1f1b", micro: int | None = None, replicate: int = 1, **options) -> Plan:
+    return Plan(stage=stage, replicate=replicate, pipeline={"schedule": schedule, "micro_batches": micro, **options})
+
+
+@pytest.mark.parametrize("micro", [2, 3, 4])
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+def test_three_steps_in_micro_batches_equal_one_device(name, micro):
+    on_ranks(2, compare_with_one_device, name, plan=plan_of(2, micro=micro))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("name", ["resnet", "unet", "vit"])
+def test_every_schedule_gives_the_same_numbers(name, schedule):
+    on_ranks(2, compare_with_one_device, name, plan=plan_of(2, schedule, 4))
+
+
+@pytest.mark.parametrize("name", ["unet 3d", "vit", "convnext", "batch norm"])
+def test_the_library_chooses_micro_batches_and_stays_exact(name):
+    why = "\n".join(on_ranks(2, compare_with_one_device, name, plan=plan_of(2))[0])
+    assert f"pipeline.micro_batches={1 if name == 'batch norm' else 4}:" in why, why
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule", "micro", "name"),
+    [(3, "1f1b", 3, "unet"), (3, "zero_bubble", 3, "unet"), (3, "gpipe", 2, "vit"), (4, "1f1b", None, "batch norm"),
+     (4, "interleaved", 4, "resnet"), (4, "zero_bubble", 8, "resnet")],
+)  # fmt: skip
+def test_more_stages_equal_one_device(stage, schedule, micro, name):
+    on_ranks(stage, compare_with_one_device, name, plan=plan_of(stage, schedule, micro))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "schedule"),
+    [("resnet", 5, "1f1b"), ("batch norm", 5, "1f1b"), ("unet", 4, "zero_bubble"), ("vit", 3, "interleaved")],
+)
+def test_copies_of_a_pipeline_average_their_gradients(name, rows, schedule):
+    micro = None if name == "batch norm" else 2
+    on_ranks(4, compare_with_one_device, name, rows, plan=plan_of(2, schedule, micro, replicate=2))
+
+
+# ---------------------------------------------------------------------------------------------- passes of a step
+
+
+def times(factor: float, output: Tensor, target: Tensor) -> Tensor:
+    return loss_of(output, target) * factor
+
+
+def accumulates(mesh):
+    """Two passes of a step, the second one of a copy that has no sample left; then the norm that clipping asks for."""
+    alone, model = net("batch norm"), net("batch norm")
+    x, y = batch("batch norm", 0, 6)
+    model = parallelize(model, mesh, sample=x[:2])
+    share = [(slice(0, 2), slice(2, 4)), (slice(4, 6), None)][mesh.copy]
+    for number, part in enumerate(share):
+        context = without_sync(model) if number == 0 else nullcontext()
+        with context, ghost(model) if part is None else nullcontext():
+            rows = slice(0, 2) if part is None else part
+            real = 0.0 if part is None else 1.0
+            own = partial(times, real)
+            backward_of(model, x[rows], y[rows], loss_of=own, scaled=lambda loss: loss * 2 / 6)
+    for rows in (torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3])):
+        (loss_of(alone(x[rows]), y[rows]) / 6).backward()
+    same_where_here(model, alone)
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    close(total_norm(model, mesh, named), nn.utils.get_total_norm([p.grad for p in alone.parameters()]))
+
+
+def test_passes_add_up_and_a_copy_without_samples_adds_nothing():
+    on_ranks(4, accumulates, plan=plan_of(2, replicate=2))
+
+
+def runs_under_autocast(mesh):
+    alone, model = net("resnet").float(), net("resnet").float()
+    x, y = (tensor.float() for tensor in batch("resnet", 0, 4))
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    model = parallelize(model, mesh, sample=x)
+    loss = backward_of(model, x, y, loss_of=lambda o, t: loss_of(o.float(), t), autocast=autocast)
+    whole = torch.zeros((), dtype=torch.float64)
+    for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+        with autocast():
+            output = alone(part)
+        own = loss_of(output.float(), target)
+        own.backward()
+        whole += own.detach()
+    torch.testing.assert_close(loss, whole, rtol=1e-6, atol=0)
+    for name, p in model.named_parameters():
+        if not p.is_meta:
+            torch.testing.assert_close(p.grad, alone.get_parameter(name).grad, rtol=1e-6, atol=1e-6)
+
+
+def test_autocast_casts_as_on_one_device():
+    on_ranks(2, runs_under_autocast, plan=plan_of(2, micro=2))
+
+
+def per_micro_batch(mesh):
+    alone, model = net("batch norm"), net("batch norm")
+    x, y = batch("batch norm", 0, 8)
+    mine = x.chunk(mesh.copies)[mesh.copy], y.chunk(mesh.copies)[mesh.copy]
+    model = parallelize(model, mesh, sample=mine[0])
+    backward_of(model, *mine, loss_of=loss_of, scaled=lambda loss: loss * mesh.copies / 8)
+    for number in range(2):  # a micro-batch has its part of every copy's share
+        rows = torch.cat([torch.arange(8).chunk(mesh.copies)[copy].chunk(2)[number] for copy in range(mesh.copies)])
+        (loss_of(alone(x[rows]), y[rows]) / 8).backward()
+    same_where_here(model, alone)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_statistics_per_micro_batch_are_those_of_the_micro_batch_over_copies(copies):
+    plan = Plan(stage=2, replicate=copies, batch_norm="per_micro_batch", pipeline={"micro_batches": 2})
+    on_ranks(2 * copies, per_micro_batch, plan=plan)
+
+
+class Noisy(nn.Module):
+    """Every layer leaves out values by chance, all of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(x + 0 * layer(x), 0.5)
+        return x
+
+
+def draws(mesh):
+    torch.manual_seed(3)
+    x = torch.ones(2, 64)
+    model = parallelize(Noisy(), mesh, sample=x)
+    outputs = []
+    for _ in range(2):
+        backward_of(model, x, x, loss_of=lambda o, t: outputs.append(o.detach()) or (o - t).square().sum())
+    return torch.get_rng_state(), outputs
+
+
+def test_stages_draw_apart_and_ranks_stand_alike_afterwards():
+    (state, _), (other, outputs) = on_ranks(2, draws, plan=plan_of(2, micro=1))
+    assert torch.equal(state, other)
+    assert not torch.equal(outputs[0], outputs[1]), "every pass draws anew"
+    kept = (outputs[0] != 0).double().mean().item()  # 1/16 of 128 survive four layers; 1/4 where stages drew the same twice
+    assert kept < 0.15, kept
+
+
+# ---------------------------------------------------------------------------------------------- who holds what
+
+
+def memory_of(mesh):
+    model = net("resnet")
+    whole = sum(tensor.nbytes for tensor in named_tensors(model).values())
+    model = parallelize(model, mesh, sample=batch("resnet", 0, 2)[0])
+    return held_bytes(model) / whole, reasons(model)
+
+
+def test_stages_balanced_by_memory_hold_their_share_of_the_weights():
+    shares, why = zip(*on_ranks(2, memory_of, plan=plan_of(2, micro=2, balance="memory")), strict=True)
+    assert max(shares) <= 0.6 and sum(shares) == pytest.approx(1), (shares, why)
+
+
+def keeps_its_checkpoint(mesh):
+    """What ranks hold together is the model; a plain model takes it, and so does one in other stages."""
+    model = parallelize(net("batch norm"), mesh, sample=batch("batch norm", 0, 2)[0])
+    optimizer = optimizer_of(model)
+    x, y = batch("batch norm", 0, 4)
+    backward_of(model, x, y, loss_of=loss_of)
+    optimizer.step()
+    state = {"model": dict(model.state_dict()), "optimizer": optimizer_state(model, optimizer)}
+    found = wholes_on_main(model, mesh, state)
+    if mesh.rank:
+        return None
+    alone = net("batch norm")
+    alone.load_state_dict(found["model"])
+    return found["model"], {name: values["momentum_buffer"] for name, values in found["optimizer"]["parameters"].items()}
+
+
+def resumes(mesh, wholes):
+    """Load wholes into a model in stages."""
+    model = parallelize(net("batch norm"), mesh, sample=batch("batch norm", 0, 2)[0])
+    assert shapes(model) == {name: list(value.shape) for name, value in wholes.items()}
+    model.load_state_dict(parts(model, wholes))
+    for name, value in model.state_dict().items():
+        assert value.is_meta or torch.equal(value, wholes[name])
+    model.eval()
+    with torch.no_grad():
+        return model(batch("batch norm", 1, 3)[0])
+
+
+def test_checkpoints_hold_wholes_and_resume_in_other_stages():
+    weights, momenta = on_ranks(2, keeps_its_checkpoint, plan=plan_of(2))[0]
+    alone = net("batch norm")
+    optimizer = optimizer_of(alone)
+    x, y = batch("batch norm", 0, 4)
+    loss_of(alone(x), y).backward()
+    optimizer.step()
+    close(weights, dict(alone.state_dict()))
+    close(momenta, {name: optimizer.state[p]["momentum_buffer"] for name, p in alone.named_parameters()})
+    with torch.no_grad():
+        expected = alone.eval()(batch("batch norm", 1, 3)[0])
+    for output in on_ranks(3, resumes, weights, plan=plan_of(3)):
+        close(output, expected)
+
+
+def order_of(mesh, schedule, micro):
+    """What a rank does in a pass: forwards and backwards in the order in which they run."""
+    model = parallelize(net("resnet"), mesh, sample=batch("resnet", 0, micro)[0])
+    x, y = batch("resnet", 0, micro)
+    backward_of(model, x, y, loss_of=loss_of)
+    (module,) = next(iter(flow_of(model).known.values())).modules
+    forward, done = module.forward, []
+
+    def run(*given):
+        out = forward(*given)
+        number = sum(what[0] == "F" for what in done)
+        done.append(f"F{number}")
+        (out[0] if isinstance(out, tuple) else out).register_hook(lambda _: done.append(f"B{number}"))
+        return out
+
+    module.forward = run
+    backward_of(model, x, y, loss_of=loss_of)
+    return done
+
+
+KEPT = [("gpipe", 4, [4, 4, 4]), ("1f1b", 6, [3, 2, 1]), ("1f1b", 2, [2, 2, 2])]
+
+
+@pytest.mark.parametrize(("schedule", "micro", "most"), KEPT)
+def test_ranks_work_as_the_grid_says_and_1f1b_keeps_few_micro_batches(schedule, micro, most):
+    ours = [[f"{action.kind}{action.micro_batch}" for action in actions] for actions in orders(schedule, 3, micro)]
+    assert on_ranks(3, order_of, schedule, micro, plan=plan_of(3, schedule, micro)) == ours
+    kept = [list(accumulate(1 if what[0] == "F" else -1 for what in rank)) for rank in ours]
+    assert [max(counts) for counts in kept] == most
+
+
+# ---------------------------------------------------------------------------------------------- where it is cut
+
+
+def reasons_of(mesh, name):
+    model = parallelize(net(name), mesh, sample=batch(name, 0, 4)[0])
+    return reasons(model), [key for key, tensor in named_tensors(model).items() if not tensor.is_meta]
+
+
+def test_stages_begin_where_they_are_named():
+    (why, first), (_, second) = on_ranks(2, reasons_of, "resnet", plan=plan_of(2, stages=["6"]))
+    assert "cut before 6.one, as pipeline.stages says" in why[0]
+    assert {name.split(".")[0] for name in first} == {"0", "1", "3", "4", "5"}
+    assert {name.split(".")[0] for name in second} == {"6", "9"}
+
+
+def test_reasons_say_what_a_stage_costs_and_how_long_it_waits():
+    why = "\n".join(on_ranks(2, reasons_of, "batch norm", plan=plan_of(2))[0][0])
+    assert "1 micro-batch on 2 ranks leaves 50% of the time idle" in why
+    assert "batch_norm=per_micro_batch" in why
+
+
+class Tied(nn.Module):
+    """The last layer has the first one's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.two(self.one(x)), self.one.weight)
+
+
+def refused(mesh, build, shape):
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        parallelize(build().double(), mesh, sample=torch.zeros(shape, dtype=torch.float64))
+    return str(caught.value)
+
+
+REFUSALS = [
+    (partial(resnet, nn.BatchNorm2d), plan_of(2, micro=2), "pipeline.micro_batches=2 cannot give .*per_micro_batch"),
+    (resnet, plan_of(2, stages=["layer6"]), "pipeline.stages has 'layer6', and no module"),
+    (resnet, plan_of(2, stages=["0"]), "with which the model begins"),
+    (resnet, plan_of(2, stages=["4", "6"]), "names 2 modules and 2 stages have 1 beginning"),
+    (resnet, plan_of(2, "interleaved", 5), "works in rounds of 2 micro-batches.* set 4 or 6 micro-batches"),
+    (resnet, Plan(stage=2, compression="bf16"), "gradient.compression=bf16 is DDP's"),
+]
+
+
+@pytest.mark.parametrize(("build", "plan", "words"), REFUSALS)
+def test_what_cannot_be_is_refused_in_words(build, plan, words):
+    for text in on_ranks(2, refused, build, (4, 3, 12, 10), plan=plan):
+        assert re.search(words, text), text
+
+
+def test_layers_that_share_weights_are_not_taken_apart():
+    for text in on_ranks(2, refused, Tied, (4, 4), plan=plan_of(2)):
+        assert "0 places where a stage can begin" in text
+    for text in on_ranks(2, refused, Tied, (4, 4), plan=plan_of(2, stages=["two"])):
+        assert "one.weight is read before and in it" in text
+
+
+def changes_mode(mesh):
+    """A model without a batch norm that learns, until somebody lets it."""
+    model = net("batch norm")
+    for layer in model.modules():
+        layer.train(not isinstance(layer, nn.BatchNorm2d))
+    x, y = batch("batch norm", 0, 4)
+    model = parallelize(model, mesh, sample=x)
+    backward_of(model, x, y, loss_of=loss_of)
+    model.train()
+    with pytest.raises(NotImplementedError, match="micro_batches=2 cannot give the statistics of the whole batch"):
+        backward_of(model, x, y, loss_of=loss_of)
+    with pytest.raises(NotImplementedError, match="backward_of"):
+        model(x)
+
+
+def test_a_batch_norm_that_is_let_to_learn_is_refused_when_it_does():
+    on_ranks(2, changes_mode, plan=plan_of(2, micro=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"space": [2, 1]}, "mesh.space"), ({"shard": 2}, "sharding.zero=3 would both"),
+     ({"stream": {"tiles": [2]}}, "stream=null"),
+     ({"recompute": {}}, "recompute=null"), ({"compression": "fp16"}, "compression=fp16"),
+     ({"batch_norm": "averaged"}, "batch_norm=averaged"), ({"data_strategy": "data_parallel"}, "data_strategy=data"),
+     ({"pipeline": {"schedule": "zero_bubble", "micro_batches": 5}}, "rounds of 2")],
+)  # fmt: skip
+def test_plans_that_cannot_be_have_words_for_it(options, words):
+    (text,) = problems(Plan(stage=2, **options))
+    assert words in text
+    assert problems(Plan(stage=2)) == problems(Plan(**options)) == []
+
+
+# ---------------------------------------------------------------------------------------------- the order of work
+
+
+def torchs_order(mesh, schedule, micro):
+    plan = mesh.plan
+    stages = [
+        PipelineStage(nn.Identity(), stage, plan.stage * STAGES_PER_RANK[schedule], mesh.device, group=mesh.stage_group)
+        for stage in range(mesh.stage, plan.stage * STAGES_PER_RANK[schedule], plan.stage)
+    ]
+    made = _schedule(schedule, stages, micro, loss_of)
+    return [text for text in map(str, filter(None, made.pipeline_order[mesh.stage])) if re.fullmatch(r"\d+[FBIW]\d+", text)]
+
+
+@pytest.mark.parametrize("micro", [3, 4, 6])
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+def test_the_grid_is_what_torch_runs(schedule, micro):
+    ours = [[f"{a.stage}{a.kind}{a.micro_batch}" for a in actions] for actions in orders(schedule, 3, micro)]
+    assert on_ranks(3, torchs_order, schedule, micro, plan=plan_of(3, schedule, micro)) == ours
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 1), (2, 4), (4, 4), (4, 16), (3, 2)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bubble_is_what_the_papers_say(schedule, ranks, micro):
+    grid = schedule_grid(schedule, ranks, micro)
+    assert idle_share(grid) == pytest.approx((ranks - 1) / (micro + ranks - 1))
+    assert all(len([slot for slot in row if slot]) == 3 * micro for row in grid)
+
+
+def test_a_grid_worked_out_by_hand():
+    assert schedule_grid("1f1b", 2, 2) == [
+        ["F0", "F1", "", "", "B0", "B0", "", "B1", "B1"],
+        ["", "F0", "B0", "B0", "F1", "B1", "B1", "", ""],
+    ]
+
+
+def test_finer_schedules_wait_less():
+    idle = [idle_share(schedule_grid(kind, 4, 8)) for kind in ("1f1b", "interleaved", "zero_bubble")]
+    assert idle[1] < idle[0] and idle[2] < idle[0], idle

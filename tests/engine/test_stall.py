@@ -1,0 +1,71 @@
+"""A step that does not end: rank 0 names the ranks that are missing, and where they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+
+from widefield.engine.stall import StallWatch, Stand, missing, sentence
+
+
+def stand(beat: int = 1, step: int = 4, begun: int = 9, *, waits: bool = True) -> Stand:
+    return Stand(beat, step, begun, "net.py:3 in forward", waits)
+
+
+@pytest.mark.parametrize(
+    ("found", "frozen", "late"),
+    [
+        ({0: stand(), 1: stand(begun=8, waits=False)}, [], [1]),
+        ({0: stand(step=3), 1: stand(begun=2)}, [], [0]),
+        ({0: stand(), 1: stand(), 2: stand(waits=False)}, [], [2]),  # messages between two ranks are not counted
+        ({0: stand(), 1: stand()}, [], []),
+        ({0: stand(waits=False), 1: stand(waits=False)}, [], []),
+        ({0: stand()}, [], [1]),  # it has never told
+        ({0: stand(), 1: stand(), 2: stand(begun=8)}, [1], [1]),
+    ],
+)
+def test_the_ranks_behind_are_the_missing_ones(found, frozen, late):
+    assert missing(found, ranks=max(2, len(found)), frozen=frozen) == late
+
+
+def test_the_sentence_names_them_and_says_where_they_are():
+    text = sentence({0: stand(), 1: stand(begun=8)}, ranks=3, frozen=[], seconds=61.2, longest=0.4)
+    assert text.startswith("step 5 has not ended after 61 s (the longest before it took 0.4 s). 1 of 3 ranks has not arrived: ")
+    assert "rank 2 has not told of itself yet. The others wait: rank 0 is at net.py:3 in forward" in text
+    frozen = sentence({0: stand(), 1: stand()}, ranks=2, frozen=[1], seconds=61, longest=0)
+    assert "rank 1 does not answer; it was last seen at net.py:3 in forward" in frozen and "longest" not in frozen
+    alike = sentence({0: stand(), 1: stand()}, ranks=2, frozen=[], seconds=61, longest=0)
+    assert "No rank is behind the others: rank 0 is at net.py:3 in forward; rank 1" in alike
+
+
+def test_a_rank_that_sleeps_is_named_and_one_that_is_slow_alike_is_not():
+    said = on_ranks(3, _one_sleeps)
+    assert said[0] and said[1:] == [[], []]
+    assert all("step 3 has not ended after" in text for text in said[0])
+    assert "1 of 3 ranks has not arrived: rank 1 is at " in said[0][0]
+    assert "test_stall.py" in said[0][0] and "in _sleep" in said[0][0] and "The others wait: rank 0 is at" in said[0][0]
+
+
+def _one_sleeps(mesh) -> list[str]:
+    """Three steps of an all-reduce each; before the third one's, rank 1 sleeps."""
+    said: list[str] = []
+    at: list = [0, None]
+    with StallWatch(mesh, seconds=0.3, at=lambda: (at[0], at[1]), warn=said.append):
+        for step in range(3):
+            at[:] = [step, time.perf_counter()]
+            if step == 2 and mesh.rank == 1:
+                _sleep(0.9)
+            dist.all_reduce(torch.ones(3), group=mesh.group)
+            at[:] = [step + 1, None]
+        time.sleep(0.2)  # between two steps nobody is late
+    assert not any(thread.name == "widefield stall watch" for thread in threading.enumerate())
+    return said
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(seconds)

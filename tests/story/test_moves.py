@@ -1,0 +1,96 @@
+"""A checkpoint that one plan wrote is taken up by any other: the state bit for bit, and the next ten losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from command import RECIPES
+from ranks import on_ranks
+
+from widefield.config import read_config
+from widefield.plan import plan_of
+from widefield.train.assemble import assemble, learner_of, training_batches
+from widefield.train.checkpoint import About, Checkpoints, newest_sound_in, read
+from widefield.train.loop import Passes
+from widefield.train.nested import take_apart
+from widefield.train.resume import resume, state_of
+from widefield.train.state import shapes_of
+
+PAGE = str(RECIPES / "page.yaml")
+SETTINGS = ["mesh.space=[]", "mesh.replicate=1", "data.options.size=[48, 40]", "data.options.pages=[8, 2]", "data.batch_size=4",
+            "data.workers=0", "precision=float32", "model.options.widths=[8, 12, 16]", "optimizer.lr=0.003", "ema.decay=0.9",
+            "schedule.length=13step", "schedule.name=constant", "schedule.warmup=0step"]  # fmt: skip
+PLANS = {
+    "one": (1, []),
+    "zero3": (2, ["mesh.shard=2"]),
+    "channel": (2, ["mesh.channel=2"]),
+    "stage": (2, ["mesh.stage=2"]),
+    "space": (2, ["mesh.space=[1,2]"]),
+    "zero1": (2, ["mesh.shard=2", "sharding.zero=1"]),
+    "channel x stage": (4, ["mesh.channel=2", "mesh.stage=2"]),
+    "shard x space": (4, ["mesh.shard=2", "mesh.space=[2,1]"]),
+    "replicate x channel": (4, ["mesh.replicate=2", "mesh.channel=2"]),
+}
+ALONE = ["one", "zero3", "channel", "stage", "space"]
+PAIRS = [(writer, reader) for writer in ALONE for reader in ALONE if writer != reader]
+PAIRS += [("channel x stage", "shard x space"), ("shard x space", "replicate x channel"), ("replicate x channel", "zero1")]
+PAIRS += [("zero1", "channel x stage")]
+BEFORE, AFTER = 3, 10
+
+
+def taken_up(mesh, source: Path | None, target: Path, settings: list[str]) -> list[float]:
+    """Take up what `source` has, or train a few steps; save at once into `target`; the losses of ten steps more."""
+    parts = assemble(read_config(PAGE, settings), mesh)
+    learner, _ = learner_of(parts)
+    kept = {"keep_last": 9, "keep_best": 0, "background": False, "warn": pytest.fail}
+    if source is not None:
+        checkpoints = Checkpoints(source, mesh, **kept)
+        resume(learner, checkpoints, checkpoints.newest_sound())
+    else:
+        _learn(parts, learner, BEFORE)
+    about = About(
+        step=learner.step, epoch=int(learner.epoch), samples=learner.steps.seen(learner.step), metric=None,
+        higher_is_better=True, ranks=mesh.size, plan="", model=shapes_of(learner.model), versions={},
+    )  # fmt: skip
+    Checkpoints(target, mesh, **kept).save(state_of(learner), about, wait=True)
+    return _learn(parts, learner, AFTER)
+
+
+def _learn(parts, learner, steps: int) -> list[float]:
+    passes = Passes(training_batches(parts, first=learner.step, last=learner.step + steps), 1)
+    losses = [learner.learn(passes.next(), stop=False)[0] for _ in range(steps)]
+    passes.close()
+    return losses
+
+
+def under(name: str, source: Path | None, target: Path) -> list[float]:
+    ranks, axes = PLANS[name]
+    settings = [*SETTINGS, *axes]
+    plan = plan_of(read_config(PAGE, settings), ranks)
+    found = on_ranks(ranks, taken_up, source, target, settings, plan=plan)
+    assert all(losses == found[0] for losses in found)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> dict[str, tuple[Path, list[float]]]:
+    """What each plan saved after its first steps, and its own next losses."""
+    folder = tmp_path_factory.mktemp("written")
+    return {name: (folder / name, under(name, None, folder / name)) for name in dict.fromkeys(writer for writer, _ in PAIRS)}
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    state, _ = read(newest_sound_in(folder, warn=pytest.fail))
+    return take_apart(state)[1]
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS, ids=[f"{writer} to {reader}" for writer, reader in PAIRS])
+def test_state_is_equal_bit_for_bit_and_so_are_the_next_losses_but_for_rounding(written, tmp_path, writer, reader):
+    source, expected = written[writer]
+    losses = under(reader, source, tmp_path / "again")
+    before, after = tensors_in(source), tensors_in(tmp_path / "again")
+    assert sorted(before) == sorted(after) and len(before) > 90
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert losses == pytest.approx(expected, rel=1e-5, abs=0) and len(losses) == AFTER

@@ -1,0 +1,151 @@
+"""The messages of ranks that share channels, each with its adjoint.
+
+A tensor is whole (every rank has it, and its gradient is whole too), entered (every rank has it, and each brings a part of its
+gradient), a part (each rank has some channels), or a sum in parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from widefield.engine.channel.part import Part
+from widefield.engine.layout import layout_of
+from widefield.engine.tiled import TiledTensor, wrap
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks of a channel axis: this one's place among them, and their process group."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """A part as ranks exchange it.  `fetch` gives the whole of what each has, `keep` what this rank has of a whole."""
+
+    part: Part
+    ranks: Ranks
+
+    @cached_property
+    def _order(self) -> Tensor | None:
+        return None if self.part.is_in_order else torch.from_numpy(self.part.order)
+
+    @cached_property
+    def _own(self) -> Tensor | slice:
+        indices = self.part.held[self.ranks.rank]
+        first, last = int(indices[0]), int(indices[-1])
+        return slice(first, last + 1) if last - first + 1 == len(indices) else torch.from_numpy(indices)
+
+    def keep(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole, in memory of its own."""
+        dim, own = self.part.dim, self._own
+        if isinstance(own, slice):
+            return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
+        return whole.index_select(dim, own.to(whole.device))
+
+    def fetch(self, own: Tensor) -> Tensor:
+        """The whole, from every rank's part."""
+        dim, counts = self.part.dim, [len(indices) for indices in self.part.held]
+        most = max(counts)
+        padded = own.movedim(dim, 0).contiguous()
+        if len(padded) < most:
+            padded = torch.cat([padded, padded.new_zeros(most - len(padded), *padded.shape[1:])])
+        gathered = padded.new_empty(self.ranks.size * most, *padded.shape[1:])
+        dist.all_gather_into_tensor(gathered, padded, group=self.ranks.group)
+        if min(counts) < most:
+            gathered = torch.cat([gathered[n * most : n * most + count] for n, count in enumerate(counts)])
+        if self._order is not None:
+            gathered = gathered.index_select(0, self._order.to(gathered.device))
+        return gathered.movedim(0, dim).contiguous()
+
+
+def added(own: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of every rank's tensor, in the order of memory of this one."""
+    total = own.detach().clone(memory_format=torch.preserve_format)
+    flat = total.as_strided((total.numel(),), (1,)) if _is_dense(total) else (total := total.contiguous()).view(-1)
+    dist.all_reduce(flat, group=ranks.group)
+    return total
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+
+
+# ---------------------------------------------------------------------------------------------- with tiles in space
+
+
+def _tile_of(tensor: Tensor) -> Tensor:
+    return tensor.own if type(tensor) is TiledTensor else tensor
+
+
+def _like(tile: Tensor, tensor: Tensor, part: Part | None) -> Tensor:
+    """A tile of the kind that `tensor` is, with the channels of a whole or of this rank's part."""
+    if type(tensor) is not TiledTensor:
+        return tile
+    shape = list(tensor.shape)
+    if part is not None:
+        shape[part.dim] = tile.shape[part.dim]
+    return wrap(tile, layout_of(tuple(shape), tensor.laid.cuts, tensor.laid.grid))
+
+
+# ---------------------------------------------------------------------------------------------- with gradients
+
+
+class Enter(torch.autograd.Function):
+    """Whole to entered: nothing forward, the ranks' gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _like(added(_tile_of(grad), ctx.ranks), grad, None), None
+
+
+class AddUp(torch.autograd.Function):
+    """A sum in parts to the whole; the gradient of each part is the whole's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        return _like(added(_tile_of(tensor), ranks), tensor, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class Keep(torch.autograd.Function):
+    """Whole to part; the parts' gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _like(exchange.keep(_tile_of(tensor)), tensor, exchange.part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _like(ctx.exchange.fetch(_tile_of(grad)), grad, ctx.exchange.part), None
+
+
+class Fetch(torch.autograd.Function):
+    """Part to whole; each rank takes its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _like(exchange.fetch(_tile_of(tensor)), tensor, exchange.part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _like(ctx.exchange.keep(_tile_of(grad)), grad, ctx.exchange.part), None

@@ -1,0 +1,77 @@
+"""Runs a module on ranks that share its channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from widefield.engine.channel.choose import Chosen, choose
+from widefield.engine.channel.exchange import Exchange, Ranks
+from widefield.engine.channel.part import Part
+from widefield.engine.executed import Executed, Flow, Like, Whole, key_of, named_tensors
+from widefield.engine.stream.follow import follow
+from widefield.engine.stream.graph import Graph
+
+KNOWN_MOST = 16
+"""How many programs are kept, for images whose size is new in every step."""
+
+
+class ChannelFlow(Flow):
+    """parts: of every weight of which each rank holds a part, by name; its shape on the whole: `shapes`."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks, sample: torch.Tensor, device: torch.device) -> None:
+        self.ranks, self.shapes = ranks, {name: tuple(t.shape) for name, t in named_tensors(module).items()}
+        self.parts: dict[str, Part] = {}
+        self.modules = list(module.modules())
+        self.known: dict[tuple, Whole] = {}
+        like = Like.of(sample, device)
+        self.parts = dict(self._chosen(module, (like,), {}, None).stored)
+        self._cut(module)
+        self.first = self._chosen(module, (like,), {}, self.parts)
+        """What was chosen for the sample, its weights being held as they are."""
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """What the module returns, on every rank of the axis."""
+        key = key_of(module, self.modules, args, kwargs)
+        program = self.known.pop(key, None)
+        if program is None:
+            program = Whole(self.graph_of(module, args, kwargs))
+        self.known[key] = program
+        while len(self.known) > KNOWN_MOST:
+            del self.known[next(iter(self.known))]
+        return program(named_tensors(module), args, kwargs)
+
+    def graph_of(self, module: nn.Module, args: tuple, kwargs: dict, likes: Mapping[str, Any] = MappingProxyType({})) -> Graph:
+        """What this rank runs for these arguments, on its parts of the weights.  likes: of weights that are not here."""
+        return self._chosen(module, args, kwargs, self.parts, likes).graph
+
+    def exchange(self, name: str) -> Exchange | None:
+        """How a weight's parts become the whole and the other way; None for a weight that every rank has whole."""
+        part = self.parts.get(name)
+        return None if part is None else Exchange(part, self.ranks)
+
+    def _chosen(
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+        stored: dict[str, Part] | None,
+        likes: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Chosen:
+        held = {**named_tensors(module), **likes}
+        wholes = {name: Like.of(held[name], shape=self.shapes[name]) for name in self.parts}
+        likes = {**likes, **wholes}
+        forward = super(Executed, module).forward if isinstance(module, Executed) else module.forward  # type: ignore[misc]
+        graph = follow(module, forward, args, kwargs, likes=likes, aim="cut by channels")
+        return choose(graph, self.ranks, stored)
+
+    @torch.no_grad()
+    def _cut(self, module: nn.Module) -> None:
+        """Leave this rank its part of each weight; the parameters stay the objects they were."""
+        for name, tensor in named_tensors(module).items():
+            if name in self.parts:
+                tensor.data = Exchange(self.parts[name], self.ranks).keep(tensor.detach()).clone()

@@ -1,0 +1,104 @@
+"""How views, slices and joins run on parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from widefield.engine.channel.part import Part, joined, sliced, viewed
+from widefield.engine.channel.way import Cutter, Given, Way, even
+from widefield.engine.stream.graph import Node
+
+aten = torch.ops.aten
+
+
+def _one_view(node: Node, given: Given, part: Part | None, args: Callable[[int], tuple] | None = None) -> Iterator[Way]:
+    x = node.args[0]
+    if x in given and part is not None:
+        yield Way({x: given[x]}, [part], args)
+
+
+def of_view(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+    x, out = node.args[0], node.outs[0]
+    if x not in given or out is None:
+        return
+    part = viewed(given[x], x.shape, out.shape)
+    if part is not None:
+        yield from _one_view(node, given, part, lambda rank: (x, list(part.shape(out.shape, rank))))
+
+
+def moved_to(node: Node, dim: int) -> int | None:
+    """Where a dim of the input is in what permute, transpose, t, unsqueeze or squeeze gives; None where it is gone."""
+    x, name = node.args[0], node.op
+    if name is aten.permute.default:
+        return [d % x.ndim for d in node.args[1]].index(dim)
+    if name in (aten.transpose.int, aten.t.default):
+        a, b = (d % x.ndim for d in (node.args[1:] if name is aten.transpose.int else (0, x.ndim - 1)))
+        return b if dim == a else a if dim == b else dim
+    if name is aten.unsqueeze.default:
+        return dim + (node.args[1] % (x.ndim + 1) <= dim)
+    if name in (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
+        given = node.args[1] if len(node.args) > 1 else range(x.ndim)
+        gone = {d % x.ndim for d in (given if isinstance(given, (list, tuple, range)) else [given]) if x.shape[d] == 1}
+        return None if dim in gone else dim - sum(d < dim for d in gone)
+    return dim
+
+
+def of_move(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+    x = node.args[0]
+    if x in given:
+        dim = moved_to(node, given[x].dim)
+        yield from _one_view(node, given, None if dim is None else given[x].on(dim))
+
+
+def of_expand(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+    x, out = node.args[0], node.outs[0]
+    if x not in given or out is None:
+        return
+    part = given[x].on(given[x].dim + out.ndim - x.ndim)
+    if x.shape[given[x].dim] == out.shape[part.dim]:
+        yield from _one_view(node, given, part, lambda rank: (x, list(part.shape(out.shape, rank)), *node.args[2:]))
+
+
+def of_slice(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+    x, dim, start, stop, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    if x not in given:
+        return
+    part, dim = given[x], dim % x.ndim
+    if part.dim != dim:
+        yield from _one_view(node, given, part)
+        return
+    pixels = range(*slice(start, stop, step).indices(x.shape[dim]))
+    of_out = sliced(part, pixels.start, pixels.stop, pixels.step) if len(pixels) else None
+    if of_out is None:
+        return
+
+    def args(rank: int) -> tuple:
+        wanted = set((of_out.held[rank] * pixels.step + pixels.start).tolist())
+        return x, dim, [at for at, index in enumerate(part.held[rank].tolist()) if index in wanted]
+
+    yield Way({x: part}, [of_out], args, _picked)
+
+
+def _picked(x: Any, dim: int, places: list[int]) -> Any:
+    """The places of a dim: a view where they are neighbours."""
+    if places[-1] - places[0] + 1 == len(places):
+        return x.narrow(dim, places[0], len(places))
+    return x.index_select(dim, torch.tensor(places, device=x.device))
+
+
+def of_cat(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+    values, dim = node.args[0], (node.args[1] if len(node.args) > 1 else 0)
+    dim %= values[0].ndim
+    for value in values:
+        if value not in given:
+            continue
+        part = given[value]
+        if part.dim != dim:
+            yield Way(dict.fromkeys(values, part), [part])
+            continue
+        parts = {other: given.get(other) or next(iter(even(other, dim, cutter)), None) for other in values}
+        if all(one is not None and one.dim == dim for one in parts.values()):
+            yield Way(dict(parts), [joined([parts[other] for other in values])])  # type: ignore[misc, arg-type]

@@ -1,0 +1,317 @@
+"""Runs a model on ranks that each have one stage of it, or several.
+
+A training pass goes in micro-batches by torch's schedules; a forward alone goes at once, stage after stage.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+
+from widefield.engine.channel.flow import ChannelFlow
+from widefield.engine.executed import Executed, Flow, flow_of, is_value, key_of, named_tensors, without_autocast
+from widefield.engine.mesh import Mesh
+from widefield.engine.pipeline.cutting import Division
+from widefield.engine.pipeline.held import Like, average_gradients, like
+from widefield.engine.pipeline.parts import Part, parts_of
+from widefield.engine.pipeline.schedules import STAGES_PER_RANK
+from widefield.engine.pipeline.stage import StageModule
+from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta
+from widefield.engine.stream.follow import follow, tensors_of
+from widefield.engine.stream.graph import Graph
+
+KNOWN_MOST = 16
+"""How many programs are kept, for images whose size is new in every step."""
+
+LossOf = Callable[[Any, Any], Tensor]
+
+
+class PipelineFlow(Flow):
+    """micro_batches: how many a training pass is cut into.  division: which stage has which weight; set once it is chosen."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, micro_batches: int) -> None:
+        assert mesh.stage_group is not None, "a pipeline needs an axis of stages"
+        self.mesh, self.micro_batches, self.group = mesh, micro_batches, mesh.stage_group
+        self.modules = list(module.modules())
+        inner = flow_of(module)
+        self.inner = inner if isinstance(inner, ChannelFlow) else None
+        """How the ranks of a stage share its layers' channels."""
+        self.likes: dict[str, Like] = {}
+        self.division: Division | None = None
+        self.averages = True
+        self.known: dict[tuple, _Pass] = {}
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.plan.stage * STAGES_PER_RANK[self.mesh.plan.pipeline.schedule]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the stage that gives the output."""
+        return self.mesh.stage == self.mesh.plan.stage - 1
+
+    def rank_of(self, stage: int) -> int:
+        """The place on the axis `stage` of the rank that has a stage."""
+        return stage % self.mesh.plan.stage
+
+    # ------------------------------------------------------------------------------------------ following
+
+    def graph_of(self, module: nn.Module, args: tuple, kwargs: dict) -> Graph:
+        """The model's operations, wherever its weights are.  NotImplementedError, in words, where they depend on pixels."""
+        held = named_tensors(module)
+        likes = {name: known for name, known in self.likes.items() if held[name].is_meta}
+        if self.inner is not None:
+            return self.inner.graph_of(module, args, kwargs, likes=likes)
+        forward = super(Executed, module).forward if isinstance(module, Executed) else module.forward  # type: ignore[misc]
+        with _layer_by_layer():
+            return follow(module, forward, args, kwargs, likes=likes, aim="cut into stages")
+
+    def _pass_of(self, module: nn.Module, args: tuple, kwargs: dict, *, learns: bool) -> _Pass:
+        """What runs inputs of this shape, made when they first come; every rank of the copy calls it."""
+        key = (learns, *key_of(module, self.modules, args, kwargs))
+        made = self.known.pop(key, None)
+        if made is None:
+            graph = self.graph_of(module, args, kwargs)
+            assert self.division is not None, "stages are cut before the first pass"
+            if learns and self.micro_batches > 1 and self.mesh.plan.batch_norm != "per_micro_batch":
+                refuse_batchwise(module, graph, self.micro_batches)
+            made = _Pass(graph, parts_of(graph, self.division))
+            if learns:
+                made.learn(self, module, tuple(tensors_of((args, kwargs))))
+        self.known[key] = made
+        while len(self.known) > KNOWN_MOST:
+            del self.known[next(iter(self.known))]
+        return made
+
+    # ------------------------------------------------------------------------------------------ forward alone
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """What the model returns, on every rank of the copy, without a gradient."""
+        if module.training and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{type(module).__qualname__} is cut into {self.stages} stages, and in training a pass runs forward and "
+                "backward at once; call widefield.engine.passes.backward_of(model, image, target, loss_of=...), or call the "
+                "model under torch.no_grad() for its output alone"
+            )
+        with torch.no_grad(), without_autocast_of(self, module, args, kwargs) as made:
+            return self._forward(module, made, tensors_of((args, kwargs)))
+
+    def _forward(self, module: nn.Module, made: _Pass, inputs: list[Tensor]) -> Any:
+        weights, given, here = named_tensors(module), inputs, self.mesh.stage
+        for stage, part in enumerate(made.parts):
+            rank, following = self.rank_of(stage), self.rank_of(stage + 1)
+            if rank == here:
+                given = part.run({name: weights[name] for name in part.weights}, given)
+            if stage == self.stages - 1:
+                break
+            if rank == here and following != here:
+                for tensor, value in zip(given, part.gives, strict=True):
+                    dist.send(on_wire(tensor, value), group_dst=following, group=self.group)
+            elif following == here and rank != here:
+                given = [self._received(value, rank) for value in part.gives]
+        return self._to_all(made, given)
+
+    def _received(self, value: Any, source: int) -> Tensor:
+        buffer = torch.empty_like(wire_meta(value), device=self.mesh.device, requires_grad=False)
+        dist.recv(buffer, group_src=source, group=self.group)
+        return off_wire(buffer, value)
+
+    def _to_all(self, made: _Pass, given: Sequence[Tensor]) -> Any:
+        """The last stage's results on every rank of the copy."""
+        found = {}
+        for number, value in enumerate(made.parts[-1].gives):
+            bare = torch.empty_like(wire_meta(value), device=self.mesh.device, requires_grad=False)
+            packed = on_wire(given[number], value).detach() if self.is_last else bare
+            dist.broadcast(packed, group_src=self.rank_of(self.stages - 1), group=self.group)
+            found[value] = given[number] if self.is_last else off_wire(packed, value)
+        return tree_map(lambda leaf: found[leaf] if is_value(leaf) else leaf, made.graph.outputs, is_leaf=is_value)
+
+    # ------------------------------------------------------------------------------------------ forward and backward
+
+    def backward(
+        self, module: nn.Module, image: Tensor, target: Any, *, loss_of: LossOf, scaled: Callable, autocast: Callable
+    ) -> Tensor:
+        """One training pass: gradients are added to this rank's parameters; the detached loss, in float64, on every rank.
+
+        A batch that micro-batches do not divide is filled up with repeats of its last sample, whose loss counts nothing.
+        """
+        rows, count = len(image), self.micro_batches
+        each = -(-rows // count)
+        with autocast():
+            made = self._pass_of(module, (image[:each],), {}, learns=True)
+        with self._own_draws(made):
+            loss = made.step(_filled(image, each * count), Job(target, rows, loss_of, scaled))
+        loss = loss.to(self.mesh.device, torch.float64)
+        dist.broadcast(loss, group_src=self.rank_of(self.stages - 1), group=self.group)
+        if self.averages:
+            average_gradients([p for p in module.parameters() if not p.is_meta], self.mesh)
+        return loss
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Inside, gradients are added up on this rank and not averaged."""
+        self.averages = False
+        try:
+            yield
+        finally:
+            self.averages = True
+
+    @contextmanager
+    def _own_draws(self, made: _Pass) -> Iterator[None]:
+        """Each stage draws from a start of its own; afterwards all ranks of the copy stand where they stood, one draw on."""
+        if not any(part.draws for part in made.parts):
+            yield
+            return
+        seed = int(torch.randint(2**62, ()))
+        devices = [self.mesh.device.index] if self.mesh.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed + self.mesh.stage)
+            yield
+
+
+@contextmanager
+def without_autocast_of(flow: PipelineFlow, module: nn.Module, args: tuple, kwargs: dict) -> Iterator[_Pass]:
+    """The pass that is run, followed under the caller's autocast and run without, for its casts are operations by then."""
+    made = flow._pass_of(module, args, kwargs, learns=False)
+    with without_autocast(), flow._own_draws(made):
+        yield made
+
+
+@contextmanager
+def _layer_by_layer() -> Iterator[None]:
+    """Torch's transformer layers, in evaluation, are one operation each, which no cut within a layer could divide."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def refuse_batchwise(module: nn.Module, graph: Graph, micro_batches: int) -> None:
+    """NotImplementedError where a layer that learns looks at the whole batch, which no micro-batch has."""
+    layers = batchwise(module, graph)
+    if layers:
+        raise NotImplementedError(
+            f"pipeline.micro_batches={micro_batches} cannot give the statistics of the whole batch, which {len(layers)} layers "
+            f"take in training ({', '.join(layers[:3])}); set pipeline.micro_batches=1, or batch_norm=per_micro_batch for the "
+            "statistics of each micro-batch, which are not one device's"
+        )
+
+
+def batchwise(module: nn.Module, graph: Graph) -> list[str]:
+    """The layers that in training look at all samples at once, or that remember something of each pass."""
+    found = {name: None for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
+    return list(found | {name.rpartition(".")[0]: None for name in graph.updates})
+
+
+def _filled(image: Tensor, rows: int) -> Tensor:
+    """The batch, and its last sample again until there are `rows`."""
+    missing = rows - len(image)
+    return torch.cat([image, *[image[-1:]] * missing]) if missing else image
+
+
+# ---------------------------------------------------------------------------------------------- one shape's pass
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a pass is to learn: `rows` samples count.  scaled: makes of the loss what is differentiated."""
+
+    target: Any
+    rows: int
+    loss_of: LossOf
+    scaled: Callable[[Tensor], Tensor]
+
+    def loss(self, output: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of one micro-batch: what is differentiated, and the detached loss.  positions: of its samples in the batch."""
+        start, size = int(positions[0]), len(positions)
+        count = min(size, self.rows - start)
+        if count <= 0:
+            nothing = sum(tensor.sum() * 0.0 for tensor in tensors_of(output) if tensor.requires_grad)
+            return nothing, nothing.detach()  # type: ignore[return-value, union-attr]
+        mine = output if count == size else tree_map(lambda leaf: leaf[:count] if isinstance(leaf, Tensor) else leaf, output)
+        target = tree_map(lambda leaf: leaf[start : start + count] if isinstance(leaf, Tensor) else leaf, self.target)
+        loss = self.loss_of(mine, target)
+        return self.scaled(loss), loss.detach()
+
+
+class _Pass:
+    """Inputs of one shape: every stage's part, and, where it learns, torch's schedule over this rank's stages."""
+
+    def __init__(self, graph: Graph, parts: list[Part]) -> None:
+        self.graph, self.parts = graph, parts
+        self.modules: list[StageModule] = []
+        self._job: Job | None = None
+        self._losses: list[Tensor] = []
+
+    def learn(self, flow: PipelineFlow, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        weights, count, device = named_tensors(module), len(self.parts), flow.mesh.device
+        kind = flow.mesh.plan.pipeline.schedule
+        mine = [stage for stage in range(count) if flow.rank_of(stage) == flow.mesh.stage]
+        like = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs)
+        stages = []
+        for stage in mine:
+            splits = kind == "zero_bubble"
+            made = StageModule(self.parts[stage], self.graph, weights, stage=stage, stages=count, splits=splits)
+            takes, gives = made.metas(like)
+            self.modules.append(made)
+            stages.append(
+                pipelining.PipelineStage(made, stage, count, device, input_args=takes, output_args=gives, group=flow.group)
+            )
+        self.has_first, self.positions = 0 in mine, torch.arange(flow.micro_batches * len(inputs[0]))
+        self.schedule = _schedule(kind, stages, flow.micro_batches, self._loss)
+        names = inspect.signature(self.schedule.step).parameters
+        self._options = {"return_outputs": False} if "return_outputs" in names else {}
+
+    def step(self, image: Tensor, job: Job) -> Tensor:
+        """Forward and backward of all micro-batches; the sum of their losses on the last stage's rank, 0 elsewhere."""
+        self._job, self._losses = job, []
+        try:
+            self.schedule.step(*([image] if self.has_first else []), target=self.positions, **self._options)
+        except RuntimeError as error:
+            raise _cause(error) from error
+        finally:
+            self._job = None
+        return torch.stack(self._losses).double().sum() if self._losses else torch.zeros((), dtype=torch.float64)
+
+    def _loss(self, output: Any, positions: Tensor) -> Tensor:
+        assert self._job is not None, "a loss is asked for in a step alone"
+        pulled, loss = self._job.loss(output, positions)
+        self._losses.append(loss)
+        return pulled
+
+
+def _cause(error: RuntimeError) -> BaseException:
+    """The error in a stage's own operations, which torch wraps into one that names tensors alone."""
+    cause = error.__cause__
+    return cause if isinstance(cause, (ValueError, NotImplementedError)) else error
+
+
+def _schedule(kind: str, stages: list[Any], micro_batches: int, loss: Callable) -> Any:
+    """Torch's schedule.  With fewer micro-batches than stages 1F1B does what GPipe does, and torch wants that to be said."""
+    if kind == "1f1b" and micro_batches < len(stages) * stages[0].group_size:
+        kind = "gpipe"
+    schedules = {
+        "gpipe": pipelining.ScheduleGPipe,
+        "1f1b": pipelining.Schedule1F1B,
+        "interleaved": pipelining.ScheduleInterleaved1F1B,
+        "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    }
+    given = stages[0] if kind in ("gpipe", "1f1b") else stages
+    return schedules[kind](given, micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def remembered(module: nn.Module, device: torch.device) -> dict[str, Like]:
+    """What every parameter and buffer looks like, for the time when it is not here."""
+    return {name: like(tensor, device) for name, tensor in named_tensors(module).items()}

@@ -1,0 +1,71 @@
+"""The module of one stage: this rank's parameters under their own names, and a run of the model's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from widefield.engine.executed import is_value, without_autocast
+from widefield.engine.pipeline.parts import Part
+from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta, with_zeros_for
+from widefield.engine.stream.graph import Graph
+
+
+class StageModule(nn.Module):
+    """Stage `stage` of `stages`.  The first takes the model's inputs and the last gives its output; others talk by wire.py.
+
+    weights: the model's own parameters and buffers, by name.  splits: its backward runs in two halves.
+    """
+
+    def __init__(
+        self, part: Part, graph: Graph, weights: Mapping[str, Tensor], *, stage: int, stages: int, splits: bool = False
+    ) -> None:
+        super().__init__()
+        self.part, self.outputs, self.splits = part, graph.outputs, splits
+        self.is_first, self.is_last = stage == 0, stage == stages - 1
+        self.weights = {name: weights[name] for name in part.weights.keys() | part.updates.keys()}
+        for name, tensor in self.weights.items():
+            _put(self, name, tensor)
+
+    def metas(self, like: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Tensors without memory like what comes in and goes out.  like: the model's inputs."""
+        takes = like if self.is_first else tuple(wire_meta(value) for value in self.part.takes)
+        metas = [torch.empty_permuted(v.shape, v.order, dtype=v.dtype, device="meta") for v in self.part.gives if self.is_last]
+        return takes, tuple(metas) if self.is_last else tuple(wire_meta(value) for value in self.part.gives)
+
+    def forward(self, *given: Tensor) -> Any:
+        values = self.part.takes
+        taken = given if self.is_first else [off_wire(t, value) for t, value in zip(given, values, strict=True)]
+        with without_autocast():
+            gives = self.part.run(self.weights, taken)
+        idle = [t for t, v in zip(given, values, strict=True) if not v.wants_grad or v in self.part.unpulled]
+        idle = [] if self.is_first else idle
+        if self.is_last:
+            return self._returned(gives, idle)
+        sent = [on_wire(tensor, value) for tensor, value in zip(gives, self.part.gives, strict=True)]
+        sent[0] = with_zeros_for(sent[0], idle)
+        # Torch detaches in place what it still has of these after the first half; the second may want it, as a ReLU's output.
+        return tuple(tensor.clone() for tensor in sent) if self.splits else tuple(sent)
+
+    def _returned(self, gives: Iterable[Tensor], idle: list[Tensor]) -> Any:
+        """What the model returns."""
+        found = dict(zip(self.part.gives, gives, strict=True))
+        first = next((value for value in self.part.gives if value.wants_grad), None)
+        if first is not None:
+            found[first] = with_zeros_for(found[first], idle)
+        return tree_map(lambda leaf: found[leaf] if is_value(leaf) else leaf, self.outputs, is_leaf=is_value)
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Register a parameter or buffer under its name in the model, which has dots."""
+    *owners, last = name.split(".")
+    for owner in owners:
+        if owner not in module._modules:
+            module._modules[owner] = nn.Module()
+        module = module._modules[owner]  # type: ignore[assignment]
+    held: dict[str, Any] = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+    held[last] = tensor

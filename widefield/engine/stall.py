@@ -1,0 +1,168 @@
+"""A step does not end: which rank is missing?  Every rank tells the store where it stands; rank 0 names those behind.
+
+A thread on each rank writes down, every few seconds: how many steps are done, how many collectives its groups have begun, and
+the line that the main thread is at.  It talks through the store that the ranks met at, over a connection of its own, so it
+gets through while every collective hangs.  Nothing is stopped: a rank that comes late is welcome.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from widefield.engine.mesh import Mesh
+
+_FLAG = "some rank's step does not end"
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_WAITING = (
+    os.path.join(_TORCH, "distributed"), os.path.join(_TORCH, "autograd", "graph.py"),
+    *(os.path.join(_PACKAGE, "engine", name) for name in ("halo.py", "mesh.py", "normalization.py")),
+)  # fmt: skip
+"""Files in which a rank waits for messages of others; the backward pass, too, stands still in one of them."""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank was when it last told: steps done, collectives begun, and the line of its main thread.
+
+    beat: how often it has told; one that stays the same is of a process that does not run.
+    """
+
+    beat: int
+    step: int
+    begun: int
+    place: str
+    waits: bool
+
+
+class StallWatch:
+    """Watches the steps of a training run from a thread; `with StallWatch(...):` around them, on every rank.
+
+    seconds: how long a step may take before rank 0 speaks; a run whose longest step was longer may take five times that.
+    at: steps done, and when (time.perf_counter) the step that runs now began; None between steps.
+    warn: what rank 0 does with the sentence; called from the thread.
+    """
+
+    def __init__(
+        self, mesh: Mesh, *, seconds: float, at: Callable[[], tuple[int, float | None]], warn: Callable[[str], None]
+    ) -> None:
+        self._mesh, self._seconds, self._at, self._warn = mesh, seconds, at, warn
+        self._store = dist.PrefixStore("widefield/stall", _get_default_store().clone())
+        self._groups = [group for group in {mesh.group, mesh.data_group, mesh.statistics_group} if group is not None]
+        self._main, self._over = threading.main_thread().ident, threading.Event()
+        self._beat, self._longest, self._said, self._flagged = 0, 0.0, 0.0, False
+        self._before: dict[int, int] = {}
+        """Beats by rank, and this rank's own under -1, when a late step was first seen."""
+        self._thread = threading.Thread(target=self._watch, name="widefield stall watch", daemon=True)
+
+    def __enter__(self) -> StallWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join(10.0)  # it is a daemon; a store that is gone may keep it longer
+
+    def _watch(self) -> None:
+        step, last = -1, 0.0
+        while not self._over.wait(min(5.0, self._seconds / 10)):
+            done, since = self._at()
+            taken = 0.0 if since is None else time.perf_counter() - since
+            if done != step:
+                self._longest = max(self._longest, last)
+                step, last, self._said, self._before = done, 0.0, 0.0, {}
+            last = max(last, taken)
+            try:
+                self._look(done, taken)
+            except RuntimeError:
+                return  # the store is gone, and so is the process that held it: the launcher says what became of it
+
+    def _look(self, step: int, taken: float) -> None:
+        """Tell where this rank stands; on rank 0, read where all do once one of them has been in a step for too long."""
+        self._beat += 1
+        self._store.set(str(self._mesh.rank), json.dumps(asdict(self._stand(step))))
+        late = taken > max(self._seconds, 5 * self._longest)
+        self._flag(late)
+        if self._mesh.rank != 0 or not (late or self._store.add(_FLAG, 0) > 0):
+            return
+        found = self._read()
+        if not self._before:
+            self._before = {-1: self._beat, **{rank: stand.beat for rank, stand in found.items()}}
+        elif self._beat >= self._before[-1] + 3 and (not self._said or taken > 2 * self._said):  # all who run have told again
+            frozen = [rank for rank, stand in found.items() if rank and self._before.get(rank) == stand.beat]
+            self._said, self._before = max(taken, self._seconds), {}
+            self._warn(sentence(found, ranks=self._mesh.size, frozen=frozen, seconds=taken, longest=self._longest))
+
+    def _flag(self, late: bool) -> None:
+        if late != self._flagged:
+            self._flagged = late
+            self._store.add(_FLAG, 1 if late else -1)
+
+    def _read(self) -> dict[int, Stand]:
+        keys = {rank: str(rank) for rank in range(self._mesh.size)}
+        return {rank: Stand(**json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])}
+
+    def _stand(self, step: int) -> Stand:
+        frame = sys._current_frames().get(self._main or 0)
+        begun = sum(group._get_sequence_number_for_group() for group in self._groups)
+        return Stand(self._beat, step, begun, place_of(frame), is_waiting(frame))
+
+
+def is_waiting(frame: FrameType | None) -> bool:
+    """Whether the innermost line of a thread is one that waits for messages."""
+    return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
+
+
+def place_of(frame: FrameType | None) -> str:
+    """`models/net.py:12 in forward`: the innermost line of a thread that is not torch's own."""
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place"
+    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+# ---------------------------------------------------------------------------------------------- the verdict
+
+
+def missing(found: dict[int, Stand], *, ranks: int, frozen: Sequence[int]) -> list[int]:
+    """The ranks that the others wait for: silent ones, else those behind, else those that do not wait; maybe none."""
+    silent = sorted({*(rank for rank in range(ranks) if rank not in found), *frozen})
+    if silent:
+        return silent
+    ahead = max((stand.step, stand.begun) for stand in found.values())
+    behind = [rank for rank, stand in found.items() if (stand.step, stand.begun) < ahead]
+    if behind:
+        return behind
+    busy = [rank for rank, stand in found.items() if not stand.waits]
+    return busy if len(busy) < ranks else []
+
+
+def sentence(found: dict[int, Stand], *, ranks: int, frozen: Sequence[int], seconds: float, longest: float) -> str:
+    """What rank 0 says."""
+    late = missing(found, ranks=ranks, frozen=frozen)
+    step = min((stand.step for stand in found.values()), default=0) + 1
+    before = f" (the longest before it took {longest:.1f} s)" if longest else ""
+    opening = f"step {step} has not ended after {seconds:.0f} s{before}"
+    there = {rank: f"rank {rank} is at {stand.place}" for rank, stand in found.items()}
+    if not late:
+        return f"{opening}. No rank is behind the others: {'; '.join(there.values())}"
+    words = {rank: there.get(rank, f"rank {rank} has not told of itself yet") for rank in late}
+    words |= {rank: f"rank {rank} does not answer; it was last seen at {found[rank].place}" for rank in frozen}
+    waiting = next((text for rank, text in there.items() if rank not in late), None)
+    others = f". The others wait: {waiting}" if waiting else ""
+    return (
+        f"{opening}. {len(late)} of {ranks} ranks {'has' if len(late) == 1 else 'have'} not arrived: "
+        f"{'; '.join(words.values())}{others}. The run goes on once they come; log.stall_seconds says when to tell"
+    )

@@ -1,0 +1,108 @@
+"""How much does a pass keep for its backward, and which blocks are to run again for it to fit?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from widefield.config import RecomputeConfig, read_memory
+from widefield.engine.mesh import Mesh
+from widefield.engine.strategies import data
+from widefield.engine.tiled import TiledTensor
+
+
+@dataclass
+class Costs:
+    """Bytes that a pass of this rank keeps for its backward: inside of each block, as each block's input, and elsewhere."""
+
+    inside: dict[str, int]
+    inputs: dict[str, int]
+    outside: int = 0
+
+    def together(self, chosen: list[str]) -> int:
+        """With `chosen` run again one at a time, at the worst moment of the backward."""
+        kept = sum(size for name, size in self.inside.items() if name not in chosen)
+        again = max((self.inside[name] for name in chosen), default=0)
+        return self.outside + kept + sum(self.inputs[name] for name in chosen) + again
+
+    def times(self, factor: float) -> Costs:
+        inside, inputs = (
+            {name: math.ceil(size * factor) for name, size in sizes.items()} for sizes in (self.inside, self.inputs)
+        )
+        return Costs(inside, inputs, math.ceil(self.outside * factor))
+
+
+def costs_of(model: nn.Module, blocks: list[str], rehearse: Callable[[], Tensor]) -> Costs:
+    """Measured in a forward pass that keeps nothing: what autograd would save, each piece of memory once, without weights."""
+    costs, stack = Costs(dict.fromkeys(blocks, 0), dict.fromkeys(blocks, 0)), [""]
+    seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+
+    def enter(name: str, block: nn.Module, args: tuple) -> None:
+        stack.append(name)
+        costs.inputs[name] += sum(_tile(arg).nbytes for arg in args if isinstance(arg, Tensor))
+
+    def note(tensor: Tensor) -> None:
+        reference = StorageWeakRef(_tile(tensor).untyped_storage())
+        if reference in seen:
+            return
+        seen.add(reference)
+        if stack[-1]:
+            costs.inside[stack[-1]] += _tile(tensor).untyped_storage().nbytes()
+        else:
+            costs.outside += _tile(tensor).untyped_storage().nbytes()
+
+    with ExitStack() as hooks, data.without_trace(model):
+        for name in blocks:
+            block = model.get_submodule(name)
+            hooks.callback(block.register_forward_pre_hook(partial(enter, name)).remove)
+            hooks.callback(block.register_forward_hook(lambda *_: stack.pop() and None).remove)
+        with saved_tensors_hooks(note, _never):
+            rehearse()
+    return costs
+
+
+def _tile(tensor: Tensor) -> Tensor:
+    return tensor.own if type(tensor) is TiledTensor else tensor
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("a pass that is measured has no backward")
+
+
+def fewest(
+    model: nn.Module, mesh: Mesh, blocks: list[str], asked: RecomputeConfig, rehearse: Callable[[], Tensor] | None
+) -> tuple[list[str], str]:
+    """As few of `blocks` as let a training pass keep no more than `asked.memory`, the same on every rank; and why."""
+    if rehearse is None:
+        raise ValueError("recompute.memory is kept by looking at a trial pass and none was given; name recompute.blocks")
+    factor = 1 / getattr(rehearse, "share", 1.0)
+    of_ranks = [costs.times(factor) for costs in mesh.gather_objects(costs_of(model, blocks, rehearse))]
+    budget = read_memory(asked.memory)
+    saving = {name: max(costs.inside[name] - costs.inputs[name] for costs in of_ranks) for name in blocks}
+    order = sorted((name for name in blocks if saving[name] > 0), key=lambda name: -saving[name])
+    needs = [max(costs.together(order[:count]) for costs in of_ranks) for count in range(len(order) + 1)]
+    fitting = [count for count, need in enumerate(needs) if need <= budget]
+    if not fitting:
+        raise ValueError(
+            f"a training pass keeps {_mib(needs[0])} and, with {len(order)} of its blocks run again, {_mib(min(needs))}, which "
+            f"recompute.memory={asked.memory} does not hold; set gradient.accumulate higher, a smaller data.batch_size, more "
+            "memory, or recompute.offload=true in its place"
+        )
+    count = fitting[0]
+    chosen = [name for name in blocks if name in order[:count]]
+    why = (
+        f"as few of {len(blocks)} blocks as fit {asked.memory}: a pass keeps {_mib(needs[count])}, and {_mib(needs[0])} without"
+    )
+    return chosen, why
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,110 @@
+"""Channels cut over ranks: each computes a part of every large layer's channels and holds that part of its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from widefield.engine.channel.choose import Chosen
+from widefield.engine.channel.exchange import Exchange, Ranks
+from widefield.engine.channel.flow import ChannelFlow
+from widefield.engine.executed import lay
+from widefield.engine.holding import tell
+from widefield.engine.mesh import Mesh
+from widefield.engine.strategies import Case, Phase
+from widefield.engine.stream.choice import bytes_text
+
+PHASE = Phase.SPLIT
+
+
+def apply(
+    model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+) -> list[str]:
+    """Cut `model`'s layers by their channels over `mesh.channel_group`; what was chosen, in words.
+
+    sample: a batch of one rank, or a tensor on meta of its shape; the model is followed on it, without pixels.
+    The model runs on wholes outside: every rank of the axis gives it the same images and gets the same output.
+    Parameters of cut layers become this rank's part, in place; `ChannelFlow.exchange` has the way back.
+    ValueError: no sample.  NotImplementedError: what the model does depends on pixels' values.
+    """
+    if sample is None:
+        raise ValueError(
+            f"mesh.channel={mesh.plan.channel} cuts a model by following it on a batch, and none was given; give parallelize a "
+            "sample, as torch.empty(2, 3, 64, 64)"
+        )
+    whole = _weight_bytes(model)
+    _same_start(model, mesh)
+    flow = ChannelFlow(model, Ranks(mesh.channel, mesh.plan.channel, mesh.channel_group), sample, mesh.device)
+    lay(model, flow)
+    tell(model, {name: Held(flow.shapes[name], Exchange(part, flow.ranks)) for name, part in flow.parts.items()})
+    return _in_words(flow.first, mesh.plan.channel, _weight_bytes(model) / max(1, whole))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A weight of which each rank of the axis has some channels; see holding.Holder."""
+
+    shape: tuple[int, ...]
+    exchange: Exchange
+
+    @property
+    def ways(self) -> int:
+        return self.exchange.ranks.size
+
+    def whole(self, part: Tensor, turn: int) -> Tensor | None:
+        whole = self.exchange.fetch(part.detach())
+        return whole if self.exchange.ranks.rank == turn % self.ways else None
+
+    def part(self, whole: Tensor) -> Tensor:
+        return self.exchange.keep(whole)
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@torch.no_grad()
+def _same_start(model: nn.Module, mesh: Mesh) -> None:
+    """Every rank cuts its part from the same weights: those of the first rank."""
+    if mesh.group is not None:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            start = tensor.detach().contiguous()
+            torch.distributed.broadcast(start, src=0, group=mesh.group)
+            tensor.copy_(start)
+
+
+def _in_words(chosen: Chosen, size: int, share: float) -> list[str]:
+    counts = Counter(chosen.layers.values())
+    kinds = {"outputs": "by their outputs", "inputs": "by their inputs", "groups": "by their groups", "whole": "left whole"}
+    told = ", ".join(f"{counts[kind]} {words}" for kind, words in kinds.items() if counts[kind])
+    flops = chosen.whole_flops + chosen.cut_flops
+    alike = chosen.whole_flops / flops if flops else 0.0
+    said = [
+        f"channels: {size} ranks share {len(chosen.layers)} layers, {told}; each holds {share:.0%} of the weights, does "
+        f"{alike:.0%} of the work alike, and sends {bytes_text(chosen.sent)} of activations and gradients in a pass"
+    ]
+    whole = [name for name, how in chosen.layers.items() if how == "whole"]
+    if whole:
+        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+        said.append(f"left whole on every rank, for cutting them would send more than it saves: {', '.join(whole[:3])}{more}")
+    return said
+
+
+def _net(norm: Callable[[int], nn.Module], width: int = 24) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, width, 3, padding=1, bias=False), norm(width), nn.ReLU(), nn.Conv2d(width, width, 3), norm(width),
+        nn.SiLU(), nn.Conv2d(width, width, 3, groups=width), nn.ConvTranspose2d(width, 2 * width, 2, 2), nn.GLU(1),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 3),
+    )  # fmt: skip
+
+
+CASES: list[Case] = [
+    Case("batch norm", partial(_net, nn.BatchNorm2d), (5, 2, 9, 8), reason="2 by their outputs, 1 by their inputs, 2 left"),
+    Case("group norm", partial(_net, partial(nn.GroupNorm, 6)), (5, 2, 9, 8)),
+    Case("a width that does not divide", partial(_net, nn.BatchNorm2d, 25), (5, 2, 9, 8)),
+]

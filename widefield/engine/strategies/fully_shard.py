@@ -1,0 +1,336 @@
+"""Fully sharded data parallelism: copies of a model that see samples of their own and share what they remember.
+
+ZeRO-3 and ZeRO-2 are torch's FSDP2: weights, gradients and optimizer state lie in parts (DTensors, cut along their first dim)
+and a unit's weights are gathered where it runs; 3 frees them between forward and backward, 2 does not.  ZeRO-1 is DDP with
+an optimizer that steps a share of the parameters on each rank.  Weights are cut over shard x space; over replicate, parts
+are copied (hybrid).  The gradient is the mean over all of these ranks, as with DDP.
+
+FSDP2 reduces the gradients that a rank has, so ranks must agree on which parameters a pass reaches; trial passes look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as shard_in_place
+
+from widefield.engine.executed import flow_of
+from widefield.engine.mesh import Mesh
+from widefield.engine.normalization import broadcast_buffers
+from widefield.engine.strategies import Case, Phase, data
+from widefield.engine.strategies._pick import CONTAINERS, picked, some
+
+PHASE = Phase.AVERAGE
+SMALLEST_BYTES = 2**20
+"""A unit of less is gathered with the root: at 100 GB/s its message would take less than its start does (10 us)."""
+LARGEST_SHARE = 1 / 8
+"""A stage of more of the weights is cut into its blocks: two units, at work and on their way, lie whole beside the parts."""
+
+
+def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None) -> list[str]:
+    """Share weights, gradients and optimizer state of `model` over `mesh.shards`, as far as `plan.sharding` says; the reasons.
+
+    Weights and buffers become rank 0's.  With ZeRO-1, give the optimizer to `share_states`.  With 2 and 3 parameters become new
+    objects (DTensors), so make the optimizer afterwards, and every pass, in evaluation too, sends messages that all ranks must
+    take part in.
+    ValueError: units that are not there, compression of gradients, offload to a CPU from a CPU.
+    NotImplementedError: ranks whose gradients reach different parameters; a parameter without dims.
+    """
+    plan = mesh.plan
+    _check(mesh)
+    if plan.sharding.zero == 1:
+        return [*data.apply(model, mesh, rehearse=rehearse), _ways_in_words(mesh)]
+    _check_parameters(model)
+    units, why = _units(model, plan.sharding.units)
+    reasons = data.synchronize(model, mesh) if plan.batch_norm == "synchronized" and mesh.copies > 1 else []
+    _begin_alike(model, mesh)
+    reasons += _look(model, mesh, rehearse)
+    _shard(model, [units[name] for name in sorted(units, key=lambda name: -name.count("."))], mesh)
+    if plan.batch_norm == "broadcast":
+        model.register_forward_pre_hook(partial(_send_buffers, mesh))
+    model.register_forward_hook(_rest_after)
+    return [*reasons, _ways_in_words(mesh), why]
+
+
+@contextmanager
+def without_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backward keeps this rank's whole gradients and sends none; for a model that FSDP2 holds."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the weights of `model` lie in parts, so that every pass takes all ranks."""
+    return isinstance(model, FSDPModule)
+
+
+# ---------------------------------------------------------------------------------------------- refusing
+
+
+def _check(mesh: Mesh) -> None:
+    plan, asked = mesh.plan, mesh.plan.sharding
+    if asked.zero > 1 and plan.compression != "none":
+        raise ValueError(
+            f"gradient.compression={plan.compression} is what DDP's buckets travel as and sharding.zero={asked.zero} has none; "
+            "set gradient.compression=none, or sharding.zero=1"
+        )
+    if asked.offload and mesh.device.type == "cpu":
+        raise ValueError(
+            "sharding.offload=true keeps weights and optimizer state in the CPU's memory and the device is the CPU already; "
+            "set sharding.offload=false"
+        )
+    if asked.offload and asked.zero == 1:
+        raise ValueError(
+            "sharding.offload=true moves parts of weights to the CPU and sharding.zero=1 leaves weights whole; "
+            "set sharding.zero=3, or sharding.offload=false"
+        )
+
+
+def _check_parameters(model: nn.Module) -> None:
+    scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
+    if scalar is not None:
+        raise NotImplementedError(
+            f"'{scalar}' is a parameter without dims, which has no rows to share out; give it the shape (1,), or set "
+            "sharding.zero=1"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- units
+
+
+def _units(model: nn.Module, patterns: list[str] | None) -> tuple[dict[str, nn.Module], str]:
+    """`units_of`, or none where the model runs as operations and not module by module: then no module is called by itself."""
+    if flow_of(model) is None:
+        return units_of(model, patterns)
+    if patterns:
+        raise ValueError(
+            f"sharding.units={patterns} gathers modules as they are called and with mesh.channel the model runs as operations, "
+            "its modules never called; leave sharding.units out"
+        )
+    return {}, "weights are gathered in one unit, the whole model: with mesh.channel no module is called by itself"
+
+
+def units_of(model: nn.Module, patterns: list[str] | None) -> tuple[dict[str, nn.Module], str]:
+    """The modules whose weights are gathered and freed together, by name, and why; what is in none goes with the model.
+
+    patterns: names or patterns of modules; None chooses stages and blocks, of at least SMALLEST_BYTES.
+    A module is no unit where one of its weights is used elsewhere too.  ValueError: a pattern that no module fits.
+    """
+    if patterns is None:
+        names = list(_chosen(model))
+        why = f"chosen are stages and blocks of {SMALLEST_BYTES / 2**20:g} MiB or more"
+    else:
+        names = picked(model, patterns, field="sharding.units")
+        why = f"as sharding.units={patterns} says"
+    modules = dict(model.named_modules())
+    apart = [name for name in dict.fromkeys(names) if _is_apart(model, name)]
+    left = len(set(names)) - len(apart)
+    told = f"; {left} more share weights with other modules and go with the rest" if left else ""
+    units = f"{len(apart)} units ({some(apart)}) and the rest" if apart else "one unit, the whole model"
+    return {name: modules[name] for name in apart}, f"weights are gathered in {units}: {why}{told}"
+
+
+def _chosen(model: nn.Module) -> Iterator[str]:
+    """Walk down from the model until parts are small enough, through containers and what mostly consists of them."""
+    whole = _bytes(model)
+
+    def walk(name: str, module: nn.Module) -> Iterator[str]:
+        children = list(module.named_children())
+        is_list = module is model or isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if children and (is_list or _is_too_large(module, whole)):
+            for key, child in children:
+                yield from walk(f"{name}.{key}" if name else key, child)
+        elif _bytes(module) >= SMALLEST_BYTES and module is not model:
+            yield name
+
+    return walk("", model)
+
+
+def _is_too_large(module: nn.Module, whole: int) -> bool:
+    """Whether to make units of a module's children: of blocks earlier than of single layers."""
+    own = _bytes(module)
+    if not isinstance(module, CONTAINERS):
+        in_containers = sum(_bytes(child) for child in module.children() if isinstance(child, CONTAINERS))
+        return own > max(SMALLEST_BYTES, LARGEST_SHARE * whole) and in_containers > own / 2
+    in_blocks = sum(_bytes(child) for child in module.children() if any(child.children()))
+    return own > max(SMALLEST_BYTES, (LARGEST_SHARE if in_blocks > own / 2 else 0.5) * whole)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def _is_apart(model: nn.Module, name: str) -> bool:
+    """Whether a module has weights, and every way from the model to one of them leads through it."""
+    own = {id(parameter) for parameter in model.get_submodule(name).parameters()}
+    everywhere = model.named_parameters(remove_duplicate=False)
+    return bool(own) and all(path.startswith(f"{name}.") for path, parameter in everywhere if id(parameter) in own)
+
+
+# ---------------------------------------------------------------------------------------------- sharding
+
+
+def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
+    """Weights and buffers of rank 0 on all ranks; weights dense in row order, which is all that FSDP2 takes."""
+    for parameter in model.parameters():
+        whole = parameter.detach().contiguous()
+        parameter.data = mesh.broadcast_(whole)
+    broadcast_buffers(model, mesh)
+
+
+def _look(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor] | None) -> list[str]:
+    """Two trial passes on every rank; NotImplementedError where ranks reach different parameters."""
+    if rehearse is None:
+        return []
+    of_ranks = mesh.gather_objects(data.trial_passes(model, rehearse, 2))
+    for rank, found in enumerate(of_ranks):
+        for first, here in zip(of_ranks[0], found, strict=True):
+            if first != here:
+                name = sorted(first ^ here)[0]
+                raise NotImplementedError(
+                    f"fully_shard cannot average gradients that only some ranks have: in a trial pass {len(first ^ here)} "
+                    f"parameters got one on rank 0 or on rank {rank} and not on both ({name}); set sharding.zero=1, "
+                    "or mesh.shard=1"
+                )
+    return []
+
+
+def _shard(model: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
+    asked = mesh.plan.sharding
+    offload = CPUOffloadPolicy() if asked.offload else OffloadPolicy()
+    for module in [*units, model]:
+        shard_in_place(module, mesh=mesh.shards, reshard_after_forward=asked.zero == 3, offload_policy=offload)
+
+
+def _send_buffers(mesh: Mesh, model: nn.Module, inputs: Any) -> None:
+    """What DDP does before a training pass where the first rank's running statistics win."""
+    if model.training and torch.is_grad_enabled():
+        broadcast_buffers(model, mesh)
+
+
+def _rest_after(model: nn.Module, inputs: Any, output: Any) -> None:
+    """After a pass without a backward, which would have freed them, give back gathered weights: names lead to parts again."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _ways_in_words(mesh: Mesh) -> str:
+    plan = mesh.plan
+    ways = plan.shard * mesh.grid.size
+    what = {1: "optimizer state", 2: "gradients and optimizer state", 3: "weights, gradients and optimizer state"}
+    hybrid = f", {plan.replicate} times over" if plan.replicate > 1 else ""
+    where = ", in the CPU's memory" if plan.sharding.offload else ""
+    return f"ZeRO-{plan.sharding.zero}: {ways} ranks share {what[plan.sharding.zero]}{hybrid}{where}"
+
+
+# ---------------------------------------------------------------------------------------------- ZeRO-1
+
+
+_OTHERS: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()
+"""Of a shared optimizer: the ids of the parameters that other ranks step."""
+
+
+def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Optimizer:
+    """Make each rank step a share of the parameters, and so hold state of these alone; the same optimizer back.
+
+    For whole parameters with equal gradients on all ranks, and an optimizer whose step on one parameter looks at no other.
+    Cost: one message per rank of the axis and step, of the weights that it stepped.  After a step, gradients of the others'
+    parameters are None.
+    """
+    assert mesh.shards is not None
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]  # of this rank's stage
+    rank, group = mesh.shards.get_local_rank(mesh.shards.ndim - 1), mesh.shards.get_group(mesh.shards.ndim - 1)
+    owners = _owners(parameters, group.size())
+    others = _OTHERS[optimizer] = {key for key, owner in owners.items() if owner != rank}
+
+    def drop(*_: Any) -> None:
+        for parameter in parameters:
+            if id(parameter) in others:
+                parameter.grad = None
+
+    def send(*_: Any) -> None:
+        for owner in range(group.size()):
+            _send(owner, [p for p in parameters if owners[id(p)] == owner], group)
+
+    optimizer.register_step_pre_hook(drop)
+    optimizer.register_step_post_hook(send)
+    return optimizer
+
+
+def steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether this rank holds the state of `parameter`: always, but for a shared optimizer."""
+    return id(parameter) not in _OTHERS.get(optimizer, ())
+
+
+def _owners(parameters: list[Tensor], ranks: int) -> dict[int, int]:
+    """Large parameters first, each to the rank that has least."""
+    loads, owners = [0] * ranks, {}
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        owner = loads.index(min(loads))
+        loads[owner] += parameter.numel()
+        owners[id(parameter)] = owner
+    return owners
+
+
+@torch.no_grad()
+def _send(owner: int, parameters: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite `parameters` with those of one rank of the group."""
+    if not parameters:
+        return
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    dist.broadcast(flat, group_src=owner, group=group)
+    if group.rank() != owner:
+        for parameter, values in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.copy_(values.view(parameter.shape))
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+
+def _deep_net() -> nn.Module:
+    """Channels that 2, 3 and 4 ranks do not divide, one weight in two places, and a stage to be a unit."""
+    stage = nn.Sequential(nn.Conv2d(5, 7, 3, padding=1), nn.BatchNorm2d(7), nn.SiLU(), nn.Conv2d(7, 5, 1))
+    net = nn.Sequential(nn.Conv2d(2, 5, 3, stride=2), stage, nn.BatchNorm2d(5), nn.SiLU(), nn.Conv2d(5, 5, 1),
+                        nn.Conv2d(5, 5, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3))  # fmt: skip
+    net[5].weight = net[4].weight
+    return net
+
+
+def _sharding(zero: int, units: list[str] | None = None) -> dict[str, Any]:
+    return {"sharding": {"zero": zero, "units": units}}
+
+
+def _frozen_net() -> nn.Module:
+    net = _deep_net()
+    net[0].weight.requires_grad_(False)
+    net[1].requires_grad_(False)
+    return net
+
+
+CASES = [
+    Case("ZeRO-3", _deep_net, (7, 2, 6, 5), _sharding(3), "ZeRO-3: . ranks share weights, gradients and optimizer state"),
+    Case("ZeRO-3 in units", _deep_net, (7, 2, 6, 5), _sharding(3, ["1", "8"]), r"in 2 units \(1, 8\) and the rest"),
+    Case("a unit that shares a weight", _deep_net, (7, 2, 6, 5), _sharding(3, ["1", "4"]), "1 more share weights with other"),
+    Case("ZeRO-2", _deep_net, (7, 2, 6, 5), _sharding(2, ["1"]), "ZeRO-2: . ranks share gradients and optimizer state"),
+    Case("ZeRO-1", _deep_net, (7, 2, 6, 5), _sharding(1), "ZeRO-1: . ranks share optimizer state"),
+    Case("ZeRO-3, accumulation", partial(data._conv_net, nn.Identity), (7, 2, 6, 5), _sharding(3, ["3"]) | {"accumulate": 2}),
+    Case("ZeRO-2, accumulation", partial(data._conv_net, nn.Identity), (7, 2, 6, 5), _sharding(2, ["3"]) | {"accumulate": 2}),
+    Case("ZeRO-1, accumulation", partial(data._conv_net, nn.Identity), (7, 2, 6, 5), _sharding(1) | {"accumulate": 2}),
+    Case("weights that do not learn", _frozen_net, (7, 2, 6, 5), _sharding(3, ["1"])),
+    Case("a branch never used", data._Branches, (7, 4), _sharding(3, ["side", "never"])),
+    Case("a branch used sometimes", partial(data._Branches, True), (7, 4), _sharding(3, ["side"])),
+]

@@ -1,0 +1,206 @@
+"""Layers dealt out over ranks: each has a stage of the model, and a pass goes through them in micro-batches.
+
+With one micro-batch, one stage works at a time: the model is placed on several devices, whole blocks on each, for its memory.
+Gradients are averaged over the ranks that have the same stage.  See engine/pipeline/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from widefield.engine.executed import lay, named_tensors
+from widefield.engine.mesh import Mesh
+from widefield.engine.pipeline import held
+from widefield.engine.pipeline.cutting import Division, divide
+from widefield.engine.pipeline.flow import PipelineFlow, batchwise, refuse_batchwise, remembered
+from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, problem_of, schedule_grid
+from widefield.engine.strategies import Case, Phase
+from widefield.engine.strategies.data import _conv_net, synchronize
+from widefield.engine.stream.graph import Graph
+from widefield.plan import Plan
+
+PHASE = Phase.SPLIT
+
+
+def apply(
+    model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+) -> list[str]:
+    """Leave this rank its stage of `model`; what was cut where, a sentence each.
+
+    sample: images as one pass has them, or a tensor without memory like them.
+    ValueError, on every rank: a plan or stages that cannot be; NotImplementedError: a model that cannot be followed, or that
+    needs the whole batch in more than one micro-batch.
+    """
+    for problem in problems(mesh.plan):
+        raise ValueError(problem)
+    if sample is None:
+        raise ValueError(
+            f"mesh.stage={mesh.plan.stage} cuts the model for images of a certain shape, and none was given; "
+            "call parallelize(model, mesh, sample=images), with as many images as one pass has"
+        )
+    plan, most = mesh.plan, max(mesh.gather_objects(len(sample)))  # copies may have unequal shares, and cut alike
+    reasons = synchronize(model, mesh) if mesh.copies > 1 else []
+    flow = PipelineFlow(model, mesh, micro_batches=1)
+    flow.likes = remembered(model, mesh.device)
+    flow.micro_batches, why = _micro_batches(model, _followed(flow, model, sample, most), plan)
+    _refuse_compiled(plan, model)
+    graph = _followed(flow, model, sample, -(-most // flow.micro_batches))
+    trained = frozenset(name for name, _ in model.named_parameters())
+    division = divide(graph, flow.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
+    flow.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
+    held.agree(model, mesh)
+    held.keep(model, _mine(flow, flow.division), mesh)
+    lay(model, flow)
+    told = [*_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches)]
+    if any(node.draws for node in graph.nodes):
+        told.append("dropout: every stage draws for itself, so masks are not one device's")
+    return [*reasons, *told]
+
+
+def _followed(flow: PipelineFlow, model: nn.Module, sample: Tensor, rows: int) -> Graph:
+    """What the model does with so many images like those of the sample."""
+    last = sample.dim() == 4 and sample.is_contiguous(memory_format=torch.channels_last) and not sample.is_contiguous()
+    bare = torch.empty((rows, *sample.shape[1:]), dtype=sample.dtype, device="meta")
+    bare = bare.to(memory_format=torch.channels_last) if last else bare
+    return flow.graph_of(model, (held.like(bare, flow.mesh.device),), {})
+
+
+def _mine(flow: PipelineFlow, division: Division) -> frozenset[str]:
+    mine = {name for name, stage in division.owner.items() if flow.rank_of(stage) == flow.mesh.stage}
+    return frozenset(mine | division.shared)
+
+
+def _micro_batches(model: nn.Module, graph: Graph, plan: Plan) -> tuple[int, str]:
+    """As the plan asks; else 2 per stage, or 1 where a layer needs the whole batch; and the reason."""
+    asked, layers = plan.pipeline.micro_batches, batchwise(model, graph)
+    exact = plan.batch_norm != "per_micro_batch"
+    if asked is not None:
+        if asked > 1 and exact:
+            refuse_batchwise(model, graph, asked)
+        return asked, f"pipeline.micro_batches={asked}, as asked"
+    if layers and exact:
+        return 1, (
+            f"pipeline.micro_batches=1: {len(layers)} layers take statistics of the whole batch ({', '.join(layers[:2])}), so "
+            "stages work one after another; batch_norm=per_micro_batch lets them work at the same time, with other numbers"
+        )
+    count = 2 * plan.stage
+    return count, f"pipeline.micro_batches={count}: 2 per stage, so that stages work at the same time"
+
+
+def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise NotImplementedError(
+            f"a model in stages runs as the operations that it was followed as (mesh.stage={plan.stage}), which torch.compile "
+            "does not see; set model.compile=false, or mesh.stage=1"
+        )
+
+
+def problems(plan: Plan) -> list[str]:
+    """Why a plan with stages cannot be carried out, a sentence each with the nearest plan that can; none where it can."""
+    if plan.stage == 1:
+        return []
+    stage = f"mesh.stage={plan.stage}"
+    found = [
+        f"{stage} runs operations on plain tensors and mesh.space={plan.space} cuts images; set mesh.space=[], or mesh.stage=1"
+    ] * any(size > 1 for size in plan.space)
+    found += [
+        f"{stage} and sharding.zero={plan.sharding.zero} would both deal out a layer's weights among mesh.shard={plan.shard}; "
+        f"set sharding.zero=1, which shares optimizer state alone, or mesh.stage=1 and mesh.shard={plan.shard * plan.stage}"
+    ] * (plan.shard > 1 and plan.sharding.zero > 1)
+    found += [f"{stage} runs a stage at once and stream runs tile after tile; set stream=null, or mesh.stage=1"] * (
+        plan.stream is not None
+    )
+    found += [
+        f"{stage} keeps what a micro-batch leaves for its backward and recompute would follow the model's own modules; set "
+        "recompute=null with more pipeline.micro_batches, or mesh.stage=1"
+    ] * (plan.recompute is not None)
+    found += [
+        f"{stage} averages gradients itself, as they are, and gradient.compression={plan.compression} is DDP's; "
+        "set gradient.compression=none"
+    ] * (plan.compression != "none")
+    found += [
+        f"{stage} leaves each rank the running statistics of its own stage, and batch_norm={plan.batch_norm} compares those of "
+        "all ranks; set batch_norm=synchronized, or per_micro_batch"
+    ] * (plan.batch_norm in ("averaged", "broadcast"))
+    found += [
+        f"data_strategy=data_parallel drives all GPUs from one process and {stage} wants one per stage; "
+        "set mesh.data_strategy=data"
+    ] * (plan.data_strategy == "data_parallel")
+    problem = problem_of(plan.pipeline.schedule, plan.stage, plan.pipeline.micro_batches or 1)
+    return [*found, *([problem] if problem is not None else [])]
+
+
+# ---------------------------------------------------------------------------------------------- in words
+
+
+def _cuts_in_words(division: Division, flow: PipelineFlow) -> list[str]:
+    flops, weights = (_shares(costs) for costs in (division.flops, division.weight_bytes))
+    sent = [f"{size / 2**20:.3g} MiB" for size in division.crossing_bytes]
+    plan = flow.mesh.plan
+    how = "as pipeline.stages says" if plan.pipeline.stages else f"balanced by {plan.pipeline.balance}"
+    return [
+        f"stages: cut before {', '.join(division.begins)}, {how}; stage by stage {flops} of the operations and {weights} of "
+        f"the weights' bytes; {', '.join(sent)} of a micro-batch cross the cuts forward, and as much back, skips to later "
+        "stages included",
+        f"averages: {flow.mesh.data_size} ranks have each stage and average its gradients when its last micro-batch is done",
+    ][: 1 + (flow.mesh.data_size > 1)]
+
+
+def _shares(costs: Sequence[float]) -> str:
+    total = sum(costs) or 1.0
+    return ", ".join(f"{cost / total:.0%}" for cost in costs)
+
+
+def _bubble(plan: Plan, micro_batches: int) -> list[str]:
+    grid = schedule_grid(plan.pipeline.schedule, plan.stage, micro_batches)
+    kind = plan.pipeline.schedule
+    several = STAGES_PER_RANK[kind]
+    per_rank = f" with {several} stages per rank" if several > 1 else ""
+    parts = f"{micro_batches} micro-batches" if micro_batches > 1 else "1 micro-batch"
+    verb = "leave" if micro_batches > 1 else "leaves"
+    return [
+        f"schedule {kind}{per_rank}: {parts} on {plan.stage} ranks {verb} {idle_share(grid):.0%} of the "
+        "time idle, where stages take equally long"
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers that this rank has memory for."""
+    return held.bytes_of(named_tensors(model))
+
+
+class _Skips(nn.Module):
+    """Early values, the image too, are read again at the end; a pooling's indices travel without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.low = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.up = nn.GroupNorm(2, 4), nn.Conv2d(10, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = torch.relu(self.down(x))
+        low, places = nn.functional.max_pool2d(high, 2, return_indices=True)
+        low = nn.functional.silu(self.norm(self.low(low)))
+        return self.up(torch.cat([nn.functional.max_unpool2d(low, places, [2, 2]), high, x], 1))
+
+
+def _micro(count: int, schedule: str = "1f1b") -> dict[str, Any]:
+    return {"pipeline": {"micro_batches": count, "schedule": schedule}}
+
+
+_GROUPS = partial(_conv_net, partial(nn.GroupNorm, 1))
+CASES = [
+    Case("batch norm", _conv_net, (7, 2, 6, 5), reason="micro_batches=1: 2 layers take statistics of the whole batch"),
+    Case("no batch norm", _GROUPS, (7, 2, 6, 5), reason=r"micro_batches=\d: 2 per stage"),
+    Case("a batch that micro-batches do not divide", _GROUPS, (7, 2, 6, 5), _micro(3)),
+    Case("skips", _Skips, (5, 2, 6, 4), _micro(4), "skips to later stages included"),
+    Case("split backwards", _Skips, (5, 2, 6, 4), _micro(3, "zero_bubble"), "schedule zero_bubble: 3 micro-batches"),
+]

@@ -1,0 +1,175 @@
+"""Does a model train under a plan as on one device?  Three optimizer steps of both, and everything compared.
+
+The body of `widefield verify --plan`, and of the tests of every mix of strategies.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from widefield.engine import holding
+from widefield.engine.mesh import Mesh, World, join
+from widefield.engine.parallelize import parallelize, reasons, share_states
+from widefield.engine.parity import TOLERANCE, Row, Verdict, rows_of
+from widefield.engine.passes import backward_of, without_sync
+from widefield.engine.tiling import tile, whole
+from widefield.geometry.interval import even_cut, parts_of
+from widefield.plan import Plan, check
+
+STEPS = 3
+
+
+@dataclass
+class Learnt:
+    """What training left, wholes on rank 0: the loss and gradients of each step, then weights and buffers.
+
+    reasons: what the plan's strategies chose.
+    """
+
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+
+def compare_training(
+    model: nn.Module,
+    shape: Sequence[int],
+    mesh: Mesh,
+    *,
+    steps: int = STEPS,
+    tolerance: float = TOLERANCE,
+    dtype: torch.dtype = torch.float64,
+    low: torch.dtype | None = None,
+    lr: float = 0.1,
+) -> Verdict:
+    """Train `model` under the plan of `mesh` and on one device, in `dtype`, and compare; every rank calls it and is told.
+
+    shape: of the whole batch, which copies of the model share.  low: a dtype for autocast.  The loss is the mean square of all
+    outputs, the optimizer SGD with momentum and weight decay.  Compared are losses, gradients of each step, outputs in
+    evaluation, weights, buffers.  What the plan refuses is the verdict's refusal.
+    """
+    batches = _batches(model, tuple(shape), steps, dtype)
+    autocast = partial(torch.autocast, "cpu", dtype=low) if low is not None else nullcontext
+    try:
+        check(mesh.plan, ranks=mesh.size, samples_per_step=shape[0])
+        found = learn(copy.deepcopy(model).to(dtype), batches, mesh, autocast=autocast, lr=lr)
+    except (ValueError, NotImplementedError) as error:  # raised on every rank alike, before any message
+        return Verdict(refusal=str(error))
+    alone = learn(copy.deepcopy(model).to(dtype), batches, join(World(), Plan()), autocast=autocast, lr=lr)
+    rows: list[Row] = []
+    if mesh.is_main:
+        for kind in ("losses", "gradients", "weights", "buffers", "outputs"):
+            rows += rows_of(kind.removesuffix("es" if kind == "losses" else "s"), getattr(found, kind), getattr(alone, kind))
+    rows = mesh.gather_objects(rows)[0]
+    zeros = sum(gradient is not None and not bool(gradient.any()) for gradient in alone.gradients.values())
+    return Verdict(rows, None, tolerance, zeros, found.reasons)
+
+
+Batches = list[tuple[Tensor, Any]]
+
+
+def _batches(model: nn.Module, shape: tuple[int, ...], steps: int, dtype: torch.dtype) -> Batches:
+    """Images and what their outputs are to be, the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(size: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(size), generator=generator, dtype=torch.float64).to(dtype)
+
+    with torch.no_grad():
+        outputs = copy.deepcopy(model).to(dtype).eval()(torch.zeros(shape, dtype=dtype))
+    return [(draw(shape), tree_map(lambda output: draw(output.shape), outputs)) for _ in range(steps)]
+
+
+def learn(
+    model: nn.Module, batches: Batches, mesh: Mesh, *, autocast: Callable[[], Any] = nullcontext, lr: float = 0.1
+) -> Learnt:
+    """A step on each batch, this copy's share of it in `plan.accumulate` passes; wholes on rank 0."""
+    torch.manual_seed(3)
+    model.train()
+    image, _ = batches[0]
+    mine = _bounds(len(image), mesh.copies, mesh.copy)
+    sample = torch.empty_like(image[mine], device="meta")[: -(-(mine.stop - mine.start) // mesh.plan.accumulate)]
+    with autocast():
+        parallelize(model, mesh, rehearse=partial(_rehearsed, model, batches[0], mine, mesh), sample=sample)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01)
+    optimizer = share_states(optimizer, mesh)
+    learnt = Learnt(reasons=reasons(model))
+    for number, batch in enumerate(batches):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        total = _pass_by_pass(model, batch, mine, mesh, autocast)
+        learnt.losses[f"step {number}"] = mesh.sum_(total) * mesh.copies / mesh.size
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for name, gradient in holding.wholes_on_main(model, mesh, gradients).items():
+            learnt.gradients[f"step {number}: {name}"] = gradient
+        optimizer.step()
+    with autocast():
+        _look_at(model, batches, mesh, learnt)
+    return learnt
+
+
+def _rehearsed(model: nn.Module, batch: tuple[Tensor, Any], mine: slice, mesh: Mesh) -> Tensor:
+    """A trial pass on one of this copy's images, twice."""
+    image, target = tree_map(lambda tensor: torch.cat([tensor[mine][:1]] * 2), batch)
+    return _loss_of(model(_laid(image, mesh)), target)
+
+
+def _pass_by_pass(model: nn.Module, batch: tuple[Tensor, Any], mine: slice, mesh: Mesh, autocast: Callable[[], Any]) -> Tensor:
+    """Forward and backward of this copy's share; the sum of its losses."""
+    passes, count, losses = mesh.plan.accumulate, len(batch[0]), []
+    for place in range(passes):
+        rows = _bounds(mine.stop - mine.start, passes, place, start=mine.start)
+        image, target = tree_map(lambda tensor, rows=rows: tensor[rows], batch)
+        with torch.enable_grad() if place == passes - 1 else without_sync(model):
+            loss = backward_of(
+                model,
+                _laid(image, mesh),
+                target,
+                loss_of=_loss_of,
+                scaled=lambda loss: loss * (mesh.copies / count),
+                autocast=autocast,
+            )
+        losses.append(loss)
+    return torch.stack(losses).sum().double()
+
+
+def _look_at(model: nn.Module, batches: Batches, mesh: Mesh, learnt: Learnt) -> None:
+    """What the model gives in evaluation, and its weights and buffers."""
+    model.eval()
+    with torch.no_grad():
+        outputs = model(_laid(batches[0][0], mesh))
+    learnt.outputs = {str(n): whole(t) for n, t in enumerate(tree_leaves(outputs)) if isinstance(t, Tensor)}
+    parameters = dict(model.named_parameters())
+    for name, tensor in holding.wholes_on_main(model, mesh, {n: t.detach() for n, t in model.state_dict().items()}).items():
+        (learnt.weights if name in parameters else learnt.buffers)[name] = tensor
+
+
+def _bounds(count: int, parts: int, place: int, start: int = 0) -> slice:
+    part = parts_of(even_cut(count, parts))[place]
+    return slice(start + part.start, start + part.stop)
+
+
+def _laid(image: Tensor, mesh: Mesh) -> Tensor:
+    return tile(image, mesh) if mesh.grid.sizes else image
+
+
+def _loss_of(output: Any, target: Any) -> Tensor:
+    """The sum over samples of mean squared differences."""
+    pairs = zip(tree_leaves(output), tree_leaves(target), strict=True)
+    each = [
+        (found - wanted).square().sum() / math.prod(found.shape[1:]) for found, wanted in pairs if found.is_floating_point()
+    ]
+    return torch.stack(each).sum()
