@@ -115,6 +115,8 @@ def check(plan: Plan, *, ranks: int, samples_per_step: int | None = None) -> Non
     _check_ranks(plan, ranks)
     _check_data_parallel(plan)
     _check_mixes(plan)
+    for problem in stage_problems(plan):
+        raise ValueError(problem)
     _check_adasum(plan)
     _check_batch_norm_group(plan)
     copies = plan.replicate * plan.shard
@@ -144,6 +146,54 @@ def _check_mixes(plan: Plan) -> None:
             "batch_norm=per_micro_batch is about the micro-batches of mesh.stage, which is 1; set batch_norm=synchronized, or "
             "averaged for the statistics of each copy"
         )
+
+
+def stage_problems(plan: Plan) -> list[str]:
+    """Why a plan with stages cannot be carried out, a sentence each with the nearest plan that can; none where it can."""
+    if plan.stage == 1:
+        return []
+    stage = f"mesh.stage={plan.stage}"
+    found = [
+        f"{stage} runs operations on plain tensors and mesh.space={plan.space} cuts images; set mesh.space=[], or mesh.stage=1"
+    ] * any(size > 1 for size in plan.space)
+    found += [
+        f"{stage} and sharding.zero={plan.sharding.zero} would both deal out a layer's weights among mesh.shard={plan.shard}; "
+        f"set sharding.zero=1, which shares optimizer state alone, or mesh.stage=1 and mesh.shard={plan.shard * plan.stage}"
+    ] * (plan.shard > 1 and plan.sharding.zero > 1)
+    found += [f"{stage} runs a stage at once and stream runs tile after tile; set stream=null, or mesh.stage=1"] * (
+        plan.stream is not None
+    )
+    found += [
+        f"{stage} keeps what a micro-batch leaves for its backward and recompute would follow the model's own modules; set "
+        "recompute=null with more pipeline.micro_batches, or mesh.stage=1"
+    ] * (plan.recompute is not None)
+    found += [
+        f"{stage} averages gradients itself, as they are, and gradient.compression={plan.compression} is DDP's; "
+        "set gradient.compression=none"
+    ] * (plan.compression != "none")
+    found += [
+        f"{stage} leaves each rank the running statistics of its own stage, and batch_norm={plan.batch_norm} compares those of "
+        "all ranks; set batch_norm=synchronized, or per_micro_batch"
+    ] * (plan.batch_norm in ("averaged", "broadcast"))
+    found += [
+        f"data_strategy=data_parallel drives all GPUs from one process and {stage} wants one per stage; "
+        "set mesh.data_strategy=data"
+    ] * (plan.data_strategy == "data_parallel")
+    problem = _schedule_problem(plan)
+    return [*found, *([problem] if problem is not None else [])]
+
+
+def _schedule_problem(plan: Plan) -> str | None:
+    """Why a schedule cannot run so many micro-batches; None where it can."""
+    schedule, ranks, micro_batches = plan.pipeline.schedule, plan.stage, plan.pipeline.micro_batches or 1
+    rounds = max(1, micro_batches // ranks)
+    if schedule in ("gpipe", "1f1b") or micro_batches % rounds == 0:
+        return None
+    fewer = micro_batches - micro_batches % ranks
+    return (
+        f"pipeline.schedule={schedule} works in rounds of {ranks} micro-batches, one per stage, and pipeline.micro_batches="
+        f"{micro_batches} leaves a part of a round; set {fewer} or {fewer + ranks} micro-batches, or pipeline.schedule=1f1b"
+    )
 
 
 def _check_strategies(plan: Plan) -> None:

@@ -122,8 +122,8 @@ def test_mixes_of_three_axes_on_eight_ranks(mix, name):
 SINGLE, LOW = {"dtype": torch.float32}, {"dtype": torch.float32, "low": torch.bfloat16}
 MOST = {"float32": {"loss": 1e-6, "gradient": 1e-5, "weight": 1e-5, "output": 1e-5},
         "bfloat16": {"loss": 5e-3, "weight": 0.05, "output": 0.05}}  # fmt: skip
-"""Of a tensor's largest value, after three steps.  float32's unit is 6e-8, bfloat16's 4e-3; under autocast to it, gradients that
-are differences of large sums, as of a bias before a BatchNorm, are rounding alone, so weights after the steps are compared."""
+"""Of a tensor's largest value, after three steps.  float32's unit is 6e-8, bfloat16's 4e-3; under autocast to it, gradients
+that are differences of large sums, as of a bias before a BatchNorm, are rounding alone: weights are compared in their place."""
 
 
 def trained_low(mesh, name: str, options: dict[str, Any]) -> Verdict:

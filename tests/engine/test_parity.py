@@ -344,7 +344,9 @@ def test_gradients_that_are_zero_anyway_are_counted():
 
 def normalized() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)
+    )
 
 
 def test_a_plan_is_verified_over_steps_of_training():

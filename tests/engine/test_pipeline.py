@@ -21,9 +21,9 @@ from widefield.engine.parallelize import parallelize, reasons
 from widefield.engine.passes import backward_of, without_sync
 from widefield.engine.pipeline.flow import _schedule
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, orders, schedule_grid
-from widefield.engine.strategies.pipeline import held_bytes, problems
+from widefield.engine.strategies.pipeline import held_bytes
 from widefield.geometry.interval import even_cut, parts_of
-from widefield.plan import Plan
+from widefield.plan import Plan, stage_problems
 from widefield.train.state import optimizer_state
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)  # float64; sums of micro-batches in another order
@@ -489,9 +489,9 @@ def test_a_batch_norm_that_is_let_to_learn_is_refused_when_it_does():
      ({"pipeline": {"schedule": "zero_bubble", "micro_batches": 5}}, "rounds of 2")],
 )  # fmt: skip
 def test_plans_that_cannot_be_have_words_for_it(options, words):
-    (text,) = problems(Plan(stage=2, **options))
+    (text,) = stage_problems(Plan(stage=2, **options))
     assert words in text
-    assert problems(Plan(stage=2)) == problems(Plan(**options)) == []
+    assert stage_problems(Plan(stage=2)) == stage_problems(Plan(**options)) == []
 
 
 # ---------------------------------------------------------------------------------------------- the order of work

@@ -126,9 +126,6 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     lr, why_lr = learning_rate(config.optimizer, config.data.batch_size)
     check_optimizer(config.optimizer, mesh.plan)
     _check_scaling(parts)
-    ema = None
-    if config.ema is not None:
-        ema = average_of(model, config.ema.decay)
     learner = Learner(
         config=config,
         mesh=mesh,
@@ -142,22 +139,28 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
         prepare=parts.preparation(train=True),
         steps=steps,
         spare=spare_of(parts),
-        ema=ema,
+        ema=None if config.ema is None else average_of(model, config.ema.decay),
     )
     if config.model.compile:
         model.compile()
     check_tiles(mesh.plan.stream, learner.spare)
-    sample = learner.images_of_a_pass()
-    share = 2 / len(sample)
-    if ema is not None:
-        follow(ema.module, mesh, rehearse=Rehearsal(partial(learner.rehearse, ema.module), share), sample=sample)
-    learner.model = parallelize(model, mesh, rehearse=Rehearsal(learner.rehearse, share), sample=sample)
-    del sample
-    learner.optimizer = share_states(build_optimizer(config.optimizer, model, lr), mesh)  # parameters may be new objects
+    _lay_out(learner)
     why_stream = look_ahead(learner)
     seed_everything(seed_of(config.seed, "rank", mesh.copy))  # dropout draws otherwise on each copy, and alike within one
     reasons = [*([why_lr] if why_lr else []), *_cuts_of(learner.spare, mesh), *parallel_reasons(learner.model)]
     return learner, [*reasons, *why_stream, *_warn_of_chance(model, mesh)]
+
+
+def _lay_out(learner: Learner) -> None:
+    """Lay model and average out over the mesh, and build the optimizer anew: parameters may be new objects."""
+    config, mesh = learner.config, learner.mesh
+    sample = learner.images_of_a_pass()
+    share = 2 / len(sample)
+    if learner.ema is not None:
+        average = learner.ema.module
+        follow(average, mesh, rehearse=Rehearsal(partial(learner.rehearse, average), share), sample=sample)
+    learner.model = parallelize(learner.model, mesh, rehearse=Rehearsal(learner.rehearse, share), sample=sample)
+    learner.optimizer = share_states(build_optimizer(config.optimizer, learner.model, learner.lr), mesh)
 
 
 def _check_scaling(parts: Parts) -> None:

@@ -200,5 +200,3 @@ def test_what_cannot_be_mixed_is_refused_with_the_nearest_that_can(plan, told):
     with pytest.raises(NotImplementedError) as said:
         check(plan, ranks=2)
     assert told in str(said.value)
-
-

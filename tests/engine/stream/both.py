@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from widefield.engine.parity import TOLERANCE, _rows
+from widefield.engine.parity import TOLERANCE, rows_of
 from widefield.engine.stream.streamed import stream
 
 
@@ -123,8 +123,8 @@ def differences(got: Ran, expected: Ran) -> Iterator[str]:
     for name, gradient in expected.gradients.items():
         if (got.gradients[name] is None) != (gradient is None):
             yield f"the gradient of {name} is {'missing' if gradient is not None else 'there'} in the stream alone"
-    rows = _rows("output", _named(got.outputs), _named(expected.outputs))
-    rows += _rows("gradient", got.gradients, expected.gradients) + _rows("buffer", got.buffers, expected.buffers)
+    rows = rows_of("output", _named(got.outputs), _named(expected.outputs))
+    rows += rows_of("gradient", got.gradients, expected.gradients) + rows_of("buffer", got.buffers, expected.buffers)
     yield from (f"{row.kind} {row.name} is off by {row.error:.1e}" for row in rows if not row.error <= TOLERANCE)
     if not torch.equal(got.drawn, expected.drawn):
         yield "the generator stands elsewhere afterwards"

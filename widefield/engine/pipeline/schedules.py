@@ -28,18 +28,6 @@ class Action:
     micro_batch: int
 
 
-def problem_of(schedule: Kind, ranks: int, micro_batches: int) -> str | None:
-    """Why a schedule cannot run so many micro-batches; None where it can."""
-    rounds = max(1, micro_batches // ranks)
-    if schedule in ("gpipe", "1f1b") or micro_batches % rounds == 0:
-        return None
-    fewer = micro_batches - micro_batches % ranks
-    return (
-        f"pipeline.schedule={schedule} works in rounds of {ranks} micro-batches, one per stage, and pipeline.micro_batches="
-        f"{micro_batches} leaves a part of a round; set {fewer} or {fewer + ranks} micro-batches, or pipeline.schedule=1f1b"
-    )
-
-
 def orders(schedule: Kind, ranks: int, micro_batches: int) -> list[list[Action]]:
     """What each rank does, in order."""
     if schedule == "gpipe" or (schedule == "1f1b" and micro_batches < ranks):

@@ -18,7 +18,7 @@ from widefield.engine.mesh import Mesh
 from widefield.engine.pipeline import held
 from widefield.engine.pipeline.cutting import Division, divide
 from widefield.engine.pipeline.flow import PipelineFlow, batchwise, refuse_batchwise, remembered
-from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, problem_of, schedule_grid
+from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, schedule_grid
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies.data import _conv_net, synchronize
 from widefield.engine.stream.graph import Graph
@@ -36,8 +36,6 @@ def apply(
     ValueError, on every rank: a plan or stages that cannot be; NotImplementedError: a model that cannot be followed, or that
     needs the whole batch in more than one micro-batch.
     """
-    for problem in problems(mesh.plan):
-        raise ValueError(problem)
     if sample is None:
         raise ValueError(
             f"mesh.stage={mesh.plan.stage} cuts the model for images of a certain shape, and none was given; "
@@ -98,41 +96,6 @@ def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
             f"a model in stages runs as the operations that it was followed as (mesh.stage={plan.stage}), which torch.compile "
             "does not see; set model.compile=false, or mesh.stage=1"
         )
-
-
-def problems(plan: Plan) -> list[str]:
-    """Why a plan with stages cannot be carried out, a sentence each with the nearest plan that can; none where it can."""
-    if plan.stage == 1:
-        return []
-    stage = f"mesh.stage={plan.stage}"
-    found = [
-        f"{stage} runs operations on plain tensors and mesh.space={plan.space} cuts images; set mesh.space=[], or mesh.stage=1"
-    ] * any(size > 1 for size in plan.space)
-    found += [
-        f"{stage} and sharding.zero={plan.sharding.zero} would both deal out a layer's weights among mesh.shard={plan.shard}; "
-        f"set sharding.zero=1, which shares optimizer state alone, or mesh.stage=1 and mesh.shard={plan.shard * plan.stage}"
-    ] * (plan.shard > 1 and plan.sharding.zero > 1)
-    found += [f"{stage} runs a stage at once and stream runs tile after tile; set stream=null, or mesh.stage=1"] * (
-        plan.stream is not None
-    )
-    found += [
-        f"{stage} keeps what a micro-batch leaves for its backward and recompute would follow the model's own modules; set "
-        "recompute=null with more pipeline.micro_batches, or mesh.stage=1"
-    ] * (plan.recompute is not None)
-    found += [
-        f"{stage} averages gradients itself, as they are, and gradient.compression={plan.compression} is DDP's; "
-        "set gradient.compression=none"
-    ] * (plan.compression != "none")
-    found += [
-        f"{stage} leaves each rank the running statistics of its own stage, and batch_norm={plan.batch_norm} compares those of "
-        "all ranks; set batch_norm=synchronized, or per_micro_batch"
-    ] * (plan.batch_norm in ("averaged", "broadcast"))
-    found += [
-        f"data_strategy=data_parallel drives all GPUs from one process and {stage} wants one per stage; "
-        "set mesh.data_strategy=data"
-    ] * (plan.data_strategy == "data_parallel")
-    problem = problem_of(plan.pipeline.schedule, plan.stage, plan.pipeline.micro_batches or 1)
-    return [*found, *([problem] if problem is not None else [])]
 
 
 # ---------------------------------------------------------------------------------------------- in words

@@ -92,9 +92,7 @@ def tensors_of(arguments: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(arguments) if is_tensor(leaf)]
 
 
-def _called(
-    module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor], args: tuple, kwargs: dict, aim: str
-) -> Any:
+def _called(module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor], args: tuple, kwargs: dict, aim: str) -> Any:
     plain = torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor, lambda tensor: tensor
     )  # not those around, as checkpoint's
