@@ -56,6 +56,8 @@ def handler_of(func: Any) -> Callable:
         return partial(by_rule, RULES[func])
     if func in (aten.detach.default, aten.alias.default):
         return _alias
+    if func.namespace == "fsdp":
+        return _into_buckets
     if func in SAME_PIXELS or torch.Tag.pointwise in func.tags:
         if func._overloadname.endswith("out"):
             return _pointwise_out
@@ -127,6 +129,12 @@ def _into_plain(func: Any, args: tuple, kwargs: dict) -> Any:
     """A plain tensor takes a tiled one's values: the whole of it, which every rank then has."""
     func(*[whole_of(arg) if type(arg) is TiledTensor else arg for arg in args], **kwargs)
     return args[0]
+
+
+def _into_buckets(func: Any, args: tuple, kwargs: dict) -> Any:
+    """FSDP2 puts the gradients of plain weights into a plain bucket: wholes, whose mean over ranks is the whole again."""
+    args, kwargs = tree_map(lambda leaf: whole_of(leaf) if type(leaf) is TiledTensor else leaf, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:

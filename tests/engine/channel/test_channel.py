@@ -75,8 +75,7 @@ def one_step(mesh, name):
         return compare_training(model, shape, mesh, steps=1)
 
 
-@pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "name"), [*((2, name) for name in NETS), (3, "layers"), (3, "shufflenet"), (3, "swin")])
 def test_a_step_of_whole_models_equals_one_devices(size, name):
     verdict = on_ranks(size, one_step, name, plan=Plan(channel=size), timeout_seconds=300)[0]
     assert verdict.ok, str(verdict)

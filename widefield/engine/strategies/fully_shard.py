@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as shard_in_place
+from torch.utils._pytree import tree_map
 
 from widefield.engine.executed import flow_of
 from widefield.engine.mesh import Mesh
@@ -211,7 +212,15 @@ def _shard(model: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
     asked = mesh.plan.sharding
     offload = CPUOffloadPolicy() if asked.offload else OffloadPolicy()
     for module in [*units, model]:
+        module.register_forward_hook(_no_view)  # before FSDP2's own, which looks at what the module gives
         shard_in_place(module, mesh=mesh.shards, reshard_after_forward=asked.zero == 3, offload_policy=offload)
+
+
+def _no_view(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A copy of what is a view: a write to a view would take FSDP2's hook away, so it warns of every one."""
+    if not torch.is_grad_enabled():
+        return None
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf._base is not None else leaf, output)
 
 
 def _send_buffers(mesh: Mesh, model: nn.Module, inputs: Any) -> None:
