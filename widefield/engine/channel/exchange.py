@@ -77,7 +77,13 @@ def added(own: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+    """Whether its elements fill a run of memory, in whatever order of dims."""
+    expected = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
 
 
 # ---------------------------------------------------------------------------------------------- with tiles in space
