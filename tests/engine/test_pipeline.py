@@ -23,7 +23,7 @@ from widefield.engine.pipeline.flow import _schedule
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, orders, schedule_grid
 from widefield.engine.strategies.pipeline import held_bytes
 from widefield.geometry.interval import even_cut, parts_of
-from widefield.plan import Plan, stage_problems
+from widefield.plan import Plan, check, stage_problems
 from widefield.train.state import optimizer_state
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)  # float64; sums of micro-batches in another order
@@ -443,8 +443,6 @@ REFUSALS = [
     (resnet, plan_of(2, stages=["layer6"]), "pipeline.stages has 'layer6', and no module"),
     (resnet, plan_of(2, stages=["0"]), "with which the model begins"),
     (resnet, plan_of(2, stages=["4", "6"]), "names 2 modules and 2 stages have 1 beginning"),
-    (resnet, plan_of(2, "interleaved", 5), "works in rounds of 2 micro-batches.* set 4 or 6 micro-batches"),
-    (resnet, Plan(stage=2, compression="bf16"), "gradient.compression=bf16 is DDP's"),
 ]
 
 
@@ -452,6 +450,15 @@ REFUSALS = [
 def test_what_cannot_be_is_refused_in_words(build, plan, words):
     for text in on_ranks(2, refused, build, (4, 3, 12, 10), plan=plan):
         assert re.search(words, text), text
+
+
+@pytest.mark.parametrize(("plan", "words"), [
+    (plan_of(2, "interleaved", 5), "works in rounds of 2 micro-batches.* set 4 or 6 micro-batches"),
+    (Plan(stage=2, compression="bf16"), "gradient.compression=bf16 is DDP's"),
+])  # fmt: skip
+def test_a_plan_that_cannot_be_is_refused_before_ranks_meet(plan, words):
+    with pytest.raises(ValueError, match=words):
+        check(plan, ranks=2)
 
 
 def test_layers_that_share_weights_are_not_taken_apart():
