@@ -1,7 +1,6 @@
 """How much of a hand-written DDP loop's speed does `widefield train` give?  ResNet-18, 2 ranks, the same images.
 
-Both loops train the same network on the same images, in the same processes, in turn: blocks of steps A B A B ...; the
-ratio of each pair is noted and the median is the result, so that a machine whose speed drifts does not decide it.
+Both loops train the same network on the same images, in the same processes, in turns (turns.py).
 
   by hand         DistributedDataParallel as PyTorch's tutorial has it, gradient_as_bucket_view, fused SGD, a DataLoader
                   over the uint8 images, loss.item() every 10 steps
@@ -14,13 +13,9 @@ ratio of each pair is noted and the median is the result, so that a machine whos
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torchvision
+import turns
 from sklearn.datasets import load_sample_images
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +33,6 @@ from widefield.config import parse_config
 from widefield.data import Dataset
 from widefield.engine.mesh import join, leave
 from widefield.launchers import world_from
-from widefield.launchers.local import start
 from widefield.plan import plan_of
 from widefield.train.assemble import assemble, learner_of, training_batches
 from widefield.train.checkpoint import Checkpoints
@@ -122,73 +117,26 @@ def ours(images: Pieces, options: argparse.Namespace, mesh, folder: Path, batch_
         yield
 
 
-def seconds_of(loop: Iterator[None], steps: int, device: torch.device) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        next(loop)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    return time.perf_counter() - began
-
-
 def on_rank(options: argparse.Namespace) -> None:
     world = world_from(os.environ)
     config = parse_config("model: {name: resnet}\ndata: {name: digits}\nbatch_norm: broadcast\n")
     mesh = join(world, plan_of(config, world.size))
-    images = pieces(64 * options.batch * world.size // world.size, options.side)
+    images = pieces(64 * options.batch, options.side)
     with tempfile.TemporaryDirectory() as place:
         loops = {
             "by hand": by_hand(images, options, mesh.device),
             "widefield": ours(images, options, mesh, Path(place), "broadcast"),
             "synchronized": ours(images, options, mesh, Path(place), "synchronized"),
         }
-        for loop in loops.values():
-            seconds_of(loop, 2, mesh.device)
-        times: dict[str, list[float]] = {name: [] for name in loops}
-        for pair in range(options.pairs):
-            for name in loops if pair % 2 == 0 else reversed(loops):
-                times[name].append(seconds_of(loops[name], options.steps, mesh.device))
-        if mesh.is_main:
-            report(times, options, mesh)
+        times = turns.in_turns(loops, options, mesh.device)
+    if mesh.is_main:
+        about = turns.conditions(mesh, options, model="torchvision resnet18", **{"batch per rank": options.batch})
+        result = {"question": "seconds of a step of widefield's loop over a hand-written DDP loop's", "conditions": about}
+        for name in ("widefield", "synchronized"):
+            result[name] = turns.compared(times, name, "by hand", options.steps)
+        turns.tell(result, RESULT, options)
     leave(mesh)
 
 
-def report(times: dict[str, list[float]], options: argparse.Namespace, mesh) -> None:
-    images = options.steps * options.batch * mesh.size
-    result = {
-        "question": "images/s of widefield's loop over a hand-written DDP loop",
-        "conditions": {
-            "model": "torchvision resnet18", "ranks": mesh.size, "batch per rank": options.batch,
-            "image": [3, options.side, options.side], "steps per block": options.steps, "pairs": options.pairs,
-            "device": mesh.device.type, "processor": platform.processor() or platform.machine(),
-            "threads per rank": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
-            "date": time.strftime("%Y-%m-%d"),
-        },
-        "images per second, median": {name: round(images / statistics.median(all_), 1) for name, all_ in times.items()},
-    }  # fmt: skip
-    for name in ("widefield", "synchronized"):
-        ratios = sorted(hand / our for hand, our in zip(times["by hand"], times[name], strict=True))
-        spread = {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
-        result[f"{name} over by hand"] = {key: round(value, 4) for key, value in spread.items()}
-    print(json.dumps(result, indent=1))
-    if options.save:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("ranks", 2), ("batch", 32), ("side", 64), ("steps", 4), ("pairs", 8)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--save", action="store_true", help=f"write {RESULT.name} into results/")
-    options = parser.parse_args()
-    if "RANK" in os.environ:
-        on_rank(options)
-        return 0
-    return start(options.ranks, [], program=[sys.executable, __file__, *sys.argv[1:]])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(turns.command(on_rank, RESULT, about=__doc__, ranks=2, batch=32, side=64, steps=4, pairs=8))

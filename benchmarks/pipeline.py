@@ -1,9 +1,7 @@
 """What do widefield's stages cost beside torch.distributed.pipelining by hand?  ResNet-18 with GroupNorm, a stage per rank.
 
 By hand, the network's modules are put into one nn.Sequential per rank, cut before the same layers, and torch's stage and
-schedule run them.  Both train the same weights on the same tensors, in the same processes, in blocks of steps A B B A ...; the
-ratio of each pair is noted and the median is the result, so that a machine whose speed drifts does not decide it.  Beside the
-wall's seconds stand the processor's, of both ranks: others who use the machine disturb these less.
+schedule run them.  Both train the same weights on the same tensors, in the same processes, in turns (turns.py).
 
     python benchmarks/pipeline.py [--batch 16] [--side 64] [--micro 4] [--steps 2] [--pairs 12] [--only 1f1b] [--save]
 """
@@ -11,19 +9,15 @@ wall's seconds stand the processor's, of both ranks: others who use the machine 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torchvision
+import turns
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -32,7 +26,6 @@ from widefield.engine.mesh import Mesh, World, join, leave
 from widefield.engine.parallelize import parallelize
 from widefield.engine.passes import backward_of
 from widefield.launchers import world_from
-from widefield.launchers.local import start
 from widefield.plan import Plan
 
 RESULT = Path(__file__).parent / "results" / "pipeline.json"
@@ -94,83 +87,31 @@ def ours(schedule: str, world: World, image: Tensor, target: Tensor, micro: int)
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def seconds_of(loop: Loop, count: int) -> tuple[float, float]:
-    """Of the wall, and of the processor on all ranks."""
-    dist.barrier()
-    began, worked = time.perf_counter(), time.process_time()
-    for _ in range(count):
-        next(loop)
-    used = torch.tensor(time.process_time() - worked, dtype=torch.float64)
-    dist.barrier()
-    wall = time.perf_counter() - began
-    dist.all_reduce(used)
-    return wall, used.item()
-
-
-def measured(schedule: str, world: World, options: argparse.Namespace) -> list[list[tuple[float, float]]]:
-    """Seconds of each block of steps, by hand and ours, in turns."""
+def compared(schedule: str, mesh: Mesh, options: argparse.Namespace) -> dict:
+    """Both loops' seconds, once they are seen to learn alike."""
     torch.manual_seed(1)
     image, target = torch.randn(options.batch, 3, options.side, options.side), torch.arange(options.batch) % CLASSES
-    loops = [make(schedule, world, image, target, options.micro) for make in (by_hand, ours)]
-    losses = [[next(loop) for _ in range(3)] for loop in loops]
-    if world.rank == RANKS - 1:
-        torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
-    times: list[list[tuple[float, float]]] = [[], []]
-    for pair in range(options.pairs):
-        for side in (0, 1) if pair % 2 == 0 else (1, 0):
-            times[side].append(seconds_of(loops[side], options.steps))
-    return times
+    makes = {"by hand": by_hand, "widefield": ours}
+    loops = {name: make(schedule, mesh.world, image, target, options.micro) for name, make in makes.items()}
+    losses = [[next(loop) for _ in range(3)] for loop in loops.values()]
+    if mesh.world.rank == RANKS - 1:
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
+    return turns.compared(turns.in_turns(loops, options, mesh.device), "widefield", "by hand", options.steps)
 
 
 def on_rank(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    world = world_from(os.environ)
-    mesh = join(world, Plan(stage=RANKS))
-    asked = [name for name in SCHEDULES if options.only is None or name in options.only.split(",")]
-    times = {name: measured(name, world, options) for name in asked}
+    mesh = join(world_from(os.environ), Plan(stage=RANKS))
+    more = {"batch": options.batch, "micro-batches": options.micro}
+    about = turns.conditions(mesh, options, model=f"torchvision resnet18, GroupNorm, cut before {CUT}", **more)
+    result: dict = {"question": "seconds of widefield's step over those of torch's pipelining by hand", "conditions": about}
+    for name in SCHEDULES:
+        if options.only is None or name in options.only.split(","):
+            result[name] = compared(name, mesh, options)
     if mesh.is_main:
-        report(times, options, mesh)
+        turns.tell(result, RESULT, options)
     leave(mesh)
 
 
-def report(times: dict[str, list[list[tuple[float, float]]]], options: argparse.Namespace, mesh: Mesh) -> None:
-    result: dict = {
-        "question": "seconds of widefield's step over those of torch's pipelining by hand",
-        "conditions": {
-            "model": f"torchvision resnet18, GroupNorm, cut before {CUT}", "ranks": mesh.size, "batch": options.batch,
-            "micro-batches": options.micro, "image": [3, options.side, options.side], "steps per block": options.steps,
-            "pairs": options.pairs, "device": "cpu, gloo", "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(), "threads per rank": torch.get_num_threads(), "torch": torch.__version__,
-            "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
-        },
-    }  # fmt: skip
-    for name, (hand, our) in times.items():
-        result[name] = {}
-        for kind, clock in enumerate(("wall", "processor")):
-            pair = [[seconds[kind] for seconds in side] for side in (hand, our)]
-            ratios = sorted(b / a for a, b in zip(*pair, strict=True))
-            found = {f"seconds per step, {who}": statistics.median(side) / options.steps
-                     for who, side in zip(("by hand", "widefield"), pair, strict=True)}  # fmt: skip
-            found |= {"ratio, median of pairs": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
-            result[name][clock] = {key: round(value, 4) for key, value in found.items()}
-    print(json.dumps(result, indent=1))
-    if options.save:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("batch", 16), ("side", 64), ("micro", 4), ("steps", 2), ("pairs", 12)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--only", help="schedules, by comma; all where left out")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULT.name} into results/")
-    options = parser.parse_args()
-    if "RANK" in os.environ:
-        on_rank(options)
-        return 0
-    return start(RANKS, [], program=[sys.executable, __file__, *sys.argv[1:]])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    options = {"batch": 16, "side": 64, "micro": 4, "steps": 2, "pairs": 12}
+    sys.exit(turns.command(on_rank, RESULT, about=__doc__, only="schedules", ranks=RANKS, **options))

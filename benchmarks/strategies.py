@@ -1,15 +1,11 @@
 """What does a strategy of widefield cost beside the same one written by hand?  ResNet-18, 2 ranks, one step each in turn.
 
-Both train the same network on the same tensors, in the same processes, in blocks of steps A B B A ...; the ratio of each pair
-is noted and the median is the result, so that a machine whose speed drifts does not decide it.
+Both train the same network on the same tensors, in the same processes, in turns (turns.py).
 
   DDP             DistributedDataParallel as PyTorch's tutorial has it, gradient_as_bucket_view, static_graph, fused SGD
   FSDP2           fully_shard on every stage of the network and on the whole, SGD; reshard_after_forward for ZeRO-3, not for 2
   ZeRO-1          ZeroRedundancyOptimizer over DDP
-  recompute       torch.utils.checkpoint, non-reentrant, around every block (no ranks: the first rank's time counts)
-
-Wall seconds count where nothing else runs.  The processor's seconds, of all threads of the first rank, are noted beside them
-for a machine that others use too.
+  recompute       torch.utils.checkpoint, non-reentrant, around every block (each rank alone)
 
 BatchNorm is each copy's own on both sides (batch_norm=averaged): peers know no other, and its price is in data_parallel.json.
 
@@ -19,12 +15,8 @@ BatchNorm is each copy's own on both sides (batch_norm=averaged): peers know no 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torchvision
+import turns
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -40,12 +33,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from widefield.config import parse_config
 from widefield.engine.mesh import Mesh, join, leave
 from widefield.engine.parallelize import parallelize, share_states
 from widefield.launchers import world_from
-from widefield.launchers.local import start
-from widefield.plan import Plan, plan_of
+from widefield.plan import Plan
 
 RESULT = Path(__file__).parent / "results" / "strategies.json"
 CLASSES = 10
@@ -132,84 +123,24 @@ def pairs_of(mesh: Mesh) -> dict[str, tuple[Callable[..., Loop], Callable[..., L
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-Seconds = tuple[float, float]
-"""On the wall's clock, and of the processor."""
-
-
-def seconds_of(loop: Loop, count: int) -> Seconds:
-    dist.barrier()
-    began, used = time.perf_counter(), time.process_time()
-    for _ in range(count):
-        next(loop)
-    used = time.process_time() - used
-    dist.barrier()
-    return time.perf_counter() - began, used
-
-
-def measured(
-    both: tuple[Callable[..., Loop], Callable[..., Loop]], batch: tuple[Tensor, Tensor], options
-) -> list[list[Seconds]]:
-    """Seconds of each block of steps, by hand and ours, in turns."""
-    loops = [make(*batch) for make in both]
-    for loop in loops:
-        seconds_of(loop, 3)
-    times: list[list[Seconds]] = [[], []]
-    for pair in range(options.pairs):
-        for side in (0, 1) if pair % 2 == 0 else (1, 0):
-            times[side].append(seconds_of(loops[side], options.steps))
-    return times
-
-
 def on_rank(options: argparse.Namespace) -> None:
     world = world_from(os.environ)
-    torch.set_num_threads(1)
-    mesh = join(world, plan_of(parse_config("model: {name: resnet}\ndata: {name: digits}\n"), world.size))
+    mesh = join(world, Plan(replicate=world.size))
     torch.manual_seed(world.rank)
     batch = (torch.randn(options.batch, 3, options.side, options.side), torch.arange(options.batch) % CLASSES)
-    asked = [name for name in pairs_of(mesh) if options.only is None or name in options.only.split(",")]
-    times = {name: measured(pairs_of(mesh)[name], batch, options) for name in asked}
+    about = turns.conditions(mesh, options, model="torchvision resnet18", **{"batch per rank": options.batch})
+    result: dict = {
+        "question": "seconds of widefield's step over those of the same strategy by hand",
+        "conditions": about,
+    }
+    for name, both in pairs_of(mesh).items():
+        if options.only is None or name in options.only.split(","):
+            loops = dict(zip(("by hand", "widefield"), (make(*batch) for make in both), strict=True))
+            result[name] = turns.compared(turns.in_turns(loops, options, mesh.device), "widefield", "by hand", options.steps)
     if mesh.is_main:
-        report(times, options, mesh)
+        turns.tell(result, RESULT, options)
     leave(mesh)
 
 
-def report(times: dict[str, list[list[Seconds]]], options: argparse.Namespace, mesh: Mesh) -> None:
-    result: dict = {
-        "question": "seconds of widefield's step over those of the same strategy by hand",
-        "conditions": {
-            "model": "torchvision resnet18", "ranks": mesh.size, "batch per rank": options.batch,
-            "image": [3, options.side, options.side], "steps per block": options.steps, "pairs": options.pairs,
-            "device": "cpu, gloo", "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-            "threads per rank": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
-            "date": time.strftime("%Y-%m-%d"),
-        },
-    }  # fmt: skip
-    for name, (hand, our) in times.items():
-        result[name] = {}
-        for number, clock in enumerate(("wall", "processor")):
-            ratios = sorted(b[number] / a[number] for a, b in zip(hand, our, strict=True))
-            each = [statistics.median(seconds[number] for seconds in side) / options.steps for side in (hand, our)]
-            spread = {"ratio, median of pairs": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
-            told = {"seconds per step, by hand": each[0], "seconds per step, widefield": each[1]} | spread
-            result[name][clock] = {key: round(value, 4) for key, value in told.items()}
-    print(json.dumps(result, indent=1))
-    if options.save:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("ranks", 2), ("batch", 16), ("side", 64), ("steps", 2), ("pairs", 12)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--only", help="strategies, by comma; all where left out")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULT.name} into results/")
-    options = parser.parse_args()
-    if "RANK" in os.environ:
-        on_rank(options)
-        return 0
-    return start(options.ranks, [], program=[sys.executable, __file__, *sys.argv[1:]])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(turns.command(on_rank, RESULT, about=__doc__, only="strategies", ranks=2, batch=16, side=64, steps=2, pairs=12))

@@ -112,7 +112,7 @@ def memory(options: argparse.Namespace) -> dict:
     peak = peak_above(stepper(model, image, target))
     found = {"peak, MiB": round(peak / MIB, 1)}
     if options.tiles is not None:
-        program = list(model._stream.known.values())[-1].program
+        program = model._stream.known.values()[-1].program
         found["kept between segments, MiB"] = round(program.kept_bytes / MIB, 1)
     return found
 
@@ -186,7 +186,7 @@ def classifier(options: argparse.Namespace) -> dict:
         optimizer.step()
         losses.append(round(loss.item(), 4))
         seconds.append(round(time.perf_counter() - start, 1))
-    kept = list(model._stream.known.values())[-1].program.kept_bytes
+    kept = model._stream.known.values()[-1].program.kept_bytes
     return {
         "side": side,
         "losses": losses,

@@ -1,7 +1,9 @@
 """Run a function on several ranks and bring back what each returns: `on_ranks(2, body)`.
 
-Ranks are gloo processes on the CPU, spawned once per world size and kept for the whole test session; a body travels to
-them by pipe as file and name, so it must be a top-level function of a test module, and what it takes and gives must pickle.
+Ranks are gloo processes on the CPU, forked from one that has torch and the models' libraries loaded already, and kept for
+the tests that follow: until another world size needs their memory, or until they have seen so many plans that their process
+groups crowd the machine.  A body travels to them by pipe as file and name, so it must be a top-level function of a test module,
+and what it takes and gives must pickle.
 A body that fails or hangs costs its pool: the ranks are killed, the test gets the failing rank's traceback, and the next
 call spawns afresh.  Warnings are errors on the ranks too.
 """
@@ -31,6 +33,12 @@ from typing import Any
 from widefield.plan import Plan, to_text
 
 TIMEOUT_SECONDS = 120.0
+PLANS_MOST = 12
+"""Plans for which ranks make a mesh, whose process groups have threads and sockets each, before new ranks take over."""
+RANKS_MOST = 10
+"""Ranks of all world sizes that live at the same time."""
+PRELOADED = ["torch", "torchvision", "timm", "monai.networks.nets", "segmentation_models_pytorch", "widefield.engine.parity"]
+"""What most bodies import."""
 # What a rank says when another died first; such an error is never the one to show.
 CONSEQUENCES = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
 
@@ -47,11 +55,10 @@ def on_ranks(
     mesh: a widefield Mesh of `plan`, by default Plan(replicate=world_size).
     RankFailed holds the failing rank's traceback, or where every rank stood when the time was up.
     """
-    pool = _POOLS.get(world_size)
-    if pool is None:
-        pool = _POOLS[world_size] = _spawn(world_size)
+    plan = plan or Plan(replicate=world_size)
+    pool = _pool_for(world_size, plan)
     try:
-        return pool.run(body, args, plan or Plan(replicate=world_size), timeout_seconds)
+        return pool.run(body, args, plan, timeout_seconds)
     except BaseException:
         _POOLS.pop(world_size).kill()
         raise
@@ -71,6 +78,8 @@ class _Pool:
     processes: list[Any]
     pipes: list[Connection]
     folder: tempfile.TemporaryDirectory
+    plans: set[str]
+    """Of which the ranks have a mesh."""
 
     def run(self, body: Callable[..., Any], args: tuple, plan: Plan, timeout_seconds: float) -> list[Any]:
         where = (inspect.getsourcefile(body), body.__module__)
@@ -125,13 +134,30 @@ class _Pool:
 
 
 _POOLS: dict[int, _Pool] = {}
+"""By world size, the last one used at the end."""
 atexit.register(close_all)
+
+
+def _pool_for(world_size: int, plan: Plan) -> _Pool:
+    """The ranks that are there, or new ones, with room made for them."""
+    pool, text = _POOLS.pop(world_size, None), to_text(plan)
+    if pool is not None and text not in pool.plans and len(pool.plans) >= PLANS_MOST:
+        pool.kill()
+        pool = None
+    if pool is None:
+        while _POOLS and sum(_POOLS) + world_size > RANKS_MOST:
+            _POOLS.pop(next(iter(_POOLS))).kill()
+        pool = _spawn(world_size)
+    pool.plans.add(text)
+    _POOLS[world_size] = pool
+    return pool
 
 
 def _spawn(world_size: int) -> _Pool:
     folder = tempfile.TemporaryDirectory(prefix="widefield_ranks_")
-    context = multiprocessing.get_context("spawn")
-    pool = _Pool([], [], folder)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    pool = _Pool([], [], folder, set())
     with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):  # read when the child imports torch
         for rank in range(world_size):
             ours, theirs = context.Pipe()

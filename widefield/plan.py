@@ -153,34 +153,45 @@ def stage_problems(plan: Plan) -> list[str]:
     if plan.stage == 1:
         return []
     stage = f"mesh.stage={plan.stage}"
-    found = [
-        f"{stage} runs operations on plain tensors and mesh.space={plan.space} cuts images; set mesh.space=[], or mesh.stage=1"
-    ] * any(size > 1 for size in plan.space)
-    found += [
-        f"{stage} and sharding.zero={plan.sharding.zero} would both deal out a layer's weights among mesh.shard={plan.shard}; "
-        f"set sharding.zero=1, which shares optimizer state alone, or mesh.stage=1 and mesh.shard={plan.shard * plan.stage}"
-    ] * (plan.shard > 1 and plan.sharding.zero > 1)
-    found += [f"{stage} runs a stage at once and stream runs tile after tile; set stream=null, or mesh.stage=1"] * (
-        plan.stream is not None
-    )
-    found += [
-        f"{stage} keeps what a micro-batch leaves for its backward and recompute would follow the model's own modules; set "
-        "recompute=null with more pipeline.micro_batches, or mesh.stage=1"
-    ] * (plan.recompute is not None)
-    found += [
-        f"{stage} averages gradients itself, as they are, and gradient.compression={plan.compression} is DDP's; "
-        "set gradient.compression=none"
-    ] * (plan.compression != "none")
-    found += [
-        f"{stage} leaves each rank the running statistics of its own stage, and batch_norm={plan.batch_norm} compares those of "
-        "all ranks; set batch_norm=synchronized, or per_micro_batch"
-    ] * (plan.batch_norm in ("averaged", "broadcast"))
-    found += [
-        f"data_strategy=data_parallel drives all GPUs from one process and {stage} wants one per stage; "
-        "set mesh.data_strategy=data"
-    ] * (plan.data_strategy == "data_parallel")
-    problem = _schedule_problem(plan)
-    return [*found, *([problem] if problem is not None else [])]
+    problems = [
+        (
+            any(size > 1 for size in plan.space),
+            f"{stage} runs operations on plain tensors and mesh.space={plan.space} cuts images; set mesh.space=[], or "
+            "mesh.stage=1",
+        ),
+        (
+            plan.shard > 1 and plan.sharding.zero > 1,
+            f"{stage} and sharding.zero={plan.sharding.zero} would both deal out a layer's weights among "
+            f"mesh.shard={plan.shard}; set sharding.zero=1, which shares optimizer state alone, or mesh.stage=1 and "
+            f"mesh.shard={plan.shard * plan.stage}",
+        ),
+        (
+            plan.stream is not None,
+            f"{stage} runs a stage at once and stream runs tile after tile; set stream=null, or mesh.stage=1",
+        ),
+        (
+            plan.recompute is not None,
+            f"{stage} keeps what a micro-batch leaves for its backward and recompute would follow the model's own modules; set "
+            "recompute=null with more pipeline.micro_batches, or mesh.stage=1",
+        ),
+        (
+            plan.compression != "none",
+            f"{stage} averages gradients itself, as they are, and gradient.compression={plan.compression} is DDP's; "
+            "set gradient.compression=none",
+        ),
+        (
+            plan.batch_norm in ("averaged", "broadcast"),
+            f"{stage} leaves each rank the running statistics of its own stage, and batch_norm={plan.batch_norm} compares "
+            "those of all ranks; set batch_norm=synchronized, or per_micro_batch",
+        ),
+        (
+            plan.data_strategy == "data_parallel",
+            f"data_strategy=data_parallel drives all GPUs from one process and {stage} wants one per stage; "
+            "set mesh.data_strategy=data",
+        ),
+    ]
+    schedule = _schedule_problem(plan)
+    return [*(problem for holds, problem in problems if holds), *([schedule] if schedule is not None else [])]
 
 
 def _schedule_problem(plan: Plan) -> str | None:

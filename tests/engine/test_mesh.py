@@ -27,7 +27,7 @@ def place(mesh):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_know_their_place(size):
-    axes = {"replicate": size, "shard": 1, "channel": 1, "stage": 1}
+    axes = {"replicate": size}
     assert on_ranks(size, place) == [(rank, size, rank == 0, "cpu", axes) for rank in range(size)]
 
 

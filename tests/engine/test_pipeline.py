@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
-from widefield.engine.executed import flow_of, named_tensors
+from widefield.engine.executed import flow_of
 from widefield.engine.holding import parts, shapes, total_norm, wholes_on_main
 from widefield.engine.normalization import ghost
 from widefield.engine.parallelize import parallelize, reasons
@@ -22,6 +22,7 @@ from widefield.engine.passes import backward_of, without_sync
 from widefield.engine.pipeline.flow import _schedule
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, orders, schedule_grid
 from widefield.engine.strategies.pipeline import held_bytes
+from widefield.engine.stream.stand_ins import named_tensors
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.plan import Plan, check, stage_problems
 from widefield.train.state import optimizer_state
@@ -374,7 +375,7 @@ def order_of(mesh, schedule, micro):
     model = parallelize(net("resnet"), mesh, sample=batch("resnet", 0, micro)[0])
     x, y = batch("resnet", 0, micro)
     backward_of(model, x, y, loss_of=loss_of)
-    (module,) = next(iter(flow_of(model).known.values())).modules
+    (module,) = flow_of(model).known.values()[0].modules
     forward, done = module.forward, []
 
     def run(*given):

@@ -36,9 +36,10 @@ class Preparation:
         image = self._scaled(image)
         if batch.partner is not None:
             image, target = self._mixed(image, target, batch)
-        return image.contiguous(memory_format=self._format(image)), target
+        return image.contiguous(memory_format=self.format_of(image)), target
 
-    def _format(self, image: Tensor) -> torch.memory_format:
+    def format_of(self, image: Tensor) -> torch.memory_format:
+        """In which order of dims the model takes images."""
         return torch.channels_last if self.channels_last and image.ndim == 4 else torch.contiguous_format
 
     def _scaled(self, image_BCHW: Tensor) -> Tensor:

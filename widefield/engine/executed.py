@@ -8,8 +8,6 @@ shape of inputs that comes, and autograd differentiates what a Program runs as i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from widefield.engine.normalization import batch_norm_over
 from widefield.engine.stream.apart import BATCH_NORM_OVER
-from widefield.engine.stream.follow import tensors_of
-from widefield.engine.stream.graph import Graph, Node, Value
+from widefield.engine.stream.follow import tensors_of, without_autocast
+from widefield.engine.stream.graph import Graph, Node, Value, is_value
+from widefield.engine.stream.known import constants_of
 
 _FLOW = "_widefield_flow"
 aten = torch.ops.aten
@@ -45,10 +44,6 @@ class Flow:
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         raise NotImplementedError
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each parameter and buffer of which this rank holds a part alone, the whole's shape."""
-        return {}
 
 
 class Executed(nn.Module):
@@ -131,10 +126,8 @@ class Program:
 
 def _filler(node: Node) -> Callable[[Mapping[Value, Any]], Any]:
     """Calls a node's operation with the tensors of a run, quickly where its values stand at the top of its arguments."""
-    op, kwargs = _RUNS_AS.get(node.op, node.op), node.kwargs
+    op, reads = _RUNS_AS.get(node.op, node.op), node.reads
     places = [(place, argument) for place, argument in enumerate(node.args) if isinstance(argument, Value)]
-    if kwargs or len(places) != len(node.reads):
-        return lambda found: _RUNS_AS.get(node.op, node.op)(*_filled(node, found)[0], **_filled(node, found)[1])
     template = list(node.args)
 
     def call(found: Mapping[Value, Any]) -> Any:
@@ -143,76 +136,29 @@ def _filler(node: Node) -> Callable[[Mapping[Value, Any]], Any]:
             given[place] = found[value]
         return op(*given)
 
-    return call
+    def call_nested(found: Mapping[Value, Any]) -> Any:
+        args, kwargs = node.filled(iter([found[value] for value in reads]))
+        return op(*args, **kwargs)
 
-
-def _filled(node: Node, found: Mapping[Value, Any]) -> tuple[tuple, dict]:
-    return node.filled(iter([found[value] for value in node.reads]))
+    return call_nested if node.kwargs or len(places) != len(reads) else call
 
 
 class Whole:
-    """A graph as a program from a module's arguments to what it returns."""
+    """A graph of a module as a program from the module's arguments to what it returns."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, module: nn.Module, graph: Graph) -> None:
         self.graph, self.program = graph, Program(graph.nodes, graph.results)
+        self.constants = constants_of(module, graph)
 
     def __call__(self, weights: Mapping[str, Tensor], args: tuple, kwargs: dict) -> Any:
         """What the module would return; buffers are updated."""
         graph = self.graph
         found: dict[Value, Any] = dict(zip(graph.inputs, tensors_of((args, kwargs)), strict=True))
         found |= {value: weights[name] for name, value in graph.weights.items()}
-        found |= dict(graph.constants)
+        found |= {value: constant.now() for value, constant in self.constants.items()}
         with without_autocast():
             self.program.run(found)
         with torch.no_grad():
             for name, value in graph.updates.items():
                 weights[name].copy_(found[value])
         return tree_map(lambda leaf: found[leaf] if isinstance(leaf, Value) else leaf, graph.outputs, is_leaf=is_value)
-
-
-@dataclass(frozen=True)
-class Like:
-    """Stands for a tensor where a module is followed."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool = False
-
-    def read(self, *_: Any) -> Tensor:
-        raise TypeError("this stands for a tensor and has no pixels")
-
-    @classmethod
-    def of(cls, tensor: Tensor, device: torch.device | None = None, shape: Sequence[int] | None = None) -> Like:
-        """As a tensor, on another device or of another shape."""
-        return cls(tuple(tensor.shape if shape is None else shape), tensor.dtype, device or tensor.device, tensor.requires_grad)
-
-
-def is_value(leaf: Any) -> bool:
-    return isinstance(leaf, Value)
-
-
-def without_autocast() -> ExitStack:
-    """Inside, autocast is off: its casts are operations of the graph already."""
-    stack = ExitStack()
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def key_of(module: nn.Module, parts: Sequence[nn.Module], args: tuple, kwargs: dict) -> tuple:
-    """What the operations of a call depend on: inputs' shapes and kinds, plain arguments, modes, autocast.
-
-    parts: the module's modules, listed once.
-    """
-    tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad, getattr(t, "laid", None)) for t in tensors_of((args, kwargs)))
-    others = tuple(repr(leaf) for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor))
-    cast = tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda"))
-    modes = tuple((part.training, "ghost" in part.__dict__) for part in parts)
-    return tensors, others, modes, cast, torch.is_grad_enabled()

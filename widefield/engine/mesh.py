@@ -51,7 +51,7 @@ class Mesh:
     average its gradients; all ranks, where no rank has a part alone.  So does `statistics_group`, for BatchNorm's small
     messages, which would wait behind gradient buckets of 25 MiB on the same group.
     `channel_group` and `stage_group` hold the ranks along that axis, None where it is 1.
-    `devices` is torch's DeviceMesh with an axis `space0`, `space1`, ... for each of `plan.space`; None on one rank.
+    `devices` is torch's DeviceMesh with the axes of more than one rank, `space0`, `space1`, ... among them; None on one rank.
     """
 
     plan: Plan
@@ -196,9 +196,7 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
     opened = not dist.is_initialized()
     if opened:
         _meet(world, device, timeout_seconds)
-    sizes = (plan.replicate, plan.shard, *plan.space, plan.channel, plan.stage)
-    names = ("replicate", "shard", *(f"space{axis}" for axis in range(len(plan.space))), "channel", "stage")
-    devices = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    devices = _device_mesh(plan, device)
     return Mesh(
         plan,
         world,
@@ -210,8 +208,8 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
         checkpoint_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2)),
         channel_group=devices.get_group("channel") if plan.channel > 1 else None,
         stage_group=devices.get_group("stage") if plan.stage > 1 else None,
-        grid=_grid_of(plan, world),
-        shards=_shards_of(plan, device) if plan.shard > 1 else None,
+        grid=_grid_of(plan, world, devices),
+        shards=_shards_of(plan, devices) if plan.shard > 1 else None,
         opened=opened,
     )
 
@@ -232,10 +230,21 @@ def leave(mesh: Mesh) -> None:
         dist.destroy_process_group()
 
 
-def _shards_of(plan: Plan, device: torch.device) -> DeviceMesh:
+def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    """An axis for each of the plan's that has more than one rank: a process group of one would cost threads and sockets too."""
+    sizes = {"replicate": plan.replicate, "shard": plan.shard} | {f"space{axis}": size for axis, size in enumerate(plan.space)}
+    sizes |= {"channel": plan.channel, "stage": plan.stage}
+    large = {name: size for name, size in sizes.items() if size > 1}
+    return init_device_mesh(device.type, tuple(large.values()), mesh_dim_names=tuple(large))
+
+
+def _shards_of(plan: Plan, devices: DeviceMesh) -> DeviceMesh:
     """The mesh that weights are cut over; every rank makes its groups."""
-    joint, inner = plan.shard * math.prod(plan.space), plan.channel * plan.stage
-    devices = init_device_mesh(device.type, (plan.replicate, joint, inner), mesh_dim_names=("replicate", "shard", "inner"))
+    tiles, inner = math.prod(plan.space), plan.channel * plan.stage
+    if tiles > 1:  # which share weights as well
+        sizes = {"replicate": plan.replicate, "shard": plan.shard * tiles, "inner": inner}
+        large = {name: size for name, size in sizes.items() if size > 1}
+        devices = init_device_mesh(devices.device_type, tuple(large.values()), mesh_dim_names=tuple(large))
     return devices["replicate", "shard"] if plan.replicate > 1 else devices["shard"]
 
 
@@ -246,7 +255,7 @@ def _data_group(plan: Plan) -> dist.ProcessGroup:
     return group
 
 
-def _grid_of(plan: Plan, world: World) -> Grid:
+def _grid_of(plan: Plan, world: World, devices: DeviceMesh) -> Grid:
     """The space axes of this rank's copy, with a process group for every set of them; every rank makes all groups."""
     grid = Grid(tuple(plan.space))
     if grid.size == 1:
@@ -254,6 +263,9 @@ def _grid_of(plan: Plan, world: World) -> Grid:
     inner = plan.channel * plan.stage
     index, groups = world.rank // inner % grid.size, []
     for axes in grid.names():
+        if len(axes) == 1:
+            groups.append((axes, devices.get_group(f"space{axes[0]}").group_name))
+            continue
         others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
         lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
         starts = [copy + part for copy in range(0, world.size, grid.size * inner) for part in range(inner)]

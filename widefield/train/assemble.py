@@ -154,7 +154,7 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
 def _lay_out(learner: Learner) -> None:
     """Lay model and average out over the mesh, and build the optimizer anew: parameters may be new objects."""
     config, mesh = learner.config, learner.mesh
-    sample = learner.images_of_a_pass()
+    sample = learner.like_a_pass()
     share = 2 / len(sample)
     if learner.ema is not None:
         average = learner.ema.module

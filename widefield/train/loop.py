@@ -97,8 +97,17 @@ class Learner:
     def images_of_a_pass(self) -> Tensor:
         """As many images as this rank's first pass has, all of them the spare one: what the model is going to be given."""
         image, _ = self._placed(self.spare)
-        passes = self.mesh.copies * self.config.gradient.accumulate
-        return torch.cat([image] * -(-len(self.steps.positions(0)) // passes))
+        return torch.cat([image] * self._rows_of_a_pass())
+
+    def like_a_pass(self) -> Tensor:
+        """The same without memory, on meta; whole images, where the mesh cuts them."""
+        image, _ = self.prepare(self.spare)
+        shape = self.spare.whole_shape or image.shape[1:]
+        like = torch.empty((self._rows_of_a_pass(), *shape), dtype=image.dtype, device="meta")
+        return like.to(memory_format=self.prepare.format_of(like))
+
+    def _rows_of_a_pass(self) -> int:
+        return -(-len(self.steps.positions(0)) // (self.mesh.copies * self.config.gradient.accumulate))
 
     def _placed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Images and targets as the model and the task take them: tiled where the mesh cuts images."""

@@ -72,6 +72,7 @@ class _Chooser:
         self.found = Chosen(graph, self.stored)
         self.count = 0
         self.candidates: dict[tuple[Value, int], list[Part]] = {}
+        self.returned = set(graph.results) - set(graph.updates.values()) - set(graph.weights.values())
 
     def chosen(self) -> Chosen:
         for value in self.graph.inputs:
@@ -157,11 +158,7 @@ class _Chooser:
                 continue
             seen.add(user)
             cost += self._step_ahead(user, parts, queue)
-        results = set(self.graph.results)
-        return cost + sum(value.bytes for value in parts if value in results and value.name == "" and value not in self._kept())
-
-    def _kept(self) -> set[Value]:
-        return set(self.graph.updates.values())
+        return cost + sum(value.bytes for value in parts if value in self.returned)
 
     def _step_ahead(self, user: Node, parts: dict[Value, Part], queue: list) -> float:
         """Let one operation take a way that goes on with parts; what must be gathered where it has none."""
@@ -194,7 +191,8 @@ class _Chooser:
         args = node.args if way.args is None else way.args(self.ranks.rank)
         op = node.op if way.op is None else way.op
         outs = [None if out is None else self._new(out, layout) for out, layout in zip(node.outs, way.outs, strict=True)]
-        self._add(op, _renamed(args, names), _renamed(node.kwargs, names), outs, node)
+        args, kwargs = _renamed(args, names), _renamed(node.kwargs, names)
+        self._add(op, args, kwargs, outs, grad=node.grad, is_single=node.is_single, draws=node.draws)
         for out, layout, made in zip(node.outs, way.outs, outs, strict=True):
             if out is not None and made is not None:
                 self.have[out] = {layout: made}
@@ -211,8 +209,8 @@ class _Chooser:
             shape = [1] * out.ndim
             shape[way.bias_dim] = -1
             seen, after = self._new(out, WHOLE), self._new(out, WHOLE)
-            self._add(aten.view.default, (bias, shape), {}, [seen], node)
-            self._add(aten.add.Tensor, (total, seen), {}, [after], node)
+            self._add(aten.view.default, (bias, shape), {}, [seen], grad=node.grad)
+            self._add(aten.add.Tensor, (total, seen), {}, [after], grad=node.grad)
             total = after
         self.have[out] = {WHOLE: total}
 
@@ -244,14 +242,23 @@ class _Chooser:
         else:
             assert isinstance(before, Part), f"{before} to {after}"
             op, extra, factor = Fetch.apply, Exchange(before, ranks), 1
-        self._add(op, (own, extra), {}, [made], value.maker)
+        self._add(op, (own, extra), {}, [made], grad=value.maker is None or value.maker.grad)
         self.have[value][after] = made
         self.sent[self.nodes[-1]] = factor * value.bytes
         return made
 
-    def _add(self, op: Any, args: Any, kwargs: Any, outs: list[Value | None], of: Node | None) -> None:
-        is_single = of is None or of.is_single or op in (Enter.apply, AddUp.apply, Keep.apply, Fetch.apply)
-        self.nodes.append(Node(op, args, kwargs, outs, is_single, of is None or of.grad, of is not None and of.draws))
+    def _add(
+        self,
+        op: Any,
+        args: Any,
+        kwargs: Any,
+        outs: list[Value | None],
+        *,
+        grad: bool,
+        is_single: bool = True,
+        draws: bool = False,
+    ) -> None:
+        self.nodes.append(Node(op, args, kwargs, outs, is_single, grad, draws))
 
     def _new(self, value: Value, layout: Layout) -> Value:
         """A value of this rank's run, of the size that it has here."""
@@ -290,7 +297,7 @@ class _Chooser:
         own = self.need(node.reads[0], before)
         made = self._new(value, layout)
         args = (own, list(made.shape)) if node.op in VIEWS else (own, *node.args[1:])
-        self._add(node.op, args, node.kwargs, [made], node)
+        self._add(node.op, args, node.kwargs, [made], grad=node.grad)
         self.have.setdefault(value, {})[layout] = made
         return made
 

@@ -12,12 +12,11 @@ from torch import nn
 from widefield.engine.channel.choose import Chosen, choose
 from widefield.engine.channel.exchange import Exchange, Ranks
 from widefield.engine.channel.part import Part
-from widefield.engine.executed import Executed, Flow, Like, Whole, key_of, named_tensors
+from widefield.engine.executed import Executed, Flow, Whole
 from widefield.engine.stream.follow import follow
 from widefield.engine.stream.graph import Graph
-
-KNOWN_MOST = 16
-"""How many programs are kept, for images whose size is new in every step."""
+from widefield.engine.stream.known import Known
+from widefield.engine.stream.stand_ins import Like, named_tensors
 
 
 class ChannelFlow(Flow):
@@ -26,8 +25,7 @@ class ChannelFlow(Flow):
     def __init__(self, module: nn.Module, ranks: Ranks, sample: torch.Tensor, device: torch.device) -> None:
         self.ranks, self.shapes = ranks, {name: tuple(t.shape) for name, t in named_tensors(module).items()}
         self.parts: dict[str, Part] = {}
-        self.modules = list(module.modules())
-        self.known: dict[tuple, Whole] = {}
+        self.known: Known[Whole] = Known()
         like = Like.of(sample, device)
         self.parts = dict(self._chosen(module, (like,), {}, None).stored)
         self._cut(module)
@@ -36,23 +34,16 @@ class ChannelFlow(Flow):
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """What the module returns, on every rank of the axis."""
-        key = key_of(module, self.modules, args, kwargs)
-        program = self.known.pop(key, None)
-        if program is None:
-            program = Whole(self.graph_of(module, args, kwargs))
-        self.known[key] = program
-        while len(self.known) > KNOWN_MOST:
-            del self.known[next(iter(self.known))]
+        program = self.known.get(module, args, kwargs, lambda: Whole(module, self.graph_of(module, args, kwargs)))
         return program(named_tensors(module), args, kwargs)
 
     def graph_of(self, module: nn.Module, args: tuple, kwargs: dict, likes: Mapping[str, Any] = MappingProxyType({})) -> Graph:
         """What this rank runs for these arguments, on its parts of the weights.  likes: of weights that are not here."""
         return self._chosen(module, args, kwargs, self.parts, likes).graph
 
-    def exchange(self, name: str) -> Exchange | None:
-        """How a weight's parts become the whole and the other way; None for a weight that every rank has whole."""
-        part = self.parts.get(name)
-        return None if part is None else Exchange(part, self.ranks)
+    def exchanges(self) -> dict[str, Exchange]:
+        """How a weight's parts become the whole and the other way, of every weight that is cut."""
+        return {name: Exchange(part, self.ranks) for name, part in self.parts.items()}
 
     def _chosen(
         self,
@@ -72,6 +63,6 @@ class ChannelFlow(Flow):
     @torch.no_grad()
     def _cut(self, module: nn.Module) -> None:
         """Leave this rank its part of each weight; the parameters stay the objects they were."""
-        for name, tensor in named_tensors(module).items():
-            if name in self.parts:
-                tensor.data = Exchange(self.parts[name], self.ranks).keep(tensor.detach()).clone()
+        held = named_tensors(module)
+        for name, exchange in self.exchanges().items():
+            held[name].data = exchange.keep(held[name].detach()).clone()

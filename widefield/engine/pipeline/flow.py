@@ -19,19 +19,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from widefield.engine.channel.flow import ChannelFlow
-from widefield.engine.executed import Executed, Flow, flow_of, is_value, key_of, named_tensors, without_autocast
+from widefield.engine.executed import Executed, Flow, flow_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.pipeline.cutting import Division
-from widefield.engine.pipeline.held import Like, average_gradients, like
+from widefield.engine.pipeline.held import average_gradients
 from widefield.engine.pipeline.parts import Part, parts_of
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK
 from widefield.engine.pipeline.stage import StageModule
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta
-from widefield.engine.stream.follow import follow, tensors_of
-from widefield.engine.stream.graph import Graph
-
-KNOWN_MOST = 16
-"""How many programs are kept, for images whose size is new in every step."""
+from widefield.engine.stream.follow import follow, tensors_of, without_autocast
+from widefield.engine.stream.graph import Graph, is_value
+from widefield.engine.stream.known import Known, constants_of
+from widefield.engine.stream.stand_ins import Like, named_tensors
 
 LossOf = Callable[[Any, Any], Tensor]
 
@@ -42,14 +41,13 @@ class PipelineFlow(Flow):
     def __init__(self, module: nn.Module, mesh: Mesh, micro_batches: int) -> None:
         assert mesh.stage_group is not None, "a pipeline needs an axis of stages"
         self.mesh, self.micro_batches, self.group = mesh, micro_batches, mesh.stage_group
-        self.modules = list(module.modules())
         inner = flow_of(module)
         self.inner = inner if isinstance(inner, ChannelFlow) else None
         """How the ranks of a stage share its layers' channels."""
         self.likes: dict[str, Like] = {}
         self.division: Division | None = None
         self.averages = True
-        self.known: dict[tuple, _Pass] = {}
+        self.known: Known[_Pass] = Known()
 
     @property
     def stages(self) -> int:
@@ -78,19 +76,16 @@ class PipelineFlow(Flow):
 
     def _pass_of(self, module: nn.Module, args: tuple, kwargs: dict, *, learns: bool) -> _Pass:
         """What runs inputs of this shape, made when they first come; every rank of the copy calls it."""
-        key = (learns, *key_of(module, self.modules, args, kwargs))
-        made = self.known.pop(key, None)
-        if made is None:
-            graph = self.graph_of(module, args, kwargs)
-            assert self.division is not None, "stages are cut before the first pass"
-            if learns and self.micro_batches > 1 and self.mesh.plan.batch_norm != "per_micro_batch":
-                refuse_batchwise(module, graph, self.micro_batches)
-            made = _Pass(graph, parts_of(graph, self.division))
-            if learns:
-                made.learn(self, module, tuple(tensors_of((args, kwargs))))
-        self.known[key] = made
-        while len(self.known) > KNOWN_MOST:
-            del self.known[next(iter(self.known))]
+        return self.known.get(module, args, kwargs, lambda: self._made(module, args, kwargs, learns=learns), learns)
+
+    def _made(self, module: nn.Module, args: tuple, kwargs: dict, *, learns: bool) -> _Pass:
+        graph = self.graph_of(module, args, kwargs)
+        assert self.division is not None, "stages are cut before the first pass"
+        if learns and self.micro_batches > 1 and self.mesh.plan.batch_norm != "per_micro_batch":
+            refuse_batchwise(module, graph, self.micro_batches)
+        made = _Pass(graph, parts_of(graph, self.division, constants_of(module, graph)))
+        if learns:
+            made.learn(self, module, tuple(tensors_of((args, kwargs))))
         return made
 
     # ------------------------------------------------------------------------------------------ forward alone
@@ -314,4 +309,4 @@ def _schedule(kind: str, stages: list[Any], micro_batches: int, loss: Callable) 
 
 def remembered(module: nn.Module, device: torch.device) -> dict[str, Like]:
     """What every parameter and buffer looks like, for the time when it is not here."""
-    return {name: like(tensor, device) for name, tensor in named_tensors(module).items()}
+    return {name: Like.of(tensor, device) for name, tensor in named_tensors(module).items()}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from widefield.engine import holding
-from widefield.engine.executed import named_tensors
 from widefield.engine.mesh import Mesh
+from widefield.engine.stream.stand_ins import named_tensors
 
 
 @dataclass(frozen=True)
@@ -35,27 +35,6 @@ class OnOneStage:
         """The tensor itself where it belongs, else one without memory."""
         mine = whole if self.within is None else self.within.part(whole)
         return mine if self.is_here else mine.to("meta")
-
-
-@dataclass(frozen=True)
-class Like:
-    """What a tensor looks like; stands for one where a module is followed."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    strides: tuple[int, ...]
-    requires_grad: bool = False
-    read: None = None
-    """As every stand-in of a tensor has it."""
-
-    def stride(self) -> tuple[int, ...]:
-        return self.strides
-
-
-def like(tensor: Tensor, device: torch.device) -> Like:
-    """The tensor as it would lie on `device`."""
-    return Like(tuple(tensor.shape), tensor.dtype, device, tuple(tensor.stride()), tensor.requires_grad)
 
 
 @torch.no_grad()

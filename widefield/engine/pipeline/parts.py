@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from widefield.engine.executed import Program
 from widefield.engine.pipeline.cutting import Division, cuts_of, free_values
 from widefield.engine.stream.graph import Graph, Node, Value
+from widefield.engine.stream.known import Constant
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,15 @@ class Part:
     takes: tuple[Value, ...]
     gives: tuple[Value, ...]
     weights: Mapping[str, Value]
-    constants: Sequence[tuple[Value, Tensor]]
+    constants: Mapping[Value, Constant]
     updates: Mapping[str, Value]
     unpulled: frozenset[Value]
     draws: bool
 
     def run(self, weights: Mapping[str, Tensor], taken: Sequence[Tensor]) -> list[Tensor]:
         """The values that it gives; buffers of `weights` that change are written to afterwards."""
-        found = dict(zip(self.takes, taken, strict=True)) | dict(self.constants)
+        found = dict(zip(self.takes, taken, strict=True))
+        found |= {value: constant.now() for value, constant in self.constants.items()}
         for name, value in self.weights.items():
             # The next micro-batch writes to the buffer before this one's backward, which may look at it.
             found[value] = weights[name].clone() if name in self.updates else weights[name]
@@ -49,8 +51,8 @@ class Part:
         return [found[value] for value in self.gives]
 
 
-def parts_of(graph: Graph, division: Division) -> list[Part]:
-    """Every stage's part of a graph."""
+def parts_of(graph: Graph, division: Division, constants: Mapping[Value, Constant]) -> list[Part]:
+    """Every stage's part of a graph.  constants: where the module holds the graph's."""
     ends = [0, *cuts_of(graph, division), len(graph.nodes)]
     free = free_values(graph)
     runs = [_with_free(graph.nodes[a:b], graph, free) for a, b in pairwise(ends)]
@@ -59,7 +61,7 @@ def parts_of(graph: Graph, division: Division) -> list[Part]:
     parts = []
     for stage, nodes in enumerate(runs):
         gives = wanted if stage == len(runs) - 1 else taken[stage + 1]
-        parts.append(_part(graph, division, stage, nodes, taken[stage], gives))
+        parts.append(_part(graph, division, stage, nodes, taken[stage], gives, constants))
     return parts
 
 
@@ -89,7 +91,13 @@ def _with_free(nodes: Sequence[Node], graph: Graph, free: set[Value]) -> list[No
 
 
 def _part(
-    graph: Graph, division: Division, stage: int, nodes: Sequence[Node], takes: Sequence[Value], gives: Sequence[Value]
+    graph: Graph,
+    division: Division,
+    stage: int,
+    nodes: Sequence[Node],
+    takes: Sequence[Value],
+    gives: Sequence[Value],
+    constants: Mapping[Value, Constant],
 ) -> Part:
     reads = {value for node in nodes for value in node.reads}
     reads.update(gives)
@@ -101,7 +109,7 @@ def _part(
         takes=tuple(takes),
         gives=tuple(gives),
         weights=weights,
-        constants=[(value, tensor) for value, tensor in graph.constants if value in reads],
+        constants={value: constant for value, constant in constants.items() if value in reads},
         updates=updates,
         unpulled=frozenset(value for value in takes if value.wants_grad and value not in pulled),
         draws=any(node.draws for node in nodes),

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from widefield.engine.executed import is_value, without_autocast
 from widefield.engine.pipeline.parts import Part
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta, with_zeros_for
-from widefield.engine.stream.graph import Graph
+from widefield.engine.stream.follow import without_autocast
+from widefield.engine.stream.graph import Graph, is_value
 
 
 class StageModule(nn.Module):

@@ -29,7 +29,7 @@ def apply(
 
     sample: a batch of one rank, or a tensor on meta of its shape; the model is followed on it, without pixels.
     The model runs on wholes outside: every rank of the axis gives it the same images and gets the same output.
-    Parameters of cut layers become this rank's part, in place; `ChannelFlow.exchange` has the way back.
+    Parameters of cut layers become this rank's part, in place; `ChannelFlow.exchanges` has the way back.
     ValueError: no sample.  NotImplementedError: what the model does depends on pixels' values.
     """
     if sample is None:
@@ -41,7 +41,7 @@ def apply(
     _same_start(model, mesh)
     flow = ChannelFlow(model, Ranks(mesh.channel, mesh.plan.channel, mesh.channel_group), sample, mesh.device)
     lay(model, flow)
-    tell(model, {name: Held(flow.shapes[name], Exchange(part, flow.ranks)) for name, part in flow.parts.items()})
+    tell(model, {name: Held(flow.shapes[name], exchange) for name, exchange in flow.exchanges().items()})
     return _in_words(flow.first, mesh.plan.channel, _weight_bytes(model) / max(1, whole))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from widefield.engine.executed import lay, named_tensors
+from widefield.engine.executed import lay
 from widefield.engine.mesh import Mesh
 from widefield.engine.pipeline import held
 from widefield.engine.pipeline.cutting import Division, divide
@@ -22,6 +22,7 @@ from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, sch
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies.data import _conv_net, synchronize
 from widefield.engine.stream.graph import Graph
+from widefield.engine.stream.stand_ins import Like, named_tensors
 from widefield.plan import Plan
 
 PHASE = Phase.SPLIT
@@ -65,7 +66,7 @@ def _followed(flow: PipelineFlow, model: nn.Module, sample: Tensor, rows: int) -
     last = sample.dim() == 4 and sample.is_contiguous(memory_format=torch.channels_last) and not sample.is_contiguous()
     bare = torch.empty((rows, *sample.shape[1:]), dtype=sample.dtype, device="meta")
     bare = bare.to(memory_format=torch.channels_last) if last else bare
-    return flow.graph_of(model, (held.like(bare, flow.mesh.device),), {})
+    return flow.graph_of(model, (Like.of(bare, flow.mesh.device),), {})
 
 
 def _mine(flow: PipelineFlow, division: Division) -> frozenset[str]:

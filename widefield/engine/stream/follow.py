@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from widefield.engine.alike import is_in_place
 from widefield.engine.stream.apart import APART, DRAWS, with_linears
 from widefield.engine.stream.graph import Graph, Node, Value, link
-from widefield.engine.stream.stand_ins import name_of, refusing_hooks, with_weights
+from widefield.engine.stream.stand_ins import name_of, named_tensors, refusing_hooks, with_weights
 from widefield.engine.tiled import TiledTensor
 
 aten = torch.ops.aten
@@ -45,7 +46,7 @@ def follow(
     NotImplementedError, in words, where what it does depends on pixels, or has a gradient that only Python knows.
     """
     recorder = _Recorder()
-    weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    weights = named_tensors(module)
     with torch.backends.cudnn.flags(enabled=False), recorder, _Functional(recorder):  # cuDNN's norms write to statistics unseen
         fakes = {name: recorder.source(likes.get(name, tensor), "weight", name) for name, tensor in weights.items()}
         given = [recorder.source(leaf, "input", str(n)) for n, leaf in enumerate(tensors_of((args, kwargs)))]
@@ -90,6 +91,15 @@ def is_tensor(leaf: Any) -> bool:
 def tensors_of(arguments: Any) -> list[Any]:
     """The tensors among a module's arguments, in order."""
     return [leaf for leaf in tree_leaves(arguments) if is_tensor(leaf)]
+
+
+def without_autocast() -> ExitStack:
+    """Inside, autocast is off: its casts are operations of the graph already."""
+    stack = ExitStack()
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def _called(module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor], args: tuple, kwargs: dict, aim: str) -> Any:

@@ -44,6 +44,11 @@ class Value:
         return f"{self.source}{self.number}{list(self.shape)}"
 
 
+def is_value(leaf: Any) -> bool:
+    """Whether a leaf of arguments or outputs stands for a tensor."""
+    return isinstance(leaf, Value)
+
+
 @dataclass(eq=False)
 class Node:
     """One operation: its arguments with a Value in place of each tensor, and what it gives.

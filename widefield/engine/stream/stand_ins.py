@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -13,6 +15,36 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 def name_of(module: nn.Module) -> str:
     """Of the class that the user wrote."""
     return type(module).__name__.removeprefix("Streamed")
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a tensor looks like; stands for one where a module is followed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]
+    requires_grad: bool = False
+    read: None = None
+    """As every stand-in of a tensor has it."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, device: torch.device | None = None, shape: tuple[int, ...] | None = None) -> Like:
+        """As a tensor, or as it would be on another device, or of another shape with its dims in the same order in memory."""
+        strides, shape = tuple(tensor.stride()), tuple(tensor.shape) if shape is None else shape
+        if shape != tuple(tensor.shape):
+            order = sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim))
+            strides = torch.empty_permuted(shape, order, device="meta").stride()
+        return cls(shape, tensor.dtype, device or tensor.device, strides, tensor.requires_grad)
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,19 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from widefield.config import read_memory
 from widefield.engine.kept import PLACES
 from widefield.engine.layout import Cuts, Grid
 from widefield.engine.places import recut
 from widefield.engine.stream.choice import choose
-from widefield.engine.stream.follow import follow, is_tensor, tensors_of
+from widefield.engine.stream.follow import follow, tensors_of, without_autocast
 from widefield.engine.stream.fused import Fused
-from widefield.engine.stream.graph import Graph, Value
+from widefield.engine.stream.graph import Graph, Value, is_value
+from widefield.engine.stream.known import Constant, Known, constants_of
 from widefield.engine.stream.program import Program
 from widefield.engine.stream.run import Run
 from widefield.engine.stream.span import ALONE, Span
+from widefield.engine.stream.stand_ins import named_tensors
 from widefield.engine.stream.ways import Units, units_of
 from widefield.engine.tiled import TiledTensor, wrap, wrap_uncut
 from widefield.geometry.box import size_of
@@ -92,10 +93,6 @@ def _rebuilt(kind: type) -> nn.Module:
     return _streamed(kind).__new__(_streamed(kind))
 
 
-KNOWN_MOST = 16
-"""How many programs are kept, for images whose size is new in every step."""
-
-
 class Stream:
     """How a module is streamed, and the programs made for what it was given so far."""
 
@@ -103,7 +100,7 @@ class Stream:
         self, tiles: tuple[int, ...] | None, memory: str | int | None, keep: str | None, folder: Any, compile: bool = False
     ) -> None:
         self.tiles, self.memory, self.keep, self.folder, self.compiles = tiles, memory, keep, folder, compile
-        self.known: dict[tuple, Made] = {}
+        self.known: Known[Made] = Known()
         self.reasons: list[str] = []
         """What was chosen for the last new shape of inputs, a sentence each."""
 
@@ -111,16 +108,11 @@ class Stream:
         return Stream(self.tiles, self.memory, self.keep, self.folder, self.compiles)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "known": {}}
+        return {**self.__dict__, "known": Known()}
 
     def program(self, module: nn.Module, args: tuple, kwargs: dict) -> Made:
         """What to run for these arguments."""
-        key = _key(module, args, kwargs)
-        made = self.known.pop(key, None) or self._made(module, args, kwargs)
-        self.known[key] = made  # the last one used comes last
-        while len(self.known) > KNOWN_MOST:
-            self.known.pop(next(iter(self.known)))
-        return made
+        return self.known.get(module, args, kwargs, lambda: self._made(module, args, kwargs))
 
     def _made(self, module: nn.Module, args: tuple, kwargs: dict) -> Made:
         forward = super(Streamed, module).forward  # type: ignore[misc]
@@ -142,33 +134,19 @@ class Stream:
             extents=_extents_of(tensors), by_windows=windows, ranks=max(1, grid.size),
         )  # fmt: skip
         self.reasons, fused = choice.reasons, Fused() if self.compiles else None
-        span, constants = Span(grid, choice.tiles), _places_of(module, graph)
-        return Made(choice.program, span, choice.place, constants, _things_of(module), fused, choice.room)
+        constants = constants_of(module, graph)
+        return Made(choice.program, Span(grid, choice.tiles), choice.place, constants, fused, choice.room)
 
 
 class Made(NamedTuple):
-    """A program, by which ranks it runs, and where values are kept.
-
-    constants: where the module holds each tensor that is neither parameter nor buffer.  held: what the key names by identity.
-    """
+    """A program, by which ranks it runs, and where values are kept."""
 
     program: Program
     span: Span
     place: str
-    constants: dict[Value, tuple[nn.Module, str] | Tensor]
-    held: list[Any]
+    constants: Mapping[Value, Constant]
     fused: Fused | None
     room: int
-
-    def constant(self, value: Value) -> Tensor:
-        found = self.constants[value]
-        return found if isinstance(found, Tensor) else found[0].__dict__[found[1]]
-
-
-def _places_of(module: nn.Module, graph: Graph) -> dict[Value, tuple[nn.Module, str] | Tensor]:
-    """Constants by the attribute that holds them, which may hold another tensor at the next call."""
-    held = {id(v): (part, name) for part in module.modules() for name, v in part.__dict__.items() if isinstance(v, Tensor)}
-    return {value: held.get(id(tensor), tensor) for value, tensor in graph.constants}
 
 
 def _cuts_of(tensor: Any) -> Cuts | None:
@@ -215,90 +193,22 @@ class Streamed(nn.Module):
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # somebody follows the module that this one is a part of
         made = self._stream.program(self, args, kwargs)
         program, span = made.program, made.span
-        graph, weights = program.graph, {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        graph, weights = program.graph, named_tensors(self)
         given: dict[Value, Any] = dict(zip(graph.inputs, tensors, strict=True))
         given |= {value: weights[name] for name, value in graph.weights.items()}
-        given |= {value: made.constant(value) for value, _ in graph.constants}
+        given |= {value: constant.now() for value, constant in made.constants.items()}
         own = {value: tensor.own if type(tensor) is TiledTensor else tensor for value, tensor in given.items()}
         wanting = [value for value in given if value.wants_grad and (value.users or value in graph.results)]
         keeps = torch.is_grad_enabled() and bool(wanting)
         tiled = [value for value, tensor in given.items() if type(tensor) is TiledTensor and tensor.laid.is_cut]
         where = {"place": made.place, "folder": self._stream.folder, "room": made.room}
         run = Run(program, span, own, tiled, keeps=keeps, fused=made.fused, **where)
-        with _without_autocast():
+        with without_autocast():
             results = _run_with_gradient(run, graph, given, wanting) if keeps else _wrapped(run.forward(), run)
         with torch.no_grad():
             for name, value in graph.updates.items():
                 weights[name].copy_(results[value])
-        return tree_map(lambda leaf: results[leaf] if isinstance(leaf, Value) else leaf, graph.outputs, is_leaf=_is_value)
-
-
-def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, Value)
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    """The casts of autocast are operations of the graph already."""
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-def _key(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
-    """What a program depends on."""
-    tensors = tuple(
-        (tuple(t.shape), t.dtype, t.device, getattr(t, "requires_grad", False), getattr(t, "laid", None), _strides(t))
-        for t in tensors_of((args, kwargs))
-    )
-    others = tuple(repr(leaf) for leaf in tree_leaves((args, kwargs)) if not is_tensor(leaf))
-    modes = tuple((id(part), _attributes(part)) for part in module.modules())
-    wants = tuple(p.requires_grad for p in module.parameters())
-    cast = tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda"))
-    return tensors, others, modes, wants, cast, torch.is_grad_enabled()
-
-
-def _attributes(part: nn.Module) -> tuple:
-    """What a module's forward may depend on: numbers, texts and modes, its hooks, what kind of tensors it holds besides
-    weights."""
-    return type(part), *((name, _as_key(value)) for name, value in part.__dict__.items() if name not in _NOT_ASKED)
-
-
-_NOT_ASKED = {"_stream", "_parameters", "_buffers", "_modules"}
-_PLAIN = (bool, int, float, str, type(None))
-
-
-def _as_key(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(_as_key(entry) for entry in value)
-    if isinstance(value, dict):
-        return tuple((str(name), _as_key(entry)) for name, entry in value.items())
-    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else id(value)
-
-
-def _things_of(module: nn.Module) -> list[Any]:
-    """All that a key knows by its identity, which must not pass to another thing while the key is in use."""
-    things: list[Any] = []
-
-    def gather(value: Any) -> None:
-        if isinstance(value, (tuple, list)):
-            [gather(entry) for entry in value]
-        elif isinstance(value, dict):
-            [gather(entry) for entry in value.values()]
-        elif not isinstance(value, (*_PLAIN, Tensor)):
-            things.append(value)
-
-    for part in module.modules():
-        things.append(part)
-        gather({name: value for name, value in part.__dict__.items() if name not in _NOT_ASKED})
-    return things
-
-
-def _strides(tensor: Any) -> Any:
-    return tensor.stride() if isinstance(tensor, Tensor) else None
+        return tree_map(lambda leaf: results[leaf] if isinstance(leaf, Value) else leaf, graph.outputs, is_leaf=is_value)
 
 
 # ---------------------------------------------------------------------------------------------- tensors in and out
@@ -358,7 +268,7 @@ class _Run(torch.autograd.Function):
             )
         run.is_spent = True
         slopes = {value: _in(grad, value, run) for value, grad in zip(ctx.outs, grads, strict=True) if grad is not None}
-        with _without_autocast():
+        with without_autocast():
             gradient = run.backward(slopes)
         found = [gradient(value) for value in ctx.wanting]
         reached = _reached(run, slopes)  # with a gradient of zero where no pixel brings one
