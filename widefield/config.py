@@ -185,8 +185,9 @@ class ScheduleConfig(Section):
 class GradientConfig(Section):
     accumulate: Positive = 1
     """Passes per optimizer step; each takes its share of the batch."""
-    bucket_mib: Annotated[float, Field(gt=0)] = 25.0
-    """Size of DDP's gradient buckets."""
+    bucket_mib: Annotated[float, Field(gt=0)] | None = 25.0
+    """Size of the buckets that gradients travel in; null: measured at the start.  From 3 ranks on another size may change the
+    last bits of sums, so a run that is to resume bit for bit wants a number."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """What gradients travel as between ranks; anything but none gives up exactness."""
     agreement: Literal["mean", "adasum"] = "mean"

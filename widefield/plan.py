@@ -40,7 +40,7 @@ class Plan(Section):
     batch_norm_group: Positive = 1
     """Neighbouring copies that share their statistics under batch_norm=averaged."""
     accumulate: Positive = 1
-    bucket_mib: float = 25.0
+    bucket_mib: float | None = 25.0
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     agreement: Literal["mean", "adasum"] = "mean"
     powersgd_rank: Positive = 1
@@ -154,11 +154,6 @@ def stage_problems(plan: Plan) -> list[str]:
         return []
     stage = f"mesh.stage={plan.stage}"
     problems = [
-        (
-            any(size > 1 for size in plan.space),
-            f"{stage} runs operations on plain tensors and mesh.space={plan.space} cuts images; set mesh.space=[], or "
-            "mesh.stage=1",
-        ),
         (
             plan.shard > 1 and plan.sharding.zero > 1,
             f"{stage} and sharding.zero={plan.sharding.zero} would both deal out a layer's weights among "

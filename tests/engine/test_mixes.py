@@ -14,7 +14,7 @@ from monai.networks.nets import UNet
 from ranks import on_ranks
 from torch import nn
 
-from widefield.config import ModelConfig, ShardingConfig
+from widefield.config import ModelConfig, PipelineConfig, ShardingConfig
 from widefield.engine.channel import choose
 from widefield.engine.parity import Verdict
 from widefield.engine.training_parity import compare_training
@@ -74,6 +74,8 @@ PLANS: dict[str, Plan] = {
     "replicate x stage": Plan(replicate=2, stage=2),
     "channel x stage": Plan(channel=2, stage=2),
     "zero1 x stage": Plan(shard=2, stage=2, sharding=ZERO[1]),
+    "space x stage": Plan(space=[2, 1], stage=2),
+    "zero bubble, space x stage": Plan(space=[2, 1], stage=2, pipeline=PipelineConfig(schedule="zero_bubble", micro_batches=4)),
     "accumulate, replicate x channel": Plan(replicate=2, channel=2, accumulate=2),
 }
 LARGE: dict[str, Plan] = {
@@ -81,6 +83,8 @@ LARGE: dict[str, Plan] = {
     "replicate x space x channel": Plan(replicate=2, space=[2, 1], channel=2),
     "replicate x shard x channel": Plan(replicate=2, shard=2, channel=2),
     "shard x space x channel": Plan(shard=2, space=[1, 2], channel=2),
+    "replicate x space x stage": Plan(replicate=2, space=[2, 1], stage=2),
+    "space x channel x stage": Plan(space=[1, 2], channel=2, stage=2),
 }
 
 
@@ -104,9 +108,9 @@ def spatial(plan: Plan, name: str) -> Plan:
 def nets_of(mix: str) -> list[str]:
     """Every net for a strategy alone, two for a mix, each in its turn; EVERY_MIX=1 in the environment takes all.
 
-    With accumulation those without BatchNorm, which sees one pass of several at a time.
+    With accumulation, and with micro-batches, those without BatchNorm, which sees one of several at a time.
     """
-    if PLANS[mix].accumulate > 1:
+    if PLANS[mix].accumulate > 1 or PLANS[mix].pipeline.micro_batches is not None:
         return ["convnext", "vit"]
     if PLANS[mix].ranks == 2 or os.environ.get("EVERY_MIX"):
         return list(NETS)
@@ -122,7 +126,9 @@ def test_three_steps_equal_one_devices(mix, name):
     assert {row.kind for row in verdict.rows} >= {"loss", "gradient", "weight", "output"}
 
 
-@pytest.mark.parametrize(("mix", "name"), list(zip(LARGE, ("vit", "resnet", "unet", "convnext"), strict=True)))
+@pytest.mark.parametrize(
+    ("mix", "name"), list(zip(LARGE, ("vit", "resnet", "unet", "convnext", "resnet", "unet"), strict=True))
+)
 def test_mixes_of_three_axes_on_eight_ranks(mix, name):
     verdict = on_ranks(8, trained, name, plan=LARGE[mix], timeout_seconds=300)[0]
     assert verdict.ok, f"{mix}, {name}:\n{verdict}"

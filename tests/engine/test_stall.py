@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from torch.distributed.distributed_c10d import _get_default_store
 
 from widefield.engine.stall import StallWatch, Stand, missing, sentence
 
@@ -52,14 +53,20 @@ def test_a_rank_that_sleeps_is_named_and_one_that_is_slow_alike_is_not():
 
 
 def _one_sleeps(mesh) -> list[str]:
-    """Three steps of an all-reduce each; before the third one's, rank 1 sleeps."""
+    """Three steps of an all-reduce each; before the third one's, rank 1 sleeps until rank 0 has said so."""
     said: list[str] = []
     at: list = [0, None]
-    with StallWatch(mesh, seconds=0.3, at=lambda: (at[0], at[1]), warn=said.append):
+    store = dist.PrefixStore("test", _get_default_store())
+
+    def warn(text: str) -> None:
+        said.append(text)
+        store.set("said", "")
+
+    with StallWatch(mesh, seconds=0.3, at=lambda: (at[0], at[1]), warn=warn):
         for step in range(3):
             at[:] = [step, time.perf_counter()]
             if step == 2 and mesh.rank == 1:
-                _sleep(0.9)
+                _sleep(store)
             dist.all_reduce(torch.ones(3), group=mesh.group)
             at[:] = [step + 1, None]
         time.sleep(0.2)  # between two steps nobody is late
@@ -67,5 +74,7 @@ def _one_sleeps(mesh) -> list[str]:
     return said
 
 
-def _sleep(seconds: float) -> None:
-    time.sleep(seconds)
+def _sleep(store: dist.Store) -> None:
+    deadline = time.monotonic() + 60
+    while not store.check(["said"]) and time.monotonic() < deadline:
+        time.sleep(0.01)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from widefield.engine.mesh import Mesh
+from widefield.engine.places import is_dense, memory_of
 
 Path = tuple[Any, ...]
 """The keys that lead to a value in nested dicts."""
@@ -209,7 +210,8 @@ def _holder_of(model: nn.Module, path: Path, value: Any) -> Holder | None:
 
 def _absent(tensor: Tensor, holder: Holder | None = None) -> Absent:
     whole = torch.empty(tensor.shape if holder is None else holder.shape, device="meta")
-    stride = tensor.stride() if holder is None and not isinstance(tensor, DTensor) else whole.stride()
+    keeps = holder is None and not isinstance(tensor, DTensor) and is_dense(tensor)
+    stride = tensor.stride() if keeps else whole.stride()
     return Absent(tuple(whole.shape), tensor.dtype, tuple(stride))
 
 
@@ -227,9 +229,9 @@ def _sent(value: Any, *, source: int, rank: int) -> Any:
     """A tensor that `source` has, on rank 0 too; what the others have stays."""
     if rank == 0:
         value = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
-        dist.recv(value, src=source)
+        dist.recv(memory_of(value), src=source)
     elif rank == source:
-        dist.send(value.cpu(), dst=0)
+        dist.send(memory_of(value if is_dense(value) else value.contiguous()).cpu(), dst=0)
     return value
 
 

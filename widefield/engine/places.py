@@ -130,5 +130,20 @@ def space_group(grid: Grid) -> str:
     return grid.group_name(tuple(range(len(grid.sizes)))) if grid.size > 1 else ""
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a run of memory, in whatever order of dims."""
+    expected = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in a row, as they lie in memory: messages take no other order of dims."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def own_of(tensor: Tensor) -> Tensor:
     return tensor.own if type(tensor) is TiledTensor else tensor

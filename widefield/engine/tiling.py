@@ -78,6 +78,16 @@ def tile_of(tensor: Tensor, mesh: Mesh) -> Tensor:
     return on_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, None)) if type(tensor) is TiledTensor else tensor
 
 
+def as_tile(tile: Tensor, layout: Layout) -> Tensor:
+    """The tiled tensor of which this rank holds `tile`, as `layout` says; its gradient comes back as this rank's part."""
+    return _FromTile.apply(tile, layout)
+
+
+def own_tile(tensor: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of a tiled tensor by `layout`, plain; its gradient goes back into the tiled one, as the same part."""
+    return _OwnTile.apply(tensor, layout)
+
+
 def _layout(shape: tuple[int, ...], mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None) -> Layout:
     load_rules()  # some change how torch splits an operation up, so they must be there before the first
     grid, dims = mesh.grid, len(mesh.grid.sizes)
@@ -134,14 +144,30 @@ class _FromTile(torch.autograd.Function):
         return on_layout(grad, ctx.layout), None
 
 
+class _OwnTile(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: TiledTensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return _recut(tensor, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return wrap(grad, ctx.layout), None
+
+
+def _recut(tensor: TiledTensor, layout: Layout) -> Tensor:
+    """This rank's part by another layout, with what was written to the tensor's views, as a tensor of its own."""
+    if tensor.home is not None:
+        tensor.home.keep_up(version_of(tensor))
+    value = recut(tensor, layout)
+    return value.view_as(value) if value is tensor.own else value
+
+
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: TiledTensor) -> Tensor:
         ctx.layout = tensor.laid
-        if tensor.home is not None:
-            tensor.home.keep_up(version_of(tensor))
-        value = recut(tensor, uncut(tensor.laid.shape, tensor.laid.grid))
-        return value.view_as(value) if value is tensor.own else value
+        return _recut(tensor, uncut(tensor.laid.shape, tensor.laid.grid))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -199,3 +199,38 @@ def test_what_cannot_be_mixed_is_refused_with_the_nearest_that_can(plan, told):
     with pytest.raises(NotImplementedError) as said:
         check(plan, ranks=2)
     assert told in str(said.value)
+
+
+class Scaled(nn.Module):
+    """What its forward gives depends on a number and a tensor that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.factor, self.shift = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 3, 1), 2.0, torch.ones(3, 1, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu() * self.factor) + self.shift
+
+
+def with_new_attributes(mesh):
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(2, 3, 9, 8)
+    alone = copy.deepcopy(model)
+    with every_layer():
+        parallelize(model, mesh, sample=x)
+    model.eval(), alone.eval()
+    found = []
+    for factor, shift in ((2.0, 1.0), (3.0, 1.0), (3.0, 5.0)):
+        for net in (model, alone):
+            net.factor, net.shift = factor, torch.full((3, 1, 1), shift)
+        with torch.no_grad():
+            found.append((model(x), alone(x)))
+    return found
+
+
+@pytest.mark.parametrize("axis", ["channel", "stage"])
+def test_a_changed_attribute_counts_from_the_next_call_on(axis):
+    for found in on_ranks(2, with_new_attributes, plan=Plan(**{axis: 2})):
+        for ours, expected in found:
+            torch.testing.assert_close(ours, expected)
+        assert not torch.equal(found[0][1], found[1][1]) and not torch.equal(found[1][1], found[2][1])

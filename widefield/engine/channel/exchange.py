@@ -16,6 +16,7 @@ from torch import Tensor
 
 from widefield.engine.channel.part import Part
 from widefield.engine.layout import layout_of
+from widefield.engine.places import is_dense, memory_of
 from widefield.engine.tiled import TiledTensor, wrap
 
 
@@ -71,19 +72,9 @@ class Exchange:
 def added(own: Tensor, ranks: Ranks) -> Tensor:
     """The sum of every rank's tensor, in the order of memory of this one."""
     total = own.detach().clone(memory_format=torch.preserve_format)
-    flat = total.as_strided((total.numel(),), (1,)) if _is_dense(total) else (total := total.contiguous()).view(-1)
-    dist.all_reduce(flat, group=ranks.group)
+    total = total if is_dense(total) else total.contiguous()
+    dist.all_reduce(memory_of(total), group=ranks.group)
     return total
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a run of memory, in whatever order of dims."""
-    expected = 1
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent != 1 and stride != expected:
-            return False
-        expected *= extent
-    return True
 
 
 # ---------------------------------------------------------------------------------------------- with tiles in space

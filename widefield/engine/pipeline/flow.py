@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from widefield.engine.channel.flow import ChannelFlow
 from widefield.engine.executed import Executed, Flow, flow_of
+from widefield.engine.layout import Layout, layout_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.pipeline.cutting import Division
 from widefield.engine.pipeline.held import average_gradients
@@ -27,10 +28,12 @@ from widefield.engine.pipeline.parts import Part, parts_of
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK
 from widefield.engine.pipeline.stage import StageModule
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta
+from widefield.engine.places import own_of
 from widefield.engine.stream.follow import follow, tensors_of, without_autocast
-from widefield.engine.stream.graph import Graph, is_value
+from widefield.engine.stream.graph import Graph, Value, is_value
 from widefield.engine.stream.known import Known, constants_of
 from widefield.engine.stream.stand_ins import Like, named_tensors
+from widefield.engine.tiled import TiledTensor
 
 LossOf = Callable[[Any, Any], Tensor]
 
@@ -46,7 +49,7 @@ class PipelineFlow(Flow):
         """How the ranks of a stage share its layers' channels."""
         self.likes: dict[str, Like] = {}
         self.division: Division | None = None
-        self.averages = True
+        self.averages, self.bucket_mib = True, mesh.plan.bucket_mib or 25.0
         self.known: Known[_Pass] = Known()
 
     @property
@@ -85,8 +88,22 @@ class PipelineFlow(Flow):
             refuse_batchwise(module, graph, self.micro_batches)
         made = _Pass(graph, parts_of(graph, self.division, constants_of(module, graph)))
         if learns:
-            made.learn(self, module, tuple(tensors_of((args, kwargs))))
+            inputs = tensors_of((args, kwargs))
+            if self.is_tiled:
+                self._rehearse(module, made, inputs)
+            made.learn(self, module, tuple(own_of(tensor) for tensor in inputs))
         return made
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether values lie in tiles in space, each rank's of its own place."""
+        return self.mesh.grid.size > 1
+
+    def _rehearse(self, module: nn.Module, made: _Pass, inputs: list[Tensor]) -> None:
+        """Find out how values are cut where stages meet, which only operations on tiles know."""
+        devices = [self.mesh.device.index] if self.mesh.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast():
+            self._forward(module, made, inputs, rehearses=True)
 
     # ------------------------------------------------------------------------------------------ forward alone
 
@@ -101,34 +118,50 @@ class PipelineFlow(Flow):
         with torch.no_grad(), without_autocast_of(self, module, args, kwargs) as made:
             return self._forward(module, made, tensors_of((args, kwargs)))
 
-    def _forward(self, module: nn.Module, made: _Pass, inputs: list[Tensor]) -> Any:
+    def _forward(self, module: nn.Module, made: _Pass, inputs: list[Tensor], *, rehearses: bool = False) -> Any:
+        """What the model returns.  rehearses: buffers stay as they are."""
         weights, given, here = named_tensors(module), inputs, self.mesh.stage
+        if self.is_tiled:
+            made.laid |= {v: t.laid for v, t in zip(made.graph.inputs, inputs, strict=True) if type(t) is TiledTensor}
         for stage, part in enumerate(made.parts):
             rank, following = self.rank_of(stage), self.rank_of(stage + 1)
             if rank == here:
-                given = part.run({name: weights[name] for name in part.weights}, given)
+                given = part.run({name: weights[name] for name in part.weights}, given, updates=not rehearses)
+            if self.is_tiled:
+                self._tell_layouts(made, part, given, rank)
             if stage == self.stages - 1:
                 break
             if rank == here and following != here:
                 for tensor, value in zip(given, part.gives, strict=True):
-                    dist.send(on_wire(tensor, value), group_dst=following, group=self.group)
+                    dist.send(on_wire(tensor, value, made.laid.get(value)), group_dst=following, group=self.group)
             elif following == here and rank != here:
-                given = [self._received(value, rank) for value in part.gives]
+                given = [self._received(value, made.laid.get(value), rank) for value in part.gives]
         return self._to_all(made, given)
 
-    def _received(self, value: Any, source: int) -> Tensor:
-        buffer = torch.empty_like(wire_meta(value), device=self.mesh.device, requires_grad=False)
+    def _tell_layouts(self, made: _Pass, part: Part, given: Sequence[Tensor], source: int) -> None:
+        """Every rank of the copy learns how what a stage gives is cut."""
+        told: list[Any] = [None]
+        if source == self.mesh.stage:
+            told = [[tensor.laid.cuts if type(tensor) is TiledTensor else None for tensor in given]]
+        dist.broadcast_object_list(told, group_src=source, group=self.group, device=self.mesh.device)
+        for value, cuts in zip(part.gives, told[0], strict=True):
+            if cuts is not None:
+                made.laid[value] = layout_of(value.shape, cuts, self.mesh.grid)
+
+    def _received(self, value: Value, laid: Layout | None, source: int) -> Tensor:
+        buffer = torch.empty_like(wire_meta(value, laid), device=self.mesh.device, requires_grad=False)
         dist.recv(buffer, group_src=source, group=self.group)
-        return off_wire(buffer, value)
+        return off_wire(buffer, value, laid)
 
     def _to_all(self, made: _Pass, given: Sequence[Tensor]) -> Any:
         """The last stage's results on every rank of the copy."""
         found = {}
         for number, value in enumerate(made.parts[-1].gives):
-            bare = torch.empty_like(wire_meta(value), device=self.mesh.device, requires_grad=False)
-            packed = on_wire(given[number], value).detach() if self.is_last else bare
+            laid = made.laid.get(value)
+            bare = torch.empty_like(wire_meta(value, laid), device=self.mesh.device, requires_grad=False)
+            packed = on_wire(given[number], value, laid).detach() if self.is_last else bare
             dist.broadcast(packed, group_src=self.rank_of(self.stages - 1), group=self.group)
-            found[value] = given[number] if self.is_last else off_wire(packed, value)
+            found[value] = given[number] if self.is_last else off_wire(packed, value, laid)
         return tree_map(lambda leaf: found[leaf] if is_value(leaf) else leaf, made.graph.outputs, is_leaf=is_value)
 
     # ------------------------------------------------------------------------------------------ forward and backward
@@ -149,7 +182,7 @@ class PipelineFlow(Flow):
         loss = loss.to(self.mesh.device, torch.float64)
         dist.broadcast(loss, group_src=self.rank_of(self.stages - 1), group=self.group)
         if self.averages:
-            average_gradients([p for p in module.parameters() if not p.is_meta], self.mesh)
+            average_gradients([p for p in module.parameters() if not p.is_meta], self.mesh, self.bucket_mib)
         return loss
 
     @contextmanager
@@ -246,11 +279,14 @@ class _Pass:
 
     def __init__(self, graph: Graph, parts: list[Part]) -> None:
         self.graph, self.parts = graph, parts
+        self.laid: dict[Value, Layout] = {}
+        """How values that lie in tiles in space are cut, of those that travel."""
         self.modules: list[StageModule] = []
         self._job: Job | None = None
         self._losses: list[Tensor] = []
 
     def learn(self, flow: PipelineFlow, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Make torch's schedule.  inputs: such as one micro-batch has on this rank."""
         weights, count, device = named_tensors(module), len(self.parts), flow.mesh.device
         kind = flow.mesh.plan.pipeline.schedule
         mine = [stage for stage in range(count) if flow.rank_of(stage) == flow.mesh.stage]
@@ -258,7 +294,8 @@ class _Pass:
         stages = []
         for stage in mine:
             splits = kind == "zero_bubble"
-            made = StageModule(self.parts[stage], self.graph, weights, stage=stage, stages=count, splits=splits)
+            place = {"stage": stage, "stages": count, "splits": splits, "laid": self.laid}
+            made = StageModule(self.parts[stage], self.graph, weights, **place)
             takes, gives = made.metas(like)
             self.modules.append(made)
             stages.append(
@@ -273,7 +310,7 @@ class _Pass:
         """Forward and backward of all micro-batches; the sum of their losses on the last stage's rank, 0 elsewhere."""
         self._job, self._losses = job, []
         try:
-            self.schedule.step(*([image] if self.has_first else []), target=self.positions, **self._options)
+            self.schedule.step(*([own_of(image)] if self.has_first else []), target=self.positions, **self._options)
         except RuntimeError as error:
             raise _cause(error) from error
         finally:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from widefield.engine import holding
 from widefield.engine.mesh import Mesh
+from widefield.engine.places import whole_of
 from widefield.engine.stream.stand_ins import named_tensors
+from widefield.engine.tiled import TiledTensor
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,18 @@ def agree(model: nn.Module, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """The mean of every gradient over the ranks with the same stage, in buckets of the plan's size, all under way at once.
+def average_gradients(parameters: Iterable[Tensor], mesh: Mesh, bucket_mib: float) -> None:
+    """The mean of every gradient over the ranks with the same stage, in buckets of that size, all under way at once.
 
     Later stages are done with their backwards first, so their messages travel while the earlier ones compute.
     """
     if mesh.data_group is None or mesh.data_size == 1:
         return
-    under_way = []
-    for bucket in _buckets([p.grad for p in parameters if p.grad is not None], int(mesh.plan.bucket_mib * 2**20)):
+    under_way, learning = [], [p for p in parameters if p.grad is not None]
+    for parameter in learning:
+        if type(parameter.grad) is TiledTensor:  # of a weight that meets every token, as positions do
+            parameter.grad = whole_of(parameter.grad)
+    for bucket in _buckets([p.grad for p in learning], int(bucket_mib * 2**20)):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         under_way.append((bucket, flat, dist.all_reduce(flat, group=mesh.data_group, async_op=True)))
     for bucket, flat, work in under_way:

@@ -37,8 +37,8 @@ class Part:
     unpulled: frozenset[Value]
     draws: bool
 
-    def run(self, weights: Mapping[str, Tensor], taken: Sequence[Tensor]) -> list[Tensor]:
-        """The values that it gives; buffers of `weights` that change are written to afterwards."""
+    def run(self, weights: Mapping[str, Tensor], taken: Sequence[Tensor], *, updates: bool = True) -> list[Tensor]:
+        """The values that it gives; buffers of `weights` that change are written to afterwards, with `updates`."""
         found = dict(zip(self.takes, taken, strict=True))
         found |= {value: constant.now() for value, constant in self.constants.items()}
         for name, value in self.weights.items():
@@ -46,7 +46,7 @@ class Part:
             found[value] = weights[name].clone() if name in self.updates else weights[name]
         self.program.run(found)
         with torch.no_grad():
-            for name, value in self.updates.items():
+            for name, value in self.updates.items() if updates else ():
                 weights[name].copy_(found[value])
         return [found[value] for value in self.gives]
 

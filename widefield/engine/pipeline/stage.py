@@ -2,51 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from widefield.engine.layout import Layout
 from widefield.engine.pipeline.parts import Part
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta, with_zeros_for
 from widefield.engine.stream.follow import without_autocast
-from widefield.engine.stream.graph import Graph, is_value
+from widefield.engine.stream.graph import Graph, Value, is_value
+from widefield.engine.tiling import as_tile
 
 
 class StageModule(nn.Module):
     """Stage `stage` of `stages`.  The first takes the model's inputs and the last gives its output; others talk by wire.py.
 
     weights: the model's own parameters and buffers, by name.  splits: its backward runs in two halves.
+    laid: how values that lie in tiles are cut; what comes in and goes out are this rank's parts of them.
     """
 
     def __init__(
-        self, part: Part, graph: Graph, weights: Mapping[str, Tensor], *, stage: int, stages: int, splits: bool = False
+        self,
+        part: Part,
+        graph: Graph,
+        weights: Mapping[str, Tensor],
+        *,
+        stage: int,
+        stages: int,
+        splits: bool = False,
+        laid: Mapping[Value, Layout] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self.part, self.outputs, self.splits = part, graph.outputs, splits
+        self.part, self.outputs, self.splits, self.laid = part, graph.outputs, splits, laid
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.weights = {name: weights[name] for name in part.weights.keys() | part.updates.keys()}
         for name, tensor in self.weights.items():
             _put(self, name, tensor)
 
     def metas(self, like: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Tensors without memory like what comes in and goes out.  like: the model's inputs."""
-        takes = like if self.is_first else tuple(wire_meta(value) for value in self.part.takes)
+        """Tensors without memory like what comes in and goes out.  like: this rank's parts of the model's inputs."""
+        takes = like if self.is_first else self._wire_metas(self.part.takes)
         metas = [torch.empty_permuted(v.shape, v.order, dtype=v.dtype, device="meta") for v in self.part.gives if self.is_last]
-        return takes, tuple(metas) if self.is_last else tuple(wire_meta(value) for value in self.part.gives)
+        return takes, tuple(metas) if self.is_last else self._wire_metas(self.part.gives)
+
+    def _wire_metas(self, values: Sequence[Value]) -> tuple[Tensor, ...]:
+        return tuple(wire_meta(value, self.laid.get(value)) for value in values)
 
     def forward(self, *given: Tensor) -> Any:
         values = self.part.takes
-        taken = given if self.is_first else [off_wire(t, value) for t, value in zip(given, values, strict=True)]
+        take = _tiled if self.is_first else off_wire
+        taken = [take(tensor, value, self.laid.get(value)) for tensor, value in zip(given, values, strict=True)]
         with without_autocast():
             gives = self.part.run(self.weights, taken)
         idle = [t for t, v in zip(given, values, strict=True) if not v.wants_grad or v in self.part.unpulled]
         idle = [] if self.is_first else idle
         if self.is_last:
             return self._returned(gives, idle)
-        sent = [on_wire(tensor, value) for tensor, value in zip(gives, self.part.gives, strict=True)]
+        sent = [on_wire(tensor, value, self.laid.get(value)) for tensor, value in zip(gives, self.part.gives, strict=True)]
         sent[0] = with_zeros_for(sent[0], idle)
         # Torch detaches in place what it still has of these after the first half; the second may want it, as a ReLU's output.
         return tuple(tensor.clone() for tensor in sent) if self.splits else tuple(sent)
@@ -58,6 +74,11 @@ class StageModule(nn.Module):
         if first is not None:
             found[first] = with_zeros_for(found[first], idle)
         return tree_map(lambda leaf: found[leaf] if is_value(leaf) else leaf, self.outputs, is_leaf=is_value)
+
+
+def _tiled(tensor: Tensor, value: Value, laid: Layout | None) -> Tensor:
+    """An input of the model, of which `tensor` is this rank's part."""
+    return tensor if laid is None else as_tile(tensor, laid)
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 Torch's pipelines send a gradient back for everything that they sent on, and older ones take every input for a float that wants
 one.  So a value without gradient (indices of a pooling, a mask) travels as the float whose bits it is, and gets zeros back.
+
+On tiles in space each rank sends its own tile to the rank that has the same place in the next stage.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from widefield.engine.layout import Layout
 from widefield.engine.stream.graph import Value
+from widefield.engine.tiled import TiledTensor
+from widefield.engine.tiling import as_tile, own_tile
 
 _FLOATS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 """Floats by their bytes."""
@@ -25,14 +30,17 @@ def wire_dtype(value: Value) -> torch.dtype:
     return _FLOATS.get(value.dtype.itemsize, torch.float16)
 
 
-def wire_meta(value: Value) -> Tensor:
-    """A tensor without memory like what travels."""
-    shape = [value.shape[dim] for dim in value.order]
+def wire_meta(value: Value, laid: Layout | None = None) -> Tensor:
+    """A tensor without memory like what travels.  laid: how a value in tiles is cut; None for a plain one."""
+    sizes = value.shape if laid is None else laid.tile_shape
+    shape = [sizes[dim] for dim in value.order]
     return torch.empty(shape, dtype=wire_dtype(value), device="meta", requires_grad=True)
 
 
-def on_wire(tensor: Tensor, value: Value) -> Tensor:
+def on_wire(tensor: Tensor, value: Value, laid: Layout | None = None) -> Tensor:
     """What is sent of a value.  A leaf, where the value has no gradient."""
+    assert (type(tensor) is TiledTensor) == (laid is not None), f"{value} was to come {laid or 'plain'}"
+    tensor = tensor if laid is None else own_tile(tensor, laid)
     packed = tensor if value.order == tuple(range(tensor.ndim)) else tensor.permute(value.order)
     packed = packed.contiguous()
     if value.wants_grad:
@@ -45,8 +53,13 @@ def on_wire(tensor: Tensor, value: Value) -> Tensor:
     return packed.requires_grad_(torch.is_grad_enabled())
 
 
-def off_wire(tensor: Tensor, value: Value) -> Tensor:
+def off_wire(tensor: Tensor, value: Value, laid: Layout | None = None) -> Tensor:
     """The value that was sent as `tensor`."""
+    received = _unpacked(tensor, value)
+    return received if laid is None else as_tile(received, laid)
+
+
+def _unpacked(tensor: Tensor, value: Value) -> Tensor:
     if value.wants_grad:
         return _Received.apply(tensor, value.order)
     tensor = tensor.detach()

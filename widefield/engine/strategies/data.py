@@ -28,6 +28,7 @@ from widefield.engine.mesh import Mesh
 from widefield.engine.normalization import SyncBatchNorm, broadcast_buffers
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies._adasum import adasum_hook
+from widefield.engine.strategies._buckets import bucket_mib
 from widefield.engine.strategies._route import inside, route, wrapper_of
 from widefield.plan import Plan
 
@@ -50,10 +51,11 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
         reasons += _share_statistics(model, mesh)
     broadcast_buffers(model, mesh)  # SyncBatchNorm's trial pass wants them equal, and DDP before 2.13 leaves them out
     flags, why = _find_flags(model, mesh, rehearse)
+    size, measured = bucket_mib(model, mesh)
     wrapper = DistributedDataParallel(
         inside(model),
         process_group=mesh.data_group,
-        bucket_cap_mb=plan.bucket_mib,
+        bucket_cap_mb=size,
         gradient_as_bucket_view=True,
         **flags,
         **_buffer_flag(plan.batch_norm == "broadcast"),
@@ -61,7 +63,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     route(model, wrapper)
     if rehearse is not None:  # DDP orders its buckets after one pass, with a static graph after two
         trial_passes(model, rehearse, 2)
-    return [*reasons, why, *_compress(model, wrapper, mesh)]
+    return [*reasons, why, *measured, *_compress(model, wrapper, mesh)]
 
 
 def without_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -270,6 +272,7 @@ CASES = [
     Case("batch norm", _conv_net, (7, 2, 6, 5), reason="static graph: all 9 parameters"),
     Case("no batch norm", partial(_conv_net, lambda channels: nn.GroupNorm(1, channels)), (7, 2, 6, 5)),
     Case("many buckets", _conv_net, (7, 2, 6, 5), {"bucket_mib": 1e-4}),
+    Case("buckets of a measured size", _conv_net, (7, 2, 6, 5), {"bucket_mib": None}, "gradient.bucket_mib=1: a message takes"),
     Case("accumulation", partial(_conv_net, nn.Identity), (7, 2, 6, 5), {"accumulate": 2}, "plain DDP: .*accumulate=2"),
     Case("a branch never used", _Branches, (7, 4), reason="static graph: 2 of 6 .*never.bias"),
     Case("a branch never used, accumulation", _Branches, (7, 4), {"accumulate": 2}, "find_unused_parameters: 2 of 6 .*never"),

@@ -20,6 +20,7 @@ from widefield.engine.pipeline.cutting import Division, divide
 from widefield.engine.pipeline.flow import PipelineFlow, batchwise, refuse_batchwise, remembered
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, schedule_grid
 from widefield.engine.strategies import Case, Phase
+from widefield.engine.strategies._buckets import bucket_mib
 from widefield.engine.strategies.data import _conv_net, synchronize
 from widefield.engine.stream.graph import Graph
 from widefield.engine.stream.stand_ins import Like, named_tensors
@@ -51,11 +52,14 @@ def apply(
     graph = _followed(flow, model, sample, -(-most // flow.micro_batches))
     trained = frozenset(name for name, _ in model.named_parameters())
     division = divide(graph, flow.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
+    measured = []
+    if mesh.copies > 1:
+        flow.bucket_mib, measured = bucket_mib(model, mesh)
     flow.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
     held.agree(model, mesh)
     held.keep(model, _mine(flow, flow.division), mesh)
     lay(model, flow)
-    told = [*_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches)]
+    told = [*_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches), *measured]
     if any(node.draws for node in graph.nodes):
         told.append("dropout: every stage draws for itself, so masks are not one device's")
     return [*reasons, *told]
