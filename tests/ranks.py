@@ -33,7 +33,7 @@ from typing import Any
 from widefield.plan import Plan, to_text
 
 TIMEOUT_SECONDS = 120.0
-PLANS_MOST = 12
+PLANS_MOST = 8
 """Plans for which ranks make a mesh, whose process groups have threads and sockets each, before new ranks take over."""
 RANKS_MOST = 10
 """Ranks of all world sizes that live at the same time."""

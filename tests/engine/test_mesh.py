@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from widefield.engine.mesh import World, join
+from widefield.engine.mesh import World, join, leave
 from widefield.plan import Plan, check
 
 
@@ -127,7 +127,7 @@ def test_a_meeting_place_without_an_address_is_an_error_and_never_a_world_of_one
 
 ALONE = """
 import sys
-from widefield.engine.mesh import World, join
+from widefield.engine.mesh import World, join, leave
 from widefield.plan import Plan
 try:
     join(World(rank=int(sys.argv[1]), size=2, port=int(sys.argv[2])), Plan(replicate=2), timeout_seconds=2)
@@ -145,3 +145,23 @@ def test_a_rank_whose_peers_never_come_says_so():
     said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert f"rank 0 of 2 did not meet the others at 127.0.0.1:{port} within 2 s" in said.stdout, said.stderr
     assert "see that all ranks were started and that the port is open" in said.stdout
+
+
+def groups_left(mesh):
+    """How many process groups there are, and the smallest one's ranks, with the mesh of another plan and after it."""
+    from torch.distributed.distributed_c10d import _world
+
+    found = []
+    for plan in (Plan(replicate=2, space=[2]), Plan(shard=2, channel=2), Plan(replicate=4)):
+        before = set(_world.pg_map)
+        other = join(mesh.world, plan)
+        made = set(_world.pg_map) - before
+        sizes = {torch.distributed.get_world_size(group) for group in made}
+        total = other.sum_(torch.ones(1)).item()
+        leave(other)
+        found.append((len(made) > 0, min(sizes) > 1, total, set(_world.pg_map) == before))
+    return found, mesh.sum_(torch.ones(1)).item()
+
+
+def test_a_mesh_has_no_group_of_one_rank_and_leaves_none_behind():
+    assert on_ranks(4, groups_left) == [([(True, True, 4.0, True)] * 3, 4.0)] * 4

@@ -13,6 +13,7 @@ import itertools
 import math
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,12 @@ SLAB_BYTES = 16 << 20
 
 BAND = 128
 """Columns that lie together in a file: rows of so many pixels, of all channels, then the next row."""
+
+_DROP: int | None = getattr(mmap, "MADV_DONTNEED", None)
+"""Advice to take pages out of what this process holds; the system keeps them while it has memory to spare."""
+_POPULATE_WRITE: int | None = 23 if sys.platform == "linux" else None
+"""Advice to make pages ready to be written to, all at once (Linux 5.14).  One by one, as each is first touched, costs 8 times
+what the copy does: 512 MiB into a new file on ext4 took 1.4 to 1.7 s, and 0.2 s so."""
 
 Arrival = tuple[Box, Tensor, torch.cuda.Event | None, bool]
 
@@ -162,8 +169,9 @@ class Kept:
             done.synchronize()
         for part in self._parts(box):
             place, pixels = self._place(part), tile[within(box, part)]
+            self._advise(place, _POPULATE_WRITE)
             place.add_(pixels) if adds else place.copy_(pixels)
-            self._drop(place)
+            self._advise(place, _DROP)
 
     def _sent(self, tile: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """The tile where the whole lies, and what to wait for before it is read."""
@@ -181,7 +189,7 @@ class Kept:
             for part in self._parts(box):
                 place = self._place(part)
                 there[within(box, part)].copy_(place if lane is None else raised(place, self.device, self.order))
-                self._drop(place)
+                self._advise(place, _DROP)
         return awaited(there, lane)
 
     # ------------------------------------------------------------------------------------------ memory
@@ -220,14 +228,15 @@ class Kept:
         rest = within(all_of(self.shape[:-1]), part[:-1])
         return self._memory[band][(*rest, slice(start, start + len(part[-1])))]
 
-    def _drop(self, place: Tensor) -> None:
-        """Take the pages of a file out of what this process holds; the system keeps them while it has memory to spare."""
-        if self._file is None or not hasattr(mmap, "MADV_DONTNEED"):
+    def _advise(self, place: Tensor, advice: int | None) -> None:
+        """Tell the system what becomes of a file's pages; one that does not know the advice goes on as it is."""
+        if self._file is None or advice is None:
             return
         size, first = self.dtype.itemsize, int(place.storage_offset())
         start = first * size // mmap.PAGESIZE * mmap.PAGESIZE
         stop = (first + _reach(place.shape, place.stride())) * size
-        self._file.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        with contextlib.suppress(OSError):
+            self._file.madvise(advice, start, stop - start)
 
     def _slices(self, box: Box) -> tuple[slice, ...]:
         return within(all_of(self.shape), box)

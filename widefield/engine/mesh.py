@@ -11,13 +11,14 @@ import math
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _world
 
 from widefield.engine.layout import Grid
 from widefield.plan import Plan, check
@@ -71,6 +72,8 @@ class Mesh:
     the last.  None where shard is 1."""
     opened: bool = False
     """Whether `join` opened the process group, so that `leave` closes it."""
+    made: tuple[dist.ProcessGroup, ...] = ()
+    """The groups that `join` made for the plan's axes."""
 
     @property
     def rank(self) -> int:
@@ -196,6 +199,12 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
     opened = not dist.is_initialized()
     if opened:
         _meet(world, device, timeout_seconds)
+    before = set(_world.pg_map)
+    mesh = _laid_out(plan, world, device)
+    return replace(mesh, opened=opened, made=tuple(group for group in _world.pg_map if group not in before))
+
+
+def _laid_out(plan: Plan, world: World, device: torch.device) -> Mesh:
     devices = _device_mesh(plan, device)
     return Mesh(
         plan,
@@ -210,7 +219,6 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
         stage_group=devices.get_group("stage") if plan.stage > 1 else None,
         grid=_grid_of(plan, world, devices),
         shards=_shards_of(plan, devices) if plan.shard > 1 else None,
-        opened=opened,
     )
 
 
@@ -225,9 +233,14 @@ def current_world() -> World | None:
 
 
 def leave(mesh: Mesh) -> None:
-    """Close what `join` opened."""
-    if mesh.opened and dist.is_initialized():
+    """Close what `join` opened: the process group, or in one that was there already the groups that the plan's axes took."""
+    if not dist.is_initialized():
+        return
+    if mesh.opened:
         dist.destroy_process_group()
+    for group in () if mesh.opened else mesh.made:
+        if group in _world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
