@@ -165,3 +165,16 @@ def groups_left(mesh):
 
 def test_a_mesh_has_no_group_of_one_rank_and_leaves_none_behind():
     assert on_ranks(4, groups_left) == [([(True, True, 4.0, True)] * 3, 4.0)] * 4
+
+
+def own_lines(mesh):
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    spaces = [_resolve_process_group(name) for _, name in mesh.grid.groups]
+    return [group is not None and group is not mesh.group for group in [*spaces, mesh.stage_group][:1]]
+
+
+@pytest.mark.parametrize("plan", [Plan(space=[2]), Plan(stage=2)])
+def test_messages_between_two_ranks_have_a_group_of_their_own(plan):
+    """Else a watch for missing ranks, which compares how many collectives of all ranks have begun, would name the wrong one."""
+    assert on_ranks(2, own_lines, plan=plan) == [[True]] * 2

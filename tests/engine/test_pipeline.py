@@ -335,7 +335,10 @@ def keeps_its_checkpoint(mesh):
     backward_of(model, x, y, loss_of=loss_of)
     optimizer.step()
     state = {"model": dict(model.state_dict()), "optimizer": optimizer_state(model, optimizer)}
+    before = mesh.group._get_sequence_number_for_group()
     found = wholes_on_main(model, mesh, state)
+    begun = mesh.gather_objects(mesh.group._get_sequence_number_for_group() - before)
+    assert begun == [begun[0]] * mesh.size, "a watch for missing ranks counts collectives"
     if mesh.rank:
         return None
     alone = net("batch norm")

@@ -154,7 +154,7 @@ def wholes_on_main(model: nn.Module, mesh: Mesh, state: dict) -> dict:
     for path, value in united.items():
         ranks = [rank for rank, paths in enumerate(having) if path in paths]
         if ranks and ranks[0] > 0:
-            united[path] = _sent(value, source=ranks[0], rank=mesh.rank)
+            united[path] = _sent(value, mesh, source=ranks[0])
     return _nested(united)
 
 
@@ -225,13 +225,14 @@ def _united(mesh: Mesh, found: dict[Path, Any]) -> dict[Path, Any]:
     return united
 
 
-def _sent(value: Any, *, source: int, rank: int) -> Any:
+def _sent(value: Any, mesh: Mesh, *, source: int) -> Any:
     """A tensor that `source` has, on rank 0 too; what the others have stays."""
-    if rank == 0:
+    group = mesh.checkpoint_group  # in `mesh.group` it would count among the collectives, see engine/mesh.py
+    if mesh.rank == 0:
         value = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
-        dist.recv(memory_of(value), src=source)
-    elif rank == source:
-        dist.send(memory_of(value if is_dense(value) else value.contiguous()).cpu(), dst=0)
+        dist.recv(memory_of(value), src=source, group=group)
+    elif mesh.rank == source:
+        dist.send(memory_of(value if is_dense(value) else value.contiguous()).cpu(), dst=0, group=group)
     return value
 
 

@@ -48,9 +48,9 @@ class Mesh:
     """The ranks of a run, laid out by its plan: replicate outermost, then shard, space, channel, stage.
 
     `group` holds all ranks; None where there is one.  So does `checkpoint_group` (always gloo), for what a thread says while
-    training goes on.  `data_group` holds the ranks that have the same part of the model (replicate x shard x space) and
-    average its gradients; all ranks, where no rank has a part alone.  So does `statistics_group`, for BatchNorm's small
-    messages, which would wait behind gradient buckets of 25 MiB on the same group.
+    training goes on and for parts of a model that rank 0 is sent.  `data_group` holds the ranks that have the same part of the
+    model (replicate x shard x space) and average its gradients; all ranks, where no rank has a part alone.  So does
+    `statistics_group`, for BatchNorm's small messages, which would wait behind gradient buckets of 25 MiB on the same group.
     `channel_group` and `stage_group` hold the ranks along that axis, None where it is 1.
     `devices` is torch's DeviceMesh with the axes of more than one rank, `space0`, `space1`, ... among them; None on one rank.
     """
@@ -216,7 +216,7 @@ def _laid_out(plan: Plan, world: World, device: torch.device) -> Mesh:
         statistics_group=_data_group(plan),
         checkpoint_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2)),
         channel_group=devices.get_group("channel") if plan.channel > 1 else None,
-        stage_group=devices.get_group("stage") if plan.stage > 1 else None,
+        stage_group=_line(devices, "stage") if plan.stage > 1 else None,
         grid=_grid_of(plan, world, devices),
         shards=_shards_of(plan, devices) if plan.shard > 1 else None,
     )
@@ -251,6 +251,15 @@ def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(large.values()), mesh_dim_names=tuple(large))
 
 
+def _line(devices: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """The ranks along an axis, for messages between two of them: never the group of all ranks.
+
+    Their messages would wait behind those of others there, and torch counts them among its collectives, of which a watch for
+    missing ranks expects that all ranks count alike.
+    """
+    return devices.get_group(axis) if devices.ndim > 1 else dist.new_group()
+
+
 def _shards_of(plan: Plan, devices: DeviceMesh) -> DeviceMesh:
     """The mesh that weights are cut over; every rank makes its groups."""
     tiles, inner = math.prod(plan.space), plan.channel * plan.stage
@@ -277,7 +286,7 @@ def _grid_of(plan: Plan, world: World, devices: DeviceMesh) -> Grid:
     index, groups = world.rank // inner % grid.size, []
     for axes in grid.names():
         if len(axes) == 1:
-            groups.append((axes, devices.get_group(f"space{axes[0]}").group_name))
+            groups.append((axes, _line(devices, f"space{axes[0]}").group_name))
             continue
         others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
         lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
