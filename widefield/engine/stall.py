@@ -60,6 +60,8 @@ class StallWatch:
         self._mesh, self._seconds, self._at, self._warn = mesh, seconds, at, warn
         self._store = dist.PrefixStore("widefield/stall", _get_default_store().clone())
         self._groups = [group for group in {mesh.group, mesh.data_group, mesh.statistics_group} if group is not None]
+        self._begun = self._collectives()
+        """Before: ranks come here alike, whatever two of them said to each other so far."""
         self._main, self._over = threading.main_thread().ident, threading.Event()
         self._beat, self._longest, self._said, self._flagged = 0, 0.0, 0.0, False
         self._before: dict[int, int] = {}
@@ -115,8 +117,10 @@ class StallWatch:
 
     def _stand(self, step: int) -> Stand:
         frame = sys._current_frames().get(self._main or 0)
-        begun = sum(group._get_sequence_number_for_group() for group in self._groups)
-        return Stand(self._beat, step, begun, place_of(frame), is_waiting(frame))
+        return Stand(self._beat, step, self._collectives() - self._begun, place_of(frame), is_waiting(frame))
+
+    def _collectives(self) -> int:
+        return sum(group._get_sequence_number_for_group() for group in self._groups)
 
 
 def is_waiting(frame: FrameType | None) -> bool:

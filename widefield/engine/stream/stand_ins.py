@@ -35,11 +35,11 @@ class Like:
     """As every stand-in of a tensor has it."""
 
     @classmethod
-    def of(cls, tensor: Tensor, device: torch.device | None = None, shape: tuple[int, ...] | None = None) -> Like:
+    def of(cls, tensor: Tensor | Like, device: torch.device | None = None, shape: tuple[int, ...] | None = None) -> Like:
         """As a tensor, or as it would be on another device, or of another shape with its dims in the same order in memory."""
         strides, shape = tuple(tensor.stride()), tuple(tensor.shape) if shape is None else shape
         if shape != tuple(tensor.shape):
-            order = sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim))
+            order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim))
             strides = torch.empty_permuted(shape, order, device="meta").stride()
         return cls(shape, tensor.dtype, device or tensor.device, strides, tensor.requires_grad)
 
