@@ -127,7 +127,7 @@ class PipelineFlow(Flow):
             rank, following = self.rank_of(stage), self.rank_of(stage + 1)
             if rank == here:
                 given = part.run({name: weights[name] for name in part.weights}, given, updates=not rehearses)
-            if self.is_tiled:
+            if self.is_tiled and not made.is_told:
                 self._tell_layouts(made, part, given, rank)
             if stage == self.stages - 1:
                 break
@@ -136,6 +136,7 @@ class PipelineFlow(Flow):
                     dist.send(on_wire(tensor, value, made.laid.get(value)), group_dst=following, group=self.group)
             elif following == here and rank != here:
                 given = [self._received(value, made.laid.get(value), rank) for value in part.gives]
+        made.is_told = True
         return self._to_all(made, given)
 
     def _tell_layouts(self, made: _Pass, part: Part, given: Sequence[Tensor], source: int) -> None:
@@ -280,7 +281,8 @@ class _Pass:
     def __init__(self, graph: Graph, parts: list[Part]) -> None:
         self.graph, self.parts = graph, parts
         self.laid: dict[Value, Layout] = {}
-        """How values that lie in tiles in space are cut, of those that travel."""
+        """How values that lie in tiles in space are cut, of those that travel; all of them once it `is_told`."""
+        self.is_told = False
         self.modules: list[StageModule] = []
         self._job: Job | None = None
         self._losses: list[Tensor] = []
