@@ -25,7 +25,7 @@ LAYOUTS = {
     "stages": (2, ["mesh.stage=2"]),
     "memory": (3, ["mesh.stage=3", "pipeline.balance=memory"]),
     "copies": (4, ["mesh.replicate=2", "mesh.stage=2"]),
-    "tiles": (4, ["mesh.space=[1,2]", "mesh.stage=2"]),
+    "tiles": (4, ["mesh.space=[1,2]", "mesh.stage=2", "gradient.bucket_mib=null"]),
     "micro-batches": (2, ["mesh.stage=2", GROUPS, "pipeline.micro_batches=2", "pipeline.schedule=zero_bubble"]),
 }
 

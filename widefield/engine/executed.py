@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_map
 
 from widefield.engine.normalization import batch_norm_over
 from widefield.engine.stream.apart import BATCH_NORM_OVER
 from widefield.engine.stream.follow import tensors_of, without_autocast
-from widefield.engine.stream.graph import Graph, Node, Value, is_value
+from widefield.engine.stream.graph import Graph, Node, Value, put_in
 from widefield.engine.stream.known import constants_of
 
 _FLOW = "_widefield_flow"
@@ -161,4 +160,4 @@ class Whole:
         with torch.no_grad():
             for name, value in graph.updates.items():
                 weights[name].copy_(found[value])
-        return tree_map(lambda leaf: found[leaf] if isinstance(leaf, Value) else leaf, graph.outputs, is_leaf=is_value)
+        return put_in(graph.outputs, found)

@@ -238,17 +238,21 @@ def leave(mesh: Mesh) -> None:
         return
     if mesh.opened:
         dist.destroy_process_group()
-    for group in () if mesh.opened else mesh.made:
+        return
+    for group in mesh.made:
         if group in _world.pg_map:
             dist.destroy_process_group(group)
 
 
 def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """An axis for each of the plan's that has more than one rank: a process group of one would cost threads and sockets too."""
     sizes = {"replicate": plan.replicate, "shard": plan.shard} | {f"space{axis}": size for axis, size in enumerate(plan.space)}
-    sizes |= {"channel": plan.channel, "stage": plan.stage}
+    return _with_axes(device.type, sizes | {"channel": plan.channel, "stage": plan.stage})
+
+
+def _with_axes(device: str, sizes: dict[str, int]) -> DeviceMesh:
+    """A mesh with the axes of more than one rank: a process group of one would cost threads and sockets too."""
     large = {name: size for name, size in sizes.items() if size > 1}
-    return init_device_mesh(device.type, tuple(large.values()), mesh_dim_names=tuple(large))
+    return init_device_mesh(device, tuple(large.values()), mesh_dim_names=tuple(large))
 
 
 def _line(devices: DeviceMesh, axis: str) -> dist.ProcessGroup:
@@ -265,8 +269,7 @@ def _shards_of(plan: Plan, devices: DeviceMesh) -> DeviceMesh:
     tiles, inner = math.prod(plan.space), plan.channel * plan.stage
     if tiles > 1:  # which share weights as well
         sizes = {"replicate": plan.replicate, "shard": plan.shard * tiles, "inner": inner}
-        large = {name: size for name, size in sizes.items() if size > 1}
-        devices = init_device_mesh(devices.device_type, tuple(large.values()), mesh_dim_names=tuple(large))
+        devices = _with_axes(devices.device_type, sizes)
     return devices["replicate", "shard"] if plan.replicate > 1 else devices["shard"]
 
 

@@ -20,7 +20,7 @@ from widefield.engine.channel.part import Part, split_along, viewed
 from widefield.engine.channel.views import moved_to
 from widefield.engine.channel.way import ENTERED, SUM, WHOLE, Cutter, Layout, Way
 from widefield.engine.channel.ways import aten, flops_of, ways_of
-from widefield.engine.stream.graph import Graph, Node, Value, link
+from widefield.engine.stream.graph import Graph, Node, Value, link, put_in
 
 WEIGHT_COST = 16
 """What a byte of a weight that stays whole costs, in bytes sent: it stands for its gradient and optimizer state too."""
@@ -191,7 +191,7 @@ class _Chooser:
         args = node.args if way.args is None else way.args(self.ranks.rank)
         op = node.op if way.op is None else way.op
         outs = [None if out is None else self._new(out, layout) for out, layout in zip(node.outs, way.outs, strict=True)]
-        args, kwargs = _renamed(args, names), _renamed(node.kwargs, names)
+        args, kwargs = put_in(args, names), put_in(node.kwargs, names)
         self._add(op, args, kwargs, outs, grad=node.grad, is_single=node.is_single, draws=node.draws)
         for out, layout, made in zip(node.outs, way.outs, outs, strict=True):
             if out is not None and made is not None:
@@ -323,10 +323,6 @@ class _Chooser:
             groups = node.op is aten.convolution.default and node.args[8] > 1
             how = "inputs" if SUM in way.outs else "outputs" if not groups else "groups"
             self.found.layers[names[0]] = how if is_cut else "whole"
-
-
-def _renamed(arguments: Any, names: Mapping[Value, Value]) -> Any:
-    return tree_map(lambda leaf: names[leaf] if isinstance(leaf, Value) else leaf, arguments)
 
 
 def _weight_of(value: Value) -> str | None:

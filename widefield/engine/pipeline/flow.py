@@ -30,7 +30,7 @@ from widefield.engine.pipeline.stage import StageModule
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta
 from widefield.engine.places import own_of
 from widefield.engine.stream.follow import follow, tensors_of, without_autocast
-from widefield.engine.stream.graph import Graph, Value, is_value
+from widefield.engine.stream.graph import Graph, Value, put_in
 from widefield.engine.stream.known import Known, constants_of
 from widefield.engine.stream.stand_ins import Like, named_tensors
 from widefield.engine.tiled import TiledTensor
@@ -39,7 +39,10 @@ LossOf = Callable[[Any, Any], Tensor]
 
 
 class PipelineFlow(Flow):
-    """micro_batches: how many a training pass is cut into.  division: which stage has which weight; set once it is chosen."""
+    """micro_batches: how many a training pass is cut into.  division: which stage has which weight; set once it is chosen.
+
+    bucket_mib: of the messages that gradients travel in; set where several ranks average them.
+    """
 
     def __init__(self, module: nn.Module, mesh: Mesh, micro_batches: int) -> None:
         assert mesh.stage_group is not None, "a pipeline needs an axis of stages"
@@ -49,7 +52,7 @@ class PipelineFlow(Flow):
         """How the ranks of a stage share its layers' channels."""
         self.likes: dict[str, Like] = {}
         self.division: Division | None = None
-        self.averages, self.bucket_mib = True, mesh.plan.bucket_mib or 25.0
+        self.averages, self.bucket_mib = True, 0.0
         self.known: Known[_Pass] = Known()
 
     @property
@@ -163,7 +166,7 @@ class PipelineFlow(Flow):
             packed = on_wire(given[number], value, laid).detach() if self.is_last else bare
             dist.broadcast(packed, group_src=self.rank_of(self.stages - 1), group=self.group)
             found[value] = given[number] if self.is_last else off_wire(packed, value, laid)
-        return tree_map(lambda leaf: found[leaf] if is_value(leaf) else leaf, made.graph.outputs, is_leaf=is_value)
+        return put_in(made.graph.outputs, found)
 
     # ------------------------------------------------------------------------------------------ forward and backward
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from widefield.engine.layout import Layout
 from widefield.engine.pipeline.parts import Part
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta, with_zeros_for
 from widefield.engine.stream.follow import without_autocast
-from widefield.engine.stream.graph import Graph, Value, is_value
+from widefield.engine.stream.graph import Graph, Value, put_in
 from widefield.engine.tiling import as_tile
 
 
@@ -73,7 +72,7 @@ class StageModule(nn.Module):
         first = next((value for value in self.part.gives if value.wants_grad), None)
         if first is not None:
             found[first] = with_zeros_for(found[first], idle)
-        return tree_map(lambda leaf: found[leaf] if is_value(leaf) else leaf, self.outputs, is_leaf=is_value)
+        return put_in(self.outputs, found)
 
 
 def _tiled(tensor: Tensor, value: Value, laid: Layout | None) -> Tensor:

@@ -53,7 +53,7 @@ def apply(
     trained = frozenset(name for name, _ in model.named_parameters())
     division = divide(graph, flow.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
     measured = []
-    if mesh.copies > 1:
+    if mesh.data_size > 1:
         flow.bucket_mib, measured = bucket_mib(model, mesh)
     flow.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
     held.agree(model, mesh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +44,9 @@ class Value:
         return f"{self.source}{self.number}{list(self.shape)}"
 
 
-def is_value(leaf: Any) -> bool:
-    """Whether a leaf of arguments or outputs stands for a tensor."""
-    return isinstance(leaf, Value)
+def put_in(nested: Any, found: Mapping[Value, Any]) -> Any:
+    """Arguments or outputs, however nested, with what was found for each value in its place."""
+    return tree_map(lambda leaf: found[leaf] if isinstance(leaf, Value) else leaf, nested)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_map
 
 from widefield.config import read_memory
 from widefield.engine.kept import PLACES
@@ -21,7 +20,7 @@ from widefield.engine.places import recut
 from widefield.engine.stream.choice import choose
 from widefield.engine.stream.follow import follow, tensors_of, without_autocast
 from widefield.engine.stream.fused import Fused
-from widefield.engine.stream.graph import Graph, Value, is_value
+from widefield.engine.stream.graph import Graph, Value, put_in
 from widefield.engine.stream.known import Constant, Known, constants_of
 from widefield.engine.stream.program import Program
 from widefield.engine.stream.run import Run
@@ -208,7 +207,7 @@ class Streamed(nn.Module):
         with torch.no_grad():
             for name, value in graph.updates.items():
                 weights[name].copy_(results[value])
-        return tree_map(lambda leaf: results[leaf] if isinstance(leaf, Value) else leaf, graph.outputs, is_leaf=is_value)
+        return put_in(graph.outputs, results)
 
 
 # ---------------------------------------------------------------------------------------------- tensors in and out
