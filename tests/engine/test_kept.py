@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from widefield.engine import kept
 from widefield.engine.kept import PLACES, Kept
+from widefield.engine.pool import Pool
 from widefield.geometry.box import size_of, within
 from widefield.geometry.interval import Interval
 
@@ -177,7 +178,7 @@ def mapped(folder) -> list[str]:
 
 @needs_proc
 def test_a_file_has_no_name_and_goes_when_freed(tmp_path):
-    ours = Kept((3, 4), torch.float32, "cpu", "file", folder=tmp_path)
+    ours = Kept((3, 4), torch.float32, "cpu", "file", pool=Pool(tmp_path))
     assert mapped(tmp_path) == []
     ours.write(box_of((0, 3), (0, 4)), torch.ones(3, 4))
     assert os.listdir(tmp_path) == [] and len(mapped(tmp_path)) == 1
@@ -290,7 +291,7 @@ def small_files(limit_bytes: int):
 
 
 def refused_words(folder) -> str:
-    ours = Kept((1, 1, 1000, 1000), torch.float32, "cpu", "file", folder=folder)
+    ours = Kept((1, 1, 1000, 1000), torch.float32, "cpu", "file", pool=Pool(folder))
     with pytest.raises(OSError) as caught:
         ours.write(box_of((0, 1), (0, 1), (0, 1), (0, 1)), torch.ones(1, 1, 1, 1))
     assert ours.is_empty and type(caught.value) is OSError
@@ -318,6 +319,6 @@ def test_a_file_system_that_cannot_reserve_is_asked_for_its_room(tmp_path):
         assert "4,000,000 bytes" in (words := refused_words(tmp_path)) and "No space left" in words
     full.f_bavail = 1000
     with cannot, mock.patch("os.fstatvfs", return_value=full):
-        ours = Kept((1, 1, 1000, 1000), torch.float32, "cpu", "file", folder=tmp_path)
+        ours = Kept((1, 1, 1000, 1000), torch.float32, "cpu", "file", pool=Pool(tmp_path))
         ours.add(box_of((0, 1), (0, 1), (999, 1000), (0, 1000)), torch.ones(1, 1, 1, 1000))
     assert float(ours.whole().sum()) == 1000

@@ -7,27 +7,23 @@ whole, an Interval per dim.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import math
-import mmap
-import os
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from widefield.geometry.box import Box, holds, is_empty, size_of, within
+from widefield.engine.pool import Block, Pool
+from widefield.geometry.box import Box, holds, is_empty, meet, rest_of, size_of, within
 from widefield.geometry.interval import Interval
+from widefield.geometry.window import hull
 from widefield.naming import did_you_mean
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 PLACES = ("device", "host", "file")
 SLAB_BYTES = 16 << 20
 """How far a copy from or to the CPU's memory reaches at once, and so how much of a file is resident at most."""
@@ -35,11 +31,8 @@ SLAB_BYTES = 16 << 20
 BAND = 128
 """Columns that lie together in a file: rows of so many pixels, of all channels, then the next row."""
 
-_DROP: int | None = getattr(mmap, "MADV_DONTNEED", None)
-"""Advice to take pages out of what this process holds; the system keeps them while it has memory to spare."""
-_POPULATE_WRITE: int | None = 23 if sys.platform == "linux" else None
-"""Advice to make pages ready to be written to, all at once (Linux 5.14).  One by one, as each is first touched, costs 8 times
-what the copy does: 512 MiB into a new file on ext4 took 1.4 to 1.7 s, and 0.2 s so."""
+HOST_BYTES = 2 << 20
+"""From this size on a tensor in the CPU's memory has its memory from a pool."""
 
 Arrival = tuple[Box, Tensor, torch.cuda.Event | None, bool]
 
@@ -62,8 +55,9 @@ class Kept:
 
     shape, dtype, device: the whole's, as a program that holds it all would have it.
     place: "device": a tensor there.  "host": the CPU's memory; copies pass through pinned memory on streams of their own, so
-        that a GPU computes meanwhile.  "file": a file in `folder`, else in the system's folder for such (often /tmp; where
-        that is memory itself, name another).  It has no name, so nothing stays behind after a crash.
+        that a GPU computes meanwhile.  "file": a file in the pool's folder (often /tmp; where that is memory itself, name
+        another).  It has no name, so nothing stays behind after a crash.
+    pool: where memory and files come from, and go back to once nobody has them; None: torch's memory, a new file.
     room: as long as there is some, the whole lies on the device all the same.
     order: the dims from outermost to innermost in memory, as `torch.empty_permuted` takes them; None: as they are.
     Memory is taken at the first write or add, so that what is freed by then can be used again.
@@ -77,7 +71,7 @@ class Kept:
         device: torch.device | str,
         place: str = "device",
         order: Sequence[int] | None = None,
-        folder: str | Path | None = None,
+        pool: Pool | None = None,
         room: Room | None = None,
     ) -> None:
         if place not in PLACES:
@@ -87,9 +81,10 @@ class Kept:
         self.order = tuple(range(len(self.shape)) if order is None else order)
         self._is_here = place == "device" or (place == "host" and self.device.type == "cpu")
         self._room, self._taken = room, 0
-        self._folder = str(folder or tempfile.gettempdir())
+        self._pool = pool
         self._memory: Tensor | None = None
-        self._file: mmap.mmap | None = None
+        self._file: Block | None = None
+        self._written: list[Box] = []  # boxes apart from one another
         self._band = 1
         self._arriving: Arrival | None = None
         self._is_freed = False
@@ -99,7 +94,7 @@ class Kept:
         """A tensor that exists already, without a copy: what is written to it is written to the tensor."""
         order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
         kept = cls(tensor.shape, tensor.dtype, tensor.device, order=order)
-        kept._memory = tensor.detach()
+        kept._memory, kept._written = tensor.detach(), [all_of(tensor.shape)]
         return kept
 
     @property
@@ -129,15 +124,19 @@ class Kept:
         if is_empty(box) or self._memory is None:
             return _empty(size_of(box), self.dtype, self.device, self.order).zero_()
         self._settle()
+        for blank in self._begin(box):
+            for part in self._parts(blank):
+                self._put_part(part, None, adds=False)
         return self._memory[self._slices(box)] if self._is_here else self._brought(box)
 
     def whole(self) -> Tensor:
         """All pixels, as `read` gives them; on the device the tensor itself and no view of it."""
-        return self._memory if self._is_here and self._memory is not None else self.read(all_of(self.shape))
+        there = self.read(all_of(self.shape))
+        return self._memory if self._is_here and self._memory is not None else there
 
     def free(self) -> None:
         """Give memory or disk back now.  Nothing can be written or read afterwards; freeing again does nothing."""
-        self._arriving = self._memory = self._file = None  # nothing else leads to the file, so its space on the disk goes too
+        self._arriving = self._memory = self._file = self._pool = None
         if self._room is not None:
             self._room.bytes += self._taken
         self._taken = 0
@@ -167,11 +166,25 @@ class Kept:
         (box, tile, done, adds), self._arriving = self._arriving, None
         if done is not None:
             done.synchronize()
-        for part in self._parts(box):
-            place, pixels = self._place(part), tile[within(box, part)]
-            self._advise(place, _POPULATE_WRITE)
-            place.add_(pixels) if adds else place.copy_(pixels)
-            self._advise(place, _DROP)
+        before = [meet(box, written) for written in self._written] if adds else []
+        blank = self._begin(box)
+        for pieces, is_added in ((before, True), (blank if adds else [box], False)):
+            for part in (part for piece in pieces if not is_empty(piece) for part in self._parts(piece)):
+                self._put_part(part, tile[within(box, part)], adds=is_added)
+
+    def _put_part(self, part: Box, pixels: Tensor | None, *, adds: bool) -> None:
+        """One of `_parts`; None: zeros."""
+        place = self._place(part)
+        if self._file is not None:
+            self._file.make_ready(*self._range(place))
+        if pixels is None:
+            place.zero_()
+        elif adds:
+            place.add_(pixels)
+        else:
+            place.copy_(pixels)
+        if self._file is not None:
+            self._file.drop(*self._range(place))
 
     def _sent(self, tile: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """The tile where the whole lies, and what to wait for before it is read."""
@@ -189,7 +202,8 @@ class Kept:
             for part in self._parts(box):
                 place = self._place(part)
                 there[within(box, part)].copy_(place if lane is None else raised(place, self.device, self.order))
-                self._advise(place, _DROP)
+                if self._file is not None:
+                    self._file.drop(*self._range(place))
         return awaited(there, lane)
 
     # ------------------------------------------------------------------------------------------ memory
@@ -197,14 +211,28 @@ class Kept:
     def _made(self) -> Tensor:
         if not self._is_here and self._room is not None and self._room.take(self.bytes):
             self._is_here, self._taken = True, self.bytes
-            return _empty(self.shape, self.dtype, self.device, self.order).zero_()
-        if self.place != "file" or not self.bytes:
-            return _empty(self.shape, self.dtype, self.device if self._is_here else CPU, self.order).zero_()
+        if self._is_here or self.place != "file" or not self.bytes:
+            device = self.device if self._is_here else CPU
+            if device.type != "cpu" or self.bytes < HOST_BYTES or self._pool is None:
+                return _empty(self.shape, self.dtype, device, self.order)
+            _, memory = self._pool.host.take(self.bytes)
+            strides = _empty(self.shape, self.dtype, META, self.order).stride()
+            return memory[: self.bytes].view(self.dtype).as_strided(self.shape, strides)
         self._band = _band_of(self.shape, self.order)
         bands, shape = -(-self.shape[-1] // self._band) if self.shape else 1, (*self.shape[:-1], self._band)[: len(self.shape)]
-        self._file = _file_of(bands * math.prod(shape) * self.dtype.itemsize, self._folder)
-        strides = _empty(shape, self.dtype, torch.device("meta"), _file_order(self.order)).stride()
-        return torch.frombuffer(self._file, dtype=self.dtype).as_strided((bands, *shape), (math.prod(shape), *strides))
+        size = bands * math.prod(shape) * self.dtype.itemsize
+        self._file, memory = (self._pool or Pool()).file.take(size)
+        strides = _empty(shape, self.dtype, META, _file_order(self.order)).stride()
+        return memory[:size].view(self.dtype).as_strided((bands, *shape), (math.prod(shape), *strides))
+
+    def _begin(self, box: Box) -> list[Box]:
+        """The parts of a box that nothing was written to so far, which counts as written from now on."""
+        blank = [box]
+        for written in self._written:
+            blank = [rest for part in blank for rest in rest_of(part, meet(part, written))]
+        for part in blank:
+            self._written = _with(self._written, part)
+        return blank
 
     def _parts(self, box: Box) -> Iterator[Box]:
         """The box in parts that lie near together in memory, each in one band."""
@@ -228,15 +256,10 @@ class Kept:
         rest = within(all_of(self.shape[:-1]), part[:-1])
         return self._memory[band][(*rest, slice(start, start + len(part[-1])))]
 
-    def _advise(self, place: Tensor, advice: int | None) -> None:
-        """Tell the system what becomes of a file's pages; one that does not know the advice goes on as it is."""
-        if self._file is None or advice is None:
-            return
-        size, first = self.dtype.itemsize, int(place.storage_offset())
-        start = first * size // mmap.PAGESIZE * mmap.PAGESIZE
-        stop = (first + _reach(place.shape, place.stride())) * size
-        with contextlib.suppress(OSError):
-            self._file.madvise(advice, start, stop - start)
+    def _range(self, place: Tensor) -> tuple[int, int]:
+        """The bytes of a file from a place's first number to behind its last."""
+        first, size = int(place.storage_offset()), self.dtype.itemsize
+        return first * size, (first + _reach(place.shape, place.stride())) * size
 
     def _slices(self, box: Box) -> tuple[slice, ...]:
         return within(all_of(self.shape), box)
@@ -251,6 +274,16 @@ class Kept:
 
 def all_of(shape: Sequence[int]) -> Box:
     return tuple(Interval(0, extent) for extent in shape)
+
+
+def _with(boxes: Sequence[Box], new: Box) -> list[Box]:
+    """Boxes that are apart, and a new one that is, joined where two make one together."""
+    for number, box in enumerate(boxes):
+        unlike = [dim for dim, (a, b) in enumerate(zip(box, new, strict=True)) if a != b]
+        if len(unlike) == 1 and (box[unlike[0]].stop == new[unlike[0]].start or new[unlike[0]].stop == box[unlike[0]].start):
+            joined = tuple(hull([a, b]) for a, b in zip(box, new, strict=True))
+            return _with([*boxes[:number], *boxes[number + 1 :]], joined)
+    return [*boxes, new]
 
 
 def shown(box: Box) -> str:
@@ -300,32 +333,6 @@ def _file_order(order: tuple[int, ...]) -> tuple[int, ...]:
     """
     is_plain = order == tuple(range(len(order))) and len(order) > 3
     return (0, 2, 1, *order[3:]) if is_plain else order
-
-
-def _file_of(size_bytes: int, folder: str) -> mmap.mmap:
-    """A file without a name, as memory.  OSError, in words, where it does not fit or cannot be made."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            _reserve(file.fileno(), size_bytes)
-            return mmap.mmap(file.fileno(), size_bytes)
-    except OSError as error:
-        raise OSError(
-            f"no file of {size_bytes:,} bytes, to keep a tensor in, can be made in {folder}: {error.strerror or error}; "
-            "make room there, name a folder on a disk that has it, or keep tensors on the host"
-        ) from error
-
-
-def _reserve(file: int, size_bytes: int) -> None:
-    """Give a file its size and room on the disk: memory that finds the disk full later kills the process without a word."""
-    try:
-        os.posix_fallocate(file, 0, size_bytes)
-    except (AttributeError, OSError) as error:  # macOS has no such function, some file systems no such thing
-        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        disk = os.fstatvfs(file)
-        if disk.f_bavail * disk.f_frsize < size_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
-        os.ftruncate(file, size_bytes)
 
 
 # ---------------------------------------------------------------------------------------------- beside what a GPU computes

@@ -45,6 +45,11 @@ def _moments_of(image: Tensor) -> tuple[Tensor, Tensor]:
     return torch.batch_norm_update_stats(image, *unused, 0.0)
 
 
+def known_moments(image: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    """`moments_of` where a message of `packed` has them: nothing is computed until a gradient is asked for."""
+    return _recorded(lambda image: tuple(value.to(statistics_dtype(image.dtype)) for value in unpacked(part)), image)
+
+
 def moments_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """`moments_of` for (1, rows, pixels) in the way of torch's group norm, as exact as that in float32.
 

@@ -141,6 +141,7 @@ class Reduced:
     finish(total, *tiles): the outputs; None: the total itself.  Here `tiles` holds all tensor arguments, reads as tiles.
         It writes to none of them, so that it may be run for any tile, and often.
     settle(total, *tiles): what is written once for the whole, before `finish`: running statistics.  It gives nothing.
+    known(part, *tiles): the part, which is what `local` gives, with its gradient, where that needs less than `local` does.
     by_parts: False where `total` is bound to one way to cut, or where differentiating local, merge and finish is not the
         gradient of the whole, as equal extremes in two tiles share theirs.  Who works tile after tile then needs the whole.
     outs: a Tile for an output with pixels, Total(deferred=...) for one that `finish` gives as the part of this tile,
@@ -157,6 +158,7 @@ class Reduced:
     finish: Run | None = None
     at: Sequence[Layout | None] | None = None
     settle: Run | None = None
+    known: Run | None = None
     by_parts: bool = True
 
 

@@ -36,6 +36,12 @@ def group_norm(image: Meta, weight, bias, samples: int, channels: int, pixels: i
         spread = (var + (mean - middle[:, None]).square()).mean(1)
         return moments.packed(middle, spread, tile.numel() // (samples * groups))
 
+    def known(part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
+        if tile.numel() == 0:
+            return part
+        rows = moments.dense(tile).reshape(1, samples * groups, -1)
+        return moments.packed(*moments.known_moments(rows, part), rows.shape[2])
+
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
         tile = moments.dense(tensors[image.number])
         mean, var = moments.unpacked(total)
@@ -47,7 +53,7 @@ def group_norm(image: Meta, weight, bias, samples: int, channels: int, pixels: i
 
     outs, dims = [Tile(image.shape), None, None], range(2, image.ndim)
     reads = reads_of([image], layout, weight, bias)
-    return Reduced(dims=dims, local=local, outs=outs, merge=moments.merged, finish=finish, **reads)
+    return Reduced(dims=dims, local=local, known=known, outs=outs, merge=moments.merged, finish=finish, **reads)
 
 
 @rule(aten.native_group_norm_backward.default, plain_outputs=(1, 2))

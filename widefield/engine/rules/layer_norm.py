@@ -62,8 +62,8 @@ def layer_norm(image: Meta, shape: Sequence[int], weight, bias, eps: float) -> R
     if rows.is_cut:
         reads["at"] = [rows.layout, *[rows.of_weight] * (len(reads["at"]) - 1)]
         call = _LayerNorm(rows, image, weight, bias, eps)
-        dims = range(rows.outer, image.ndim)
-        return Reduced(dims=dims, local=call.local, outs=outs, merge=moments.merged, finish=call.finish, **reads)
+        dims, ends = range(rows.outer, image.ndim), {"local": call.local, "known": call.known, "finish": call.finish}
+        return Reduced(dims=dims, outs=outs, merge=moments.merged, **ends, **reads)
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
         return aten.native_layer_norm.default(tensors[image.number], shape, taken(tensors, weight), taken(tensors, bias), eps)
@@ -82,6 +82,10 @@ class _LayerNorm:
         if rows.numel() == 0:
             return moments.packed_nothing(rows.shape[1], tile)
         return moments.packed(*moments.moments_of_rows(rows), rows.shape[2])
+
+    def known(self, part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
+        rows = self.rows.view(tile)
+        return part if rows.numel() == 0 else moments.packed(*moments.known_moments(rows, part), rows.shape[2])
 
     def finish(self, total: Tensor, *tensors: Tensor) -> tuple:
         tile = tensors[self.image.number]

@@ -85,7 +85,8 @@ def batch_norm(image: Meta, weight, bias, running_mean, running_var, training, m
     dims = [dim for dim in range(image.ndim) if dim != 1]
     writes = "s" not in more and not (running_mean is None and running_var is None)
     settle = call.settle if writes else None
-    return Reduced(dims=dims, local=call.local, outs=outs, merge=moments.merged, finish=call.trained, settle=settle, **reads)
+    ends = {"local": call.local, "known": call.known, "merge": moments.merged, "finish": call.trained, "settle": settle}
+    return Reduced(dims=dims, outs=outs, **ends, **reads)
 
 
 def _refuse_bias(weight: Meta | None, bias: Meta) -> None:
@@ -110,6 +111,11 @@ class _BatchNorm:
         if tile.numel() == 0:
             return moments.packed_nothing(channels, tile)
         return moments.packed(*moments.moments_of(moments.dense(tile)), tile.numel() // channels)
+
+    def known(self, part: Tensor, tile: Tensor, *others: Tensor) -> Tensor:
+        if tile.numel() == 0:
+            return part
+        return moments.packed(*moments.known_moments(moments.dense(tile), part), tile.numel() // self.image.shape[1])
 
     def settle(self, total: Tensor, *tensors: Tensor) -> None:
         """Move the running statistics, once for the whole."""

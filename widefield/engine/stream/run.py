@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from widefield.engine.kept import Kept, Room
+from widefield.engine.pool import Pool
 from widefield.engine.stream.fused import Fused, Joined, runs_of
 from widefield.engine.stream.graph import Value
 from widefield.engine.stream.program import Program, Segment, Stage, Turn
@@ -28,8 +29,8 @@ class Run:
     """One forward and, where asked for, its backward.
 
     given: the tensor, or Reader, of every input, weight and constant.  tiled: those of which a rank has its own pixels alone.
-    keeps: whether a backward will follow.  place, folder: where values and gradients are kept between segments, but for
-        `room` bytes of them, which fit on the device.
+    keeps: whether a backward will follow.  place: where values and gradients are kept between segments, but for `room`
+        bytes of them, which fit on the device; pool: which gives the memory.
     fused: compiled runs of pointwise operations; None: nothing is compiled.
     """
 
@@ -42,13 +43,13 @@ class Run:
         *,
         keeps: bool = False,
         place: str = "device",
-        folder: Any = None,
+        pool: Pool | None = None,
         fused: Fused | None = None,
         room: int = 0,
     ) -> None:
         self.room = Room(room)
         self.program, self.span, self.layouts, self.keeps = program, span, program.layouts, keeps
-        self.place, self.folder, self.fused, self.results = place, folder, fused, set(program.graph.results)
+        self.place, self.pool, self.fused, self.results = place, pool, fused, set(program.graph.results)
         self.stores: dict[Value, Any] = {}
         self.small: dict[Value, Tensor] = {}
         self.parts: dict[Unit, Tensor] = {}
@@ -66,8 +67,9 @@ class Run:
 
     def _new(self, value: Value, box: Box | None = None) -> Region:
         box = self.span.own_box(self.layouts[value]) if box is None else box
-        place = "device" if value in self.results else self.place
-        kept = Kept(size_of(box), value.dtype, value.device, place, value.order, self.folder, self.room)
+        is_result = value in self.results  # and the user's
+        place, pool = ("device", None) if is_result else (self.place, self.pool)
+        kept = Kept(size_of(box), value.dtype, value.device, place, value.order, pool, self.room)
         return Region(kept, box)
 
     # ------------------------------------------------------------------------------------------ forward
@@ -262,6 +264,7 @@ class Run:
             return
         sources, small = self._sources(segment), _Leaves(self)
         around = self._around(segment)
+        known = {unit: self.span.own_parts(unit, segment.turns, self.parts[unit]) for unit in segment.parts}
         count = dict.fromkeys(segment.parts, 0)
         with torch.enable_grad():
             for turn in self.span.own(segment.turns):
@@ -275,10 +278,12 @@ class Run:
                         grads.append(self.slope_stores[value].read(turn.kept[value]))
                 for unit, step in turn.parts:
                     slope = slopes[unit]
-                    part = None if slope is None else step.call(arguments(unit, step, env, small))[0]
-                    if part is not None and slope is not None and part.requires_grad:
-                        outs.append(part)
-                        grads.append(slope[count[unit]])
+                    if slope is not None:
+                        tensors, own = arguments(unit, step, env, small), known[unit][count[unit]]
+                        part = step.call(tensors)[0] if step.known is None else step.known(own, tensors)
+                        if part.requires_grad:
+                            outs.append(part)
+                            grads.append(slope[count[unit]])
                     count[unit] += 1
                 env.clear()
                 if outs:

@@ -132,7 +132,13 @@ def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> Step:
     assert isinstance(d, Reduced), f"{node.op} gave {d!r} in turn {turn}"
     reads = _read_boxes(d, len(node.reads))
     numbers = [meta.number for meta in d.reads]
-    return Step(reads, [None], lambda tensors: [d.local(*(tensors[n] for n in numbers))])
+    known = d.known
+    return Step(
+        reads,
+        [None],
+        lambda tensors: [d.local(*(tensors[n] for n in numbers))],
+        None if known is None else lambda part, tensors: known(part, *(tensors[n] for n in numbers)),
+    )
 
 
 def _at(layout: Layout, turn: int) -> Layout:

@@ -17,6 +17,7 @@ from widefield.config import read_memory
 from widefield.engine.kept import PLACES
 from widefield.engine.layout import Cuts, Grid
 from widefield.engine.places import recut
+from widefield.engine.pool import Pool
 from widefield.engine.stream.choice import choose
 from widefield.engine.stream.follow import follow, tensors_of, without_autocast
 from widefield.engine.stream.fused import Fused
@@ -100,6 +101,7 @@ class Stream:
     ) -> None:
         self.tiles, self.memory, self.keep, self.folder, self.compiles = tiles, memory, keep, folder, compile
         self.known: Known[Made] = Known()
+        self.pool = Pool(folder)
         self.reasons: list[str] = []
         """What was chosen for the last new shape of inputs, a sentence each."""
 
@@ -107,7 +109,7 @@ class Stream:
         return Stream(self.tiles, self.memory, self.keep, self.folder, self.compiles)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "known": Known()}
+        return {**self.__dict__, "known": Known(), "pool": Pool(self.folder)}
 
     def program(self, module: nn.Module, args: tuple, kwargs: dict) -> Made:
         """What to run for these arguments."""
@@ -200,7 +202,7 @@ class Streamed(nn.Module):
         wanting = [value for value in given if value.wants_grad and (value.users or value in graph.results)]
         keeps = torch.is_grad_enabled() and bool(wanting)
         tiled = [value for value, tensor in given.items() if type(tensor) is TiledTensor and tensor.laid.is_cut]
-        where = {"place": made.place, "folder": self._stream.folder, "room": made.room}
+        where = {"place": made.place, "pool": self._stream.pool, "room": made.room}
         run = Run(program, span, own, tiled, keeps=keeps, fused=made.fused, **where)
         with without_autocast():
             results = _run_with_gradient(run, graph, given, wanting) if keeps else _wrapped(run.forward(), run)
