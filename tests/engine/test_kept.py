@@ -50,9 +50,9 @@ def uses(draw):
     return shape, order, draw(st.sampled_from(DTYPES)), draw(st.lists(step, max_size=8))
 
 
-def compare_with_a_plain_tensor(use, place: str, device: str = "cpu") -> None:
+def compare_with_a_plain_tensor(use, place: str, device: str = "cpu", pool: Pool | None = None) -> None:
     shape, order, dtype, steps = use
-    ours, plain = Kept(shape, dtype, device, place, order), torch.zeros(shape, dtype=dtype)
+    ours, plain = Kept(shape, dtype, device, place, order, pool), torch.zeros(shape, dtype=dtype)
     everything = tuple(Interval(0, n) for n in shape)
     for name, box, seed in [*steps, ("whole", everything, 0)]:
         pixels = plain[within(everything, box)]
@@ -72,11 +72,16 @@ def compare_with_a_plain_tensor(use, place: str, device: str = "cpu") -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_kept_tensor_holds_what_a_plain_one_would(place, device):
-    @given(uses(), st.sampled_from([8, 100, kept.SLAB_BYTES]))
-    @settings(max_examples=150 if device == "cpu" else 40)
-    def law(use, slab_bytes):
-        with mock.patch.object(kept, "SLAB_BYTES", slab_bytes):  # so that a few pixels are many slabs
-            compare_with_a_plain_tensor(use, place, device)
+    pool = Pool()  # whose blocks hold what tensors before had in them
+
+    @given(uses(), st.sampled_from([8, 100, kept.SLAB_BYTES]), st.booleans())
+    @settings(max_examples=200 if device == "cpu" else 40)
+    def law(use, slab_bytes, is_pooled):
+        with (
+            mock.patch.object(kept, "SLAB_BYTES", slab_bytes),  # so that a few pixels are many slabs
+            mock.patch.object(kept, "HOST_BYTES", 1),  # and come from the pool
+        ):
+            compare_with_a_plain_tensor(use, place, device, pool if is_pooled else None)
 
     law()
 

@@ -24,9 +24,12 @@ from torch import Tensor
 FILL_BYTES = 1 << 20
 """How much of a new file is filled with zeros at a time, through the system's call for writing: the first touch of new pages
 through memory costs several times as much."""
+HUGE_BYTES = 2 << 20
+"""The largest page: where a file's lie so, one comes whole with the first byte that is touched, and has to go whole."""
 
 _ZEROS = bytes(FILL_BYTES)
 _DROP: int | None = getattr(mmap, "MADV_DONTNEED", None)
+_FREE: int | None = getattr(mmap, "MADV_FREE", None)
 _HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _POPULATE_WRITE: int | None = 23 if sys.platform == "linux" else None
 """Make pages ready to be written to, all at once and not each as it is first touched (Linux 5.14)."""
@@ -67,7 +70,12 @@ class Block:
 
     def drop(self, start: int, stop: int) -> None:
         """Take these bytes of a file out of what this process holds; the system keeps them while it has memory to spare."""
-        self._advise(_DROP, start, stop)
+        self._advise(_DROP, start // HUGE_BYTES * HUGE_BYTES, min(-(-stop // HUGE_BYTES) * HUGE_BYTES, self.bytes))
+
+    def rest(self) -> None:
+        """While nobody has this memory, the system may take of it what it needs for others."""
+        if self._file is None:
+            self._advise(_FREE, 0, self.bytes)
 
     def _fill(self, start: int, stop: int) -> None:
         assert self._file is not None
@@ -116,11 +124,15 @@ class Shelf:
         self.used += block.bytes
         self.most_used = max(self.most_used, self.used)
         array = np.frombuffer(block.map, dtype=np.uint8)
-        weakref.finalize(array, self._back.append, block).atexit = False
+        weakref.finalize(array, self._come_back, block).atexit = False
         return block, torch.from_numpy(array)
 
+    def _come_back(self, block: Block) -> None:
+        """At any time, from any thread."""
+        block.rest()
+        self._back.append(block)
+
     def _sort_back(self) -> None:
-        """What came back meanwhile; it may come at any time, from any thread."""
         while self._back:
             block = self._back.popleft()
             self.used -= block.bytes
