@@ -36,8 +36,11 @@ _POPULATE_WRITE: int | None = 23 if sys.platform == "linux" else None
 
 
 class Block:
-    """Memory of a process, zeros at first: its own, of large pages where the system has such, or, in a folder, that of a file
-    without a name.  OSError, in words, where the file does not fit or cannot be made."""
+    """Memory of a process, zeros at first: its own, of large pages where the system has such, or that of a file without a name.
+
+    folder: of the file, "": the system's for temporary files; None: no file.
+    Errors: OSError, in words, where the file does not fit or cannot be made.
+    """
 
     def __init__(self, size_bytes: int, folder: str | None) -> None:
         self.bytes, self._file = size_bytes, None
@@ -46,6 +49,7 @@ class Block:
             self.map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._advise(_HUGE, 0, size_bytes)
             return
+        folder = folder or tempfile.gettempdir()
         try:
             with contextlib.ExitStack() as undone:
                 self._file = undone.enter_context(tempfile.TemporaryFile(dir=folder))
@@ -104,7 +108,7 @@ def _reserve(file: int, size_bytes: int) -> None:
 
 
 class Shelf:
-    """Blocks of one kind: those that tensors have, and those that wait for the next."""
+    """Blocks of one kind: those that tensors have, and those that wait for the next.  folder: as of `Block`."""
 
     def __init__(self, folder: str | None, most_idle: int | None = None) -> None:
         self.folder, self.most_idle = folder, most_idle
@@ -163,4 +167,4 @@ class Pool:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self.host, self.file = Shelf(None), Shelf(str(folder or tempfile.gettempdir()), memory // 2)
+        self.host, self.file = Shelf(None), Shelf(str(folder or ""), memory // 2)

@@ -40,8 +40,8 @@ MACHINES = {
 """Orders of magnitude, as only ratios of times are used; a device that is not named is taken for a GPU.
 
 cpu: by 24 runs of four nets of 0.6 and 1 million pixels in 4 to 64 tiles, on one core of an AMD EPYC with torch 2.15; what
-comes out is within 24 % of the measured ratio to a run without tiles, 13 % in the root mean square.  file: a disk that the system
-keeps in memory, by a U-Net of 4 million pixels in 16 tiles (1.23 here, 1.18 to 1.24 measured; kept in memory 1.17 and 1.13).
+comes out is within 24 % of the measured ratio to a run without tiles, 13 % in the root mean square.  file: on a disk that the
+system keeps in memory, by a U-Net of 4 million pixels in 16 tiles (1.23 here, 1.18 to 1.24 measured).
 cuda: by the numbers of a data-center GPU, 140 TFLOP/s and 3.5 TB/s beside 60 GB/s to the host; not measured.
 """
 
