@@ -35,7 +35,7 @@ def test_memory_is_zeros_at_first_and_is_handed_on_with_what_is_in_it(shelf):
     memory.fill_(7)
     where = place_of(memory)
     del memory
-    _, again = shelf.take(2 * MIB)
+    _, again = shelf.take(3 * MIB - 9)
     assert place_of(again) == where and again.numel() == 3 * MIB
 
 
@@ -57,6 +57,13 @@ def test_the_smallest_that_is_large_enough_is_taken(shelf):
     assert place_of(shelf.take(3 * MIB - 5)[1]) == places[3]
 
 
+def test_memory_is_not_wasted_on_small_tensors_and_disk_may_be(tmp_path):
+    for shelf, is_waste in ((Pool(tmp_path).host, True), (Pool(tmp_path).file, False)):
+        shelf.take(4 * MIB)
+        assert shelf.take(7 * MIB // 2)[1].numel() == 4 * MIB
+        assert shelf.take(3 * MIB)[1].numel() == (3 if is_waste else 4) * MIB
+
+
 def test_there_is_never_more_than_tensors_had_at_one_time(shelf):
     first = [shelf.take(size * MIB)[1] for size in (1, 2, 3)]
     first.clear()
@@ -71,7 +78,7 @@ def test_files_that_wait_are_no_more_than_they_may_be(tmp_path):
     taken = [shelf.take(2 * MIB)[1] for _ in range(3)]
     taken.clear()
     assert all_bytes(shelf) == 2 * MIB and len(shelf.idle) == 1
-    assert 0 < Pool(tmp_path).file.most_idle < 1 << 50 and Pool(tmp_path).host.most_idle is None
+    assert 0 < Pool(tmp_path).file.most_idle < 1 << 50 and Pool(tmp_path).host.most_idle == float("inf")
 
 
 def test_where_a_file_does_not_fit_those_that_wait_go_first(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import mmap
 import os
 import sys
@@ -26,6 +27,8 @@ FILL_BYTES = 1 << 20
 through memory costs several times as much."""
 HUGE_BYTES = 2 << 20
 """The largest page: where a file's lie so, one comes whole with the first byte that is touched, and has to go whole."""
+HOST_WASTE = 1.25
+"""Memory is asked for within a budget, so that large blocks must not go to small tensors.  Of a disk there is more."""
 
 _ZEROS = bytes(FILL_BYTES)
 _DROP: int | None = getattr(mmap, "MADV_DONTNEED", None)
@@ -108,10 +111,14 @@ def _reserve(file: int, size_bytes: int) -> None:
 
 
 class Shelf:
-    """Blocks of one kind: those that tensors have, and those that wait for the next.  folder: as of `Block`."""
+    """Blocks of one kind: those that tensors have, and those that wait for the next.
 
-    def __init__(self, folder: str | None, most_idle: int | None = None) -> None:
-        self.folder, self.most_idle = folder, most_idle
+    folder: as of `Block`.  most_idle: bytes that wait at most.
+    most_waste: a tensor is not given a block of more than so many times its size.
+    """
+
+    def __init__(self, folder: str | None, most_idle: float = math.inf, most_waste: float = math.inf) -> None:
+        self.folder, self.most_idle, self.most_waste = folder, most_idle, most_waste
         self.used = self.most_used = 0
         self.idle: list[Block] = []
         self._back: deque[Block] = deque()
@@ -119,7 +126,7 @@ class Shelf:
     def take(self, size_bytes: int) -> tuple[Block, Tensor]:
         """A block of so many bytes or more, and all of it as one tensor; it comes back when nobody has that memory any more."""
         self._sort_back()
-        fitting = [block for block in self.idle if block.bytes >= size_bytes]
+        fitting = [block for block in self.idle if size_bytes <= block.bytes <= self.most_waste * size_bytes]
         if fitting:
             block = min(fitting, key=lambda block: block.bytes)
             self.idle.remove(block)
@@ -141,7 +148,7 @@ class Shelf:
             block = self._back.popleft()
             self.used -= block.bytes
             self.idle.append(block)
-        while self.most_idle is not None and sum(block.bytes for block in self.idle) > self.most_idle:
+        while sum(block.bytes for block in self.idle) > self.most_idle:
             self.idle.pop(0)
 
     def _new(self, size_bytes: int) -> Block:
@@ -167,4 +174,5 @@ class Pool:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self.host, self.file = Shelf(None), Shelf(str(folder or ""), memory // 2)
+        self.host = Shelf(None, most_waste=HOST_WASTE)
+        self.file = Shelf(str(folder or ""), most_idle=memory // 2)
