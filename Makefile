@@ -1,11 +1,10 @@
 # make demo      trains on scikit-learn's digits, then on pages cut into tiles, and writes a report of each
-# make test      runs every test, file by file on WORKERS processes of one thread
+# make test      runs every test
 # make coverage  the same, and which lines no test runs
 # make docs      builds the documentation into site/
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2
 
 .PHONY: demo test coverage docs clean
 demo: $(VENV)/installed
@@ -13,7 +12,7 @@ demo: $(VENV)/installed
 	$(BIN)/widefield train recipes/page.yaml 'data.options.pages=[64,8]' schedule.length=4ep schedule.warmup=1ep
 
 test: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest
 
 coverage: $(VENV)/installed-test
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
