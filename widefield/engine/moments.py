@@ -45,11 +45,6 @@ def _moments_of(image: Tensor) -> tuple[Tensor, Tensor]:
     return torch.batch_norm_update_stats(image, *unused, 0.0)
 
 
-def known_moments(image: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
-    """`moments_of` where a message of `packed` has them: nothing is computed until a gradient is asked for."""
-    return _recorded(lambda image: tuple(value.to(statistics_dtype(image.dtype)) for value in unpacked(part)), image)
-
-
 def moments_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """`moments_of` for (1, rows, pixels) in the way of torch's group norm, as exact as that in float32.
 
@@ -105,6 +100,16 @@ def packed(mean: Tensor, var: Tensor, count: int) -> Tensor:
     """A tile's statistics as one message: mean, squared deviations from it, count; 2C + 1 float64 numbers."""
     mean, var = mean.double(), var.double()
     return torch.cat([mean, var * count, mean.new_full((1,), count)])
+
+
+def known(part: Tensor, image: Tensor) -> Tensor:
+    """The message of a tile's statistics, which is there, with its gradient: nothing is computed until that is asked for."""
+    if image.numel() == 0:
+        return part
+    dtype = statistics_dtype(image.dtype)
+    return packed(
+        *_recorded(lambda _: tuple(value.to(dtype) for value in unpacked(part)), image), image.numel() // image.size(1)
+    )
 
 
 def packed_nothing(channels: int, like: Tensor) -> Tensor:

@@ -22,15 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FILL_BYTES = 1 << 20
-"""How much of a new file is filled with zeros at a time, through the system's call for writing: the first touch of new pages
-through memory costs several times as much."""
 HUGE_BYTES = 2 << 20
 """The largest page: where a file's lie so, one comes whole with the first byte that is touched, and has to go whole."""
 HOST_WASTE = 1.25
 """Memory is asked for within a budget, so that large blocks must not go to small tensors.  Of a disk there is more."""
 
-_ZEROS = bytes(FILL_BYTES)
 _DROP: int | None = getattr(mmap, "MADV_DONTNEED", None)
 _FREE: int | None = getattr(mmap, "MADV_FREE", None)
 _HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -46,33 +42,24 @@ class Block:
     """
 
     def __init__(self, size_bytes: int, folder: str | None) -> None:
-        self.bytes, self._file = size_bytes, None
-        self._is_filled = bytearray(-(-size_bytes // FILL_BYTES))
+        self.bytes = size_bytes
         if folder is None:
             self.map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._advise(_HUGE, 0, size_bytes)
             return
         folder = folder or tempfile.gettempdir()
         try:
-            with contextlib.ExitStack() as undone:
-                self._file = undone.enter_context(tempfile.TemporaryFile(dir=folder))
-                _reserve(self._file.fileno(), size_bytes)
-                self.map = mmap.mmap(self._file.fileno(), size_bytes)
-                undone.pop_all()
+            with tempfile.TemporaryFile(dir=folder) as file:
+                _reserve(file.fileno(), size_bytes)
+                self.map = mmap.mmap(file.fileno(), size_bytes)
         except OSError as error:
             raise OSError(
                 f"no file of {size_bytes:,} bytes, to keep a tensor in, can be made in {folder}: {error.strerror or error}; "
                 "make room there, name a folder on a disk that has it, or keep tensors on the host"
             ) from error
-        weakref.finalize(self, self._file.close)
 
     def make_ready(self, start: int, stop: int) -> None:
         """Before these bytes of a file are written to; without it they could be, at many times the cost."""
-        assert self._file is not None
-        first, last = start // FILL_BYTES, -(-stop // FILL_BYTES)
-        while (first := self._is_filled.find(0, first, last)) >= 0:
-            self._fill(first * FILL_BYTES, min((first + 1) * FILL_BYTES, self.bytes))
-            self._is_filled[first] = 1
         self._advise(_POPULATE_WRITE, start, stop)
 
     def drop(self, start: int, stop: int) -> None:
@@ -80,14 +67,8 @@ class Block:
         self._advise(_DROP, start // HUGE_BYTES * HUGE_BYTES, min(-(-stop // HUGE_BYTES) * HUGE_BYTES, self.bytes))
 
     def rest(self) -> None:
-        """While nobody has this memory, the system may take of it what it needs for others."""
-        if self._file is None:
-            self._advise(_FREE, 0, self.bytes)
-
-    def _fill(self, start: int, stop: int) -> None:
-        assert self._file is not None
-        while start < stop:
-            start += os.pwrite(self._file.fileno(), memoryview(_ZEROS)[: stop - start], start)
+        """While nobody has this memory, the system may take of it what it needs for others; a file's it may at any time."""
+        self._advise(_FREE, 0, self.bytes)
 
     def _advise(self, advice: int | None, start: int, stop: int) -> None:
         """A system that does not know the advice goes on as it is."""
@@ -123,6 +104,10 @@ class Shelf:
         self.idle: list[Block] = []
         self._back: deque[Block] = deque()
 
+    @property
+    def idle_bytes(self) -> int:
+        return sum(block.bytes for block in self.idle)
+
     def take(self, size_bytes: int) -> tuple[Block, Tensor]:
         """A block of so many bytes or more, and all of it as one tensor; it comes back when nobody has that memory any more."""
         self._sort_back()
@@ -148,13 +133,13 @@ class Shelf:
             block = self._back.popleft()
             self.used -= block.bytes
             self.idle.append(block)
-        while sum(block.bytes for block in self.idle) > self.most_idle:
+        while self.idle_bytes > self.most_idle:
             self.idle.pop(0)
 
     def _new(self, size_bytes: int) -> Block:
         """All together never become more than tensors had at one time; what waits goes for that, the longest waiting first."""
         most = max(self.most_used, self.used + size_bytes)
-        while self.idle and self.used + sum(block.bytes for block in self.idle) + size_bytes > most:
+        while self.idle and self.used + self.idle_bytes + size_bytes > most:
             self.idle.pop(0)
         try:
             return Block(size_bytes, self.folder)

@@ -37,10 +37,8 @@ def group_norm(image: Meta, weight, bias, samples: int, channels: int, pixels: i
         return moments.packed(middle, spread, tile.numel() // (samples * groups))
 
     def known(part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
-        if tile.numel() == 0:
-            return part
-        rows = moments.dense(tile).reshape(1, samples * groups, -1)
-        return moments.packed(*moments.known_moments(rows, part), rows.shape[2])
+        rows = samples * groups
+        return moments.known(part, moments.dense(tile).reshape(1, rows, tile.numel() // rows))
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
         tile = moments.dense(tensors[image.number])

@@ -192,8 +192,7 @@ class Estimator:
         moved = 3 * read + 2 * kept if goes_back else read + kept  # windows twice, what they add to, the gradients that come
         time = self.machine.far[self.setting.place] * moved
         for unit, step in (*turn.steps, *turn.parts):
-            is_spared = step.known is not None if unit.part is not None else is_known(unit, step, turn, self.results)
-            spared = goes_back and is_spared
+            spared = goes_back and is_known(unit, step, turn, self.results)
             time += (self._passes(unit) - spared if goes_back else 1) * self._step(unit, step)
         return time
 

@@ -39,10 +39,12 @@ def work_bytes(turn: Turn, habits: Habits, results: Collection[Value], *, is_cop
 
 
 def is_known(unit: Unit, step: Step, turn: Turn, results: Collection[Value]) -> bool:
-    """Whether the result of a step lies among what is kept, so that the backward need not make it again.
+    """Whether the result of a step lies among what is kept, or is a part of a sum, so that the backward need not make it again.
 
     results: what the module gives; it belongs to the user by then.
     """
+    if unit.part is not None:
+        return step.known is not None
     out = unit.outs[0]
     return step.known is not None and out not in results and out in turn.kept and turn.kept[out] == step.outs[0]
 
