@@ -11,6 +11,7 @@ from torch import Tensor
 from widefield.engine import halo
 from widefield.engine.halo import Move
 from widefield.engine.layout import Grid, Layout, layout_of
+from widefield.engine.partial import partial_of
 from widefield.engine.places import boxes_of, move_for, own_of, space_group, wanted_by, ways_of
 from widefield.engine.rules import Additive, Meta, Part, Tile, Total
 from widefield.engine.tiled import wrap, wrap_view
@@ -154,15 +155,13 @@ def _sums_wrapper(outs: Sequence[Tile | Total | None], over: Meta, ways: int, gr
 def finish_total(
     value: Tensor | None, out: Total, ways: int, layout: Layout | None, grid: Grid, tensors: Sequence[Tensor]
 ) -> Tensor:
-    """A sum of which this rank has a part: times the number of tiles where DDP will take the mean, else added up now."""
+    """A sum of which this rank has a part: a partial gradient, or added up now."""
     if value is None:
         value = torch.zeros(out.shape, dtype=out.dtype or tensors[0].dtype, device=tensors[0].device)
     if ways == 1:
         return value if out.deferred else _uncut(value, grid)
     if out.deferred:
-        value = value.mul(ways)
-        value.deferred = grid  # type: ignore[attr-defined]
-        return value
+        return partial_of(value.mul(ways), grid)
     assert layout is not None
     return _uncut(halo.add_sums(value, grid.group_name(layout.axes)), grid)
 

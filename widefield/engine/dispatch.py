@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map
 from widefield.engine import rules
 from widefield.engine.alike import is_in_place, on_every_rank, on_uncut, repeats_places, tensors_in, writable
 from widefield.engine.execute import build
-from widefield.engine.halo import add_sums
 from widefield.engine.homes import version_of
 from widefield.engine.layout import Layout, layout_of
-from widefield.engine.places import moved, on_layout, recut, space_group, whole_of
+from widefield.engine.partial import INTO_LEAF, into_leaf, is_for_leaf
+from widefield.engine.places import moved, on_layout, recut, whole_of
 from widefield.engine.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Meta, Reduced, Turns
 from widefield.engine.tiled import TiledTensor, wrap
 
@@ -50,10 +50,18 @@ def load_rules() -> None:
 def handler_of(func: Any) -> Callable:
     """What runs `func(*args, **kwargs)` where at least one argument is tiled."""
     load_rules()
-    if func in COMPOSED:
-        return partial(_composed, COMPOSED[func])
-    if func in RULES:
-        return partial(by_rule, RULES[func])
+    found = _handler_of(func)
+    return partial(_unless_for_leaf, found) if func in INTO_LEAF else found
+
+
+def _unless_for_leaf(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
+    return into_leaf(func, args, kwargs) if is_for_leaf() else run(func, args, kwargs)
+
+
+def _handler_of(func: Any) -> Callable:
+    if func in COMPOSED or func in RULES:
+        run = partial(_composed, COMPOSED[func]) if func in COMPOSED else partial(by_rule, RULES[func])
+        return partial(_backward, run) if "_backward" in func._schema.name else run
     if func in (aten.detach.default, aten.alias.default):
         return _alias
     if func.namespace == "fsdp":
@@ -152,8 +160,6 @@ def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
 def _brought_to(value: Any, layout: Layout) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
         return value
-    if hasattr(value, "deferred"):  # a plain weight's gradient, of which each rank has a part, meets a tiled one
-        value = add_sums(value, space_group(layout.grid)) / layout.grid.size
     return on_layout(value, layout)
 
 
@@ -173,6 +179,14 @@ def _common_layout(tensors: Sequence[TiledTensor], shape: tuple[int, ...]) -> La
 
 
 # ---------------------------------------------------------------------------------------------- rules
+
+
+def _backward(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The backward of an operation on plain tensors, whose result met a tiled one later, runs on the whole gradient."""
+    gradient, *others = tensors_in(args, kwargs)
+    if others and type(gradient) is TiledTensor and not any(type(other) is TiledTensor for other in others):
+        return func(whole_of(gradient), *args[1:], **kwargs)
+    return run(func, args, kwargs)
 
 
 def by_rule(function: Callable[..., Description], func: Any, args: tuple, kwargs: dict) -> Any:

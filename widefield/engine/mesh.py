@@ -10,8 +10,9 @@ import datetime
 import math
 import os
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -74,6 +75,8 @@ class Mesh:
     """Whether `join` opened the process group, so that `leave` closes it."""
     made: tuple[dist.ProcessGroup, ...] = ()
     """The groups that `join` made for the plan's axes."""
+    lent: list[tuple[dist.ProcessGroup, weakref.ref]] = field(default_factory=list, compare=False)
+    """Groups of the ranks of `data_group`, and who sends on each."""
 
     @property
     def rank(self) -> int:
@@ -153,6 +156,13 @@ class Mesh:
             dist.broadcast(tensor, group_src=0, group=self.data_group)
         return tensor
 
+    def broadcast_all_(self, tensors: Sequence[Tensor]) -> None:
+        """`broadcast_` of each, in place whatever its order in memory, in few messages."""
+        for run in _runs(tensors, BROADCAST_BYTES) if self.data_group is not None else ():
+            flat = self.broadcast_(torch.cat([tensor.reshape(-1) for tensor in run]))
+            for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order, on every rank."""
         if self.group is None:
@@ -160,6 +170,21 @@ class Mesh:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def lend_group(self, holder: Any) -> dist.ProcessGroup:
+        """A group of the ranks of `data_group` that nobody else sends on while `holder` lives; every rank calls it.
+
+        Messages of two models, or of a model and its user, may come in another order on each rank; a group keeps order.
+        """
+        idle = {number for number, (_, borrower) in enumerate(self.lent) if borrower() is None}
+        everywhere = set.intersection(*self.gather_objects(idle))  # ranks free memory at times of their own
+        if everywhere:
+            number = min(everywhere)
+            self.lent[number] = (self.lent[number][0], weakref.ref(holder))
+        else:
+            number = len(self.lent)
+            self.lent.append((_data_group(self.plan), weakref.ref(holder)))
+        return self.lent[number][0]
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -184,6 +209,22 @@ class Mesh:
             problem = str(error)
         self.agree(problem)
         return result  # type: ignore[return-value]
+
+
+BROADCAST_BYTES = 2**28
+"""Of a message in which many tensors travel: torch's DDP has as many."""
+
+
+def _runs(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
+    """Tensors of one dtype and device together, in order, up to so many bytes."""
+    runs: list[list[Tensor]] = []
+    for tensor in sorted(tensors, key=lambda each: (str(each.dtype), str(each.device))):
+        run = runs[-1] if runs else []
+        fits = run and (run[0].dtype, run[0].device) == (tensor.dtype, tensor.device)
+        if not fits or sum(each.nbytes for each in run) + tensor.nbytes > most:
+            runs.append([])
+        runs[-1].append(tensor)
+    return runs
 
 
 def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
@@ -239,7 +280,7 @@ def leave(mesh: Mesh) -> None:
     if mesh.opened:
         dist.destroy_process_group()
         return
-    for group in mesh.made:
+    for group in (*mesh.made, *(group for group, _ in mesh.lent)):
         if group in _world.pg_map:
             dist.destroy_process_group(group)
 

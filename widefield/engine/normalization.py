@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from widefield.engine import moments
 from widefield.engine.layout import Layout
 from widefield.engine.mesh import Mesh
+from widefield.engine.partial import partial_of, settled
 from widefield.engine.places import moved, on_layout
 from widefield.engine.tiled import TiledTensor, wrap
 
@@ -198,6 +199,10 @@ class _Share:
         """The tensor of the input's kind and shape that has this tile."""
         return tile if self.layout is None else wrap(tile, self.layout)
 
+    def partial(self, sums: Tensor) -> Tensor:
+        """What is summed over this rank's pixels as a gradient of which it has a part."""
+        return sums if self.layout is None else partial_of(sums * self.tiles, self.layout.grid)
+
 
 def _share_of(input: Tensor, alike: int, *, is_ghost: bool) -> _Share:
     if type(input) is not TiledTensor:
@@ -294,7 +299,7 @@ class _Normalize(torch.autograd.Function):
         input, weight, mean, var, count = ctx.saved_tensors
         share, invstd = ctx.share, moments.invstd_of(var, ctx.eps)
         tile = share.tile_of(input)
-        grad = moments.laid_out_as(tile, share.tile_of(grad))
+        grad = moments.laid_out_as(tile, share.tile_of(settled(grad)))
         sums = mean.new_zeros(2, mean.numel()) if share.is_ghost else moments.gradient_sums(grad, tile, mean, invstd)
         grad_input = None
         if ctx.needs_input_grad[0]:
@@ -303,7 +308,7 @@ class _Normalize(torch.autograd.Function):
             means = (whole if weight is None else whole * weight.to(whole.dtype)) / count.to(whole.dtype)
             arguments = (grad, tile, mean, invstd, weight, means)
             grad_input = share.wrapped(torch.zeros_like(tile) if share.is_ghost else moments.input_gradient(*arguments))
-        parts = [(sums[n] * share.tiles).to(weight.dtype) if ctx.needs_input_grad[1 + n] else None for n in (0, 1)]
+        parts = [share.partial(sums[n]).to(weight.dtype) if ctx.needs_input_grad[1 + n] else None for n in (0, 1)]
         return grad_input, *parts, None, None, None, None
 
 
@@ -390,7 +395,5 @@ def average_running_statistics(model: nn.Module, mesh: Mesh) -> None:
 
 
 def broadcast_buffers(model: nn.Module, mesh: Mesh) -> None:
-    """Overwrite every buffer with that of the first rank that has it: one message each, before training and checkpoints."""
-    for buffer in model.buffers():
-        whole = buffer.detach().contiguous()
-        buffer.detach().copy_(mesh.broadcast_(whole))
+    """Overwrite every buffer with that of the first rank that has it, before training and checkpoints."""
+    mesh.broadcast_all_([buffer.detach() for buffer in model.buffers() if not buffer.is_meta])

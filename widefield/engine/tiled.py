@@ -6,8 +6,8 @@ Values and gradients alike are those of the single device:
 
 - tiled: cut over ranks by its layout; or uncut, the same on every rank, which is what becomes of sums over pixels;
 - plain: an ordinary tensor that every rank has alike; a sum down to one number is plain, so that a loss is;
-- the gradient of a plain weight is deferred: a rank has its own pixels' part, times the number of tiles, so that the mean
-  over ranks, which DDP and FSDP take anyway, is the single device's gradient.
+- a sum over pixels in a backward, as the gradient of a weight, is partial: a rank has its own pixels' part, times the number
+  of tiles, so that the mean over ranks, which is taken anyway where weights learn, is the value.  See `partial.py`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class TiledTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if len(types) > 1:
+            for kind in types:
+                if kind in OTHER_KINDS:
+                    return OTHER_KINDS[kind](func, args, kwargs or {})
         if args and type(args[0]) is TiledTensor and args[0].laid.alone is not None:
             return _run_alone(func, args, kwargs)
         handler = _HANDLERS.get(func)
@@ -157,6 +161,8 @@ def _run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
     return run_alone(func, args, kwargs)
 
 
+OTHER_KINDS: dict[type, Callable] = {}
+"""What runs an operation on tiled tensors and such a kind of tensor together."""
 _HANDLERS: dict[Any, Callable] = {}
 
 

@@ -13,6 +13,7 @@ from widefield.engine.dispatch import load_rules
 from widefield.engine.homes import version_of
 from widefield.engine.layout import Cut, Layout, layout_of, uncut
 from widefield.engine.mesh import Mesh
+from widefield.engine.partial import PartialGradient, settle, settled
 from widefield.engine.places import on_layout, recut, space_group
 from widefield.engine.tiled import TiledTensor, wrap
 from widefield.geometry.interval import natural_cut
@@ -58,6 +59,8 @@ def whole(tensor: Any) -> Any:
     Cost: every rank receives what it does not hold.  Backward: the mean over ranks of their gradients, cut into tiles.
     Lists, tuples and dicts are gone through.
     """
+    if type(tensor) is PartialGradient:
+        tensor = settle(tensor)
     if type(tensor) is TiledTensor:
         return _Whole.apply(tensor)
     if isinstance(tensor, dict):
@@ -130,7 +133,7 @@ class _Tile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return whole(grad), None
+        return whole(settled(grad)), None
 
 
 class _FromTile(torch.autograd.Function):
@@ -141,7 +144,7 @@ class _FromTile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return on_layout(grad, ctx.layout), None
+        return on_layout(settled(grad), ctx.layout), None
 
 
 class _OwnTile(torch.autograd.Function):
@@ -171,7 +174,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _mean_of_tiles(grad, ctx.layout)
+        return _mean_of_tiles(settled(grad), ctx.layout)
 
 
 def _mean_of_tiles(grad: Tensor, layout: Layout) -> Tensor:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from widefield.engine import halo
 from widefield.engine.halo import Move
 from widefield.engine.layout import Grid, Layout
+from widefield.engine.partial import partial_of
 from widefield.engine.places import recut, space_group
 from widefield.engine.rules import Placed, Turns
 from widefield.engine.tiled import TiledTensor, wrap_view
@@ -42,8 +44,8 @@ def placed(d: Placed, grid: Grid) -> Execute:
         for number, layout in places:
             tiles[number] = brought(tensors[number], layout)
         part = d.run(*tiles)
-        if d.deferred:
-            return _part_of_mean(part, d.out, spread)
+        if spread > 1 and (d.deferred or (group and not d.out.is_cut and _in_first_backward())):
+            return partial_of(_part_of_mean(part, d.out, spread), grid)
         if group:
             part = halo.add_sums(part, group)
         return part if part.ndim == 0 else wrap_view(part, d.out)
@@ -51,10 +53,14 @@ def placed(d: Placed, grid: Grid) -> Execute:
     return execute
 
 
+def _in_first_backward() -> bool:
+    """Whether a gradient is computed that is not differentiated again: then who wants its value may wait for it."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
 def _part_of_mean(part: Tensor, layout: Layout, spread: int) -> Tensor:
-    """What a rank gives of a plain weight's gradient so that the mean over ranks is the whole sum."""
-    if spread > 1:
-        part = part * spread
+    """What a rank gives so that the mean over ranks is the whole sum."""
+    part = part * spread
     if not layout.is_cut:
         return part
     whole = part.new_zeros(layout.shape)

@@ -14,6 +14,7 @@ from ranks import on_ranks
 from widefield.engine import dispatch, rules, windowed
 from widefield.engine.layout import Cut, Layout, layout_of
 from widefield.engine.mesh import Mesh
+from widefield.engine.partial import partial_of
 from widefield.engine.places import moved
 from widefield.engine.rules import Case
 from widefield.engine.tiled import TiledTensor
@@ -22,8 +23,14 @@ from widefield.geometry.interval import even_cut
 from widefield.plan import Plan
 
 FAMILIES = sorted(found.name for found in pkgutil.iter_modules(rules.__path__))
-HOW = {"even": 0.25, "uneven": 10.0, "last tile empty": 0.25, "gradient cut elsewhere": 0.25, "cut elsewhere": 0.25}
-"""How inputs are cut, and up to which share edges are computed apart from the tile; with 10 they always are."""
+HOW = {
+    "even": 0.25, "uneven": 10.0, "last tile empty": 0.25, "gradient cut elsewhere": 0.25, "cut elsewhere": 0.25,
+    "plain, its gradient cut": 0.25, "plain, its gradient partial": 0.25,
+}  # fmt: skip
+"""How inputs are cut, and up to which share edges are computed apart from the tile; with 10 they always are.
+
+What is plain and meets an image later, as a branch that sees no pixel does, has a gradient of the image's kind.
+"""
 GRIDS = [(2,), (3,), (2, 2), (4,)]
 FEWER = {(3,): ("uneven", "last tile empty"), (4,): ("uneven", "last tile empty")}
 """Of more tiles along one dim, the ways that show what two do not: tiles between others, and halos from beyond the next."""
@@ -50,7 +57,7 @@ def _problems_of(mesh: Mesh, family: str) -> list[str]:
         for case in cases_of(family)
         for how, small in HOW.items()
         if how in FEWER.get(mesh.grid.sizes, HOW)
-        if not (case.refuses and how == "cut elsewhere")  # what refuses a cut image may run where batch and channels are cut
+        if not (case.refuses and how not in ("even", "uneven"))  # what refuses a cut image may run where others are cut
         if (problem := _said(case, mesh, how, small)) is not None
     ]
 
@@ -70,7 +77,8 @@ def _problem_of(case: Case, mesh: Mesh, how: str) -> str | None:
     torch.manual_seed(0)
     wholes = [torch.randn(shape).requires_grad_() for shape in case.shapes]
     given = [w.detach().clone().requires_grad_() for w in wholes]
-    inputs = [_Tile.apply(x, _layout(x, mesh, how)) if n in case.tiled else x for n, x in enumerate(given)]
+    cut = () if how.startswith("plain") else case.tiled
+    inputs = [_Tile.apply(x, _layout(x, mesh, how)) if n in cut else x for n, x in enumerate(given)]
     if case.refuses is not None:
         return _problem_of_refusal(case, inputs)
     torch.manual_seed(1)
@@ -82,9 +90,10 @@ def _problem_of(case: Case, mesh: Mesh, how: str) -> str | None:
     weights = [torch.randn_like(out) for out in expected if out.requires_grad]
     if weights:
         _pull(expected, weights)
-        _pull(got, [_like(w, g, how) for w, g in zip(weights, _with_grad(got), strict=True)])
+        _pull(got, [_like(w, g, mesh, how) for w, g in zip(weights, _with_grad(got), strict=True)])
         for n, (a, b) in enumerate(zip(given, wholes, strict=True)):
-            grad = None if a.grad is None else _mean(whole(a.grad), mesh, n in case.tiled)
+            assert a.grad is None or type(a.grad) is torch.Tensor
+            grad = None if a.grad is None else _mean(a.grad, mesh, n in cut)
             problems.append(_difference(grad, b.grad, f"gradient {n}"))
     return next((problem for problem in problems if problem), None)
 
@@ -108,8 +117,12 @@ def _with_grad(tensors):
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 
-def _like(weight: torch.Tensor, output: torch.Tensor, how: str) -> torch.Tensor:
-    """The gradient of an output, cut as it is, or on other dims."""
+def _like(weight: torch.Tensor, output: torch.Tensor, mesh: Mesh, how: str) -> torch.Tensor:
+    """The gradient of an output, cut as it is, or on other dims; of a plain one cut, or each rank's part of a mean."""
+    if how == "plain, its gradient cut" and weight.ndim:
+        return _Tile.apply(weight, _layout(weight, mesh, "uneven"))
+    if how == "plain, its gradient partial":
+        return partial_of(weight * (1.0 + mesh.grid.index - (mesh.grid.size - 1) / 2), mesh.grid)
     if type(output) is not TiledTensor:
         return weight
     cut_dims = [dim for dim, cut in enumerate(output.laid.cuts) if cut is not None]

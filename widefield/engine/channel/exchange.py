@@ -16,6 +16,7 @@ from torch import Tensor
 
 from widefield.engine.channel.part import Part
 from widefield.engine.layout import layout_of
+from widefield.engine.partial import PartialGradient, partial_of
 from widefield.engine.places import is_dense, memory_of
 from widefield.engine.tiled import TiledTensor, wrap
 
@@ -81,11 +82,16 @@ def added(own: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _tile_of(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: what is done with it here is linear, so a part of a gradient serves as well."""
+    if type(tensor) is PartialGradient:
+        return tensor.part
     return tensor.own if type(tensor) is TiledTensor else tensor
 
 
 def _like(tile: Tensor, tensor: Tensor, part: Part | None) -> Tensor:
     """A tile of the kind that `tensor` is, with the channels of a whole or of this rank's part."""
+    if type(tensor) is PartialGradient:
+        return partial_of(tile, tensor.grid)
     if type(tensor) is not TiledTensor:
         return tile
     shape = list(tensor.shape)

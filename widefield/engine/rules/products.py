@@ -4,7 +4,7 @@ Each is written in letters, `bnk,bkm->bnm`, and the axes of the grid are given t
 the output; at a summed one every rank has a part of the sum.  Where the operands are cut along different dims, the letters
 are chosen so that the fewest numbers travel.
 
-The gradient of a plain weight is such a sum over pixels; it is left to DDP or FSDP where autograd's graph says that it is one.
+In a backward a sum over pixels stays this rank's part until somebody wants its value, see `engine/partial.py`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.dispatch import any_cut, by_rule
 from widefield.engine.layout import Cut, Grid, Layout, layout_of
-from widefield.engine.receiver import is_plain_weights_gradient
-from widefield.engine.rules import Meta, Placed, case, composed, rule
-from widefield.engine.tiled import TiledTensor
+from widefield.engine.rules import Meta, Placed, case, rule
 from widefield.geometry.box import meet, size_of
 from widefield.geometry.interval import even_cut
 
 aten = torch.ops.aten
-BACKWARDS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0", "MvBackward0", "AddmvBackward0")
 
 
 def planned(letters: str, operands: Sequence[Meta]) -> tuple[list[Layout], Layout, tuple[int, ...]]:
@@ -90,9 +85,9 @@ def _cost(plan, operands: Sequence[Meta]) -> int:
     return moved + summed
 
 
-def _product(run: Callable, letters: str, a: Meta, b: Meta, *, deferred: bool = False) -> Placed:
+def _product(run: Callable, letters: str, a: Meta, b: Meta) -> Placed:
     layouts, out, over = planned(letters, [a, b])
-    return Placed([a, b], layouts, run, out, over, deferred)
+    return Placed([a, b], layouts, run, out, over)
 
 
 # ---------------------------------------------------------------------------------------------- products alone
@@ -100,27 +95,8 @@ def _product(run: Callable, letters: str, a: Meta, b: Meta, *, deferred: bool = 
 rule(aten.dot.default)(partial(_product, aten.dot.default, "k,k->"))
 rule(aten.vdot.default)(partial(_product, aten.vdot.default, "k,k->"))
 rule(aten.mv.default)(partial(_product, aten.mv.default, "nk,k->n"))
-
-
-class _Gradient:
-    """A product that is the gradient of a plain weight: named so among the kept descriptions."""
-
-    def __init__(self, run: Callable) -> None:
-        self.run = run
-
-
-def _hot(run: Callable, letters: str, gradient: _Gradient, a: Tensor, b: Tensor) -> Any:
-    """A product; of a plain weight's gradient each rank's part, which is plain."""
-    shape = (*a.shape[:-1], b.shape[-1])
-    if not is_plain_weights_gradient(shape, BACKWARDS):
-        return by_rule(partial(_product, run, letters), run, (a, b), {})
-    if any_cut(a, b):
-        return by_rule(partial(_product, run, letters, deferred=True), gradient, (a, b), {})
-    return run(*(x.own if type(x) is TiledTensor else x for x in (a, b)))
-
-
-composed(aten.mm.default, uncut_too=True)(partial(_hot, aten.mm.default, "nk,km->nm", _Gradient(aten.mm.default)))
-composed(aten.bmm.default, uncut_too=True)(partial(_hot, aten.bmm.default, "bnk,bkm->bnm", _Gradient(aten.bmm.default)))
+rule(aten.mm.default)(partial(_product, aten.mm.default, "nk,km->nm"))
+rule(aten.bmm.default)(partial(_product, aten.bmm.default, "bnk,bkm->bnm"))
 
 
 # ---------------------------------------------------------------------------------------------- products and a sum

@@ -1,20 +1,18 @@
-"""Data parallelism by torch's DistributedDataParallel: a whole copy of the model per rank, gradients averaged in buckets.
+"""Data parallelism: a whole copy of the model per rank, gradients averaged in buckets as each backward ends.
 
-What DDP wants to be told is found out by trial passes: whether every parameter gets a gradient, and whether the graph stays
-the same.  Two more passes through DDP let it order its buckets before the first step, so that a resumed run adds numbers up
-in the order of one that never stopped: from 3 ranks on that decides the last bits.
-
-A rank whose gradients differ in which parameters they reach raises one step later, in DDP's words.
+See `_reducer.py` for what a backward may be.  Two trial passes, where they can be had, show which parameters get gradients and
+in which order, so that the buckets are those of the first step and of a resumed run alike: from 3 ranks on the order in which
+numbers are added up decides the last bits.
 """
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,57 +20,88 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from widefield.engine.mesh import Mesh
 from widefield.engine.normalization import SyncBatchNorm, broadcast_buffers
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies._adasum import adasum_hook
-from widefield.engine.strategies._buckets import bucket_mib
-from widefield.engine.strategies._route import inside, route, wrapper_of
+from widefield.engine.strategies._buckets import Seen, bucket_mib
+from widefield.engine.strategies._reducer import Hook, Reducer
 from widefield.plan import Plan
 
 PHASE = Phase.AVERAGE
-_STATE = "_widefield_hook_state"
+_REDUCERS: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
 
 
 def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None) -> list[str]:
-    """Make training passes of `model` average their gradients over `mesh.data_group`; the reasons for each choice.
+    """Make every backward average the gradients of `model` over `mesh.data_group`; the reasons for each choice.
 
     The gradient is the mean over ranks, so a loss summed over this rank's samples wants the factor copies / samples of all.
-    Weights and buffers become rank 0's.  Without `rehearse` no parameter may be left out of a pass (DDP then raises),
-    and the first step's buckets are not the later ones'.
+    Weights and buffers become rank 0's.  A model that was laid out before is laid out anew.
+    ValueError, on every rank: ranks have different models.  NotImplementedError: a parameter without a shape yet.
     """
     plan = mesh.plan
+    _check_alike(model, mesh)
     reasons = []
     if plan.batch_norm == "synchronized" and mesh.copies > 1:  # tiles of one image share statistics by the engine's rules
         reasons += synchronize(model, mesh)
     if plan.batch_norm_group > 1:
         reasons += _share_statistics(model, mesh)
-    broadcast_buffers(model, mesh)  # SyncBatchNorm's trial pass wants them equal, and DDP before 2.13 leaves them out
-    flags, why = _find_flags(model, mesh, rehearse)
+    begin_alike(model, mesh)
+    before = _REDUCERS.pop(model, None)
+    if before is not None:
+        before.close()
+    if not any(True for _ in model.parameters()):
+        return [*reasons, "the model has no parameters, so there is nothing to average"]
+    seen = None if rehearse is None else _seen(model, mesh, rehearse)
     size, measured = bucket_mib(model, mesh)
-    wrapper = DistributedDataParallel(
-        inside(model),
-        process_group=mesh.data_group,
-        bucket_cap_mb=size,
-        gradient_as_bucket_view=True,
-        **flags,
-        **_buffer_flag(plan.batch_norm == "broadcast"),
-    )
-    route(model, wrapper)
-    if rehearse is not None:  # DDP orders its buckets after one pass, with a static graph after two
-        trial_passes(model, rehearse, 2)
-    return [*reasons, why, *measured, *_compress(model, wrapper, mesh)]
+    hook, state, compressed = _compression(mesh)
+    reducer = Reducer(model, bucket_bytes=int(size * 2**20), seen=seen, hook=hook, state=state)
+    reducer.group = mesh.lend_group(reducer)
+    _REDUCERS[model] = reducer
+    if plan.batch_norm == "broadcast":
+        model.register_forward_pre_hook(partial(send_buffers, mesh))
+    return [*reasons, _in_words(reducer, seen, size), *measured, *compressed]
 
 
 def without_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, backward adds to this rank's gradients and sends nothing: every pass of a step but the last runs here.
 
-    Forward and backward both belong inside.  Does nothing for a model that is not laid out by this strategy.
+    Does nothing for a model that is not laid out by this strategy.
     """
-    wrapper = wrapper_of(model)
-    return wrapper.no_sync() if isinstance(wrapper, DistributedDataParallel) else nullcontext()
+    reducer = _REDUCERS.get(model)
+    return nullcontext() if reducer is None else reducer.paused()
+
+
+def _check_alike(model: nn.Module, mesh: Mesh) -> None:
+    lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise NotImplementedError(
+            f"the parameter '{lazy[0]}' is lazy: it has no shape yet, so nobody can average its gradient; run the model once "
+            "before it is laid out"
+        )
+    mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters() if not p.is_meta]
+    of_ranks = mesh.gather_objects((mesh.channel, mesh.stage, mine))
+    for rank, (*_, theirs) in enumerate(of_ranks):
+        expected = next(others for *place, others in of_ranks if place == list(of_ranks[rank][:2]))
+        if theirs != expected:
+            pairs = [(a, b) for a, b in zip(expected, theirs, strict=False) if a != b]
+            told = f"{pairs[0][1]} on rank {rank} where rank 0 has {pairs[0][0]}" if pairs else (
+                f"{len(theirs)} parameters on rank {rank} where rank 0 has {len(expected)}"
+            )  # fmt: skip
+            raise ValueError(f"ranks have different models: {told}; build the same model on every rank")
+
+
+def send_buffers(mesh: Mesh, model: nn.Module, inputs: Any) -> None:
+    """Before a training pass, where the first rank's running statistics win."""
+    if model.training and torch.is_grad_enabled():
+        broadcast_buffers(model, mesh)
+
+
+def begin_alike(model: nn.Module, mesh: Mesh) -> None:
+    """Weights and buffers of the first rank on all ranks."""
+    mesh.broadcast_all_([parameter.detach() for parameter in model.parameters() if not parameter.is_meta])
+    broadcast_buffers(model, mesh)
 
 
 def synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
@@ -95,56 +124,61 @@ def _share_statistics(model: nn.Module, mesh: Mesh) -> list[str]:
     ]
 
 
-def _buffer_flag(every_forward: bool) -> dict[str, bool]:
-    """DDP's switch for sending rank 0's buffers before each pass, under the name that this torch has for it."""
-    known = inspect.signature(DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": every_forward}
-
-
 # ---------------------------------------------------------------------------------------------- trial passes
 
 
-def _find_flags(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor] | None) -> tuple[dict[str, bool], str]:
-    """DDP's static_graph and find_unused_parameters, from two trial passes, the same on every rank; and the reason."""
-    if rehearse is None:
-        return {}, "plain DDP: no trial pass was given, so every parameter is expected to get a gradient in every pass"
+def _seen(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor]) -> Seen:
+    """What two trial passes of every rank show together."""
+    names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    number = {name: n for n, name in enumerate(names)}
+    trained = tuple(number[name] for name, p in model.named_parameters() if p.requires_grad and name in number)
     found = [used for of_rank in mesh.gather_objects(trial_passes(model, rehearse, 2)) for used in of_rank]
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    unused = [name for name in trainable if not all(name in used for used in found)]
-    if any(used != found[0] for used in found):
-        return {"find_unused_parameters": True}, (
-            f"find_unused_parameters: {len(unused)} of {len(trainable)} parameters get gradients in some trial passes and "
-            f"not in others ({_some(unused)})"
+    passes = [tuple(number[name] for name in used if name in number) for used in found]
+    return Seen.together([Seen(tuple(dict.fromkeys(used)), trained, len(set(used)) == len(used)) for used in passes])
+
+
+def _in_words(reducer: Reducer, seen: Seen | None, mib: float) -> str:
+    """How gradients travel, and which of them may not."""
+    if seen is None:
+        return (
+            f"gradients travel in messages of up to {mib:g} MiB: the first backward shows which parameters get some and sends "
+            "at its end, later ones while they run"
         )
-    which = f"all {len(trainable)} parameters get gradients" if not unused else (
-        f"{len(unused)} of {len(trainable)} parameters never get gradients ({_some(unused)}) and the others always do"
-    )  # fmt: skip
-    compiled = getattr(model, "_compiled_call_impl", None) is not None
-    if mesh.grid.size > 1 and compiled and not unused:  # its graph would begin with a clone that a compiler cannot trace
-        return {}, f"plain DDP: {which}, but a static graph cannot be compiled together with tiles in space"
-    if mesh.plan.accumulate == 1:
-        return {"static_graph": True}, f"static graph: {which}, in two trial passes on {mesh.size} ranks"
-    why = f"gradient.accumulate={mesh.plan.accumulate} leaves out messages, which DDP's static graph cannot"
-    if unused:
-        return {"find_unused_parameters": True}, f"find_unused_parameters: {which}, and {why}"
-    return {}, f"plain DDP: {which}, but {why}"
+    layout = reducer.layout()
+    assert layout is not None, "trial passes have shown it"
+    travel = f"gradients travel in {len(layout.buckets)} messages of up to {mib:g} MiB"
+    trained = len(layout.where) + len(layout.late)
+    if not layout.late:
+        return f"{travel} while a backward runs: all {trained} parameters get one in trial passes"
+    names = [reducer.names[number] for number in layout.late]
+    return (
+        f"{travel}: {len(names)} of {trained} parameters got none in trial passes ({_some(names)}) and travel only when they "
+        "get one"
+    )
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def trial_passes(model: nn.Module, rehearse: Callable[[], Tensor], count: int) -> list[set[str]]:
-    """Forward and backward `count` times, leaving no trace; the names of the parameters that got gradients each time.
+def trial_passes(model: nn.Module, rehearse: Callable[[], Tensor], count: int) -> list[list[str]]:
+    """Forward and backward `count` times, leaving no trace; the names of the parameters that got gradients each time, in order.
 
-    Random states move on from one pass to the next, so that a branch taken by chance shows.
+    One that got them by parts is named as often.  Random states move on from one pass to the next, so that a branch taken by
+    chance shows.
     """
-    found = []
-    with without_trace(model):
-        for _ in range(count):
-            model.zero_grad(set_to_none=True)
-            rehearse().backward()
-            found.append({name for name, parameter in model.named_parameters() if parameter.grad is not None})
+    found: list[list[str]] = []
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: found[-1].append(name)) for name, p in named]
+    try:
+        with without_trace(model):
+            for _ in range(count):
+                model.zero_grad(set_to_none=True)
+                found.append([])
+                rehearse().backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
     return found
 
 
@@ -171,25 +205,22 @@ def without_trace(model: nn.Module) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- compression
 
 
-def _compress(model: nn.Module, wrapper: DistributedDataParallel, mesh: Mesh) -> list[str]:
-    """Register the plan's way for gradients to travel; after the trial pass, so that no state remembers it."""
+def _compression(mesh: Mesh) -> tuple[Hook | None, Any, list[str]]:
+    """What gradients travel as, by the plan: a hook that sends a bucket, what it keeps, and the reason."""
     plan = mesh.plan
     if plan.agreement == "adasum":
-        wrapper.register_comm_hook(mesh.data_group, adasum_hook)
-        return [f"gradients of {mesh.copies} copies are combined by Adasum, layer by layer: not the mean, so not one device's"]
+        told = f"gradients of {mesh.copies} copies are combined by Adasum, layer by layer: not the mean, so not one device's"
+        return adasum_hook, None, [told]
     if plan.compression == "none":
-        return []
+        return None, None, []
     if plan.compression == "powersgd":
-        state = _power_sgd_state(plan, mesh)
-        model.__dict__[_STATE] = state
-        wrapper.register_comm_hook(state, powerSGD_hook)
-        return [
+        told = (
             f"gradients travel as PowerSGD factors of rank {plan.powersgd_rank} from step {plan.powersgd_start_step} on: "
             "fewer bytes, inexact"
-        ]
+        )
+        return powerSGD_hook, _power_sgd_state(plan, mesh), [told]
     hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[plan.compression]
-    wrapper.register_comm_hook(mesh.data_group, hook)
-    return [f"gradients travel as {plan.compression}: half the bytes of float32, inexact"]
+    return hook, None, [f"gradients travel as {plan.compression}: half the bytes of float32, inexact"]
 
 
 def _power_sgd_state(plan: Plan, mesh: Mesh) -> PowerSGDState:
@@ -198,6 +229,11 @@ def _power_sgd_state(plan: Plan, mesh: Mesh) -> PowerSGDState:
         matrix_approximation_rank=plan.powersgd_rank,
         start_powerSGD_iter=plan.powersgd_start_step,
     )
+
+
+def _power_sgd_of(model: nn.Module) -> Any:
+    reducer = _REDUCERS.get(model)
+    return None if reducer is None else reducer.state
 
 
 _TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")
@@ -209,7 +245,7 @@ def hook_state(model: nn.Module) -> dict[str, Any] | None:
 
     Each rank has its own (the error its own gradients lost), so a checkpoint keeps one per rank.
     """
-    state = vars(model).get(_STATE)
+    state = _power_sgd_of(model)
     if state is None:
         return None
     kind, keys, position, has_gauss, gauss = state.rng.get_state()
@@ -224,7 +260,7 @@ def load_hook_state(model: nn.Module, saved: dict[str, Any] | None) -> None:
 
     ValueError where one of the two runs compresses by PowerSGD and the other does not.
     """
-    state = vars(model).get(_STATE)
+    state = _power_sgd_of(model)
     if (state is None) != (saved is None):
         has, wants = ("none", "one") if saved is None else ("one", "none")
         raise ValueError(
@@ -269,12 +305,12 @@ class _Branches(nn.Module):
 
 
 CASES = [
-    Case("batch norm", _conv_net, (7, 2, 6, 5), reason="static graph: all 9 parameters"),
+    Case("batch norm", _conv_net, (7, 2, 6, 5), reason="in . messages .*: all 9 parameters get one"),
     Case("no batch norm", partial(_conv_net, lambda channels: nn.GroupNorm(1, channels)), (7, 2, 6, 5)),
     Case("many buckets", _conv_net, (7, 2, 6, 5), {"bucket_mib": 1e-4}),
     Case("buckets of a measured size", _conv_net, (7, 2, 6, 5), {"bucket_mib": None}, "gradient.bucket_mib=1: a message takes"),
-    Case("accumulation", partial(_conv_net, nn.Identity), (7, 2, 6, 5), {"accumulate": 2}, "plain DDP: .*accumulate=2"),
-    Case("a branch never used", _Branches, (7, 4), reason="static graph: 2 of 6 .*never.bias"),
-    Case("a branch never used, accumulation", _Branches, (7, 4), {"accumulate": 2}, "find_unused_parameters: 2 of 6 .*never"),
-    Case("a branch used sometimes", partial(_Branches, True), (7, 4), reason="find_unused_parameters: 4 of 6 .*some trial"),
+    Case("accumulation", partial(_conv_net, nn.Identity), (7, 2, 6, 5), {"accumulate": 2}),
+    Case("a branch never used", _Branches, (7, 4), reason="2 of 6 .*never.bias"),
+    Case("a branch never used, accumulation", _Branches, (7, 4), {"accumulate": 2}, "2 of 6 .*never"),
+    Case("a branch used sometimes", partial(_Branches, True), (7, 4), reason="2 of 6 parameters .*never.weight"),
 ]

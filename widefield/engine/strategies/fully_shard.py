@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map
 
 from widefield.engine.executed import flow_of
 from widefield.engine.mesh import Mesh
-from widefield.engine.normalization import broadcast_buffers
 from widefield.engine.strategies import Case, Phase, data
 from widefield.engine.strategies._pick import CONTAINERS, picked, some
 
@@ -56,7 +55,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     reasons += _look(model, mesh, rehearse)
     _shard(model, [units[name] for name in sorted(units, key=lambda name: -name.count("."))], mesh)
     if plan.batch_norm == "broadcast":
-        model.register_forward_pre_hook(partial(_send_buffers, mesh))
+        model.register_forward_pre_hook(partial(data.send_buffers, mesh))
     model.register_forward_hook(_rest_after)
     return [*reasons, _ways_in_words(mesh), why]
 
@@ -186,9 +185,8 @@ def _is_apart(model: nn.Module, name: str) -> bool:
 def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
     """Weights and buffers of rank 0 on all ranks; weights dense in row order, which is all that FSDP2 takes."""
     for parameter in model.parameters():
-        whole = parameter.detach().contiguous()
-        parameter.data = mesh.broadcast_(whole)
-    broadcast_buffers(model, mesh)
+        parameter.data = parameter.detach().contiguous()
+    data.begin_alike(model, mesh)
 
 
 def _look(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor] | None) -> list[str]:
@@ -197,7 +195,7 @@ def _look(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor] | None) -
         return []
     of_ranks = mesh.gather_objects(data.trial_passes(model, rehearse, 2))
     for rank, found in enumerate(of_ranks):
-        for first, here in zip(of_ranks[0], found, strict=True):
+        for first, here in zip(map(set, of_ranks[0]), map(set, found), strict=True):
             if first != here:
                 name = sorted(first ^ here)[0]
                 raise NotImplementedError(
@@ -221,12 +219,6 @@ def _no_view(module: nn.Module, inputs: Any, output: Any) -> Any:
     if not torch.is_grad_enabled():
         return None
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf._base is not None else leaf, output)
-
-
-def _send_buffers(mesh: Mesh, model: nn.Module, inputs: Any) -> None:
-    """What DDP does before a training pass where the first rank's running statistics win."""
-    if model.training and torch.is_grad_enabled():
-        broadcast_buffers(model, mesh)
 
 
 def _rest_after(model: nn.Module, inputs: Any, output: Any) -> None:

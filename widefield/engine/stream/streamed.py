@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from widefield.config import read_memory
 from widefield.engine.kept import PLACES
 from widefield.engine.layout import Cuts, Grid
+from widefield.engine.partial import partial_of, settled
 from widefield.engine.places import recut
 from widefield.engine.pool import Pool
 from widefield.engine.stream.choice import choose
@@ -229,7 +230,8 @@ def _out(tensor: Tensor, value: Value, run: Run) -> Tensor:
 
 
 def _in(grad: Tensor, value: Value, run: Run) -> Tensor:
-    """A gradient of a result as this rank's part of it."""
+    """A gradient of a result as this rank's pixels of it."""
+    grad = settled(grad)
     if type(grad) is not TiledTensor:
         return grad
     return recut(grad, run.span.in_space(run.layouts[value])) if value in run.layouts else grad.own
@@ -293,6 +295,9 @@ def _zeros(value: Value, run: Run) -> Tensor:
 
 
 def _like(grad: Tensor | None, tensor: Tensor, value: Value, run: Run) -> Tensor | None:
-    if grad is None or type(tensor) is not TiledTensor:
-        return grad
+    """A gradient of the kind that its tensor is; a weight's is this rank's part."""
+    if grad is None:
+        return None
+    if type(tensor) is not TiledTensor:
+        return partial_of(grad, run.span.grid)
     return wrap(grad, run.span.in_space(run.layouts[value])) if value in run.layouts else wrap_uncut(grad, run.span.grid)

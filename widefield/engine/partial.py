@@ -1,0 +1,282 @@
+"""PartialGradient: a gradient of which every rank of an image's grid has a part; its value is the mean of the parts.
+
+The gradient of a weight is a sum over all pixels, and a rank has its own pixels' share of it, times the number of tiles.  The
+mean over ranks, which a reducer or FSDP2 takes anyway, is then the whole's gradient, so nothing needs to be sent here.
+
+That it is a part travels with the value, by its type:
+
+- operations that are affine in it, with factors that every rank has alike, give a part again: views, sums, products with plain
+  values, the backward operations of plain layers that a weight went through;
+- whatever else looks at it gets the value: it is added up over the ranks first (one message), and is tiled without cuts from
+  then on, or plain where it is one number.  So a weight that was computed from the image, a hook, a penalty on gradients see
+  one device's numbers;
+- a leaf takes it: a `managed` one as its rank's plain part, for whoever promised the mean, any other as the plain value.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from widefield.engine import halo
+from widefield.engine.alike import is_in_place, repeats_places
+from widefield.engine.homes import version_of
+from widefield.engine.layout import Grid
+from widefield.engine.places import space_group, whole_of
+from widefield.engine.tiled import OTHER_KINDS, TiledTensor, wrap_uncut
+
+aten = torch.ops.aten
+_make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_node = torch._C._current_autograd_node  # type: ignore[attr-defined]
+LEAF_NODE = "torch::autograd::AccumulateGrad"
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+_MANAGED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Leaves whose gradients somebody averages over the ranks of the grid, with how many there are that do."""
+
+
+class PartialGradient(Tensor):
+    """`part` is this rank's plain part, `grid` the ranks whose parts' mean is the value."""
+
+    part: Tensor
+    grid: Grid
+    is_alike: bool = False
+    """Whether the parts are the value itself, on every rank, since it was asked for."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return run_partial(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"PartialGradient(rank {self.grid.index} of {self.grid.size}, part={self.part!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            f"a gradient of shape {list(self.shape)} of which each of {self.grid.size} ranks has a part cannot be pickled or "
+            "saved; save widefield.whole(it), on every rank"
+        )
+
+
+def partial_of(part: Tensor, grid: Grid) -> Tensor:
+    """The gradient of which this rank has `part`; plain, and the part itself, on a grid of one rank."""
+    if grid.size == 1:
+        return part
+    made = _make(PartialGradient, part.shape, strides=part.stride(), dtype=part.dtype, device=part.device)
+    made.part, made.grid = part, grid
+    return made
+
+
+def settled(tensor: Any) -> Any:
+    """The value of a partial gradient: tiled without cuts, or plain where it is one number; anything else as it is.
+
+    Cost: one sum over the grid of as many numbers as differ; once per tensor.  Every rank of the grid calls it.
+    """
+    if type(tensor) is not PartialGradient:
+        return tensor
+    if not tensor.is_alike:
+        value, tensor.is_alike = _mean(tensor.part, tensor.grid), True
+        tensor.part = value if repeats_places(tensor.part) else tensor.part.copy_(value)  # which views of it see
+    return wrap_uncut(tensor.part, tensor.grid)
+
+
+def settle(tensor: PartialGradient) -> Tensor:
+    """`settled`, through which gradients of gradients go."""
+    return _Settle.apply(tensor)
+
+
+class _Settle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: PartialGradient) -> Tensor:
+        value = settled(tensor)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _mean(part: Tensor, grid: Grid) -> Tensor:
+    """The mean over ranks; of dims that repeat one value, that alone is sent."""
+    shape = part.shape
+    for dim, (extent, step) in enumerate(zip(shape, part.stride(), strict=True)):
+        if step == 0 and extent > 1:
+            part = part.narrow(dim, 0, 1)
+    return (halo.add_sums(part, space_group(grid)) / grid.size).expand(shape)
+
+
+# ---------------------------------------------------------------------------------------------- leaves
+
+
+def manage(parameters: Iterable[Tensor]) -> None:
+    """Promise that the gradients of these leaves are averaged over ranks before anybody reads them."""
+    for parameter in parameters:
+        _MANAGED[parameter] = _MANAGED.get(parameter, 0) + 1
+
+
+def release(parameters: Iterable[Tensor]) -> None:
+    """Take one promise of `manage` back."""
+    for parameter in parameters:
+        if _MANAGED.get(parameter, 0) > 1:
+            _MANAGED[parameter] -= 1
+        else:
+            _MANAGED.pop(parameter, None)
+
+
+def part_of_mean(gradient: Tensor) -> Tensor:
+    """What this rank gives so that the mean over the ranks of the grid is the gradient: plain, and nothing is sent."""
+    if type(gradient) is PartialGradient:
+        return gradient.part
+    if type(gradient) is not TiledTensor:
+        return gradient
+    own, layout = _own(gradient), gradient.laid
+    if not layout.is_cut:
+        return own
+    whole = own.new_zeros(layout.shape)
+    whole[tuple(slice(i.start, i.stop) for i in layout.box)] = own * layout.ways
+    return whole
+
+
+INTO_LEAF = {
+    aten.detach.default, aten.clone.default, aten.new_empty_strided.default, aten.copy_.default, aten.add_.Tensor,
+}  # fmt: skip
+"""What autograd does with a gradient that has reached a leaf."""
+
+
+def is_for_leaf() -> bool:
+    """Whether the operation that is dispatched now is autograd's own, which hands a gradient to a plain leaf.
+
+    It detaches or copies the gradient, or adds it to what is there.  What a hook does, which it calls, is not.
+    """
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    node = _node()
+    if node is None or node.name() != LEAF_NODE or type(node.variable) is TiledTensor:
+        return False
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("widefield.engine."):
+        frame = frame.f_back
+    return frame is None or frame.f_code is _ENGINE
+
+
+def into_leaf(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The leaf gets what is its own: a managed one this rank's part, any other the value."""
+    take: Callable[[Any], Any] = part_of_mean if _node().variable in _MANAGED else _plain_value
+    if func is aten.new_empty_strided.default:  # which asks for a dtype and a device alone
+        take = _own
+    args, kwargs = tree_map(lambda value: take(value) if isinstance(value, Tensor) else value, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _plain_value(tensor: Tensor) -> Tensor:
+    value = settled(tensor)
+    return whole_of(value) if type(value) is TiledTensor else value
+
+
+# ---------------------------------------------------------------------------------------------- operations
+
+
+def run_partial(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`func`, one of whose tensor arguments is a partial gradient."""
+    if func in INTO_LEAF and is_for_leaf():
+        return into_leaf(func, args, kwargs)
+    check = _AFFINE.get(func) or (_is_backward_of_plain if _is_backward(func) else None)
+    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    if check is not None and check(args, kwargs) and all(_is_alike(tensor) for tensor in tensors):
+        grid = next(tensor.grid for tensor in tensors if type(tensor) is PartialGradient)
+        out = func(*tree_map(_own, args), **tree_map(_own, kwargs))
+        if out is getattr(args[0], "part", None):
+            return args[0]
+        return tree_map(lambda leaf: partial_of(leaf, grid) if isinstance(leaf, Tensor) else leaf, out)
+    if is_in_place(func) and type(args[0]) is PartialGradient:
+        return _in_place(func, args, kwargs)
+    if func in _SUMS and len(tensors) == 2 and tensors[0].shape == tensors[1].shape:
+        grid = next(tensor.grid for tensor in tensors if type(tensor) is PartialGradient)
+        return partial_of(func(*tree_map(_part, args), **kwargs), grid)
+    return func(*tree_map(settled, args), **tree_map(settled, kwargs))
+
+
+def _in_place(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Write to a partial gradient what is to be of its value, which every rank then has as its part."""
+    target = args[0]
+    settled(target)
+    if repeats_places(target.part):
+        target.part = target.part.contiguous()
+    others = tree_map(lambda leaf: _plain_value(leaf) if isinstance(leaf, Tensor) else leaf, (args[1:], kwargs))
+    func(target.part, *others[0], **others[1])
+    return target
+
+
+def _part(value: Any) -> Any:
+    return part_of_mean(value) if isinstance(value, Tensor) else value
+
+
+def _own(value: Any) -> Any:
+    if type(value) is PartialGradient:
+        return value.part
+    if type(value) is not TiledTensor:
+        return value
+    if value.home is not None:
+        value.home.keep_up(version_of(value))
+    return value.own
+
+
+def _is_alike(tensor: Tensor) -> bool:
+    """Whether a tensor is a partial gradient, or the same on every rank."""
+    return type(tensor) is not TiledTensor or not tensor.laid.is_cut
+
+
+def _count(values: Any) -> int:
+    return sum(type(leaf) is PartialGradient for leaf in tree_flatten(values)[0])
+
+
+def _is_backward(func: Any) -> bool:
+    name = func._schema.name
+    return "_backward" in name and not func._schema.is_mutable
+
+
+def _is_backward_of_plain(args: tuple, kwargs: dict) -> bool:
+    """A backward operation is linear in the gradient that it is given first."""
+    return type(args[0]) is PartialGradient and _count((args[1:], kwargs)) == 0
+
+
+def _first_alone(args: tuple, kwargs: dict) -> bool:
+    return type(args[0]) is PartialGradient and _count((args[1:], kwargs)) == 0
+
+
+def _one_factor(args: tuple, kwargs: dict) -> bool:
+    """Of two factors one is partial."""
+    return _count((args, kwargs)) == 1
+
+
+def _any_number(args: tuple, kwargs: dict) -> bool:
+    return True
+
+
+_SUMS = {aten.add.Tensor, aten.sub.Tensor}
+_AFFINE: dict[Any, Callable[[tuple, dict], bool]] = {
+    **dict.fromkeys([
+        aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default, aten.contiguous.default,
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default,
+        aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.default,
+        aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
+        aten.split_with_sizes.default, aten.unbind.int, aten.flip.default, aten.roll.default,
+        aten.neg.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
+        aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.as_strided.default,
+        aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default,
+    ], _first_alone),
+    **dict.fromkeys([
+        aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default,
+    ], _one_factor),
+    **dict.fromkeys([aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default], _any_number),
+}  # fmt: skip
+"""Operations that are affine in their partial arguments, where the others are alike on every rank, and when they are."""
+
+OTHER_KINDS[PartialGradient] = run_partial

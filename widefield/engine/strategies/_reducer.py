@@ -1,0 +1,395 @@
+"""Averages gradients over ranks as each backward ends, whatever the backward was.
+
+A hook on every parameter tells when autograd has added to its gradient.  Gradients travel in buckets, each as soon as all of
+its parameters have theirs and all buckets before it are on their way, so that every rank sends the same messages in the same
+order.  As the backward ends, what is left is sent, with zeros for parameters that got nothing on this rank.  Which parameters
+have a gradient travels along in one small message; where no rank has one, `grad` stays None.
+
+Nothing is assumed of a backward: parameters may be left out, on some ranks or in some steps, be frozen and unfrozen; models may
+be in evaluation mode, be called by parts or twice before a backward, and go through several backwards.  What is averaged is all
+of `grad`: gradients that were added up without messages before are averaged, too, and those that were averaged stay.
+
+Which parameters travel together is found out once for each set of trained parameters: from trial passes where there were any,
+else in the first backward, whose messages all wait for its end.  Parameters that got nothing there travel by themselves when
+they get something, and with the others from then on.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from widefield.engine.partial import PartialGradient, manage, part_of_mean, release, settle
+from widefield.engine.strategies._buckets import Bucket, Layout, Seen, laid_out, late_of
+
+LAYOUTS_MOST = 4
+"""For how many sets of trained parameters buckets are remembered: nets that are frozen and unfrozen in turns have two."""
+_node = torch._C._current_autograd_node  # type: ignore[attr-defined]
+_will_run = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+Hook = Callable[[Any, Any], torch.futures.Future]
+
+
+class Reducer:
+    """Averages the gradients of a model's parameters over `group`, until `close`.
+
+    It lives as long as one of the parameters does.  bucket_bytes: of a bucket, at most.
+    seen: what trial passes showed, the same on every rank; None where there were none.
+    hook, state: one of torch's communication hooks for buckets, in place of the mean; it gets gradients as they are.
+    """
+
+    group: dist.ProcessGroup
+
+    def __init__(
+        self, model: nn.Module, *, bucket_bytes: int, seen: Seen | None = None, hook: Hook | None = None, state: Any = None
+    ) -> None:
+        parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
+        self.names, self._parameters = list(parameters), [weakref.ref(p) for p in parameters.values()]
+        self.bucket_bytes, self.seen, self.hook, self.state = bucket_bytes, seen, hook, state
+        self.is_on, self.optimizer_steps = True, 0
+        self._layouts: dict[bytes, Layout] = {}
+        self._backward: _Backward | None = None
+        self._unchecked: tuple[Any, Tensor] | None = None
+        manage(parameters.values())
+        self._handles = [
+            handle for number, p in enumerate(parameters.values()) if _may_learn(p) for handle in self._hooked(number, p)
+        ]
+        self._handles.append(model.register_forward_hook(partial(_after_forward, weakref.ref(self))))
+        _ALIVE.add(self)
+
+    def _hooked(self, number: int, parameter: Tensor) -> list[Any]:
+        wants = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch takes hooks of no other, and it may be unfrozen later
+        handles = [
+            parameter.register_hook(self._on_gradient),
+            parameter.register_post_accumulate_grad_hook(partial(self._on_accumulated, number)),
+        ]
+        parameter.requires_grad_(wants)
+        return handles
+
+    def close(self) -> None:
+        """Leave the parameters as they were found."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            release(self.parameters)
+        self._handles = []
+        _ALIVE.discard(self)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """In the model's order.  One that is gone, because the model has another now, leaves an empty place."""
+        found = [parameter() for parameter in self._parameters]
+        return [torch.empty(0) if parameter is None else parameter for parameter in found]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, backward adds to this rank's gradients and sends nothing."""
+        was, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = was
+
+    # ------------------------------------------------------------------------------------------ hooks
+
+    def _on_gradient(self, gradient: Tensor | None) -> Tensor | None:
+        """What torch.autograd.grad gives for a parameter is the mean, too; a backward's gradients are averaged later."""
+        try:
+            _will_run(_node())
+            return None
+        except RuntimeError:  # torch's way to say that a leaf's gradient is asked for and not added to its `grad`
+            return None if gradient is None else self._captured(gradient)
+
+    def _captured(self, gradient: Tensor) -> Tensor:
+        value = settle(gradient) if type(gradient) is PartialGradient else gradient
+        return _Mean.apply(value, self.group) if self.is_on else value
+
+    def _on_accumulated(self, number: int, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None, "autograd has added to it"
+        if gradient.layout != torch.strided:
+            raise NotImplementedError(
+                f"the gradient of '{self.names[number]}' is {gradient.layout}, which is not averaged over ranks; make the "
+                "layer with sparse=False"
+            )
+        if type(gradient) is not Tensor and not torch.is_grad_enabled():
+            parameter.grad = part_of_mean(gradient)
+        backward = self.begin()
+        if backward is not None:
+            backward.came(number)
+
+    def begin(self) -> _Backward | None:
+        """The backward that runs now, with a callback at its end; None where gradients are only added up."""
+        if not self.is_on:
+            return None
+        if self._backward is None or not self._backward.is_running:
+            self._check_last()
+            self._backward = _Backward(self)
+        return self._backward
+
+    def will_accumulate(self) -> bool:
+        """Whether the backward that runs now adds to gradients of this model."""
+        edges = (torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters if p.requires_grad)
+        try:
+            return any(_will_run(node) for node in edges)
+        except RuntimeError:  # torch.autograd.grad
+            return False
+
+    # ------------------------------------------------------------------------------------------ layouts
+
+    def _key(self) -> bytes:
+        return bytes(parameter.requires_grad for parameter in self.parameters)
+
+    def layout(self) -> Layout | None:
+        """The buckets for what is trained now; None where a backward has yet to show them."""
+        found = self._layouts.get(self._key())
+        if found is None and (self.seen is not None or self.hook is not None):
+            found = self.learn(self.seen)
+        return found
+
+    def learn(self, seen: Seen | None) -> Layout:
+        """Lay buckets out for what is trained now, after what every rank has seen alike, and keep that."""
+        parameters = self.parameters
+        trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
+        fixed = seen is None or self.hook is not None  # hooks remember something per bucket, so these must not change
+        order, late = (trained[::-1], []) if fixed else late_of(seen, trained)  # type: ignore[arg-type]
+        made = laid_out([(n, parameters[n]) for n in order], late, self.bucket_bytes, is_static=fixed or seen.is_static)  # type: ignore[union-attr]
+        self._layouts[self._key()] = made
+        while len(self._layouts) > LAYOUTS_MOST:
+            del self._layouts[next(iter(self._layouts))]
+        return made
+
+    # ------------------------------------------------------------------------------------------ what ranks say
+
+    def said(self) -> Tensor:
+        """Which parameters have a gradient here, and what every rank must have alike, with its squares."""
+        same = [zlib.crc32(self._key()) % 2**20, self.optimizer_steps % 2**20]
+        has = [parameter.grad is not None for parameter in self.parameters]
+        device = "cpu" if "cpu" in dist.get_backend_config(self.group) else torch.device("cuda", torch.cuda.current_device())
+        return torch.tensor([*has, *same, *(value * value for value in same)], dtype=torch.int64, device=device)
+
+    def check(self, said: Tensor) -> list[int]:
+        """How many ranks have a gradient of each parameter, from the sum of what they said.
+
+        RuntimeError, on every rank: they are not doing the same.
+        """
+        *counts, trained, steps, trained_squared, steps_squared = said.tolist()
+        size = self.group.size()
+        if size * trained_squared != trained * trained:
+            raise RuntimeError(
+                f"the {size} ranks that average gradients do not train the same parameters: requires_grad differs between "
+                "them; freeze and unfreeze parameters on every rank alike"
+            )
+        if size * steps_squared != steps * steps:
+            raise RuntimeError(
+                f"the {size} ranks that average gradients have made unequally many optimizer steps, this one "
+                f"{self.optimizer_steps} and all together {steps}: on some rank a step went by without a backward, and its "
+                "next one met another step's gradients; run backward on every rank in every step, of a loss times 0 where a "
+                "rank has nothing to learn from"
+            )
+        return counts
+
+    def check_later(self, work: Any, said: Tensor) -> None:
+        self._unchecked = work, said
+
+    def _check_last(self) -> None:
+        """What ranks said in the last backward, where nothing had to wait for it."""
+        if self._unchecked is not None:
+            (work, said), self._unchecked = self._unchecked, None
+            work.wait()
+            self.check(said)
+
+    def ended(self) -> None:
+        self._backward = None
+
+
+def _may_learn(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+_ALIVE: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """An optimizer's step counts for the models whose parameters it moves."""
+    if not _ALIVE:
+        return
+    moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for reducer in list(_ALIVE):
+        if any(id(parameter) in moved for parameter in reducer.parameters):
+            reducer.optimizer_steps += 1
+
+
+register_optimizer_step_pre_hook(_count_step)
+
+
+def _after_forward(reducer_of: Callable[[], Reducer | None], model: nn.Module, inputs: Any, output: Any) -> None:
+    """See that the model's parameters are the known ones, and notice the backward as it reaches what the model gave.
+
+    A backward inside of a backward, as checkpoint(use_reentrant=True) has them, then counts as a part of the outer one.
+    """
+    reducer = reducer_of()
+    if reducer is None or not torch.is_grad_enabled():
+        return
+    known = {id(parameter) for parameter in reducer.parameters}
+    for parameter in model.parameters():
+        if id(parameter) not in known and not parameter.is_meta:
+            name = next(name for name, each in model.named_parameters() if each is parameter)
+            raise RuntimeError(
+                f"the parameter '{name}' came after the model was laid out, so nobody averages its gradient over ranks; call "
+                "widefield.parallelize(model, mesh) again once its parameters are there"
+            )
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+            leaf.register_hook(partial(_begin, reducer_of))
+
+
+def _begin(reducer_of: Callable[[], Reducer | None], gradient: Any) -> None:
+    reducer = reducer_of()
+    if reducer is not None and reducer.is_on and reducer.will_accumulate():
+        reducer.begin()
+
+
+# ---------------------------------------------------------------------------------------------- one backward
+
+
+class _Backward:
+    """One backward: which gradients came, and which buckets are on their way."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer, self.layout = reducer, reducer.layout()
+        self.order: list[int] = []
+        self.known: set[int] = set()
+        self.is_static, self.has_history, self.sent = True, False, 0
+        for bucket in self.layout.buckets if self.layout is not None else ():
+            bucket.begin()
+        end = self._end  # autograd holds it until the backward is over, or has failed
+        self._held = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)
+
+    @property
+    def is_running(self) -> bool:
+        return self._held() is not None
+
+    def came(self, number: int) -> None:
+        """Autograd has added to a parameter's gradient."""
+        self.has_history = self.has_history or torch.is_grad_enabled()
+        layout, is_new = self.layout, number not in self.known
+        bucket = None if layout is None else layout.where.get(number)
+        if bucket is not None and bucket.number < self.sent:
+            raise RuntimeError(
+                f"the gradient of '{self.reducer.names[number]}' came once more after it was sent: its parameter is used in "
+                "more than one place with checkpoint(use_reentrant=True), and was not when the model was looked at; take "
+                "use_reentrant=False, or call widefield.parallelize(model, mesh) again"
+            )
+        self.is_static = self.is_static and is_new
+        if not is_new:
+            return
+        self.known.add(number)
+        self.order.append(number)
+        if bucket is not None and layout is not None:
+            bucket.waiting -= 1
+            if layout.is_static and not self.has_history:
+                self._send(layout.buckets, only_complete=True)
+
+    @torch.no_grad()
+    def _send(self, buckets: Sequence[Bucket], *, only_complete: bool) -> None:
+        """Send the buckets whose turn it is."""
+        reducer = self.reducer
+        while self.sent < len(buckets) and not (only_complete and buckets[self.sent].waiting):
+            bucket = buckets[self.sent]
+            self.sent += 1
+            bucket.fill(1.0 if reducer.hook is not None else 1.0 / reducer.group.size())
+            if reducer.hook is not None:
+                bucket.work = reducer.hook(reducer.state if reducer.state is not None else reducer.group, bucket)
+            else:
+                bucket.work = dist.all_reduce(bucket.buffer(), group=reducer.group, async_op=True)
+
+    def _end(self) -> None:
+        """Send the rest and wait: called by autograd as the backward ends."""
+        self.reducer.ended()
+        if self.has_history:
+            self._average_with_history()
+            return
+        with torch.no_grad():
+            is_new = self.layout is None
+            layout = self._learnt() if self.layout is None else self.layout
+            said = self.reducer.said()
+            self._send(layout.buckets, only_complete=False)
+            work = dist.all_reduce(said, group=self.reducer.group, async_op=True)
+            is_missing = [layout_bucket.take() for layout_bucket in layout.buckets]
+            if not (is_new or layout.late or any(is_missing)):
+                self.reducer.check_later(work, said)
+                return
+            work.wait()
+            self._settle(layout, self.reducer.check(said))
+
+    def _settle(self, layout: Layout, counts: list[int]) -> None:
+        """Parameters without a gradient on this rank have one where another rank has, and none where no rank has."""
+        for bucket in layout.buckets:
+            bucket.settle(counts)
+        late = [number for number in layout.late if counts[number]]
+        if not late:
+            return
+        parameters = self.reducer.parameters
+        apart = laid_out([(n, parameters[n]) for n in late], [], self.reducer.bucket_bytes)
+        self.sent = 0
+        self._send(apart.buckets, only_complete=False)
+        for bucket in apart.buckets:
+            bucket.take()
+            bucket.settle(counts)
+        order = [number for bucket in layout.buckets for number in bucket.members]
+        self.reducer.learn(Seen((*order, *late), (*order, *layout.late), layout.is_static))
+
+    def _learnt(self) -> Layout:
+        """Buckets after what this backward showed; RuntimeError, on every rank, where ranks have different parameters."""
+        reducer = self.reducer
+        trained = tuple(n for n, parameter in enumerate(reducer.parameters) if parameter.requires_grad)
+        mine = (Seen(tuple(self.order), trained, self.is_static), reducer.names)
+        of_ranks: list[Any] = [None] * reducer.group.size()
+        dist.all_gather_object(of_ranks, mine, group=reducer.group)
+        if any((seen.trained, names) != (trained, reducer.names) for seen, names in of_ranks):
+            raise RuntimeError(
+                f"the {len(of_ranks)} ranks that average gradients do not train the same parameters, "
+                f"{', '.join(str(len(seen.trained)) for seen, _ in of_ranks)} of them; build and freeze the model on every "
+                "rank alike"
+            )
+        return reducer.learn(Seen.together([seen for seen, _ in of_ranks]))
+
+    def _average_with_history(self) -> None:
+        """Of backward(create_graph=True): means that are differentiated in their turn, one message each."""
+        reducer = self.reducer
+        said = reducer.said()
+        dist.all_reduce(said, group=reducer.group)
+        with torch.enable_grad():
+            for parameter, count in zip(reducer.parameters, reducer.check(said), strict=False):
+                if count:
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    value = settle(gradient) if type(gradient) is PartialGradient else gradient
+                    parameter.grad = _Mean.apply(value, reducer.group)
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over the ranks of a group, as is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        mean = part_of_mean(value).detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(mean, group=group)
+        return mean.div_(group.size())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _Mean.apply(gradient, ctx.group), None
