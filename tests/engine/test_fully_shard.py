@@ -278,15 +278,31 @@ class RankChooses(nn.ModuleDict):
 def differing(mesh):
     model = RankChooses({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     model.rank = mesh.rank
+    parallelize(model, mesh, rehearse=lambda: model(torch.ones(1, 2)).sum())
+    model(torch.ones(1, 2)).sum().backward()
+    return [parameter.grad.full_tensor().tolist() for parameter in model["b"].parameters()]
+
+
+def test_gradients_that_only_some_ranks_have_are_averaged():
+    for gradients in on_ranks(2, differing, plan=sharding(3)):
+        assert gradients == [[[0.5, 0.5], [0.5, 0.5]], [0.5, 0.5]]
+
+
+def other_units(mesh):
+    """Rank 1 calls another unit than rank 0; as large, so that their parts would fit together."""
+    model = RankChooses({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model.rank = mesh.rank
+    parallelize(model, mesh)
     try:
-        parallelize(model, mesh, rehearse=lambda: model(torch.ones(1, 2)).sum())
-    except NotImplementedError as error:
+        model(torch.ones(1, 2))
+    except RuntimeError as error:
         return str(error)
 
 
-def test_gradients_that_only_some_ranks_have_are_refused():
-    for said in on_ranks(2, differing, plan=sharding(3)):
-        assert "4 parameters got one on rank 0 or on rank 1 and not on both (a.bias); set sharding.zero=1" in said
+def test_ranks_that_call_other_units_are_told():
+    sharded = Plan(shard=2, sharding={"zero": 3, "units": ["a", "b"]})
+    for rank, said in enumerate(on_ranks(2, other_units, plan=sharded)):
+        assert f"the 2 ranks that share weights do not call the same layers: here '{'ab'[rank]}' is next" in said
 
 
 class Scaled(nn.Module):

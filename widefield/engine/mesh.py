@@ -7,6 +7,7 @@ every call returns at once.
 from __future__ import annotations
 
 import datetime
+import gc
 import math
 import os
 import socket
@@ -176,6 +177,8 @@ class Mesh:
 
         Messages of two models, or of a model and its user, may come in another order on each rank; a group keeps order.
         """
+        if len(self.lent) >= LENT_MOST:
+            gc.collect()  # models that hold themselves are there until then
         idle = {number for number, (_, borrower) in enumerate(self.lent) if borrower() is None}
         everywhere = set.intersection(*self.gather_objects(idle))  # ranks free memory at times of their own
         if everywhere:
@@ -211,6 +214,15 @@ class Mesh:
         return result  # type: ignore[return-value]
 
 
+def device_of_words(group: dist.ProcessGroup) -> torch.device:
+    """Where the small messages of a group lie that are read at once: on the CPU, where the group takes these."""
+    if "cpu" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+LENT_MOST = 4
+"""Groups of a mesh before those are looked for whose models are gone."""
 BROADCAST_BYTES = 2**28
 """Of a message in which many tensors travel: torch's DDP has as many."""
 

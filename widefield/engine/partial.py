@@ -55,6 +55,15 @@ class PartialGradient(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return run_partial(func, args, kwargs or {})
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["part"], (self.grid, self.is_alike)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Tensor:
+        made = partial_of(inner["part"], context[0])
+        made.is_alike = context[1]  # type: ignore[attr-defined]
+        return made
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PartialGradient(rank {self.grid.index} of {self.grid.size}, part={self.part!r})"
 
@@ -168,14 +177,15 @@ def is_for_leaf() -> bool:
 
 def into_leaf(func: Any, args: tuple, kwargs: dict) -> Any:
     """The leaf gets what is its own: a managed one this rank's part, any other the value."""
-    take: Callable[[Any], Any] = part_of_mean if _node().variable in _MANAGED else _plain_value
+    take: Callable[[Any], Any] = part_of_mean if _node().variable in _MANAGED else plain_value
     if func is aten.new_empty_strided.default:  # which asks for a dtype and a device alone
         take = _own
     args, kwargs = tree_map(lambda value: take(value) if isinstance(value, Tensor) else value, (args, kwargs))
     return func(*args, **kwargs)
 
 
-def _plain_value(tensor: Tensor) -> Tensor:
+def plain_value(tensor: Tensor) -> Tensor:
+    """What a gradient is, as a plain tensor that every rank has."""
     value = settled(tensor)
     return whole_of(value) if type(value) is TiledTensor else value
 
@@ -209,7 +219,7 @@ def _in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     settled(target)
     if repeats_places(target.part):
         target.part = target.part.contiguous()
-    others = tree_map(lambda leaf: _plain_value(leaf) if isinstance(leaf, Tensor) else leaf, (args[1:], kwargs))
+    others = tree_map(lambda leaf: plain_value(leaf) if isinstance(leaf, Tensor) else leaf, (args[1:], kwargs))
     func(target.part, *others[0], **others[1])
     return target
 

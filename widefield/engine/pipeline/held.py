@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from widefield.engine import holding
 from widefield.engine.mesh import Mesh
-from widefield.engine.places import whole_of
+from widefield.engine.partial import part_of_mean
 from widefield.engine.stream.stand_ins import named_tensors
-from widefield.engine.tiled import TiledTensor
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ def average_gradients(parameters: Iterable[Tensor], mesh: Mesh, bucket_mib: floa
         return
     under_way, learning = [], [p for p in parameters if p.grad is not None]
     for parameter in learning:
-        if type(parameter.grad) is TiledTensor:  # of a weight that meets every token, as positions do
-            parameter.grad = whole_of(parameter.grad)
+        if type(parameter.grad) is not Tensor:  # of a weight that meets every token, as positions do
+            parameter.grad = part_of_mean(parameter.grad)
     for bucket in _buckets([p.grad for p in learning], int(bucket_mib * 2**20)):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         under_way.append((bucket, flat, dist.all_reduce(flat, group=mesh.data_group, async_op=True)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from widefield.engine.layout import Layout
+from widefield.engine.partial import plain_value
 from widefield.engine.stream.graph import Value
 from widefield.engine.tiled import TiledTensor
 from widefield.engine.tiling import as_tile, own_tile
@@ -78,7 +79,7 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.permute(ctx.order).contiguous(), None
+        return plain_value(grad).permute(ctx.order).contiguous(), None
 
 
 def with_zeros_for(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:

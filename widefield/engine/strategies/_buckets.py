@@ -129,8 +129,10 @@ class Bucket:
             torch.mul(parameter.grad, scale, out=view)
             parameter.grad = view
 
-    def take(self) -> bool:
-        """Wait for the message; whether some parameter has no gradient on this rank."""
+    def finish(self) -> None:
+        """Wait for the message."""
+        if self.work is None:
+            return
         if isinstance(self.work, torch.futures.Future):
             result = self.work.wait()
             result = result[0] if isinstance(result, list) else result
@@ -139,6 +141,10 @@ class Bucket:
         else:
             self.work.wait()
         self.work = None
+
+    def take(self) -> bool:
+        """Wait for the message; whether some parameter has no gradient on this rank."""
+        self.finish()
         is_missing = any(parameter.grad is None for parameter in self.parameters())
         if not is_missing:
             self._forget()

@@ -30,6 +30,7 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from widefield.engine.mesh import device_of_words
 from widefield.engine.partial import PartialGradient, manage, part_of_mean, release, settle
 from widefield.engine.strategies._buckets import Bucket, Layout, Seen, laid_out, late_of
 
@@ -64,7 +65,7 @@ class Reducer:
         self._handles = [
             handle for number, p in enumerate(parameters.values()) if _may_learn(p) for handle in self._hooked(number, p)
         ]
-        self._handles.append(model.register_forward_hook(partial(_after_forward, weakref.ref(self))))
+        self.model = weakref.ref(model)
         _ALIVE.add(self)
 
     def _hooked(self, number: int, parameter: Tensor) -> list[Any]:
@@ -138,13 +139,26 @@ class Reducer:
             self._backward = _Backward(self)
         return self._backward
 
-    def will_accumulate(self) -> bool:
+    def _will_accumulate(self) -> bool:
         """Whether the backward that runs now adds to gradients of this model."""
         edges = (torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters if p.requires_grad)
         try:
             return any(_will_run(node) for node in edges)
         except RuntimeError:  # torch.autograd.grad
             return False
+
+    def after_forward(self, model: nn.Module, output: Any) -> None:
+        """Notice a backward as it reaches what the model gave.
+
+        A backward inside of a backward, as checkpoint(use_reentrant=True) has them, then counts as a part of the outer one.
+        """
+        for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(self._on_output)
+
+    def _on_output(self, gradient: Tensor) -> None:
+        if self.is_on and self._will_accumulate():
+            self.begin()
 
     # ------------------------------------------------------------------------------------------ layouts
 
@@ -176,7 +190,7 @@ class Reducer:
         """Which parameters have a gradient here, and what every rank must have alike, with its squares."""
         same = [zlib.crc32(self._key()) % 2**20, self.optimizer_steps % 2**20]
         has = [parameter.grad is not None for parameter in self.parameters]
-        device = "cpu" if "cpu" in dist.get_backend_config(self.group) else torch.device("cuda", torch.cuda.current_device())
+        device = device_of_words(self.group)
         return torch.tensor([*has, *same, *(value * value for value in same)], dtype=torch.int64, device=device)
 
     def check(self, said: Tensor) -> list[int]:
@@ -222,43 +236,22 @@ _ALIVE: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """An optimizer's step counts for the models whose parameters it moves."""
+    """An optimizer's step counts for the models whose parameters it moves; RuntimeError for one that nobody averages."""
     if not _ALIVE:
         return
     moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for reducer in list(_ALIVE):
-        if any(id(parameter) in moved for parameter in reducer.parameters):
-            reducer.optimizer_steps += 1
+        model, known = reducer.model(), {id(parameter) for parameter in reducer.parameters}
+        for name, parameter in model.named_parameters() if model is not None else ():
+            if id(parameter) in moved and id(parameter) not in known and not parameter.is_meta:
+                raise RuntimeError(
+                    f"the parameter '{name}' came after the model was laid out, so nobody averages its gradient over ranks; "
+                    "call widefield.parallelize(model, mesh) again once its parameters are there"
+                )
+        reducer.optimizer_steps += not known.isdisjoint(moved)
 
 
 register_optimizer_step_pre_hook(_count_step)
-
-
-def _after_forward(reducer_of: Callable[[], Reducer | None], model: nn.Module, inputs: Any, output: Any) -> None:
-    """See that the model's parameters are the known ones, and notice the backward as it reaches what the model gave.
-
-    A backward inside of a backward, as checkpoint(use_reentrant=True) has them, then counts as a part of the outer one.
-    """
-    reducer = reducer_of()
-    if reducer is None or not torch.is_grad_enabled():
-        return
-    known = {id(parameter) for parameter in reducer.parameters}
-    for parameter in model.parameters():
-        if id(parameter) not in known and not parameter.is_meta:
-            name = next(name for name, each in model.named_parameters() if each is parameter)
-            raise RuntimeError(
-                f"the parameter '{name}' came after the model was laid out, so nobody averages its gradient over ranks; call "
-                "widefield.parallelize(model, mesh) again once its parameters are there"
-            )
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-            leaf.register_hook(partial(_begin, reducer_of))
-
-
-def _begin(reducer_of: Callable[[], Reducer | None], gradient: Any) -> None:
-    reducer = reducer_of()
-    if reducer is not None and reducer.is_on and reducer.will_accumulate():
-        reducer.begin()
 
 
 # ---------------------------------------------------------------------------------------------- one backward
@@ -313,6 +306,7 @@ class _Backward:
             bucket.fill(1.0 if reducer.hook is not None else 1.0 / reducer.group.size())
             if reducer.hook is not None:
                 bucket.work = reducer.hook(reducer.state if reducer.state is not None else reducer.group, bucket)
+                bucket.finish()  # a hook may send more once its first message is done, from another thread, in any order
             else:
                 bucket.work = dist.all_reduce(bucket.buffer(), group=reducer.group, async_op=True)
 

@@ -1,17 +1,31 @@
-"""Calling a model runs a wrapper, and yet the model stays itself: same object, same names, no `module.` before them."""
+"""What happens around a model's forward, while the model stays itself: same object, same names, no hooks in its copies.
+
+Calls can be watched, before and after, or run a wrapper of the model in its place.
+"""
 
 from __future__ import annotations
 
+import copyreg
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-_WRAPPER = "_widefield_wrapper"
+_WRAPPER, _WATCHED, _INSIDE = "_widefield_wrapper", "_widefield_watched", "_widefield_inside"
+
+
+@dataclass
+class Watched:
+    """What is called around the outermost forward of a model: `before(model)`, `after(model, output)`, in order."""
+
+    before: list[Callable[[nn.Module], None]] = field(default_factory=list)
+    after: list[Callable[[nn.Module, Any], None]] = field(default_factory=list)
 
 
 class Inside(nn.Module):
-    """What the wrapper wraps: the model's own forward, without the hooks, which run once outside."""
+    """What a wrapper wraps: the model's own forward, without the hooks, which run once outside."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -22,27 +36,47 @@ class Inside(nn.Module):
 
 
 class _Routed(nn.Module):
-    """Mixed in before the model's class: training passes go through the wrapper, others straight to the model."""
+    """Mixed in before the model's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        wrapper = self.__dict__.get(_WRAPPER)
-        if wrapper is None or not self.training or not torch.is_grad_enabled() or self.__dict__.get("_widefield_inside"):
+        if torch.compiler.is_compiling() or self.__dict__.get(_INSIDE):  # a model may call itself
             return super().forward(*args, **kwargs)
-        self.__dict__["_widefield_inside"] = True  # a model may call itself; only the outermost call is a pass
+        wrapper = self.__dict__.get(_WRAPPER)
+        run = super().forward if wrapper is None or not (self.training and torch.is_grad_enabled()) else wrapper
+        watched: Watched = self.__dict__.get(_WATCHED) or Watched()
+        for call in watched.before:
+            call(self)
+        self.__dict__[_INSIDE] = True
         try:
-            return wrapper(*args, **kwargs)
+            output = run(*args, **kwargs)
         finally:
-            self.__dict__["_widefield_inside"] = False
+            self.__dict__[_INSIDE] = False
+        for look in watched.after:
+            look(self, output)
+        return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy or a pickle is the plain model, without wrapper."""
-        _, _, state, *rest = super().__reduce_ex__(protocol)
-        plain = {key: value for key, value in state.items() if not key.startswith("_widefield_")}
-        return _new, (type(self).__mro__[2],), plain, *rest
+        """A copy or a pickle is what the model was: a module of its own class, copied in its own way."""
+        kinds = type(self).__mro__
+        kind = kinds[kinds.index(_Routed) + 1]
+        plain = kind.__new__(kind)
+        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in (_WRAPPER, _WATCHED, _INSIDE)})
+        made, *rest = plain.__reduce_ex__(protocol)
+        return _new if made is copyreg.__newobj__ else made, *rest  # type: ignore[attr-defined]  # pickle wants that of its own class
 
 
-def _new(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
+def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
+    return kind.__new__(kind, *args)
+
+
+def watch(model: nn.Module) -> Watched:
+    """What to fill with calls around `model`'s forward; nothing of an earlier one is left.
+
+    A model whose forward is set on the object hides them all.
+    """
+    model.__class__ = _routed_kind(type(model))
+    watched = model.__dict__[_WATCHED] = Watched()
+    return watched
 
 
 def inside(model: nn.Module) -> Inside:
@@ -59,11 +93,6 @@ def inside(model: nn.Module) -> Inside:
 def route(model: nn.Module, wrapper: nn.Module) -> None:
     """From now on `model(...)` runs `wrapper(...)` in training."""
     model.__dict__[_WRAPPER] = wrapper  # not as a submodule: names, train() and state_dict() stay the model's
-
-
-def wrapper_of(model: nn.Module) -> nn.Module | None:
-    """What `model` is routed through; None for a plain model."""
-    return vars(model).get(_WRAPPER)
 
 
 _KINDS: dict[type, type] = {}

@@ -27,6 +27,7 @@ from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies._adasum import adasum_hook
 from widefield.engine.strategies._buckets import Seen, bucket_mib
 from widefield.engine.strategies._reducer import Hook, Reducer
+from widefield.engine.strategies._route import watch
 from widefield.plan import Plan
 
 PHASE = Phase.AVERAGE
@@ -59,8 +60,9 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     reducer = Reducer(model, bucket_bytes=int(size * 2**20), seen=seen, hook=hook, state=state)
     reducer.group = mesh.lend_group(reducer)
     _REDUCERS[model] = reducer
-    if plan.batch_norm == "broadcast":
-        model.register_forward_pre_hook(partial(send_buffers, mesh))
+    watched = watch(model)
+    watched.before += [partial(send_buffers, mesh)] if plan.batch_norm == "broadcast" else []
+    watched.after.append(reducer.after_forward)
     return [*reasons, _in_words(reducer, seen, size), *measured, *compressed]
 
 
@@ -92,7 +94,7 @@ def _check_alike(model: nn.Module, mesh: Mesh) -> None:
             raise ValueError(f"ranks have different models: {told}; build the same model on every rank")
 
 
-def send_buffers(mesh: Mesh, model: nn.Module, inputs: Any) -> None:
+def send_buffers(mesh: Mesh, model: nn.Module, *_: Any) -> None:
     """Before a training pass, where the first rank's running statistics win."""
     if model.training and torch.is_grad_enabled():
         broadcast_buffers(model, mesh)

@@ -5,7 +5,8 @@ and a unit's weights are gathered where it runs; 3 frees them between forward an
 an optimizer that steps a share of the parameters on each rank.  Weights are cut over shard x space; over replicate, parts
 are copied (hybrid).  The gradient is the mean over all of these ranks, as with DDP.
 
-FSDP2 reduces the gradients that a rank has, so ranks must agree on which parameters a pass reaches; trial passes look.
+FSDP2 asks for more than a model promises: that units are called as they are, and gradients are there on every rank alike; see
+`_unit_calls.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from widefield.engine.executed import flow_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.strategies import Case, Phase, data
 from widefield.engine.strategies._pick import CONTAINERS, picked, some
+from widefield.engine.strategies._unit_calls import SENDS_ZEROS, UnitCalls
 
 PHASE = Phase.AVERAGE
+_CALLS: WeakKeyDictionary[nn.Module, UnitCalls] = WeakKeyDictionary()
 SMALLEST_BYTES = 2**20
 """A unit of less is gathered with the root: at 100 GB/s its message would take less than its start does (10 us)."""
 LARGEST_SHARE = 1 / 8
@@ -54,6 +57,8 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     _begin_alike(model, mesh)
     reasons += _look(model, mesh, rehearse)
     _shard(model, [units[name] for name in sorted(units, key=lambda name: -name.count("."))], mesh)
+    calls = _CALLS[model] = UnitCalls(model, {"": model, **units})
+    calls.group = mesh.lend_group(calls)
     if plan.batch_norm == "broadcast":
         model.register_forward_pre_hook(partial(data.send_buffers, mesh))
     model.register_forward_hook(_rest_after)
@@ -65,10 +70,12 @@ def without_sync(model: nn.Module) -> Iterator[None]:
     """Inside, backward keeps this rank's whole gradients and sends none; for a model that FSDP2 holds."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(False)
+    _CALLS[model].is_on = False
     try:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+        _CALLS[model].is_on = True
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -190,8 +197,8 @@ def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _look(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor] | None) -> list[str]:
-    """Two trial passes on every rank; NotImplementedError where ranks reach different parameters."""
-    if rehearse is None:
+    """Two trial passes on every rank; NotImplementedError where ranks reach different parameters and this torch cannot."""
+    if rehearse is None or SENDS_ZEROS:
         return []
     of_ranks = mesh.gather_objects(data.trial_passes(model, rehearse, 2))
     for rank, found in enumerate(of_ranks):
@@ -199,9 +206,9 @@ def _look(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor] | None) -
             if first != here:
                 name = sorted(first ^ here)[0]
                 raise NotImplementedError(
-                    f"fully_shard cannot average gradients that only some ranks have: in a trial pass {len(first ^ here)} "
-                    f"parameters got one on rank 0 or on rank {rank} and not on both ({name}); set sharding.zero=1, "
-                    "or mesh.shard=1"
+                    f"torch {torch.__version__} cannot average gradients that only some ranks have where weights lie in parts: "
+                    f"in a trial pass {len(first ^ here)} parameters got one on rank 0 or on rank {rank} and not on both "
+                    f"({name}); set sharding.zero=1, or take torch 2.15"
                 )
     return []
 

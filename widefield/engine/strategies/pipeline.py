@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from widefield.engine.executed import lay
 from widefield.engine.mesh import Mesh
+from widefield.engine.partial import manage
 from widefield.engine.pipeline import held
 from widefield.engine.pipeline.cutting import Division, divide
 from widefield.engine.pipeline.flow import PipelineFlow, batchwise, refuse_batchwise, remembered
@@ -58,6 +59,7 @@ def apply(
     flow.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
     held.agree(model, mesh)
     held.keep(model, _mine(flow, flow.division), mesh)
+    manage(parameter for parameter in model.parameters() if not parameter.is_meta)
     lay(model, flow)
     told = [*_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches), *measured]
     if any(node.draws for node in graph.nodes):
