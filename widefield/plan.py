@@ -33,6 +33,7 @@ class Plan(Section):
     channel: Positive = 1
     stage: Positive = 1
     data_strategy: Literal["data", "data_parallel"] = "data"
+    independent: bool = False
     sharding: ShardingConfig = ShardingConfig()
     pipeline: PipelineConfig = PipelineConfig()
     recompute: RecomputeConfig | None = None
@@ -83,6 +84,7 @@ def plan_of(config: RunConfig, ranks: int) -> Plan:
         channel=mesh.channel,
         stage=mesh.stage,
         data_strategy=mesh.data_strategy,
+        independent=mesh.independent,
         sharding=config.sharding,
         pipeline=config.pipeline,
         recompute=config.recompute,

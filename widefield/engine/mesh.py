@@ -76,6 +76,8 @@ class Mesh:
     """Whether `join` opened the process group, so that `leave` closes it."""
     made: tuple[dist.ProcessGroup, ...] = ()
     """The groups that `join` made for the plan's axes."""
+    rows: list[Grid] = field(default_factory=list, compare=False)
+    """What `grid_of_rows` gives, once it was asked for."""
     lent: list[tuple[dist.ProcessGroup, weakref.ref]] = field(default_factory=list, compare=False)
     """Groups of the ranks of `data_group`, and who sends on each."""
 
@@ -188,6 +190,15 @@ class Mesh:
             number = len(self.lent)
             self.lent.append((_data_group(self.plan), weakref.ref(holder)))
         return self.lent[number][0]
+
+    def grid_of_rows(self) -> Grid:
+        """The ranks that have the same part of the model as a grid: copies first, then those that share an image.
+
+        Every rank calls it, the first time to make its groups.
+        """
+        if not self.rows:
+            self.rows.append(_grid_of_rows(self))
+        return self.rows[0]
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -351,6 +362,29 @@ def _grid_of(plan: Plan, world: World, devices: DeviceMesh) -> Grid:
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         groups.append((axes, group.group_name))
     return Grid(tuple(plan.space), index, tuple(groups))
+
+
+def _grid_of_rows(mesh: Mesh) -> Grid:
+    """See Mesh.grid_of_rows."""
+    plan, inner = mesh.plan, mesh.plan.channel * mesh.plan.stage
+    grid = Grid((mesh.copies, *mesh.grid.sizes), mesh.copy * mesh.grid.size + mesh.grid.index)
+    groups = [(tuple(axis + 1 for axis in axes), name) for axes, name in mesh.grid.groups]
+    for axes in grid.names():
+        if 0 not in axes:
+            continue
+        others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
+        lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
+        ranks = [[r * inner + part for r in line] for part in range(inner) for line in lines]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+        mesh.lent.append((group, _always))
+        groups.append((axes, group.group_name))
+    assert plan.ranks == mesh.size, "a mesh has the ranks of its plan"
+    return replace(grid, groups=tuple(sorted(groups)))
+
+
+def _always() -> bool:
+    """In place of a borrower that is gone some day."""
+    return True
 
 
 def _copy_aside(tensor: Tensor, work: dist.Work | None) -> Callable[[], list[float]]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -369,6 +370,7 @@ def ghost(model: nn.Module) -> Iterator[None]:
     others = [(layer, dict(layer._buffers)) for layer in layers if not isinstance(layer, SyncBatchNorm)]
     for layer in ours:
         layer.ghost = True
+    _GHOSTS[model] = others
     for layer, buffers in others:  # they write into copies, which are dropped
         layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
     try:
@@ -378,6 +380,24 @@ def ghost(model: nn.Module) -> Iterator[None]:
             del layer.ghost
         for layer, buffers in others:
             layer._buffers.update(buffers)
+        _GHOSTS.pop(model, None)
+
+
+_GHOSTS: WeakKeyDictionary[nn.Module, list[tuple[nn.Module, dict[str, Any]]]] = WeakKeyDictionary()
+"""Models whose batch is a stand-in now, and the buffers that they are not to write to."""
+
+
+def is_ghost(model: nn.Module) -> bool:
+    """Whether a model's batch is a stand-in now."""
+    return model in _GHOSTS
+
+
+def real_buffers(model: nn.Module) -> None:
+    """Let a stand-in's pass write to the model's own buffers: where copies share a batch, all write the same."""
+    others = _GHOSTS[model]
+    for layer, buffers in others:
+        layer._buffers.update(buffers)
+    others.clear()
 
 
 def average_running_statistics(model: nn.Module, mesh: Mesh) -> None:

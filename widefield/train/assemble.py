@@ -146,9 +146,9 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     check_tiles(mesh.plan.stream, learner.spare)
     _lay_out(learner)
     why_stream = look_ahead(learner)
-    seed_everything(seed_of(config.seed, "rank", mesh.copy))  # dropout draws otherwise on each copy, and alike within one
+    seed_everything(seed_of(config.seed, "rank", mesh.copy if mesh.plan.independent else 0))
     reasons = [*([why_lr] if why_lr else []), *_cuts_of(learner.spare, mesh), *parallel_reasons(learner.model)]
-    return learner, [*reasons, *why_stream, *_warn_of_chance(model, mesh)]
+    return learner, [*reasons, *why_stream]
 
 
 def _lay_out(learner: Learner) -> None:
@@ -177,15 +177,6 @@ def _check_scaling(parts: Parts) -> None:
 
 def _cuts_of(spare: Batch, mesh: Mesh) -> list[str]:
     return [] if spare.whole_shape is None else [cuts_in_words(spare.whole_shape[1:], mesh.grid.sizes)]
-
-
-def _warn_of_chance(model: nn.Module, mesh: Mesh) -> list[str]:
-    """The one thing that ranks change without having been asked to: which values dropout leaves out."""
-    chance = [layer for layer in model.modules() if any(word in type(layer).__name__ for word in ("Drop", "StochasticDepth"))]
-    active = [layer for layer in chance if any(getattr(layer, name, 0) for name in ("p", "drop_prob"))]
-    if not active or mesh.copies == 1:
-        return []
-    return [f"dropout: {len(active)} layers draw on each copy of the model for themselves, so masks are not one rank's"]
 
 
 def spare_of(parts: Parts) -> Batch:

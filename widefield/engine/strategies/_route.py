@@ -21,6 +21,8 @@ class Watched:
     """What is called around the outermost forward of a model: `before(model)`, `after(model, output)`, in order."""
 
     before: list[Callable[[nn.Module], None]] = field(default_factory=list)
+    around: Callable[[nn.Module, Callable[..., Any], tuple, dict], Any] | None = None
+    """Runs the forward, the second argument, on the model's arguments."""
     after: list[Callable[[nn.Module, Any], None]] = field(default_factory=list)
 
 
@@ -48,7 +50,8 @@ class _Routed(nn.Module):
             call(self)
         self.__dict__[_INSIDE] = True
         try:
-            output = run(*args, **kwargs)
+            around = watched.around
+            output = run(*args, **kwargs) if around is None else around(self, run, args, kwargs)
         finally:
             self.__dict__[_INSIDE] = False
         for look in watched.after:

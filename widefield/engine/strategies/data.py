@@ -27,7 +27,8 @@ from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies._adasum import adasum_hook
 from widefield.engine.strategies._buckets import Seen, bucket_mib
 from widefield.engine.strategies._reducer import Hook, Reducer
-from widefield.engine.strategies._route import watch
+from widefield.engine.strategies._route import Watched, watch
+from widefield.engine.strategies._rows import Rows
 from widefield.plan import Plan
 
 PHASE = Phase.AVERAGE
@@ -63,6 +64,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     watched = watch(model)
     watched.before += [partial(send_buffers, mesh)] if plan.batch_norm == "broadcast" else []
     watched.after.append(reducer.after_forward)
+    share_rows(watched, mesh, reducer.group)
     return [*reasons, _in_words(reducer, seen, size), *measured, *compressed]
 
 
@@ -73,6 +75,12 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
     """
     reducer = _REDUCERS.get(model)
     return nullcontext() if reducer is None else reducer.paused()
+
+
+def share_rows(watched: Watched, mesh: Mesh, group: dist.ProcessGroup) -> None:
+    """Let the copies' samples be one batch where they meet, but where the plan gives that up."""
+    if mesh.copies > 1 and mesh.plan.batch_norm == "synchronized" and not mesh.plan.independent:
+        watched.around = Rows(mesh, group).call
 
 
 def _check_alike(model: nn.Module, mesh: Mesh) -> None:

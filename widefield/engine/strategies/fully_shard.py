@@ -28,6 +28,7 @@ from widefield.engine.executed import flow_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.strategies import Case, Phase, data
 from widefield.engine.strategies._pick import CONTAINERS, picked, some
+from widefield.engine.strategies._route import watch
 from widefield.engine.strategies._unit_calls import SENDS_ZEROS, UnitCalls
 
 PHASE = Phase.AVERAGE
@@ -56,9 +57,11 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     reasons = data.synchronize(model, mesh) if plan.batch_norm == "synchronized" and mesh.copies > 1 else []
     _begin_alike(model, mesh)
     reasons += _look(model, mesh, rehearse)
+    watched = watch(model)
     _shard(model, [units[name] for name in sorted(units, key=lambda name: -name.count("."))], mesh)
     calls = _CALLS[model] = UnitCalls(model, {"": model, **units})
     calls.group = mesh.lend_group(calls)
+    data.share_rows(watched, mesh, calls.group)
     if plan.batch_norm == "broadcast":
         model.register_forward_pre_hook(partial(data.send_buffers, mesh))
     model.register_forward_hook(_rest_after)

@@ -63,7 +63,7 @@ def apply(
     lay(model, flow)
     told = [*_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches), *measured]
     if any(node.draws for node in graph.nodes):
-        told.append("dropout: every stage draws for itself, so masks are not one device's")
+        told += _own_draws(plan)
     return [*reasons, *told]
 
 
@@ -73,6 +73,15 @@ def _followed(flow: PipelineFlow, model: nn.Module, sample: Tensor, rows: int) -
     bare = torch.empty((rows, *sample.shape[1:]), dtype=sample.dtype, device="meta")
     bare = bare.to(memory_format=torch.channels_last) if last else bare
     return flow.graph_of(model, (Like.of(bare, flow.mesh.device),), {})
+
+
+def _own_draws(plan: Plan) -> list[str]:
+    if not plan.independent:
+        raise NotImplementedError(
+            f"the model draws random numbers, as dropout does, and with mesh.stage={plan.stage} every stage draws for itself, "
+            "which is not what one device draws; set mesh.independent=true to accept that, or mesh.stage=1, or take chance out"
+        )
+    return ["dropout: every stage draws for itself, so masks are not one device's"]
 
 
 def _mine(flow: PipelineFlow, division: Division) -> frozenset[str]:

@@ -1,0 +1,310 @@
+"""Do copies of a model that draws, writes to buffers or mixes samples give one device's numbers?"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from ranks import close_all, on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import widefield as wf
+from widefield.engine.holding import wholes_on_main
+from widefield.engine.normalization import ghost
+from widefield.engine.parallelize import share_states
+from widefield.engine.strategies import _rows
+from widefield.geometry.interval import even_cut, parts_of
+from widefield.plan import Plan
+
+close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+SHAPE = (5, 3, 11, 8)
+
+
+class Functional(nn.Module):
+    """Masks that only functions draw, of several shapes, and a choice for all samples at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout2d(self.first(x), 0.3, self.training)
+        keep = torch.rand(len(x), 1, 1, 1, dtype=x.dtype, device=x.device) < 0.7
+        x = x + torch.randn(4, 1, 1, dtype=x.dtype) * 0.1 + torch.rand_like(x) * keep
+        x = self.second(x) if torch.rand(()) < 0.5 else self.second(x.flip(1))
+        tokens = F.dropout(x.flatten(2).permute(2, 0, 1), 0.2, self.training).mean(0)
+        return self.head(tokens[torch.randperm(len(tokens))])
+
+
+class MinibatchDeviation(nn.Module):
+    """As in StyleGAN's discriminator: the deviation over groups of samples is one more channel (Karras et al. 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(5, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        deviation = (x - x.mean(0)).square().mean(0).add(1e-8).sqrt().mean()
+        return self.last(torch.cat([x, deviation.expand(len(x), 1, *x.shape[2:])], 1))
+
+
+class Remembers(nn.Module):
+    """A queue of features, a counter, and a running mean that is a new tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, 2)
+        self.register_buffer("queue", torch.zeros(12, 4))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).mean((2, 3))
+        logits = x @ self.queue.clone().t()
+        with torch.no_grad():
+            self.queue.copy_(wf.whole(torch.cat([x.detach(), wf.whole(self.queue)])[:12]))
+            self.passes += 1
+            self.mean = wf.whole(self.mean * 0.9 + x.detach().mean(0) * 0.1)
+        return torch.cat([logits.sin(), x - self.mean], 1)
+
+
+class Summaries(nn.Module):
+    """A loss of its own, a summary of the batch, values per sample and groups of them, plain ones beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.drop = nn.Conv2d(3, 4, 3, 2), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.drop(self.net(x))
+        return {"loss": x.square().mean(), "centre": x.mean((0, 2, 3)), "each": x.amax((2, 3)),
+                "rows": x.reshape(-1, x.shape[3]).sin(), "weight": self.net.weight.sum()}  # fmt: skip
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.4))
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.block, x, use_reentrant=False))
+
+
+def _layers(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), *layers, nn.Conv2d(4, 2, 3))
+
+
+NETS = {
+    "dropout": partial(_layers, nn.Dropout(0.3)),
+    "dropout of channels, channels last": lambda: _layers(nn.Dropout2d(0.5)).to(memory_format=torch.channels_last),
+    "BatchNorm and dropout": lambda: _layers(nn.BatchNorm2d(4), nn.ReLU(), nn.AlphaDropout(0.2)),
+    "running statistics of InstanceNorm": lambda: _layers(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
+    "functions": Functional,
+    "minibatch deviation": MinibatchDeviation,
+    "queue and counter": Remembers,
+    "summaries": Summaries,
+    "a checkpoint": Checkpointed,
+    "nothing of that": partial(_layers, nn.SiLU()),
+}
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    return NETS[name]().double().train()
+
+
+def images(step: int) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def loss_of(output, whole: int) -> Tensor:
+    """A sum over samples of what samples give, and means of what the batch gives, weighed so that copies' means are one's."""
+    if not isinstance(output, dict):
+        return output.square().sum() / whole
+    each = (output["each"].square().sum() + output["rows"].square().sum()) / whole
+    return each + output["loss"] + output["centre"].square().sum() + output["weight"]
+
+
+def two_steps(mesh, name: str) -> list[str]:
+    alone, model = built(name), built(name)
+    part = parts_of(even_cut(SHAPE[0], mesh.copies))[mesh.copy]
+    wf.parallelize(model, mesh)
+    one = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    many = share_states(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), mesh)
+    wrong = []
+    for step in range(2):
+        whole = images(step).requires_grad_()
+        mine = whole.detach()[part.start : part.stop].clone().requires_grad_()
+        one.zero_grad(), many.zero_grad()
+        torch.manual_seed(step)
+        loss_of(alone(whole), SHAPE[0]).backward()
+        torch.manual_seed(step)
+        output = model(wf.tile(mine, mesh))
+        loss_of(wf.whole(output), SHAPE[0] / mesh.copies).backward()
+        found = wholes_on_main(model, mesh, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+        wrong += differences(mesh, found, expected, f"{name}, step {step}, gradients")
+        expected_image = whole.grad[part.start : part.stop] * mesh.copies
+        wrong += differences(mesh, {"image": mine.grad}, {"image": expected_image}, f"{name}, step {step}")
+        one.step(), many.step()
+    found = wholes_on_main(model, mesh, dict(model.state_dict()))
+    return wrong + differences(mesh, found, dict(alone.state_dict()), f"{name}, weights and buffers")
+
+
+def differences(mesh, found, expected, what: str) -> list[str]:
+    try:
+        close(found if mesh.is_main or "image" in found else expected, expected)
+    except AssertionError as error:
+        return [f"{what}: {error}"]
+    return []
+
+
+def every_net(mesh, names) -> list[str]:
+    return [problem for name in names for problem in two_steps(mesh, name)[:1]]
+
+
+PLANS = [
+    Plan(replicate=2), Plan(replicate=3), Plan(replicate=2, space=[2, 1]), Plan(shard=2, sharding={"zero": 1}),
+    Plan(shard=2, sharding={"zero": 2}), Plan(shard=2, sharding={"zero": 3}), Plan(replicate=4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_copies_give_one_devices_numbers(plan):
+    wrong = on_ranks(plan.ranks, every_net, sorted(NETS), plan=plan)[0]
+    assert not wrong, "\n\n".join(wrong)
+
+
+# ---------------------------------------------------------------------------------------------- the rank without samples
+
+
+def one_sample(mesh) -> list[str]:
+    """The second copy has a stand-in, whose pass changes statistics as the first one's does and adds nothing to gradients."""
+    wrong = []
+    for name in ("BatchNorm and dropout", "running statistics of InstanceNorm", "queue and counter"):
+        alone, model = built(name), built(name)
+        wf.parallelize(model, mesh)
+        for step in range(2):
+            whole = images(step)[: 3 if step == 0 else 1]
+            alone.zero_grad(), model.zero_grad()
+            torch.manual_seed(step)
+            loss_of(alone(whole), len(whole)).backward()
+            torch.manual_seed(step)
+            part = parts_of(even_cut(len(whole), 2))[mesh.rank]
+            mine = whole[part.start : part.stop]
+            if len(mine):
+                loss_of(model(mine), len(whole) / 2).backward()
+            else:
+                with ghost(model):
+                    (loss_of(model(whole), 1) * 0.0).backward()
+            found, expected = ({n: p.grad for n, p in net.named_parameters()} for net in (model, alone))
+            wrong += differences(mesh, found, expected, f"{name}, step {step}")
+        everywhere = [mesh.sum_(b.detach().clone().double()) / 2 for b in model.buffers()]
+        close([b.double() for b in model.buffers()], everywhere)
+        wrong += differences(mesh, dict(model.named_buffers()), dict(alone.named_buffers()), f"{name}, buffers")
+    return wrong
+
+
+def test_a_copy_without_samples_counts_nothing():
+    wrong = on_ranks(2, one_sample, plan=Plan(replicate=2))[0]
+    assert not wrong, "\n\n".join(wrong)
+
+
+# ---------------------------------------------------------------------------------------------- what is said
+
+
+def said_by(mesh, body) -> str | None:
+    try:
+        body(mesh)
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def seeded_apart(mesh):
+    model = wf.parallelize(built("dropout"), mesh)
+    torch.manual_seed(mesh.rank)
+    model(images(0))
+
+
+def sizes_apart(mesh):
+    model = wf.parallelize(built("dropout"), mesh)
+    model(images(0)[..., mesh.rank :])
+
+
+class Odd(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.svdvals(F.dropout(x, 0.5, True).transpose(0, 1))
+
+
+def without_a_rule(mesh):
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Odd()).double(), mesh)(images(0))
+
+
+REFUSALS = {
+    seeded_apart: "call torch.manual_seed with the same number on all of them",
+    sizes_apart: "got samples of different sizes, this one",
+    without_a_rule: "set mesh.independent=true to let each copy draw",
+}
+
+
+@pytest.mark.parametrize("body", REFUSALS, ids=lambda body: body.__name__)
+def test_what_copies_cannot_share_is_refused_on_every_rank(body):
+    assert all(said is not None and REFUSALS[body] in said for said in on_ranks(2, said_by, body))
+
+
+def drawing_apart(mesh):
+    model = wf.parallelize(built("nothing of that"), mesh)
+    model(images(0) * (mesh.rank + 1))
+    if mesh.rank == 0:
+        model[1].forward = F.dropout
+        _rows.PATIENCE_SECONDS = 2.0
+    try:
+        model(images(0))
+    finally:
+        _rows.PATIENCE_SECONDS = 120.0
+
+
+def test_a_copy_that_draws_alone_is_told():
+    said, _ = on_ranks(2, said_by, drawing_apart)
+    assert said is not None and "not all 2 copies of the model came to the same place" in said
+    close_all()  # the other rank's next message would meet the one that was given up
+
+
+def later(mesh) -> list[str]:
+    """Dropout that is switched on in the second pass."""
+    alone, model = built("BatchNorm and dropout"), built("BatchNorm and dropout")
+    wf.parallelize(model, mesh)
+    wrong, part = [], parts_of(even_cut(SHAPE[0], 2))[mesh.rank]
+    for step in range(3):
+        for net in (alone, model):
+            net[3].p = 0.3 * (step > 0)
+            net.zero_grad()
+        torch.manual_seed(step)
+        loss_of(alone(images(step)), SHAPE[0]).backward()
+        torch.manual_seed(step)
+        loss_of(model(images(step)[part.start : part.stop]), SHAPE[0] / 2).backward()
+        found, expected = ({n: p.grad for n, p in net.named_parameters()} for net in (model, alone))
+        wrong += differences(mesh, found, expected, f"step {step}")
+    return wrong + differences(mesh, dict(model.named_buffers()), dict(alone.named_buffers()), "buffers")
+
+
+def test_chance_that_comes_later_is_one_devices_too():
+    wrong = on_ranks(2, later)[0]
+    assert not wrong, "\n\n".join(wrong)
+
+
+def by_themselves(mesh):
+    model = wf.parallelize(built("dropout"), mesh)
+    torch.manual_seed(mesh.rank)
+    return model(images(0)).detach()
+
+
+def test_copies_draw_for_themselves_where_that_is_asked_for():
+    first, second = on_ranks(2, by_themselves, plan=Plan(replicate=2, independent=True))
+    assert not torch.equal(first, second)

@@ -1,0 +1,358 @@
+"""Copies of a model as tiles of one batch: each rank has its rows, and the numbers are those of all samples at once.
+
+Where samples do not meet, a copy runs on its own samples as if they were all, and nothing is lost.  They meet in a BatchNorm,
+which is synchronized; in random numbers, of which one device draws a batch's in one go; in buffers that a forward writes, as
+running statistics of an InstanceNorm or a queue; and in a layer that mixes samples, as a minibatch standard deviation.  A model
+that has one of the last three runs on tiled tensors whose batch dim is cut over copies, by the same rules as images are.
+
+That is found out and not asked: a forward that draws or writes is run again on rows; in a model's first training forward what
+the rows give is compared with what this copy's samples gave alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from widefield.engine import halo
+from widefield.engine.layout import Cut, Grid, Layout, layout_of
+from widefield.engine.mesh import Mesh, device_of_words
+from widefield.engine.normalization import is_ghost, real_buffers
+from widefield.engine.partial import settled
+from widefield.engine.places import on_layout, recut
+from widefield.engine.stream.streamed import Streamed
+from widefield.engine.tiled import TiledTensor, wrap, wrap_view
+
+PATIENCE_SECONDS = 120.0
+"""For other copies to find out that a model draws, too."""
+ADVICE = (
+    "set mesh.independent=true to let each copy draw, write to buffers and mix samples by itself, which is not one device's"
+)
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Up to which share outputs may differ by rounding alone, 0.1 for other dtypes: samples that meet make more of a difference."""
+
+
+class Rows:
+    """How a model is run on several copies; `call` runs it.
+
+    group: of the ranks that have the same part of the model, for small messages of this model alone.
+    """
+
+    def __init__(self, mesh: Mesh, group: dist.ProcessGroup) -> None:
+        self.mesh, self.group = mesh, group
+        self.together: dict[bool, bool] = {}
+        """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
+        self.per_sample: dict[bool, list[int | None]] = {}
+        """In each mode, how many rows of each output belong to a sample; 0 where it is of all; None: not known."""
+
+    def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
+        if not (model.training or torch.is_grad_enabled()) or not _samples_in(args, kwargs):
+            return run(*args, **kwargs)
+        if self.together.get(model.training):
+            return self._on_rows(model, run, args, kwargs)
+        is_first = model.training not in self.together
+        before = _State(model, with_numbers=is_first)
+        output = run(*args, **kwargs)
+        has_met = before.has_drawn() or before.has_written()
+        if not has_met and not is_first:
+            return output
+        if not self._some(has_met) and not self._mixes(model, before, run, args, kwargs, output):
+            self.together[model.training] = False
+            return output
+        before.restore()
+        self.together[model.training] = True
+        return self._on_rows(model, run, args, kwargs, like=output)
+
+    # ------------------------------------------------------------------------------------------ finding out
+
+    def _some(self, holds: bool) -> bool:
+        """Whether something holds on some rank; RuntimeError where not all come to ask."""
+        found = torch.tensor([int(holds)], device=device_of_words(self.group))
+        work = dist.all_reduce(found, group=self.group, async_op=True)
+        try:
+            work.wait(datetime.timedelta(seconds=PATIENCE_SECONDS))
+        except RuntimeError as error:
+            raise RuntimeError(
+                "this forward drew random numbers or wrote to a buffer, which none before it did, and within "
+                f"{PATIENCE_SECONDS:.0f} s not all {self.mesh.copies} copies of the model came to the same place; let it do so "
+                f"on every copy or on none, or {ADVICE}"
+            ) from error
+        return bool(found.item())
+
+    def _mixes(self, model: nn.Module, before: _State, run: Callable, args: tuple, kwargs: dict, output: Any) -> bool:
+        """Whether this copy's samples give something else among all than alone, on any copy."""
+        after = _State(model, with_numbers=True)
+        before.restore()
+        try:
+            with torch.no_grad():
+                among_all = self._on_rows(model, run, args, kwargs, like=output)
+        except NotImplementedError as error:  # raised on every rank, before any message
+            warnings.warn(
+                f"whether layers of {type(model).__qualname__} mix samples, which {self.mesh.copies} copies of it would do for "
+                f"themselves, could not be seen: {error}",
+                stacklevel=2,
+            )
+            return False
+        finally:
+            after.restore()
+        pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
+        return self._some(any(_differ(alone, found) for alone, found in pairs) and not is_ghost(model))
+
+    # ------------------------------------------------------------------------------------------ on rows
+
+    def _on_rows(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, like: Any = None) -> Any:
+        """like: what the samples of this copy gave alone, if that is known: its shapes tell what belongs to samples."""
+        if isinstance(model, Streamed):
+            raise NotImplementedError(
+                f"{type(model).__qualname__} draws random numbers, writes to buffers or mixes samples, for which its "
+                f"{self.mesh.copies} copies would share a batch, and it is streamed; set stream=null, or {ADVICE}"
+            )
+        samples = _samples_in(args, kwargs)
+        count = len(samples[0])
+        rows = self._rows_of(samples[0], 0 if is_ghost(model) else count)
+        if is_ghost(model):
+            real_buffers(model)
+
+        def entered(leaf: Any) -> Any:
+            return _Enter.apply(leaf, rows) if any(leaf is sample for sample in samples) else leaf
+
+        try:
+            output = run(*tree_map(entered, args), **tree_map(entered, kwargs))
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"{type(model).__qualname__} draws random numbers, writes to buffers or mixes samples, for which its "
+                f"{self.mesh.copies} copies share a batch, each rank with its rows in place of a tile: {error}. Or {ADVICE}"
+            ) from error
+        leaves, spec = tree_flatten(output)
+        if like is not None:
+            self.per_sample[model.training] = _per_sample(leaves, tree_leaves(like), rows, count)
+        known = self.per_sample.get(model.training, [])
+        known = known if len(known) == len(leaves) else [None] * len(leaves)
+        given = [
+            _left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in zip(leaves, known, strict=True)
+        ]
+        return tree_unflatten(given, spec)
+
+    def _rows_of(self, sample: Tensor, count: int) -> _Share:
+        """Which rows of the batch this copy has; one small message."""
+        tiles, device = self.mesh.grid.size, device_of_words(self.group)
+        mine = torch.tensor([count, zlib.crc32(str(tuple(sample.shape[1:])).encode())], dtype=torch.int64, device=device)
+        told = mine.new_empty(self.group.size(), 2)
+        dist.all_gather_into_tensor(told, mine[None], group=self.group)
+        of_copies = told[::tiles].tolist()
+        if len({shape for rows, shape in of_copies if rows}) > 1:
+            raise NotImplementedError(
+                f"the {self.mesh.copies} copies of a model that draws random numbers, writes to buffers or mixes samples got "
+                f"samples of different sizes, this one {tuple(sample.shape[1:])}, which make no batch; give all copies one "
+                f"size, or {ADVICE}"
+            )
+        bounds = [0]
+        for rows, _ in of_copies:
+            bounds.append(bounds[-1] + rows)
+        return _Share(self.mesh.grid_of_rows(), self.mesh.grid, tuple(bounds))
+
+
+def _samples_in(args: tuple, kwargs: dict) -> list[Tensor]:
+    """The tensors that have a row for each sample: as many as the first."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+    return [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
+
+
+def _differ(alone: Any, among_all: Any) -> bool:
+    """Whether two outputs are farther apart than rounding goes."""
+    if not isinstance(alone, Tensor) or not alone.is_floating_point():
+        return False
+    if type(alone) is TiledTensor:
+        alone, among_all = alone.own, on_layout(among_all, alone.laid)
+    if not alone.numel():
+        return False
+    apart = (alone.detach() - among_all).abs().max()
+    return bool(apart > TOLERANCE.get(alone.dtype, 0.1) * alone.detach().abs().max())
+
+
+# ---------------------------------------------------------------------------------------------- what a forward changes
+
+
+class _State:
+    """Random states and buffers before a forward; with_numbers: plain attributes of modules, too."""
+
+    def __init__(self, model: nn.Module, *, with_numbers: bool) -> None:
+        self.devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
+        self.random = self._random()
+        held = [
+            (part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items() if buffer is not None
+        ]
+        self.buffers = [(part, name, buffer, buffer._version) for part, name, buffer in held]
+        self.values = [buffer.detach().clone() for *_, buffer in held]
+        self.numbers = [(part, _numbers_of(part)) for part in model.modules()] if with_numbers else []
+
+    def _random(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
+
+    def has_drawn(self) -> bool:
+        return not all(map(torch.equal, self.random, self._random()))
+
+    def has_written(self) -> bool:
+        """Whether a buffer changed that is not a BatchNorm's, which are synchronized."""
+        return any(
+            part._buffers.get(name) is not buffer or buffer._version != version
+            for part, name, buffer, version in self.buffers
+            if not isinstance(part, _BatchNorm)
+        )
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        torch.set_rng_state(self.random[0])
+        for device, state in zip(self.devices, self.random[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+        for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True):
+            if buffer._version != version:
+                buffer.copy_(value)
+            part._buffers[name] = buffer
+        for part, numbers in self.numbers:
+            part.__dict__.update(numbers)
+
+
+def _numbers_of(part: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in part.__dict__.items() if isinstance(value, (bool, int, float, str, type(None)))}
+
+
+# ---------------------------------------------------------------------------------------------- into rows and out of them
+
+
+@dataclass(frozen=True)
+class _Share:
+    """grid: copies first, then the axes of `tiles`, the ranks that share this copy's images.  bounds: of the copies' rows."""
+
+    grid: Grid
+    tiles: Grid
+    bounds: tuple[int, ...]
+
+    @property
+    def copies(self) -> int:
+        return len(self.bounds) - 1
+
+    def of_batch(self, tensor: Tensor) -> Layout:
+        """The layout on the grid of a tensor of this copy's samples."""
+        cuts = tensor.laid.cuts[1:] if type(tensor) is TiledTensor else (None,) * (tensor.ndim - 1)
+        further = [None if cut is None else Cut(tuple(axis + 1 for axis in cut.axes), cut.bounds) for cut in cuts]
+        return layout_of((self.bounds[-1], *tensor.shape[1:]), (Cut((0,), self.bounds), *further), self.grid)
+
+    def local(self, layout: Layout) -> Layout | None:
+        """What a tile is a tile of, on this copy alone; None where it is plain."""
+        if not self.tiles.sizes:
+            return None
+        cuts = [
+            None if cut is None or 0 in cut.axes else Cut(tuple(axis - 1 for axis in cut.axes), cut.bounds)
+            for cut in layout.cuts
+        ]
+        whole = [n if cut is not None else here for n, here, cut in zip(layout.shape, layout.tile_shape, cuts, strict=True)]
+        return layout_of(tuple(whole), tuple(cuts), self.tiles)
+
+
+class _Enter(torch.autograd.Function):
+    """This copy's samples as their rows of the batch.
+
+    A loss of this copy's counts by its mean over copies, so the gradient of the batch's is that share of it, and back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: _Share) -> Tensor:
+        ctx.rows, ctx.layout, ctx.laid = rows, rows.of_batch(tensor), getattr(tensor, "laid", None)
+        ctx.shape = tensor.shape
+        own = tensor.own if type(tensor) is TiledTensor else tensor
+        return wrap(own[: ctx.layout.tile_shape[0]], ctx.layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        part = on_layout(settled(grad), ctx.layout) * ctx.rows.copies
+        if ctx.laid is not None:
+            part = part if part.shape == ctx.laid.tile_shape else part.new_zeros(ctx.laid.tile_shape)
+            return wrap(part, ctx.laid), None
+        return part if part.shape == ctx.shape else part.new_zeros(ctx.shape), None
+
+
+def _per_sample(leaves: list[Any], alone: list[Any], rows: _Share, count: int) -> list[int | None]:
+    """How many rows of each output belong to a sample, by its shape for `count` samples and for the batch."""
+    if len(leaves) != len(alone) or rows.bounds[-1] == count:
+        return []
+    found: list[int | None] = []
+    for whole, part in zip(leaves, alone, strict=True):
+        if not isinstance(whole, Tensor) or not isinstance(part, Tensor) or not part.ndim or whole.shape == part.shape:
+            found.append(0 if isinstance(whole, Tensor) else None)
+            continue
+        each, more = divmod(len(part), count)
+        found.append(each if not more and len(whole) == each * rows.bounds[-1] else None)
+    return found
+
+
+def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
+    """What this copy gets of a result.
+
+    count: of its samples, where it has none that count.  each: how many rows of the result belong to a sample, 0 where it is of
+    all; where that is not known, a result that is cut by samples is theirs.
+    """
+    if type(tensor) is not TiledTensor:
+        return _OfAll.apply(tensor, rows) if tensor.requires_grad else tensor
+    layout = tensor.laid
+    first = layout.cuts[0]
+    cuts = [None if cut is not None and 0 in cut.axes else cut for cut in layout.cuts]
+    if each is None and first is not None and first.axes == (0,):
+        return _Leave.apply(tensor, rows, layout, count)
+    if each:
+        by_samples = Cut((0,), tuple(bound * each for bound in rows.bounds))
+        return _Leave.apply(tensor, rows, layout_of(layout.shape, (by_samples, *cuts[1:]), layout.grid), count * each)
+    return _OfAll.apply(tensor, rows, layout_of(layout.shape, tuple(cuts), layout.grid))
+
+
+class _Leave(torch.autograd.Function):
+    """The rows of this copy's samples."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: TiledTensor, rows: _Share, layout: Layout, count: int) -> Tensor:
+        ctx.rows, ctx.layout = rows, layout
+        own = recut(tensor, layout)
+        own = own.view_as(own) if own is tensor.own else own
+        if own.shape[0] == 0 < count:  # a stand-in's, which counts nothing
+            return own.new_zeros(count, *own.shape[1:])
+        local = rows.local(layout)
+        return own if local is None else wrap_view(own, local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        local, grad = ctx.rows.local(ctx.layout), settled(grad)
+        part = grad if local is None else on_layout(grad, local)
+        part = part if part.shape == ctx.layout.tile_shape else part.new_zeros(ctx.layout.tile_shape)
+        return wrap(part / ctx.rows.copies, ctx.layout), None, None, None
+
+
+class _OfAll(torch.autograd.Function):
+    """What all samples give together, as a mean over the batch: every copy has it, and its gradient is the mean of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout | None = None) -> Tensor:
+        ctx.rows, ctx.layout = rows, layout
+        if layout is None or type(tensor) is not TiledTensor:
+            return tensor.view_as(tensor)
+        own, local = recut(tensor, layout), rows.local(layout)
+        own = own.view_as(own) if own is tensor.own else own
+        return own if local is None else wrap_view(own, local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, grad = ctx.rows, settled(grad)
+        local = None if ctx.layout is None else rows.local(ctx.layout)
+        part = grad if local is None else on_layout(grad, local)
+        mean = halo.add_sums(part.contiguous(), rows.grid.group_name((0,))) / rows.copies
+        return mean if ctx.layout is None else wrap(mean, ctx.layout), None, None
