@@ -248,7 +248,7 @@ def without_a_rule(mesh):
 
 REFUSALS = {
     seeded_apart: "call torch.manual_seed with the same number on all of them",
-    sizes_apart: "got samples of different sizes, this one",
+    sizes_apart: "copies got samples of different sizes, this one",
     without_a_rule: "set mesh.independent=true to let each copy draw",
 }
 

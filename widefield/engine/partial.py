@@ -46,8 +46,10 @@ class PartialGradient(Tensor):
 
     part: Tensor
     grid: Grid
-    is_alike: bool = False
-    """Whether the parts are the value itself, on every rank, since it was asked for."""
+    writes: list[int]
+    """How many operations wrote to the part, or to what shows the same memory."""
+    known: Any = None
+    """The value, once it was asked for, and how many writes there were by then."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -56,13 +58,11 @@ class PartialGradient(Tensor):
         return run_partial(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["part"], (self.grid, self.is_alike)
+        return ["part"], self.grid
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Tensor:
-        made = partial_of(inner["part"], context[0])
-        made.is_alike = context[1]  # type: ignore[attr-defined]
-        return made
+    def __tensor_unflatten__(inner: dict[str, Tensor], grid: Grid, size: Any, stride: Any) -> Tensor:
+        return partial_of(inner["part"], grid)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PartialGradient(rank {self.grid.index} of {self.grid.size}, part={self.part!r})"
@@ -79,7 +79,7 @@ def partial_of(part: Tensor, grid: Grid) -> Tensor:
     if grid.size == 1:
         return part
     made = _make(PartialGradient, part.shape, strides=part.stride(), dtype=part.dtype, device=part.device)
-    made.part, made.grid = part, grid
+    made.part, made.grid, made.writes = part, grid, [0]
     return made
 
 
@@ -90,10 +90,9 @@ def settled(tensor: Any) -> Any:
     """
     if type(tensor) is not PartialGradient:
         return tensor
-    if not tensor.is_alike:
-        value, tensor.is_alike = _mean(tensor.part, tensor.grid), True
-        tensor.part = value if repeats_places(tensor.part) else tensor.part.copy_(value)  # which views of it see
-    return wrap_uncut(tensor.part, tensor.grid)
+    if tensor.known is None or tensor.known[0] != tensor.writes[0]:
+        tensor.known = tensor.writes[0], wrap_uncut(_mean(tensor.part, tensor.grid), tensor.grid)
+    return tensor.known[1]
 
 
 def settle(tensor: PartialGradient) -> Tensor:
@@ -176,12 +175,15 @@ def is_for_leaf() -> bool:
 
 
 def into_leaf(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The leaf gets what is its own: a managed one this rank's part, any other the value."""
-    take: Callable[[Any], Any] = part_of_mean if _node().variable in _MANAGED else plain_value
+    """The leaf gets what is its own: a managed one what this rank's part is, any other the value."""
+    is_managed = _node().variable in _MANAGED
+    take: Callable[[Any], Any] = part_of_mean if is_managed else plain_value
     if func is aten.new_empty_strided.default:  # which asks for a dtype and a device alone
         take = _own
+    grids = [value.grid for value in args if type(value) is PartialGradient]
     args, kwargs = tree_map(lambda value: take(value) if isinstance(value, Tensor) else value, (args, kwargs))
-    return func(*args, **kwargs)
+    out = func(*args, **kwargs)
+    return partial_of(out, grids[0]) if is_managed and grids and func is aten.detach.default else out
 
 
 def plain_value(tensor: Tensor) -> Tensor:
@@ -199,29 +201,47 @@ def run_partial(func: Any, args: tuple, kwargs: dict) -> Any:
         return into_leaf(func, args, kwargs)
     check = _AFFINE.get(func) or (_is_backward_of_plain if _is_backward(func) else None)
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    if check is not None and check(args, kwargs) and all(_is_alike(tensor) for tensor in tensors):
-        grid = next(tensor.grid for tensor in tensors if type(tensor) is PartialGradient)
-        out = func(*tree_map(_own, args), **tree_map(_own, kwargs))
-        if out is getattr(args[0], "part", None):
-            return args[0]
-        return tree_map(lambda leaf: partial_of(leaf, grid) if isinstance(leaf, Tensor) else leaf, out)
     if is_in_place(func) and type(args[0]) is PartialGradient:
-        return _in_place(func, args, kwargs)
-    if func in _SUMS and len(tensors) == 2 and tensors[0].shape == tensors[1].shape:
-        grid = next(tensor.grid for tensor in tensors if type(tensor) is PartialGradient)
+        is_affine = check is not None and check(args, kwargs) and all(map(_is_alike, tensors))
+        return _in_place(func, args, kwargs, is_affine=is_affine)
+    grid = next(tensor.grid for tensor in tensors if type(tensor) is PartialGradient)
+    if check is not None and check(args, kwargs) and all(map(_is_alike, tensors)):
+        out = func(*tree_map(_own, args), **tree_map(_own, kwargs))
+        return tree_map(lambda leaf: _made(leaf, grid, args[0] if func.is_view else None), out)
+    if func in _SUMS and _have_one_shape(tensors):
         return partial_of(func(*tree_map(_part, args), **kwargs), grid)
     return func(*tree_map(settled, args), **tree_map(settled, kwargs))
 
 
-def _in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Write to a partial gradient what is to be of its value, which every rank then has as its part."""
-    target = args[0]
-    settled(target)
+def _made(leaf: Any, grid: Grid, shown: Any) -> Any:
+    """What an affine operation gave of parts.  shown: whose memory it shows, if it does."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    made = partial_of(leaf, grid)
+    if shown is not None:
+        made.writes = shown.writes  # type: ignore[attr-defined]
+    return made
+
+
+def _in_place(func: Any, args: tuple, kwargs: dict, *, is_affine: bool) -> Any:
+    """Write to the part; unless it is affine in parts, to the value, which every rank then has as its part."""
+    target, take = args[0], _own
+    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     if repeats_places(target.part):
-        target.part = target.part.contiguous()
-    others = tree_map(lambda leaf: plain_value(leaf) if isinstance(leaf, Tensor) else leaf, (args[1:], kwargs))
+        target.part, target.writes = target.part.contiguous(), [0]
+    if func in _SUMS_IN_PLACE and _have_one_shape(tensors):
+        take = _part
+    elif not is_affine:
+        target.part.copy_(plain_value(target))
+        take = lambda value: plain_value(value) if isinstance(value, Tensor) else value  # noqa: E731
+    others = tree_map(take, (args[1:], kwargs))
     func(target.part, *others[0], **others[1])
+    target.writes[0] += 1
     return target
+
+
+def _have_one_shape(tensors: list[Tensor]) -> bool:
+    return len(tensors) == 2 and tensors[0].shape == tensors[1].shape
 
 
 def _part(value: Any) -> Any:
@@ -271,6 +291,7 @@ def _any_number(args: tuple, kwargs: dict) -> bool:
 
 
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
+_SUMS_IN_PLACE = {aten.add_.Tensor, aten.sub_.Tensor}
 _AFFINE: dict[Any, Callable[[tuple, dict], bool]] = {
     **dict.fromkeys([
         aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default, aten.contiguous.default,

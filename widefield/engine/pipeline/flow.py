@@ -22,6 +22,7 @@ from widefield.engine.channel.flow import ChannelFlow
 from widefield.engine.executed import Executed, Flow, flow_of
 from widefield.engine.layout import Layout, layout_of
 from widefield.engine.mesh import Mesh
+from widefield.engine.partial import partial_of
 from widefield.engine.pipeline.cutting import Division
 from widefield.engine.pipeline.held import average_gradients
 from widefield.engine.pipeline.parts import Part, parts_of
@@ -177,6 +178,7 @@ class PipelineFlow(Flow):
 
         A batch that micro-batches do not divide is filled up with repeats of its last sample, whose loss counts nothing.
         """
+        self._gradients_in_parts(module)
         rows, count = len(image), self.micro_batches
         each = -(-rows // count)
         with autocast():
@@ -188,6 +190,12 @@ class PipelineFlow(Flow):
         if self.averages:
             average_gradients([p for p in module.parameters() if not p.is_meta], self.mesh, self.bucket_mib)
         return loss
+
+    def _gradients_in_parts(self, module: nn.Module) -> None:
+        """Gradients from before are of the kind that is added to them: torch adds in an order that differs between ranks."""
+        for parameter in module.parameters() if self.is_tiled else ():
+            if type(parameter.grad) is Tensor and not parameter.grad.is_meta:
+                parameter.grad = partial_of(parameter.grad, self.mesh.grid)
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:

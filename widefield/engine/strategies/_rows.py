@@ -95,8 +95,7 @@ class Rows:
         after = _State(model, with_numbers=True)
         before.restore()
         try:
-            with torch.no_grad():
-                among_all = self._on_rows(model, run, args, kwargs, like=output)
+            among_all = self._run(model, run, args, kwargs, like=output)
         except NotImplementedError as error:  # raised on every rank, before any message
             warnings.warn(
                 f"whether layers of {type(model).__qualname__} mix samples, which {self.mesh.copies} copies of it would do for "
@@ -112,12 +111,23 @@ class Rows:
     # ------------------------------------------------------------------------------------------ on rows
 
     def _on_rows(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, like: Any = None) -> Any:
-        """like: what the samples of this copy gave alone, if that is known: its shapes tell what belongs to samples."""
-        if isinstance(model, Streamed):
+        """What `_run` gives, and why it has to be so where it cannot."""
+        try:
+            return self._run(model, run, args, kwargs, like)
+        except NotImplementedError as error:
             raise NotImplementedError(
-                f"{type(model).__qualname__} draws random numbers, writes to buffers or mixes samples, for which its "
-                f"{self.mesh.copies} copies would share a batch, and it is streamed; set stream=null, or {ADVICE}"
-            )
+                f"{type(model).__qualname__} draws random numbers, writes to buffers or mixes samples, so its "
+                f"{self.mesh.copies} copies share a batch, of which each rank has its rows in place of a tile: {error}. Or "
+                f"{ADVICE}"
+            ) from error
+
+    def _run(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, like: Any) -> Any:
+        """The forward on tiled tensors whose batch dim is cut over copies; of what it gives, what is this copy's.
+
+        like: what the samples of this copy gave alone, if that is known: its shapes tell what belongs to samples.
+        """
+        if isinstance(model, Streamed):
+            raise NotImplementedError("a stream runs tiles of images and no rows of a batch; set stream=null")
         samples = _samples_in(args, kwargs)
         count = len(samples[0])
         rows = self._rows_of(samples[0], 0 if is_ghost(model) else count)
@@ -127,22 +137,12 @@ class Rows:
         def entered(leaf: Any) -> Any:
             return _Enter.apply(leaf, rows) if any(leaf is sample for sample in samples) else leaf
 
-        try:
-            output = run(*tree_map(entered, args), **tree_map(entered, kwargs))
-        except NotImplementedError as error:
-            raise NotImplementedError(
-                f"{type(model).__qualname__} draws random numbers, writes to buffers or mixes samples, for which its "
-                f"{self.mesh.copies} copies share a batch, each rank with its rows in place of a tile: {error}. Or {ADVICE}"
-            ) from error
-        leaves, spec = tree_flatten(output)
+        leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
         if like is not None:
             self.per_sample[model.training] = _per_sample(leaves, tree_leaves(like), rows, count)
         known = self.per_sample.get(model.training, [])
-        known = known if len(known) == len(leaves) else [None] * len(leaves)
-        given = [
-            _left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in zip(leaves, known, strict=True)
-        ]
-        return tree_unflatten(given, spec)
+        pairs = zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True)
+        return tree_unflatten([_left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
 
     def _rows_of(self, sample: Tensor, count: int) -> _Share:
         """Which rows of the batch this copy has; one small message."""
@@ -153,9 +153,8 @@ class Rows:
         of_copies = told[::tiles].tolist()
         if len({shape for rows, shape in of_copies if rows}) > 1:
             raise NotImplementedError(
-                f"the {self.mesh.copies} copies of a model that draws random numbers, writes to buffers or mixes samples got "
-                f"samples of different sizes, this one {tuple(sample.shape[1:])}, which make no batch; give all copies one "
-                f"size, or {ADVICE}"
+                f"copies got samples of different sizes, this one {tuple(sample.shape[1:])}, which make no batch; give all of "
+                "them one size"
             )
         bounds = [0]
         for rows, _ in of_copies:
