@@ -150,7 +150,7 @@ def test_an_export_of_tied_weights_has_every_name_and_loads_again(tmp_path):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
     folder = tmp_path / "run"
     go(folder, "checkpoint.every=2step")
-    bad = next((folder / "checkpoints" / "step_00000006").glob("*.distcp"))
+    bad = next((folder / "checkpoints" / "step_00000006").glob("*.safetensors"))
     content = bytearray(bad.read_bytes())
     content[len(content) // 2] ^= 4
     bad.write_bytes(content)
