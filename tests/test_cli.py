@@ -71,6 +71,13 @@ def test_what_is_wrong_is_said_in_words_with_status_2(arguments, words, capsys):
     assert text.startswith("widefield: ") and "Traceback" not in text
 
 
+@pytest.mark.parametrize("override", ["optimizer.lr=1", "schedule.length=5ep", "ema={decay: 0.9}", "log.every=1"])
+def test_what_an_evaluation_has_no_use_for_is_refused(override, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(Path(DIGITS).read_text())
+    text = said(capsys, "evaluate", str(tmp_path), override, status=2)
+    assert f"{override} changes nothing in an evaluation, which does not train; leave it out" in text
+
+
 def test_a_mesh_that_cannot_run_starts_no_rank(capsys):
     assert said(capsys, "train", DIGITS, "mesh.shard=65", "mesh.replicate=1", status=2).count("\n") == 1
 

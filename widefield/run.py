@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
@@ -20,7 +19,7 @@ from widefield.plan import check, plan_of, to_text
 from widefield.report import write_report
 from widefield.train.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.train.checkpoint import Checkpoints
-from widefield.train.folder import lock, write_config
+from widefield.train.folder import claim, write_config
 from widefield.train.interrupt import Interrupt
 from widefield.train.loop import Learner, Passes
 from widefield.train.record import Record
@@ -41,7 +40,7 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
         interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun"))
         mesh = join(world, plan)
         stack.callback(leave, mesh)
-        mesh.together(lambda: stack.enter_context(_claim(folder)) if mesh.is_main else None)
+        mesh.together(lambda: stack.enter_context(claim(folder)) if mesh.is_main else None)
         parts = mesh.together(lambda: assemble(config, mesh))
         _check_sizes(parts)
         learner, reasons = mesh.together(lambda: learner_of(parts))
@@ -105,11 +104,6 @@ def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator
 def _report(folder: Path, mesh: Mesh) -> None:
     if mesh.is_main:
         print(f"report: {write_report(folder)}", flush=True)
-
-
-def _claim(folder: Path) -> IO[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    return lock(folder)
 
 
 def _check_sizes(parts: Parts) -> None:

@@ -94,13 +94,12 @@ def check_model(name: str, options: Mapping[str, Any], *, overrides: Sequence[st
     where = f"and {source} lies in the run folder {folder}, which may be somebody else's"
     if ":" in name and not {"model", "model.name"} & keys:
         raise ValueError(
-            f"model.name is '{name}', code of its own, {where}; nothing of it was run. If you trust that folder add --trust, or "
-            f"name the code yourself: model.name={name}"
+            f"model.name is '{name}', code of its own, {where}; nothing of it was run. If you trust that folder add --trust, "
+            f"or name the code yourself: model.name={name}"
         )
     for option in READS_FILES:
         if option in options and not {"model", "model.options", f"model.options.{option}"} & keys:
             raise ValueError(
-                f"model.options.{option} is {options[option]!r}, from which weights would be loaded that may be pickles, {where}; "
-                "nothing was loaded. If you trust that folder add --trust, or give model.options yourself"
+                f"model.options.{option} is {options[option]!r}, where weights would be loaded from that may be pickles, "
+                f"{where}; nothing was loaded. If you trust that folder add --trust, or give model.options yourself"
             )
-

@@ -188,6 +188,23 @@ def test_exports_answer_as_the_model_does(trained, tmp_path):
         inference.export(trained, "onx")
 
 
+def test_an_export_overwrites_nothing_that_was_not_named(trained, tmp_path):
+    (tmp_path / "package.json").write_text('{"name": "of a web page"}')
+    for output, says in (
+        (tmp_path, "is a folder; name a file in it"),
+        (tmp_path / "model.json", "is where the classes and the normalization go"),
+        (tmp_path / "package.pt", "and there is another file of that name"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            inference.export(trained, "state_dict", output=output)
+    assert [path.name for path in tmp_path.iterdir()] == ["package.json"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write .*model.pt \(.*; name another --output"):
+        inference.export(trained, "state_dict", output=tmp_path / "file" / "model.pt")
+    for _ in range(2):
+        assert inference.export(trained, "state_dict", output=tmp_path / "model.pt").is_file()
+
+
 def test_predictions_of_pictures_are_those_of_the_evaluation(trained, tmp_path):
     from widefield.config import DataConfig
     from widefield.data import open_dataset
@@ -202,6 +219,8 @@ def test_predictions_of_pictures_are_those_of_the_evaluation(trained, tmp_path):
     assert all(abs(sum(answer.probabilities) - 1) < 1e-6 for answer in answers)
     right = sum(answer.classes[0] == str(digits.read(index)[1]) for index, answer in enumerate(answers))
     assert right >= 36  # the run reaches about 97 % on all 360
+    with pytest.raises(ValueError, match="--top is 0; write how many classes to name, 1 or more"):
+        inference.predict(trained, paths[:1], top=0)
     with pytest.raises(ValueError, match="cannot read the image .*nowhere.png"):
         inference.predict(trained, [str(tmp_path / "nowhere.png")])
 

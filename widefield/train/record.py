@@ -267,7 +267,7 @@ def _decoded(row: bytes) -> Line | None:
     """The line in a row of the file; None where there is no whole JSON object."""
     try:
         line = json.loads(row)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(line, dict):
         return None

@@ -69,8 +69,8 @@ def check_state(state: Any, found: Found) -> None:
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         raise ValueError(
-            f"the checkpoint {found.folder} does not hold the state of a run ({problem}); take it from where it was written, or "
-            "delete it"
+            f"the checkpoint {found.folder} does not hold the state of a run ({problem}); take it from where it was written, "
+            "or delete it"
         )
 
 

@@ -89,8 +89,8 @@ def _refuse_pickled(place: Path) -> None:
     if (place / PICKLED).exists() and not (place / tensors.INDEX).exists():
         raise ValueError(
             f"the checkpoint {place} was written by an older widefield, which kept the list of its tensors in a pickle "
-            f"({PICKLED}); reading one can run any code, so it is not read. Go on with the version that wrote it, or begin a run "
-            "of its own with another --run folder; the run's weights.safetensors can be given as model.weights"
+            f"({PICKLED}); reading one can run any code, so it is not read. Go on with the version that wrote it, or begin a "
+            "run of its own with another --run folder; the run's weights.safetensors can be given as model.weights"
         )
 
 

@@ -92,7 +92,9 @@ def write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, E
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
             file.write(_plain(tensors[name]).contiguous().view(-1).view(torch.uint8).numpy())
-    return {name: {"file": file_of(rank), "dtype": _dtype_name(tensors[name]), "shape": list(tensors[name].shape)} for name in names}
+    return {
+        name: {"file": file_of(rank), "dtype": _dtype_name(tensors[name]), "shape": list(tensors[name].shape)} for name in names
+    }
 
 
 def write_index(folder: Path, entries: Mapping[str, Entry]) -> None:
