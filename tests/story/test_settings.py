@@ -142,9 +142,9 @@ def test_an_export_of_tied_weights_has_every_name_and_loads_again(tmp_path):
     folder, name = tmp_path / "run", f"model.name={__name__}:Tied"
     sys.modules[__name__] = sys.modules.get(__name__) or sys.modules["test_settings"]
     go(folder, name, "model.options={}")
-    path = inference.export(folder, "safetensors", output=tmp_path / "tied.safetensors")
+    path = inference.export(folder, "safetensors", output=tmp_path / "tied.safetensors", trust=True)
     assert set(safetensors.torch.load_file(path)) == {"one.weight", "one.bias", "two.weight", "two.bias"}
-    inference.export(folder, "state_dict", output=tmp_path / "tied.pt", weights=str(path))
+    inference.export(folder, "state_dict", output=tmp_path / "tied.pt", weights=str(path), trust=True)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from widefield.refusal import is_ours
-
 T = TypeVar("T")
 
 
@@ -28,8 +26,6 @@ def of_files(make: Callable[[], T], folder: Path) -> T:
     try:
         return make()
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, ValueError) and is_ours(error):
-            raise
         raise ValueError(
             f"a file of {folder} holds values that widefield does not write, so there is no report of it "
             f"({type(error).__name__}: {error}); take the files from where they were written"
