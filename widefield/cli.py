@@ -148,7 +148,8 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     if options.recipe is None:
         raise ValueError("name a recipe, as: widefield train recipes/digits.yaml")
-    config = read_config(options.recipe, options.overrides, run=options.run, trust=options.trust)
+    trust = options.trust or options.print_config  # printed, it runs nothing
+    config = read_config(options.recipe, options.overrides, run=options.run, trust=trust)
     if options.print_config:
         print(to_yaml(config), end="")
         return 0

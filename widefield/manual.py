@@ -38,6 +38,9 @@ Evaluate a run's weights on its evaluation split: every image exactly once, on a
   widefield evaluate runs/0001
   widefield evaluate runs/0001 mesh.replicate=2 data.evaluate_batch_size=512
   widefield evaluate runs/0001 data.path=other_photos
+  widefield evaluate runs/mine model.name=my_package.nets:build      the run's own model, named by you
+
+A run folder's config.yaml may not name code of its own, for the folder may be anybody's; --trust lets it.
 """
 PREDICT = """\
 Ask a run's model about image files.

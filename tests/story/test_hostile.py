@@ -229,6 +229,7 @@ def test_code_that_a_run_folder_names_is_not_run(run, trace, capsys):
     goes_off(trace, lambda: said(capsys, "evaluate", run, "--trust"))
     goes_off(trace, lambda: said(capsys, "evaluate", run, "model.name=os:system"))
     said(capsys, "evaluate", run, "model.options.more=1")
+    assert "name: os:system" in said(capsys, "train", run / "config.yaml", "--print-config", status=0)
     (run / "recipes").mkdir()
     shutil.copy(run / "config.yaml", run / "recipes" / "mine.yaml")
     (run.parent / "linked.yaml").symlink_to(run / "config.yaml")

@@ -301,7 +301,7 @@ def _curves(run: _Run) -> list[dict[str, str | Markup]]:
 
 
 def _curve(title: str, svg: str, caption: str) -> dict[str, str | Markup]:
-    return {"title": title, "svg": Markup(svg), "caption": caption}  # the SVG holds our own words and numbers alone
+    return {"title": title, "svg": Markup(svg), "caption": caption}  # matplotlib escapes the names that it draws
 
 
 def _evaluation_rows(run: _Run) -> dict[str, Any]:
