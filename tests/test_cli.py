@@ -134,6 +134,34 @@ def as_rank_0_of_2(monkeypatch, address: str) -> None:
     monkeypatch.setattr("os._exit", sys.exit)
 
 
+@pytest.mark.parametrize("option", ["--batch", "--classes"])
+@pytest.mark.parametrize("text", ["0", "-1", "two", "²"])
+def test_no_images_and_no_classes_prove_nothing(option, text, capsys):
+    assert f"{text!r} is no count; write a whole number, 1 or more" in said(capsys, *SMALL, f"{option}={text}", status=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["train", DIGITS], "--run"), (["evaluate", "x"], "--weights"), (["export", "x"], "--output"),
+        (["bench", DIGITS], "--out"), (["bench", DIGITS], "--plans"), (["verify", "resnet", "--image", "1x8x8"], "--plan"),
+    ],
+)  # fmt: skip
+def test_an_option_with_nothing_behind_it_is_not_left_out_in_silence(words, option, capsys):
+    assert "it is empty; give it a value, or leave the option out" in said(capsys, *words, option, "", status=2)
+
+
+def test_a_rank_that_is_no_number_is_said_in_words(capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "first")
+    assert "RANK" in said(capsys, "train", DIGITS, "--run", "x", status=2)
+
+
+def test_a_recipe_that_is_no_text_is_refused(capsys, tmp_path):
+    (tmp_path / "recipe.yaml").write_bytes(b"model: \xff\xfe")
+    assert "cannot be read as text" in said(capsys, "train", str(tmp_path / "recipe.yaml"), status=2)
+
+
 def test_ranks_of_a_launcher_without_a_run_folder_are_told_to_name_one(capsys, monkeypatch):
     as_rank_0_of_2(monkeypatch, "localhost")
     assert "add --run-dir DIR" in said(capsys, "train", DIGITS, status=2)

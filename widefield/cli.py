@@ -71,7 +71,12 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     train.add_argument("recipe", nargs="?", help="a YAML file, as recipes/digits.yaml")
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
     train.add_argument(
-        "--run", "--run-dir", dest="run", metavar="DIR", help="run folder; a fresh numbered one under runs/ if left out"
+        "--run",
+        "--run-dir",
+        dest="run",
+        type=_text,
+        metavar="DIR",
+        help="run folder; a fresh numbered one under runs/ if left out",
     )
     train.add_argument("--print-config", action="store_true", help="print the whole config, defaults included, and stop")
     train.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors, and stop")
@@ -94,7 +99,7 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
 def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("run", metavar="RUN_DIR")
     export.add_argument("--to", default="safetensors", metavar="FORMAT", help="safetensors, state_dict or onnx")
-    export.add_argument("--output", metavar="FILE", help="where to; model.* in the run folder if left out")
+    export.add_argument("--output", type=_text, metavar="FILE", help="where to; model.* in the run folder if left out")
     _add_weights(export)
 
 
@@ -104,9 +109,11 @@ def _add_verify(verify: argparse.ArgumentParser) -> None:
     verify.add_argument("--image", type=_sizes, required=True, metavar="CxHxW", help="channels and size of an image")
     verify.add_argument("--space", type=_sizes, metavar="TxT", help="tiles in space on each dim of an image (2x1)")
     verify.add_argument("--stream", type=_sizes, default=[], metavar="TxT", help="tiles in time on each dim of an image")
-    verify.add_argument("--batch", type=int, default=2, metavar="N", help="images in the batch (2)")
-    verify.add_argument("--classes", type=int, default=10, metavar="N", help="classes the model is built for (10)")
-    verify.add_argument("--plan", metavar="PLAN.yaml", help="a plan of any strategies, verified over three training steps")
+    verify.add_argument("--batch", type=_count, default=2, metavar="N", help="images in the batch (2)")
+    verify.add_argument("--classes", type=_count, default=10, metavar="N", help="classes the model is built for (10)")
+    verify.add_argument(
+        "--plan", type=_text, metavar="PLAN.yaml", help="a plan of any strategies, verified over three training steps"
+    )
     verify.add_argument("--eval", action="store_true", help="evaluation mode, forward alone")
 
 
@@ -116,8 +123,8 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--ranks", type=int, metavar="N", help="for plans of several; the GPUs, or cores up to 4, if left out")
     bench.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of each kind (10)")
     bench.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before, or what the loader has ready (3)")
-    bench.add_argument("--plans", metavar="LIST", help="names or overrides with ; between them; all if left out")
-    bench.add_argument("--out", metavar="DIR", help="folder to write; a fresh runs/bench-... if left out")
+    bench.add_argument("--plans", type=_text, metavar="LIST", help="names or overrides with ; between them; all if left out")
+    bench.add_argument("--out", type=_text, metavar="DIR", help="folder to write; a fresh runs/bench-... if left out")
     bench.add_argument("--trap", action="store_true", help="one plan with few and with many loader workers, besides")
     bench.add_argument("--timeline", action="store_true", help="keep a Chrome trace of every rank")
     _add_trust(bench)
@@ -130,7 +137,7 @@ def _verb(verbs, name: str, call, short: str, text: str) -> argparse.ArgumentPar
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--weights", metavar="FILE", help="a .safetensors file; the run's own if left out")
+    parser.add_argument("--weights", type=_text, metavar="FILE", help="a .safetensors file; the run's own if left out")
     _add_trust(parser)
 
 
@@ -184,18 +191,14 @@ def _evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+_OF_TRAINING = ("optimizer", "schedule", "ema", "evaluate", "checkpoint", "log")
+"""Sections that no part of an evaluation, its plan included, looks at."""
+
+
 def _refuse_unused(overrides: Sequence[str]) -> None:
     """ValueError where a key is set that an evaluation has no use for."""
     for override in overrides:
-        if override.partition("=")[0].split(".")[0] in (
-            "optimizer",
-            "schedule",
-            "gradient",
-            "ema",
-            "evaluate",
-            "checkpoint",
-            "log",
-        ):
+        if override.partition("=")[0].split(".")[0] in _OF_TRAINING:
             raise ValueError(f"{override} changes nothing in an evaluation, which does not train; leave it out")
 
 
@@ -219,9 +222,22 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _text(text: str) -> str:
+    """What follows an option, which an unset variable of a shell leaves empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; give it a value, or leave the option out")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; write a whole number, 1 or more")
+    return int(text)
+
+
 def _sizes(text: str) -> list[int]:
     """`3x97x101` as numbers."""
-    if not all(part.isdigit() and int(part) for part in text.split("x")):
+    if not all(part.isdecimal() and int(part) for part in text.split("x")):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write whole numbers with x between them, as 3x97x101")
     return [int(part) for part in text.split("x")]
 
@@ -326,7 +342,8 @@ def _refuse(error: BaseException) -> int:
     from widefield.engine.mesh import AgreedError
     from widefield.train.terminal import printable
 
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    told = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = int(told) if told.isdecimal() else 0
     if rank == 0 or not isinstance(error, AgreedError):
         print(printable(f"widefield: {'' if rank == 0 else f'rank {rank}: '}{error}"), file=sys.stderr, flush=True)
     return 2

@@ -359,7 +359,11 @@ def read_config(
         beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         have = f" {path.parent}/ has: {', '.join(beside)}." if beside else ""
         raise ValueError(f"no recipe at {path}{did_you_mean(path.name, beside)}{have}")
-    config = parse_config(path.read_text(encoding="utf-8"), overrides, name=str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as text ({error}); name a recipe, a YAML file in UTF-8") from None
+    config = parse_config(text, overrides, name=str(path))
     folder = None if trust else run_folder_of(path, run=run)
     if folder is not None:
         check_model(config.model.name, config.model.options, overrides=overrides, source=str(path), folder=folder)

@@ -449,6 +449,30 @@ def test_a_damaged_model_is_refused_by_name(text, run, capsys):
         assert f"{run / 'model.json'} is damaged" in said(capsys, *arguments)
 
 
+@pytest.mark.parametrize("name", ["python", "numpy", "torch"])
+def test_random_states_that_somebody_made_up_are_refused(name, run, capsys):
+    own = json.loads((newest(run) / "own_0.json").read_text())
+    own["random"][name] = {"version": 3, "words": ["os:system"], "gauss": None, "name": "x", "keys": 1, "rest": []}
+    (newest(run) / "own_0.json").write_text(json.dumps(own))
+    seal(newest(run))
+    assert "the checkpoint's random states are none of these generators'" in said(capsys, *resume(run))
+
+
+def test_a_rank_s_own_state_that_somebody_made_up_is_refused(run, capsys):
+    (newest(run) / "own_0.json").write_text('{"random": {}}')
+    seal(newest(run))
+    assert "does not hold the state of a run (its names, shapes or counts" in said(capsys, *resume(run))
+
+
+@pytest.mark.parametrize("line", [{"kind": "step", "step": "os:system"}, {"kind": "evaluation", "step": 1}])
+def test_a_record_that_somebody_made_up_is_not_gone_on_with(line, run, capsys):
+    with (run / "record.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    before = (run / "record.jsonl").read_bytes()
+    assert "record.jsonl holds values that widefield does not write" in said(capsys, *resume(run))
+    assert (run / "record.jsonl").read_bytes() == before
+
+
 @pytest.mark.parametrize("line", [{"kind": "end"}, {"kind": "step"}, {"kind": "start", "plan": 3}, {"kind": "evaluation"}])
 def test_a_record_that_somebody_made_up_is_refused(line, run, capsys):
     with (run / "record.jsonl").open("a") as file:

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
     go(folder)
     assert record(folder, "start")[-1]["resumed_from"] == 4
     assert any(bad.name in line["text"] for line in record(folder, "warning"))
+
+
+@pytest.mark.parametrize("harm", ["removed", "damaged"])
+def test_a_run_without_a_checkpoint_does_not_begin_anew_over_its_weights(harm, tmp_path):
+    folder = tmp_path / "run"
+    go(folder)
+    for place in (folder / "checkpoints").iterdir():
+        shutil.rmtree(place) if harm == "removed" else (place / "plain.json").unlink()
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with pytest.raises(AgreedError, match="holds the weights.safetensors of a run and no checkpoint to go on from") as refused:
+        go(folder)
+    assert ("plain.json, which manifest.sha256 lists, is missing" in str(refused.value)) == (harm == "damaged")
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    (folder / "weights.safetensors").unlink()
+    assert go(folder).step == 6 and len(losses(folder)) == 6
 
 
 # ------------------------------------------------------------------------------------------------ afterwards

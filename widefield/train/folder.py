@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -94,6 +94,17 @@ def _check_free(folder: Path) -> None:
         raise ValueError(
             f"{folder} is no run folder (it has no record.jsonl) and has {', '.join(taken)}, which training would overwrite; "
             "name another folder with --run, or move what is there"
+        )
+
+
+def check_fresh(folder: Path, *, passed_over: Sequence[str]) -> None:
+    """ValueError where training from the start would overwrite what a run came to; with why its checkpoints are none."""
+    if (folder / WEIGHTS).exists():
+        told = "".join(f"\n  {text}" for text in passed_over)
+        raise ValueError(
+            f"{folder} holds the {WEIGHTS} of a run and no checkpoint to go on from, so training would begin anew and "
+            "overwrite them and the record; name another folder with --run, take checkpoints/ from where it is whole, or "
+            f"delete {folder / WEIGHTS}{told}"
         )
 
 
