@@ -15,7 +15,9 @@ from typing import Any
 
 READS_FILES = ("cache_dir", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args")
 """Arguments of timm's models that name files or addresses of weights, which may be pickles."""
-_MARKS = ("record.jsonl", "plan.yaml", "model.json", "evaluation.json", "weights.safetensors", "checkpoints", "bench.json")
+_OURS = ("record.jsonl", "plan.yaml", "bench.json")
+_MAY_BE_OURS = ("model.json", "evaluation.json", "weights.safetensors", "checkpoints")
+"""What a run, or a comparison, leaves beside its config.yaml: names that are its own, and names that a project may have too."""
 
 
 # ---------------------------------------------------------------------------------------------- paths
@@ -75,13 +77,15 @@ def run_folder_of(path: str | Path, *, run: str | Path | None = None) -> Path | 
     """
     places = [Path(os.path.abspath(path)), Path(path).resolve()]
     for folder in dict.fromkeys(parent for place in places for parent in place.parents):
-        if _is_run_folder(folder) or (run is not None and folder == Path(run).resolve()):
+        nearest = folder in (place.parent for place in places)
+        if _is_run_folder(folder, nearest=nearest) or (run is not None and folder == Path(run).resolve()):
             return folder
     return None
 
 
-def _is_run_folder(folder: Path) -> bool:
-    return os.path.isfile(folder / "config.yaml") and any(os.path.exists(folder / mark) for mark in _MARKS)
+def _is_run_folder(folder: Path, *, nearest: bool) -> bool:
+    marks = (*_OURS, *_MAY_BE_OURS) if nearest else _OURS
+    return os.path.isfile(folder / "config.yaml") and any(os.path.exists(folder / mark) for mark in marks)
 
 
 def check_model(name: str, options: Mapping[str, Any], *, overrides: Sequence[str], source: str, folder: Path) -> None:
