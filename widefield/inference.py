@@ -201,7 +201,7 @@ _EXPORTS: dict[str, tuple[Callable[[Parts, Path], None], str]] = {
 }
 
 
-def _alone(folder: Path, weights: str | None, *, streams: bool = False, trust: bool) -> Parts:
+def _alone(folder: Path, weights: str | None, *, streams: bool = False, trust: bool = False) -> Parts:
     """The run's parts on this process alone, without its dataset; the model tile after tile where the run does so."""
     config = read_config(existing_folder(folder) / "config.yaml", run=folder, trust=trust)
     plan = Plan(stream=config.stream if streams else None)
