@@ -71,6 +71,13 @@ def test_what_is_wrong_is_said_in_words_with_status_2(arguments, words, capsys):
     assert text.startswith("widefield: ") and "Traceback" not in text
 
 
+@pytest.mark.parametrize("override", ["optimizer.lr=1", "schedule.length=5ep", "ema={decay: 0.9}", "log.every=1"])
+def test_what_an_evaluation_has_no_use_for_is_refused(override, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(Path(DIGITS).read_text())
+    text = said(capsys, "evaluate", str(tmp_path), override, status=2)
+    assert f"{override} changes nothing in an evaluation, which does not train; leave it out" in text
+
+
 def test_a_mesh_that_cannot_run_starts_no_rank(capsys):
     assert said(capsys, "train", DIGITS, "mesh.shard=65", "mesh.replicate=1", status=2).count("\n") == 1
 
@@ -125,6 +132,34 @@ def as_rank_0_of_2(monkeypatch, address: str) -> None:
     for name, value in (place | {"MASTER_PORT": "29511"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("os._exit", sys.exit)
+
+
+@pytest.mark.parametrize("option", ["--batch", "--classes"])
+@pytest.mark.parametrize("text", ["0", "-1", "two", "²"])
+def test_no_images_and_no_classes_prove_nothing(option, text, capsys):
+    assert f"{text!r} is no count; write a whole number, 1 or more" in said(capsys, *SMALL, f"{option}={text}", status=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["train", DIGITS], "--run"), (["evaluate", "x"], "--weights"), (["export", "x"], "--output"),
+        (["bench", DIGITS], "--out"), (["bench", DIGITS], "--plans"), (["verify", "resnet", "--image", "1x8x8"], "--plan"),
+    ],
+)  # fmt: skip
+def test_an_option_with_nothing_behind_it_is_not_left_out_in_silence(words, option, capsys):
+    assert "it is empty; give it a value, or leave the option out" in said(capsys, *words, option, "", status=2)
+
+
+def test_a_rank_that_is_no_number_is_said_in_words(capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "first")
+    assert "RANK" in said(capsys, "train", DIGITS, "--run", "x", status=2)
+
+
+def test_a_recipe_that_is_no_text_is_refused(capsys, tmp_path):
+    (tmp_path / "recipe.yaml").write_bytes(b"model: \xff\xfe")
+    assert "cannot be read as text" in said(capsys, "train", str(tmp_path / "recipe.yaml"), status=2)
 
 
 def test_ranks_of_a_launcher_without_a_run_folder_are_told_to_name_one(capsys, monkeypatch):

@@ -305,3 +305,11 @@ def test_the_json_schema_knows_every_section_with_its_words():
     data = schema["$defs"]["DataConfig"]["properties"]
     assert data["batch_size"]["minimum"] == 1 and "Samples per optimizer step" in data["batch_size"]["description"]
     assert schema["$defs"]["ScheduleConfig"]["properties"]["length"]["pattern"] == r"^\d+\s*(ep|step)$"
+
+
+@pytest.mark.parametrize("text", ["a: &x {b: *x}\n", "a: &x [*x]\n", "[" * 5000, "{a: " * 5000])
+def test_a_recipe_that_holds_itself_or_is_endlessly_deep_is_refused(text):
+    with pytest.raises(
+        ValueError, match="recipe.yaml is nested too deep, or holds itself through an alias; write its values out"
+    ):
+        parse_config(text, name="recipe.yaml")

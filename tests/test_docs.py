@@ -347,8 +347,9 @@ def _example_of_streams(path: str):
     return answer.detach(), {name: p.grad for name, p in names["net"].named_parameters()}
 
 
-def test_the_example_of_a_rule_is_exact():
-    for verdict in on_ranks(2, _verdict_on_a_rule, example("widefield/engine/rules/box_sum.py"), plan=Plan(space=[2, 1])):
+@pytest.mark.parametrize("name", ["box_sum", "energy"])
+def test_the_examples_of_rules_are_exact(name):
+    for verdict in on_ranks(2, _verdict_on_a_rule, example(f"widefield/engine/rules/{name}.py"), plan=Plan(space=[2, 1])):
         assert verdict.ok and {row.kind for row in verdict.rows} == {"layer", "output", "gradient"}, str(verdict)
 
 
@@ -362,7 +363,7 @@ class _Calls(nn.Module):
 
 
 def _verdict_on_a_rule(mesh, source: str):
-    names: dict[str, Any] = {"__name__": "box_sum", "__annotations__": {}}
+    names: dict[str, Any] = {"__name__": "rule", "__annotations__": {}}
     exec(source, names)
     (case,) = names["CASES"]
     return compare(_Calls(case.run), case.shapes[0], mesh, cuts=[[0, 7, 18], None])

@@ -95,7 +95,33 @@ def rooms_without_a_noun(name: str, text: str) -> Iterator[str]:
             yield f"1: {part} says nothing of what lives there"
 
 
+UNPICKLERS = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy", "torch.jit.load", "torch.hub")
+RUNS_TEXT = {
+    "eval": (), "exec": (), "__import__": (), "os.system": (), "os.popen": (), "torch.load": (), "np.load": (),
+    "yaml.load": ("section.py",), "yaml.unsafe_load": (), "yaml.full_load": (),
+    "importlib.import_module": ("__init__.py", "naming.py", "models/__init__.py", "engine/dispatch.py"),
+}  # fmt: skip
+"""What can run code that a file names, and the files that may call it: those import names of this package, or of the user's."""
+
+
+def code_from_files(name: str, text: str) -> Iterator[str]:
+    """Ways in which what is read from a file could run; see trust.py."""
+    for node in ast.walk(ast.parse(text)):
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if name not in RUNS_TEXT.get(called, (name,)):
+            yield f"{node.lineno}: {called}"
+        for module in _modules(node):
+            if f"{module}.".startswith(tuple(f"{way}." for way in UNPICKLERS)):
+                yield f"{node.lineno}: {module}"
+
+
 PLANTED = {
+    "import pickle": code_from_files,
+    "from pickle import loads": code_from_files,
+    "x = eval('1')": code_from_files,
+    "torch.load('x', weights_only=True)": code_from_files,
+    "yaml.load('x', Loader=_Loader)": code_from_files,
+    "importlib.import_module(name)": code_from_files,
     "import torch.distributed as dist": torch_distributed,
     "from torch import distributed": torch_distributed,
     "from torch.distributed import all_reduce": torch_distributed,
@@ -108,7 +134,10 @@ PLANTED = {
     "async def long():\n" + "    pass\n" * 40: long_functions,
     "x = 1\n" * 401: long_files,
 }
-FINE = "import torch\nimport torch.nn\nraise ValueError('a' f'{3}')\ndef short():\n" + "    pass\n" * 39
+FINE = (
+    "import torch\nmodel.eval()\ntorch.save(1, 'x')\nimport torch.nn\nraise ValueError('a' f'{3}')\ndef short():\n"
+    + "    pass\n" * 39
+)
 
 
 @pytest.mark.parametrize("text", PLANTED)
@@ -127,7 +156,10 @@ def test_the_launcher_may_use_torchs_launcher_and_no_more():
 # ---------------------------------------------------------------------------------------------- the source
 
 
-@pytest.mark.parametrize("check", [torch_distributed, strings_apart, long_functions, long_files, rooms_without_a_noun])
+CHECKS = [torch_distributed, strings_apart, long_functions, long_files, rooms_without_a_noun, code_from_files]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_the_source_keeps_the_promise(check):
     assert problems(check) == []
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from widefield import manual
 from widefield.config import RunConfig, json_schema, read_config
 from widefield.plan import check, plan_of, ranks_asked_for
 from widefield.refusal import is_ours
@@ -16,104 +17,6 @@ from widefield.section import to_yaml
 
 if TYPE_CHECKING:
     from widefield.engine.mesh import World
-
-MAIN = """\
-Train convolutional networks on images of any size, on any number of devices,
-with the numbers that one device with endless memory would give.
-
-  widefield train recipes/digits.yaml                      a first run, in seconds
-  widefield train recipes/digits.yaml mesh.replicate=2     the same numbers, on two ranks
-  widefield evaluate runs/0001                             every image exactly once
-  widefield report runs/0001                               one HTML file
-  widefield verify timm/resnet50 --image 3x97x101          is it exact with its images cut over devices?
-  widefield bench recipes/digits.yaml                      which plan is fastest on this machine?
-  widefield train recipes/page.yaml mesh.space=[] 'stream.tiles=[4,4]'   one device, tile after tile
-
-widefield VERB --help explains each verb.
-"""
-TRAIN = """\
-Train as a recipe says.  Keys of the recipe can be set on the command line, dotted:
-
-  widefield train recipes/digits.yaml --run runs/first
-  widefield train recipes/digits.yaml optimizer.lr=0.2 schedule.length=5ep seed=3
-  widefield train recipes/imagefolder.yaml data.path=photos model.name=timm/resnet50
-
-The same command with the same --run goes on where the run stopped: after Ctrl-C, SIGTERM, a crash or
-a kill.  Ctrl-C saves after the step it is in; a second one ends at once.
-
-Ranks: one per GPU is started here, or as many as mesh.replicate asks.  Under torchrun, srun, mpirun or
-Kubeflow the same command sees its place in the environment and starts nothing:
-
-  torchrun --nproc-per-node 8 -m widefield train recipes/imagefolder.yaml data.path=photos --run-dir runs/big
-  srun --ntasks 16 widefield train recipes/imagefolder.yaml data.path=photos --run runs/big
-
-(torchrun takes --run for an abbreviation of its own --run-path; --run-dir means the same and passes.)
-"""
-EVALUATE = """\
-Evaluate a run's weights on its evaluation split: every image exactly once, on any number of ranks.
-
-  widefield evaluate runs/0001
-  widefield evaluate runs/0001 mesh.replicate=2 data.evaluate_batch_size=512
-  widefield evaluate runs/0001 data.path=other_photos
-"""
-PREDICT = """\
-Ask a run's model about image files.
-
-  widefield predict runs/0001 cat.jpg dog.png
-  widefield predict runs/0001 scans/*.tiff --top 5
-"""
-EXPORT = """\
-Write a run's model for use without widefield.
-
-  widefield export runs/0001 --to safetensors            names and shapes of the plain model
-  widefield export runs/0001 --to state_dict             for torch.load(..., weights_only=True)
-  widefield export runs/0001 --to onnx --output net.onnx
-"""
-VERIFY = """\
-Does a model give one device's numbers when its images are cut into tiles?  Runs it whole and cut, in
-float64 on the CPU, and compares outputs, every gradient and the running statistics.
-
-Tiles in space (--space), each on a rank of its own, started here; 2 if neither is given:
-
-  widefield verify timm/resnet50 --image 3x97x101 --space 2x1
-  widefield verify timm/vit_tiny_patch16_224 --image 3x96x96 --space 2x2 img_size=96
-  widefield verify my_package.nets:build --image 1x32x33x34 --space 2x1x2 --batch 1 --eval
-
-Tiles in time (--stream), one after another in this process; with both, each rank streams its tile:
-
-  widefield verify timm/resnet50 --image 3x250x190 --stream 4x4
-  widefield verify unet --image 1x250x190 --space 2x1 --stream 2x3
-
-Any plan (--plan), three training steps on ranks started here against three on one device, the batch
-shared out: losses, gradients, weights, statistics, outputs.  The file has a plan's keys:
-
-  printf 'shard: 2\nchannel: 2\n' > plan.yaml
-  widefield verify timm/resnet18 --image 3x65x65 --batch 4 --plan plan.yaml
-
-Exits with 0 where everything agrees, with 1 where it does not (the layers that differ are listed, the
-first one first), with 2 where the model cannot run so, in words.
-"""
-BENCH = """\
-Which way of using this machine is fastest for this model, these images and this batch?  Tries plans one
-after another, each in processes of its own, from the same weights on the same batches, once with the
-recipe's loader and once with a batch held in memory; prints a table and writes bench.json, bench.csv and
-report.html.
-
-  widefield bench recipes/digits.yaml
-  widefield bench recipes/page.yaml --ranks 2 --steps 5
-  widefield bench recipes/digits.yaml --plans 'replicate=2; mesh.replicate=2 gradient.bucket_mib=1'
-  widefield bench recipes/imagefolder.yaml data.path=photos --trap
-
-A plan that cannot run is listed with the reason.  Where plans wait for the loader they are not ranked.
---trap runs one plan with few and with many loader workers: what a comparison measures that gives them
-unequally.  Exits with 0, with 1 where a plan failed, with 2 where none could run.
-"""
-REPORT = """\
-Write (again) the report of a run or of a comparison: one HTML file that needs nothing else.
-
-  widefield report runs/0001
-  widefield report runs/bench-0001
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,16 +54,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "widefield", description=MAIN, formatter_class=argparse.RawDescriptionHelpFormatter, usage="widefield VERB ..."
+        "widefield", description=manual.MAIN, formatter_class=argparse.RawDescriptionHelpFormatter, usage="widefield VERB ..."
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    _add_train(_verb(verbs, "train", _train, "train as a recipe says, or go on with a run", TRAIN))
-    _add_evaluate(_verb(verbs, "evaluate", _evaluate, "evaluate a run's weights exactly", EVALUATE))
-    _add_predict(_verb(verbs, "predict", _predict, "ask a run's model about image files", PREDICT))
-    _add_export(_verb(verbs, "export", _export, "write a run's model for use elsewhere", EXPORT))
-    _add_verify(_verb(verbs, "verify", _verify, "compare a model on tiles with the same on one device", VERIFY))
-    _add_bench(_verb(verbs, "bench", _bench, "compare plans on this machine", BENCH))
-    _verb(verbs, "report", _report, "write a run's report", REPORT).add_argument("run", metavar="RUN_DIR")
+    _add_train(_verb(verbs, "train", _train, "train as a recipe says, or go on with a run", manual.TRAIN))
+    _add_evaluate(_verb(verbs, "evaluate", _evaluate, "evaluate a run's weights exactly", manual.EVALUATE))
+    _add_predict(_verb(verbs, "predict", _predict, "ask a run's model about image files", manual.PREDICT))
+    _add_export(_verb(verbs, "export", _export, "write a run's model for use elsewhere", manual.EXPORT))
+    _add_verify(_verb(verbs, "verify", _verify, "compare a model on tiles with the same on one device", manual.VERIFY))
+    _add_bench(_verb(verbs, "bench", _bench, "compare plans on this machine", manual.BENCH))
+    _verb(verbs, "report", _report, "write a run's report", manual.REPORT).add_argument("run", metavar="RUN_DIR")
     return parser
 
 
@@ -168,10 +71,16 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     train.add_argument("recipe", nargs="?", help="a YAML file, as recipes/digits.yaml")
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
     train.add_argument(
-        "--run", "--run-dir", dest="run", metavar="DIR", help="run folder; a fresh numbered one under runs/ if left out"
+        "--run",
+        "--run-dir",
+        dest="run",
+        type=_text,
+        metavar="DIR",
+        help="run folder; a fresh numbered one under runs/ if left out",
     )
     train.add_argument("--print-config", action="store_true", help="print the whole config, defaults included, and stop")
     train.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors, and stop")
+    _add_trust(train)
 
 
 def _add_evaluate(evaluate: argparse.ArgumentParser) -> None:
@@ -190,7 +99,7 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
 def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("run", metavar="RUN_DIR")
     export.add_argument("--to", default="safetensors", metavar="FORMAT", help="safetensors, state_dict or onnx")
-    export.add_argument("--output", metavar="FILE", help="where to; model.* in the run folder if left out")
+    export.add_argument("--output", type=_text, metavar="FILE", help="where to; model.* in the run folder if left out")
     _add_weights(export)
 
 
@@ -200,9 +109,11 @@ def _add_verify(verify: argparse.ArgumentParser) -> None:
     verify.add_argument("--image", type=_sizes, required=True, metavar="CxHxW", help="channels and size of an image")
     verify.add_argument("--space", type=_sizes, metavar="TxT", help="tiles in space on each dim of an image (2x1)")
     verify.add_argument("--stream", type=_sizes, default=[], metavar="TxT", help="tiles in time on each dim of an image")
-    verify.add_argument("--batch", type=int, default=2, metavar="N", help="images in the batch (2)")
-    verify.add_argument("--classes", type=int, default=10, metavar="N", help="classes the model is built for (10)")
-    verify.add_argument("--plan", metavar="PLAN.yaml", help="a plan of any strategies, verified over three training steps")
+    verify.add_argument("--batch", type=_count, default=2, metavar="N", help="images in the batch (2)")
+    verify.add_argument("--classes", type=_count, default=10, metavar="N", help="classes the model is built for (10)")
+    verify.add_argument(
+        "--plan", type=_text, metavar="PLAN.yaml", help="a plan of any strategies, verified over three training steps"
+    )
     verify.add_argument("--eval", action="store_true", help="evaluation mode, forward alone")
 
 
@@ -212,10 +123,11 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--ranks", type=int, metavar="N", help="for plans of several; the GPUs, or cores up to 4, if left out")
     bench.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of each kind (10)")
     bench.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before, or what the loader has ready (3)")
-    bench.add_argument("--plans", metavar="LIST", help="names or overrides with ; between them; all if left out")
-    bench.add_argument("--out", metavar="DIR", help="folder to write; a fresh runs/bench-... if left out")
+    bench.add_argument("--plans", type=_text, metavar="LIST", help="names or overrides with ; between them; all if left out")
+    bench.add_argument("--out", type=_text, metavar="DIR", help="folder to write; a fresh runs/bench-... if left out")
     bench.add_argument("--trap", action="store_true", help="one plan with few and with many loader workers, besides")
     bench.add_argument("--timeline", action="store_true", help="keep a Chrome trace of every rank")
+    _add_trust(bench)
 
 
 def _verb(verbs, name: str, call, short: str, text: str) -> argparse.ArgumentParser:
@@ -225,7 +137,13 @@ def _verb(verbs, name: str, call, short: str, text: str) -> argparse.ArgumentPar
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--weights", metavar="FILE", help="a .safetensors file; the run's own if left out")
+    parser.add_argument("--weights", type=_text, metavar="FILE", help="a .safetensors file; the run's own if left out")
+    _add_trust(parser)
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    text = "run the code that a run folder's config.yaml names (model.name=module:callable); without it, that is refused"
+    parser.add_argument("--trust", action="store_true", help=text)
 
 
 # ------------------------------------------------------------------------------------------------ verbs
@@ -237,7 +155,8 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     if options.recipe is None:
         raise ValueError("name a recipe, as: widefield train recipes/digits.yaml")
-    config = read_config(options.recipe, options.overrides)
+    trust = options.trust or options.print_config  # printed, it runs nothing
+    config = read_config(options.recipe, options.overrides, run=options.run, trust=trust)
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
@@ -251,32 +170,47 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_arguments(options: argparse.Namespace) -> list[str]:
-    return ["train", options.recipe, *options.overrides, "--run", options.run or str(_fresh())]
+    return ["train", options.recipe, *options.overrides, "--run", options.run or str(_fresh()), *["--trust"] * options.trust]
 
 
 def _evaluate(options: argparse.Namespace) -> int:
     from widefield.train.folder import existing_folder
 
-    config = read_config(existing_folder(options.run) / "config.yaml", options.overrides)
-    weights = ["--weights", options.weights] if options.weights else []
-    world, started = _world(config, options, lambda: ["evaluate", options.run, *options.overrides, *weights])
+    config = read_config(existing_folder(options.run) / "config.yaml", options.overrides, run=options.run, trust=options.trust)
+    _refuse_unused(options.overrides)
+    further = ["--weights", options.weights] * bool(options.weights) + ["--trust"] * options.trust
+    world, started = _world(config, options, lambda: ["evaluate", options.run, *options.overrides, *further])
     if world is None:
         return started
     from widefield.inference import evaluate_run
 
-    evaluation = evaluate_run(Path(options.run), options.overrides, world, weights=options.weights)
+    run, overrides = Path(options.run), options.overrides
+    evaluation = evaluate_run(run, overrides, world, weights=options.weights, trust=options.trust)
     if world.rank == 0:
         print(f"{evaluation.sentence}  loss {evaluation.loss:.4g}")
     return 0
 
 
+_OF_TRAINING = ("optimizer", "schedule", "ema", "evaluate", "checkpoint", "log")
+"""Sections that no part of an evaluation, its plan included, looks at."""
+
+
+def _refuse_unused(overrides: Sequence[str]) -> None:
+    """ValueError where a key is set that an evaluation has no use for."""
+    for override in overrides:
+        if override.partition("=")[0].split(".")[0] in _OF_TRAINING:
+            raise ValueError(f"{override} changes nothing in an evaluation, which does not train; leave it out")
+
+
 def _predict(options: argparse.Namespace) -> int:
     from widefield.inference import predict
+    from widefield.train.terminal import printable
 
-    for answer in predict(Path(options.run), options.images, top=options.top, weights=options.weights):
+    answers = predict(Path(options.run), options.images, top=options.top, weights=options.weights, trust=options.trust)
+    for answer in answers:
         shares = (f"{name} {100 * share:.1f} %" for name, share in zip(answer.classes, answer.probabilities, strict=True))
         written = "" if answer.labels is None else f"  -> {answer.labels}"
-        print(f"{answer.path}  {'  '.join(shares)}{written}")
+        print(printable(f"{answer.path}  {'  '.join(shares)}{written}"))
     return 0
 
 
@@ -284,13 +218,26 @@ def _export(options: argparse.Namespace) -> int:
     from widefield.inference import export
 
     output = Path(options.output) if options.output else None
-    print(export(Path(options.run), options.to, output=output, weights=options.weights))
+    print(export(Path(options.run), options.to, output=output, weights=options.weights, trust=options.trust))
     return 0
+
+
+def _text(text: str) -> str:
+    """What follows an option, which an unset variable of a shell leaves empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; give it a value, or leave the option out")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; write a whole number, 1 or more")
+    return int(text)
 
 
 def _sizes(text: str) -> list[int]:
     """`3x97x101` as numbers."""
-    if not all(part.isdigit() and int(part) for part in text.split("x")):
+    if not all(part.isdecimal() and int(part) for part in text.split("x")):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write whole numbers with x between them, as 3x97x101")
     return [int(part) for part in text.split("x")]
 
@@ -330,7 +277,7 @@ def _text_of(path: str) -> str:
 def _bench(options: argparse.Namespace) -> int:
     from widefield.bench import Order, bench
 
-    names = ("recipe", "overrides", "ranks", "steps", "warmup", "plans", "trap", "timeline")
+    names = ("recipe", "overrides", "ranks", "steps", "warmup", "plans", "trap", "timeline", "trust")
     out = Path(options.out) if options.out else None
     return bench(Order(**{name: getattr(options, name) for name in names}, out=out), lambda text: print(text, flush=True))
 
@@ -393,8 +340,10 @@ def _shared_fresh_folder(world: World) -> Path:
 def _refuse(error: BaseException) -> int:
     """Say what is wrong, once: of an error that all ranks raise together, rank 0 speaks."""
     from widefield.engine.mesh import AgreedError
+    from widefield.train.terminal import printable
 
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    told = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = int(told) if told.isdecimal() else 0
     if rank == 0 or not isinstance(error, AgreedError):
-        print(f"widefield: {'' if rank == 0 else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
+        print(printable(f"widefield: {'' if rank == 0 else f'rank {rank}: '}{error}"), file=sys.stderr, flush=True)
     return 2

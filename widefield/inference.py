@@ -27,6 +27,7 @@ from widefield.train.checkpoint import newest_sound_in, read
 from widefield.train.evaluate import Evaluation
 from widefield.train.folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model, save_weights
 from widefield.train.record import replace_text
+from widefield.train.resume import check_state
 from widefield.train.state import shapes_of
 from widefield.train.story import evaluate_parts
 
@@ -44,9 +45,14 @@ class Answer:
     labels: str | None = None
 
 
-def evaluate_run(folder: Path, overrides: Sequence[str], world: World, *, weights: str | None = None) -> Evaluation:
-    """Evaluate a run's weights on its evaluation split, over the ranks of `world`; the same counts on any number of them."""
-    config = read_config(existing_folder(folder) / "config.yaml", overrides)
+def evaluate_run(
+    folder: Path, overrides: Sequence[str], world: World, *, weights: str | None = None, trust: bool = False
+) -> Evaluation:
+    """Evaluate a run's weights on its evaluation split, over the ranks of `world`; the same counts on any number of them.
+
+    trust: here and below, let the run folder name code of its own, see trust.py; ValueError where it does without.
+    """
+    config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust)
     with ExitStack() as stack:
         mesh = join(world, plan_of(config, world.size))
         stack.callback(leave, mesh)
@@ -54,12 +60,18 @@ def evaluate_run(folder: Path, overrides: Sequence[str], world: World, *, weight
         return evaluate_parts(parts, parts.model)
 
 
-def predict(folder: Path, images: Sequence[str], *, top: int = 3, weights: str | None = None) -> list[Answer]:
+def predict(
+    folder: Path, images: Sequence[str], *, top: int = 3, weights: str | None = None, trust: bool = False
+) -> list[Answer]:
     """What a run's model says of image files, in their order.  ValueError names an image that cannot be read.
 
     A model that answers for every pixel leaves `scan.labels.png` beside `scan.jpg`, its pixels being class numbers.
     """
-    parts = _alone(folder, weights, streams=True)
+    if top < 1:
+        raise ValueError(f"--top is {top}; write how many classes to name, 1 or more")
+    parts = _alone(folder, weights, streams=True, trust=trust)
+    if is_per_pixel(parts.task):
+        _check_answers(images)
     transforms = Transforms(parts.config.data.read_evaluate, field="data.read_evaluate")
     prepare, classes = parts.preparation(train=False), parts.dataset.classes
     parts.model.eval()
@@ -82,9 +94,30 @@ def predict(folder: Path, images: Sequence[str], *, top: int = 3, weights: str |
     return answers
 
 
+def _check_answers(images: Sequence[str]) -> None:
+    """ValueError where the answer to one image would overwrite another of the images, or the answer to another."""
+    asked = {Path(path).resolve(): path for path in images}
+    answers: dict[Path, str] = {}
+    for place, path in asked.items():
+        other = answers.setdefault(_beside(place), path)
+        if other is not path:
+            raise ValueError(
+                f"{other} and {path} would both be answered in {_beside(path)}; ask about one at a time, or rename one"
+            )
+    for place in asked.keys() & answers.keys():
+        raise ValueError(
+            f"the answer to {answers[place]} would overwrite {asked[place]}, which is asked about too; leave that out, or "
+            "rename it"
+        )
+
+
+def _beside(path: str | Path) -> Path:
+    return Path(path).with_suffix(".labels.png")
+
+
 def _write_beside(path: str, labels_HW: Tensor) -> str:
     """Leave the classes of an image's pixels in a file beside it; its path."""
-    beside = Path(path).with_suffix(".labels.png")
+    beside = _beside(path)
     try:
         write_labels(labels_HW, beside)
     except OSError as error:
@@ -92,7 +125,7 @@ def _write_beside(path: str, labels_HW: Tensor) -> str:
     return str(beside)
 
 
-def export(folder: Path, to: str, *, output: Path | None = None, weights: str | None = None) -> Path:
+def export(folder: Path, to: str, *, output: Path | None = None, weights: str | None = None, trust: bool = False) -> Path:
     """Write a run's model for use without widefield; the path written.
 
     to: `safetensors` or `state_dict` (torch.save of tensors alone): names and shapes of the plain model; `onnx`: the
@@ -100,14 +133,41 @@ def export(folder: Path, to: str, *, output: Path | None = None, weights: str | 
     """
     if to not in _EXPORTS:
         raise ValueError(f"cannot export to '{to}'{did_you_mean(to, _EXPORTS)} It can be: {', '.join(_EXPORTS)}")
-    parts = _alone(folder, weights)
     write, suffix = _EXPORTS[to]
     path = output or folder / f"model{suffix}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    about = path.with_suffix(".json")
+    _check_output(path, about)
+    parts = _alone(folder, weights, trust=trust)
     parts.model.eval()
-    write(parts, path)
-    replace_text(path.with_suffix(".json"), (folder / MODEL).read_text(encoding="utf-8"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(parts, path)
+        replace_text(about, (folder / MODEL).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot write {path} ({error}); name another --output") from None
     return path
+
+
+def _check_output(path: Path, about: Path) -> None:
+    """ValueError where an export would have no file of its own, or overwrite one that the user has not named."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it, as --output {path / 'model.onnx'}")
+    if path == about:
+        raise ValueError(f"--output {path} is where the classes and the normalization go; name the model's file otherwise")
+    if about.is_file() and not _is_about_a_model(about):
+        raise ValueError(
+            f"{path} is exported with its classes and normalization in {about}, and there is another file of that name; "
+            "name another --output, or move that file"
+        )
+
+
+def _is_about_a_model(path: Path) -> bool:
+    """Whether an earlier export, or training, left the file."""
+    try:
+        read_model(path.parent, name=path.name)
+    except ValueError:
+        return False
+    return True
 
 
 def _safetensors(parts: Parts, path: Path) -> None:
@@ -141,16 +201,17 @@ _EXPORTS: dict[str, tuple[Callable[[Parts, Path], None], str]] = {
 }
 
 
-def _alone(folder: Path, weights: str | None, *, streams: bool = False) -> Parts:
+def _alone(folder: Path, weights: str | None, *, streams: bool = False, trust: bool = False) -> Parts:
     """The run's parts on this process alone, without its dataset; the model tile after tile where the run does so."""
-    config = read_config(existing_folder(folder) / "config.yaml")
+    config = read_config(existing_folder(folder) / "config.yaml", run=folder, trust=trust)
     plan = Plan(stream=config.stream if streams else None)
     return _loaded(folder, config, join(World(), plan), weights, read_model(folder))
 
 
 def _loaded(folder: Path, config: RunConfig, mesh: Mesh, weights: str | None, dataset: Dataset | None = None) -> Parts:
     """Data and model of a run, with the weights named, or the run's own, or those of its newest sound checkpoint."""
-    parts = assemble(config, mesh, dataset)
+    model = config.model.model_copy(update={"weights": None})  # what training started from is of no use any more
+    parts = assemble(config.model_copy(update={"model": model}), mesh, dataset)
     if weights is not None:
         load_weights(weights, parts.model)
     elif (folder / WEIGHTS).is_file():
@@ -165,4 +226,5 @@ def _load_newest(folder: Path, model: nn.Module) -> None:
     if found is None:
         raise ValueError(f"{folder} has neither {WEIGHTS} nor a sound checkpoint; train it first, or name --weights FILE")
     state, _ = read(found, model=shapes_of(model))
+    check_state(state, found)
     model.load_state_dict(weights_of(state["ema"]) or state["model"])

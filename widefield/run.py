@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
@@ -20,7 +19,7 @@ from widefield.plan import check, plan_of, to_text
 from widefield.report import write_report
 from widefield.train.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.train.checkpoint import Checkpoints
-from widefield.train.folder import lock, write_config
+from widefield.train.folder import check_fresh, claim, write_config
 from widefield.train.interrupt import Interrupt
 from widefield.train.loop import Learner, Passes
 from widefield.train.record import Record
@@ -41,7 +40,7 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
         interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun"))
         mesh = join(world, plan)
         stack.callback(leave, mesh)
-        mesh.together(lambda: stack.enter_context(_claim(folder)) if mesh.is_main else None)
+        mesh.together(lambda: stack.enter_context(claim(folder)) if mesh.is_main else None)
         parts = mesh.together(lambda: assemble(config, mesh))
         _check_sizes(parts)
         learner, reasons = mesh.together(lambda: learner_of(parts))
@@ -57,6 +56,7 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
             warn=warnings.append,
         )
         found = checkpoints.newest_sound()
+        mesh.together(lambda: check_fresh(folder, passed_over=warnings) if mesh.is_main and found is None else None)
         own = None if found is None else mesh.together(lambda: resume(learner, checkpoints, found))
         batches = training_batches(parts, first=learner.step, last=last)
 
@@ -75,8 +75,7 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
         record = mesh.together(lambda: open_record() if mesh.is_main else None)
         stack.callback(checkpoints.wait)
         passes = _watched(stack, folder, learner, batches)
-        if own is not None:
-            load_random_state(own["random"])  # last, for all of the above may draw
+        mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last, for all of the above may draw
         story = Story(config, folder, parts, learner, checkpoints, record, last, warnings)
         try:
             outcome = story.tell(passes, interrupt)
@@ -105,11 +104,6 @@ def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator
 def _report(folder: Path, mesh: Mesh) -> None:
     if mesh.is_main:
         print(f"report: {write_report(folder)}", flush=True)
-
-
-def _claim(folder: Path) -> IO[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    return lock(folder)
 
 
 def _check_sizes(parts: Parts) -> None:

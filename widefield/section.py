@@ -74,16 +74,18 @@ class _Source:
 
 def parse_section(kind: type[AnySection], text: str, overrides: Sequence[str] = (), *, name: str) -> AnySection:
     """Any Section from YAML text; ValueError that names field, line and the nearest known key."""
+    line_of: dict[Path_, int] = {}
     try:
         root = yaml.compose(text, Loader=_Loader)
         values = yaml.load(text, Loader=_Loader) or {}
+        if isinstance(values, dict) and root is not None:
+            _note_lines(root, (), line_of, name)
     except yaml.YAMLError as error:
         raise ValueError(f"{name} is not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deep, or holds itself through an alias; write its values out") from None
     if not isinstance(values, dict):
         raise ValueError(f"{name} holds a {type(values).__name__}; a mapping of keys to values is wanted, as seed: 0")
-    line_of: dict[Path_, int] = {}
-    if root is not None:
-        _note_lines(root, (), line_of, name)
     given = {_override(values, override): override for override in overrides}
     try:
         return kind.model_validate(values)

@@ -84,6 +84,13 @@ def test_a_folder_that_holds_a_comparison_is_not_overwritten(tmp_path):
         bench(Order(DIGITS, out=tmp_path))
 
 
+@pytest.mark.parametrize(("name", "says"), [("config.yaml", "is a run folder"), ("plans", "holds a comparison already")])
+def test_a_folder_of_a_run_or_of_a_comparison_that_was_killed_is_not_overwritten(name, says, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{says}.*; name another --out"):
+        bench(Order(DIGITS, out=tmp_path))
+
+
 def test_the_command_measures_plans_and_lists_what_was_refused(tmp_path):
     plans = "replicate=2; mesh.replicate=2 data.batch_size=1; mesh.replicate=2 model.options.blocks=none"
     out = tmp_path / "out"

@@ -88,6 +88,7 @@ def test_seeds_never_change_from_release_to_release():
     ("entry", "told"),
     [
         ("RandomCorp", "data.read[1]: torchvision.transforms.v2 has no 'RandomCorp'; did you mean 'RandomCrop'?"),
+        ({"Lambda": {"lambd": "os.system"}}, "data.read[1]: Lambda takes functions or other transforms, which a recipe cannot"),
         ("functional", "data.read[1]: torchvision.transforms.v2 has no 'functional'."),
         ({"RandomCrop": {"sise": 3}}, "data.read[1]: RandomCrop does not take {'sise': 3}: "),
         ({"RandomCrop": {}}, "data.read[1]: RandomCrop does not take {}: "),

@@ -138,6 +138,36 @@ def test_the_page_is_a_function_of_the_file(result, tmp_path):
     assert float(rows[1]["scaling"]) == 2.0 and rows[0]["loss_difference_first"] == ""
 
 
+NAUGHTY = """"'><script>alert('x')</script><img src=x onerror=alert(1)>--></style><svg onload=alert(2)>"""
+
+
+def naughty(value: Any, key: str = "") -> Any:
+    """`value` with every text that may be anything in place of the honest one."""
+    if isinstance(value, dict):
+        return {name: naughty(inner, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [naughty(inner, key) for inner in value]
+    return NAUGHTY if isinstance(value, str) and key not in ("state", "precision", "device") else value
+
+
+def test_text_from_outside_is_never_markup(result, tmp_path):
+    (tmp_path / "bench.json").write_text(json.dumps(naughty(result)))
+    page = write_bench(tmp_path).read_text()
+    assert page.count("&lt;script&gt;alert(") >= 15
+    assert not re.search(r"<script|<img|onerror=alert\(1\)>|<svg on", page.replace("onerror=alert(1)&gt;", ""))
+
+
+@pytest.mark.parametrize("change", [{"plans": [{}]}, {"machine": 3}, {"load": "x"}, {"versions": None}, {"steps": [[]]}])
+def test_a_comparison_that_somebody_made_up_is_refused(change, result, tmp_path):
+    (tmp_path / "bench.json").write_text(json.dumps(result | change))
+    if change == {"steps": [[]]}:
+        assert write_bench(tmp_path).is_file()  # a value that is only said
+        return
+    with pytest.raises(ValueError, match="holds values that widefield does not write, so there is no report of it"):
+        write_bench(tmp_path)
+    assert not (tmp_path / "report.html").exists() and not (tmp_path / "bench.csv").exists()
+
+
 def test_a_comparison_in_which_nothing_ran_has_a_page(result, tmp_path):
     nothing = copy.deepcopy(result) | {"plans": [refused("stage=3")]}
     (tmp_path / "bench.json").write_text(json.dumps(nothing))

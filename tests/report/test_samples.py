@@ -178,6 +178,40 @@ def test_a_run_of_pixels_says_what_it_counts(tmp_path):
     assert not re.search(r"url\((?!data:)", shown), "the page loads something"
 
 
+def test_text_from_outside_is_never_markup(tmp_path):
+    folder, bad = run_of_pixels(tmp_path / "run"), """"'><script>alert(1)</script><img src=x onerror=y>"""
+    told = evaluation(folder)
+    told["samples"][0]["id"] = told["sentence"] = bad
+    told |= {"classes": [bad] * 4, "skipped": [bad]}
+    (folder / "evaluation.json").write_text(json.dumps(told))
+    shown = page(folder)
+    assert shown.count("&lt;script&gt;alert(1)") >= 10 and "<script" not in shown and "src=x onerror=y>" not in shown
+
+
+@pytest.mark.parametrize("change", [{"size": ["a", 3]}, {"size": 7}, {"right": None}, {"counted": "x"}])
+def test_a_sample_that_somebody_made_up_is_refused(tmp_path, change):
+    folder = run_of_pixels(tmp_path / "run", space="[2, 1]")
+    told = evaluation(folder)
+    told["samples"][0] |= change
+    (folder / "evaluation.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="holds values that widefield does not write"):
+        write_report(folder)
+
+
+def test_more_cuts_and_stages_than_anybody_draws_are_left_out(tmp_path):
+    folder = run_of_pixels(tmp_path / "run", space="[1000000000, 1]")
+    line = START | {"plan": "stage: 9999\nspace: [1000000000, 1]\n", "reasons": ["pipeline.micro_batches=99999999"]}
+    (folder / "record.jsonl").write_text(json.dumps(line) + "\n")
+    assert 'class="cut' not in page(folder)
+
+
+def test_a_picture_of_more_pixels_than_ours_is_left_out(tmp_path, monkeypatch):
+    folder = run_of_pixels(tmp_path / "run")
+    assert 'class="sample"' in page(folder)
+    monkeypatch.setattr("widefield.report.mistakes.MOST_PX", 47)
+    assert 'class="sample"' not in page(folder)
+
+
 # ---------------------------------------------------------------------------------------------- files
 
 

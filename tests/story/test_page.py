@@ -96,6 +96,21 @@ def test_a_folder_that_cannot_be_written_to_is_said(trained, tmp_path):
         inference.predict(trained, [str(tmp_path / "scan.png")])
 
 
+def test_answers_that_would_overwrite_images_or_each_other_are_refused(trained, tmp_path):
+    for name in ("scan.png", "scan.jpg", "scan.labels.png", "other.png"):
+        write_image(open_dataset(read_config(PAGE, SMALL).data).evaluate.read(2)[0], tmp_path / name)
+    before = (tmp_path / "scan.labels.png").read_bytes()
+    paths = {name: str(tmp_path / name) for name in ("scan.png", "scan.jpg", "scan.labels.png", "other.png")}
+    with pytest.raises(ValueError, match=r"scan.png and .*scan.jpg would both be answered in .*scan.labels.png"):
+        inference.predict(trained, [paths["scan.png"], paths["other.png"], paths["scan.jpg"]])
+    with pytest.raises(
+        ValueError, match=r"the answer to .*scan.png would overwrite .*scan.labels.png, which is asked about too"
+    ):
+        inference.predict(trained, [f"{tmp_path}/./scan.labels.png", paths["scan.png"]])
+    assert (tmp_path / "scan.labels.png").read_bytes() == before and not (tmp_path / "other.labels.png").exists()
+    assert len(inference.predict(trained, [paths["other.png"], paths["other.png"]])) == 2
+
+
 def test_what_moves_pixels_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(AgreedError, match="data.augment has RandomHorizontalFlip, which may move pixels"):
         go(tmp_path / "run", "data.augment=[RandomHorizontalFlip]")

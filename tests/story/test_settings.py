@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -142,21 +143,36 @@ def test_an_export_of_tied_weights_has_every_name_and_loads_again(tmp_path):
     folder, name = tmp_path / "run", f"model.name={__name__}:Tied"
     sys.modules[__name__] = sys.modules.get(__name__) or sys.modules["test_settings"]
     go(folder, name, "model.options={}")
-    path = inference.export(folder, "safetensors", output=tmp_path / "tied.safetensors")
+    path = inference.export(folder, "safetensors", output=tmp_path / "tied.safetensors", trust=True)
     assert set(safetensors.torch.load_file(path)) == {"one.weight", "one.bias", "two.weight", "two.bias"}
-    inference.export(folder, "state_dict", output=tmp_path / "tied.pt", weights=str(path))
+    inference.export(folder, "state_dict", output=tmp_path / "tied.pt", weights=str(path), trust=True)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path):
     folder = tmp_path / "run"
     go(folder, "checkpoint.every=2step")
-    bad = next((folder / "checkpoints" / "step_00000006").glob("*.distcp"))
+    bad = next((folder / "checkpoints" / "step_00000006").glob("*.safetensors"))
     content = bytearray(bad.read_bytes())
     content[len(content) // 2] ^= 4
     bad.write_bytes(content)
     go(folder)
     assert record(folder, "start")[-1]["resumed_from"] == 4
     assert any(bad.name in line["text"] for line in record(folder, "warning"))
+
+
+@pytest.mark.parametrize("harm", ["removed", "damaged"])
+def test_a_run_without_a_checkpoint_does_not_begin_anew_over_its_weights(harm, tmp_path):
+    folder = tmp_path / "run"
+    go(folder)
+    for place in (folder / "checkpoints").iterdir():
+        shutil.rmtree(place) if harm == "removed" else (place / "plain.json").unlink()
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with pytest.raises(AgreedError, match="holds the weights.safetensors of a run and no checkpoint to go on from") as refused:
+        go(folder)
+    assert ("plain.json, which manifest.sha256 lists, is missing" in str(refused.value)) == (harm == "damaged")
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    (folder / "weights.safetensors").unlink()
+    assert go(folder).step == 6 and len(losses(folder)) == 6
 
 
 # ------------------------------------------------------------------------------------------------ afterwards
@@ -188,6 +204,23 @@ def test_exports_answer_as_the_model_does(trained, tmp_path):
         inference.export(trained, "onx")
 
 
+def test_an_export_overwrites_nothing_that_was_not_named(trained, tmp_path):
+    (tmp_path / "package.json").write_text('{"name": "of a web page"}')
+    for output, says in (
+        (tmp_path, "is a folder; name a file in it"),
+        (tmp_path / "model.json", "is where the classes and the normalization go"),
+        (tmp_path / "package.pt", "and there is another file of that name"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            inference.export(trained, "state_dict", output=output)
+    assert [path.name for path in tmp_path.iterdir()] == ["package.json"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write .*model.pt \(.*; name another --output"):
+        inference.export(trained, "state_dict", output=tmp_path / "file" / "model.pt")
+    for _ in range(2):
+        assert inference.export(trained, "state_dict", output=tmp_path / "model.pt").is_file()
+
+
 def test_predictions_of_pictures_are_those_of_the_evaluation(trained, tmp_path):
     from widefield.config import DataConfig
     from widefield.data import open_dataset
@@ -202,6 +235,8 @@ def test_predictions_of_pictures_are_those_of_the_evaluation(trained, tmp_path):
     assert all(abs(sum(answer.probabilities) - 1) < 1e-6 for answer in answers)
     right = sum(answer.classes[0] == str(digits.read(index)[1]) for index, answer in enumerate(answers))
     assert right >= 36  # the run reaches about 97 % on all 360
+    with pytest.raises(ValueError, match="--top is 0; write how many classes to name, 1 or more"):
+        inference.predict(trained, paths[:1], top=0)
     with pytest.raises(ValueError, match="cannot read the image .*nowhere.png"):
         inference.predict(trained, [str(tmp_path / "nowhere.png")])
 

@@ -24,14 +24,14 @@ from faults import (
     state_of,
 )
 from ranks import on_ranks
-from torch.distributed.checkpoint import FileSystemWriter
+from safetensors.torch import load_file
 
 from widefield.engine.holding import Absent
-from widefield.train import manifest, nested, shelf
+from widefield.train import manifest, nested, shelf, tensors
 from widefield.train.checkpoint import read
 from widefield.train.shelf import newest_sound_in, steps_in
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [*tensors._STORED, *tensors._PAIRS]
 
 
 def bits_of(value):
@@ -51,8 +51,8 @@ def bits_of(value):
 def everything() -> dict:
     """A state with each kind of leaf, key and tensor that there is."""
     random = torch.Generator().manual_seed(1)
-    noise = torch.randint(0, 256, (3, 8), generator=random, dtype=torch.uint8)
-    tensors = {str(dtype): noise.view(dtype) if dtype != torch.bool else noise > 99 for dtype in DTYPES}
+    noise = torch.randint(0, 256, (3, 16), generator=random, dtype=torch.uint8)
+    kinds = {str(dtype): noise.view(dtype) if dtype != torch.bool else noise > 99 for dtype in DTYPES}
     model = {"weight": torch.randn(4, 3, 5, 7).to(memory_format=torch.channels_last), "turned": torch.randn(3, 4).T}
     odd = {
         "0-dim": torch.tensor(math.nan),
@@ -70,7 +70,7 @@ def everything() -> dict:
         "$tuple": [1],
         "own_0": {"x": torch.ones(3)},
     }
-    return {"tensors": tensors, "model": model, "odd": odd, "optimizer": optimizer, "plain": plain, "clash": clash}
+    return {"tensors": kinds, "model": model, "odd": odd, "optimizer": optimizer, "plain": plain, "clash": clash}
 
 
 @pytest.fixture
@@ -115,15 +115,15 @@ def saves_and_loads(mesh, folder):
 def test_ranks_share_the_writing_and_each_gets_its_own_back(tmp_path):
     (equal, own_equal, names), second = on_ranks(2, saves_and_loads, tmp_path)
     assert equal and own_equal and second == (True, True, names)
-    assert {"__0_0.distcp", "__1_0.distcp", "own_0.json", "own_1.json"} <= set(names)
+    assert {"tensors.json", "tensors_0.safetensors", "tensors_1.safetensors", "own_0.json", "own_1.json"} <= set(names)
     checkpoints = checkpoints_in(tmp_path)  # one rank resumes what two saved: the state, but no rank's own
     state, own = checkpoints.load(checkpoints.newest_sound())
     assert own is None and state["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
 
 
 def test_a_background_save_does_not_see_what_training_does_next(tmp_path, monkeypatch):
-    go, write = threading.Event(), FileSystemWriter.write_data
-    monkeypatch.setattr(FileSystemWriter, "write_data", lambda *a: (go.wait(30), write(*a))[1])
+    go, write = threading.Event(), tensors.write
+    monkeypatch.setattr(tensors, "write", lambda *a: (go.wait(30), write(*a))[1])
     state = {"weight": torch.ones(64), "list": [1]}
     checkpoints = checkpoints_in(tmp_path)
     checkpoints.save(state, about_of(1))
@@ -136,7 +136,7 @@ def test_a_background_save_does_not_see_what_training_does_next(tmp_path, monkey
 
 
 def test_a_save_waits_for_the_one_in_flight(tmp_path, monkeypatch):
-    inside, most, write = [], [], FileSystemWriter.write_data
+    inside, most, write = [], [], tensors.write
 
     def slowly(*given):
         inside.append(1)
@@ -145,7 +145,7 @@ def test_a_save_waits_for_the_one_in_flight(tmp_path, monkeypatch):
         inside.pop()
         return write(*given)
 
-    monkeypatch.setattr(FileSystemWriter, "write_data", slowly)
+    monkeypatch.setattr(tensors, "write", slowly)
     checkpoints = checkpoints_in(tmp_path)
     for step in (1, 2, 3):
         checkpoints.save(state_of(step), about_of(step))
@@ -157,11 +157,10 @@ def test_sha256sum_checks_a_checkpoint(two_saved):
     subprocess.run(["sha256sum", "--strict", "--status", "-c", "manifest.sha256"], cwd=two_saved / "step_00000002", check=True)
 
 
-def test_the_tensors_are_plain_dcp(two_saved, tmp_path):
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(two_saved / "step_00000002", tmp_path / "all.pt")
-    assert torch.equal(torch.load(tmp_path / "all.pt")["model.weight"], state_of(2)["model"]["weight"])
+def test_the_tensors_are_plain_safetensors(two_saved):
+    found = load_file(two_saved / "step_00000002" / "tensors_0.safetensors")
+    assert torch.equal(found["model.weight"], state_of(2)["model"]["weight"])
+    assert sorted(found) == ["model.weight", "own_0.seed"]
 
 
 def test_every_file_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkeypatch):
@@ -187,7 +186,7 @@ def test_every_flipped_bit_is_found_and_its_file_named(two_saved):
     assert manifest.what_is_wrong(newest) is None
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "about.json", "plain.json", "own_0.json"])
+@pytest.mark.parametrize("name", ["tensors_0.safetensors", "tensors.json", "about.json", "plain.json", "own_0.json"])
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "remove"])
 def test_the_older_sound_one_is_taken_and_the_bad_file_named(two_saved, name, harm):
     bad = two_saved / "step_00000002" / name
@@ -203,16 +202,16 @@ def test_the_older_sound_one_is_taken_and_the_bad_file_named(two_saved, name, ha
     assert len(warnings) == 1 and name in warnings[0] and "step_00000002" in warnings[0]
 
 
-@pytest.mark.parametrize("harm", ["missing", "empty", "unlisted"])
+@pytest.mark.parametrize("harm", ["missing", "empty", "plain.json", "tensors_0.safetensors"])
 def test_a_checkpoint_with_no_whole_manifest_is_passed_over(two_saved, harm):
     path = two_saved / "step_00000002" / "manifest.sha256"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if harm == "unlisted" and "plain.json" not in line))
+    path.write_text("".join(line for line in lines if harm != "empty" and harm not in line))
     if harm == "missing":
         path.unlink()
     warnings = []
     assert newest_sound_in(two_saved, warn=warnings.append).about.step == 1
-    assert "manifest.sha256" in warnings[0]
+    assert "manifest.sha256" in warnings[0] and (harm in warnings[0] or harm == "empty")
 
 
 def test_a_checkpoint_of_another_version_is_passed_over(two_saved):
@@ -313,6 +312,12 @@ def test_what_one_rank_cannot_save_is_refused_on_all(tmp_path):
 def test_a_leaf_that_no_checkpoint_can_hold_is_refused(leaf, says):
     with pytest.raises(ValueError, match=f"cannot hold.*{says}"):
         nested.take_apart({"it": leaf})
+
+
+def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path):
+    scales = torch.ones(2).to(torch.float8_e8m0fnu)
+    with pytest.raises(ValueError, match="cannot hold it, a tensor of torch.float8_e8m0fnu; give it as float64, "):
+        checkpoints_in(tmp_path).save({"it": scales}, about_of(1))
 
 
 @pytest.mark.parametrize("whole", [torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).T])

@@ -22,6 +22,7 @@ from widefield.plan import Plan, from_text
 from widefield.train.evaluate import Evaluation, Mistake
 from widefield.train.folder import (
     check_names,
+    claim,
     existing_folder,
     fresh_folder,
     load_weights,
@@ -104,6 +105,32 @@ def test_a_folder_is_one_processs_until_it_ends_however_it_ends(tmp_path):
     with lock(tmp_path):
         assert f"process {os.getpid()} is training" in refusal(lock, tmp_path)
     lock(tmp_path).close()
+
+
+def test_a_folder_is_made_and_taken_again(tmp_path):
+    for _ in range(2):
+        claim(tmp_path / "runs" / "one").close()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "model.json", "report.html", "checkpoints", "weights.safetensors"])
+def test_a_folder_with_somebody_elses_files_is_not_trained_into(name, tmp_path):
+    (tmp_path / "notes.txt").touch()
+    claim(tmp_path).close()
+    (tmp_path / ".lock").unlink()
+    (tmp_path / name).mkdir()
+    told = refusal(claim, tmp_path)
+    assert told.startswith(
+        f"{tmp_path} is no run folder (it has no record.jsonl) and has {name}, which training would overwrite"
+    )
+    assert not (tmp_path / ".lock").exists()
+    (tmp_path / "record.jsonl").touch()
+    claim(tmp_path).close()
+
+
+def test_a_file_is_no_run_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert refusal(claim, place).startswith(f"{place} cannot be a run folder (")
 
 
 # ---------------------------------------------------------------------------------------------- config

@@ -377,3 +377,15 @@ def test_wandb_gets_config_and_curves_and_the_same_run_again_on_resume(tmp_path,
     logged = [call[1] for call in calls if call[0] == "log"]
     assert [values["step"] for values in logged if "train/loss" in values] == [1, 2, 3]
     assert {"step": 2, "val/loss": 0.0612, "val/top1": 98.61} in logged
+
+
+def test_an_id_of_wandb_that_would_be_a_path_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb_run_id.txt").write_text("../../somebody/else")
+    with pytest.raises(
+        ValueError, match="wandb_run_id.txt holds no id of a W&B run: '../../somebody/else'; write it there, or"
+    ):
+        started(tmp_path, LogConfig(wandb="digits", tensorboard=False))
+    assert sys.modules.pop("wandb").calls == []

@@ -11,7 +11,6 @@ import contextlib
 import io
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,9 @@ from typing import Any
 import torch
 
 from widefield.bench.candidates import PLAIN, Candidate, candidates, chosen
-from widefield.config import RunConfig, read_config
+from widefield.config import RunConfig, parse_config, read_config
 from widefield.launchers import world_from
-from widefield.launchers.local import local_ranks, start
+from widefield.launchers.local import local_ranks, python_of_ranks, start
 from widefield.plan import check, plan_of, ranks_asked_for
 from widefield.report.bench import write_bench
 from widefield.report.comparison import findings, line, table_text
@@ -38,7 +37,7 @@ class Order:
     """What to compare.  ranks: for the plans that use several; None takes the GPUs, or the cores up to 4 on a CPU.
 
     plans: names and overrides, see candidates.chosen; None tries all.  trap: also the same plan with few and many workers.
-    timeline: keep what the ranks' profilers recorded.
+    timeline: keep what the ranks' profilers recorded.  trust: let a recipe in a run folder name code of its own, see trust.py.
     """
 
     recipe: str
@@ -50,6 +49,7 @@ class Order:
     out: Path | None = None
     trap: bool = False
     timeline: bool = False
+    trust: bool = False
 
 
 def bench(order: Order, say: Callable[[str], None] = print) -> int:
@@ -66,7 +66,7 @@ def bench(order: Order, say: Callable[[str], None] = print) -> int:
             "a launcher has started this process as one of its ranks, and bench starts the ranks of each plan itself; run it "
             "once on one machine, outside torchrun, srun and mpirun"
         )
-    config = read_config(order.recipe, order.overrides)
+    config = read_config(order.recipe, order.overrides, trust=order.trust)
     gpus, cores = torch.cuda.device_count(), usable_cores()
     ranks = order.ranks or gpus or min(4, cores)
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks))
@@ -98,7 +98,7 @@ def _own(order: Order, config: RunConfig, known: list[Candidate], ranks: int) ->
     candidate = Candidate("as the recipe says", tuple(overrides))
 
     def layout(tried: Candidate) -> str:
-        plan = plan_of(read_config(order.recipe, [*order.overrides, *PLAIN, *tried.overrides]), ranks)
+        plan = plan_of(parse_config(to_yaml(config), [*PLAIN, *tried.overrides]), ranks)
         return f"{plan}, {plan.data_strategy}, {plan.recompute}"
 
     return [] if layout(candidate) in map(layout, known) else [candidate]
@@ -145,8 +145,12 @@ def _tell(result: dict[str, Any], out: Path, say: Callable[[str], None]) -> int:
 def _folder(out: Path | None) -> Path:
     """The folder to write into, made; `runs/bench-0001` and on where none is named."""
     if out is not None:
-        if (out / "bench.json").exists():
+        if (out / "bench.json").exists() or (out / "plans").exists():
             raise ValueError(f"{out} holds a comparison already; name another --out, or delete it")
+        if (out / "config.yaml").exists():
+            raise ValueError(
+                f"{out} is a run folder (it has config.yaml), whose files bench would overwrite; name another --out"
+            )
         out.mkdir(parents=True, exist_ok=True)
         return out
     taken = {path.name for path in Path("runs").glob("bench-*")}
@@ -170,7 +174,7 @@ def _try(candidate: Candidate, order: Order, out: Path, *, number: int, threads:
     place.mkdir(parents=True)
     text = {"recipe": str(out / "config.yaml"), "overrides": overrides, "steps": order.steps, "warmup": order.warmup}
     replace_text(place / "order.json", json.dumps(text | {"trace": str(place)}, indent=1) + "\n")
-    program = [sys.executable, "-m", "widefield.bench.measure"]
+    program = [*python_of_ranks(), "-m", "widefield.bench.measure"]
     said = io.StringIO()
     with _threads(candidate.threads or threads), contextlib.redirect_stderr(said):
         status = start(ranks, [str(place / "order.json")], program=program)
@@ -182,7 +186,7 @@ def _try(candidate: Candidate, order: Order, out: Path, *, number: int, threads:
 
 def _ranks_of(recipe: Path, overrides: list[str]) -> int:
     """How many ranks the plan takes; refuses what `check` refuses, and more ranks than there are GPUs."""
-    config = read_config(recipe, overrides)
+    config = read_config(recipe, overrides, trust=True)  # our own copy of the user's
     ranks, _ = local_ranks(ranks_asked_for(config), torch.cuda.device_count())
     check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_size)
     return ranks

@@ -52,7 +52,7 @@ def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
     order: recipe, overrides, steps, warmup, trace (a folder; a rank's trace is left there).
     AgreedError, ValueError or NotImplementedError, in words: the plan cannot run.
     """
-    config = read_config(order["recipe"], order["overrides"])
+    config = read_config(order["recipe"], order["overrides"], trust=True)  # bench's own copy of the user's
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_size)
     mesh = join(world, plan, timeout_seconds=TIMEOUT_SECONDS)

@@ -12,17 +12,21 @@ from torch import Tensor
 
 from widefield.data import BadImageError
 
+_PROGRAMS = ("EPS", "IPTC")
+"""PostScript, and what it can be wrapped into."""
 SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp")
 
 
 def read_image(path: str | Path, channels: int) -> Tensor:
     """The image at `path` as (channels, H, W) uint8: 1 is grey, 3 is RGB; turned upright as its EXIF says.
 
-    16-bit images keep their upper 8 bits.  BadImageError names a file that is missing, empty, cut short, no image, or one
-    of pixels wider than 16 bits.
+    16-bit images keep their upper 8 bits.  BadImageError names a file that is missing, empty, cut short, no image, one
+    of pixels wider than 16 bits, or in a format that may hold a program (PostScript).
     """
     try:
         with Image.open(path) as image:
+            if image.format in _PROGRAMS:
+                raise ValueError(f"{image.format} may hold a program, which Pillow would have Ghostscript run; save it as PNG")
             upright = ImageOps.exif_transpose(image)
             pixels = _bytes_of(upright, "L" if channels == 1 else "RGB")
     except Exception as error:  # decoders trip over flipped bits in many ways, OverflowError and MemoryError among them

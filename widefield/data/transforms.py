@@ -20,6 +20,7 @@ from widefield.naming import did_you_mean
 
 _KNOWN = [name for name in dir(v2) if isinstance(getattr(v2, name), type) and issubclass(getattr(v2, name), v2.Transform)]
 
+_OF_FUNCTIONS = ("Compose", "Lambda", "RandomApply", "RandomChoice", "RandomOrder", "Transform")
 
 KEEP_PIXELS_IN_PLACE = (
     "ColorJitter", "GaussianBlur", "GaussianNoise", "Grayscale", "Identity", "RGB", "RandomAdjustSharpness",
@@ -89,6 +90,10 @@ def _one(entry: Any, field: str) -> v2.Transform:
     ((name, arguments),) = entry.items()
     if name not in _KNOWN:
         raise ValueError(f"{field}: torchvision.transforms.v2 has no '{name}'{did_you_mean(name, _KNOWN)}")
+    if name in _OF_FUNCTIONS:
+        raise ValueError(
+            f"{field}: {name} takes functions or other transforms, which a recipe cannot give; list transforms alone"
+        )
     if not isinstance(arguments, dict | None):
         raise ValueError(f"{field}: {name} is given {arguments!r}; name its arguments: {name}: {{size: 32}}")
     try:

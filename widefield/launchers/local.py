@@ -80,7 +80,7 @@ def start(ranks: int, arguments: list[str], *, grace_seconds: float = 300.0, pro
     OMP_NUM_THREADS is the ranks' share of the cores, unless it is set.  Call in the main thread (signals are handled).
     On Linux no process of the ranks outlives this call, not even one in a session of its own.
     """
-    command = [*(program or [sys.executable, "-m", "widefield"]), *arguments]
+    command = [*(program or [*python_of_ranks(), "-m", "widefield"]), *arguments]
     party = _Party(run_id=f"widefield-{uuid.uuid4().hex}", grace_seconds=grace_seconds)
     with _quiet_torch(), _environment(ranks), _signals_to(party.on_signal):
         try:
@@ -90,6 +90,15 @@ def start(ranks: int, arguments: list[str], *, grace_seconds: float = 300.0, pro
     if party.verdict:
         print(f"widefield: {party.verdict}", file=sys.stderr, flush=True)
     return party.status
+
+
+def python_of_ranks() -> list[str]:
+    """Python as ranks are to start it: with modules of the folder that one stands in only where this process sees them too.
+
+    `python -m` looks there first and the command `widefield` does not; a folder of somebody else's may hold a torch.py.
+    """
+    here = any(place in ("", os.getcwd()) for place in sys.path)
+    return [sys.executable, *([] if here else ["-P"])]
 
 
 # ------------------------------------------------------------------------------------------------ endings

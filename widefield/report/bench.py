@@ -25,7 +25,9 @@ from widefield.report.comparison import (
     table_csv,
     waits_for_loader,
 )  # fmt: skip
-from widefield.report.page import count_of, laid_out
+from widefield.report.filling import laid_out, of_files
+from widefield.report.page import count_of
+from widefield.train.folder import check_own
 from widefield.train.record import replace_text
 from widefield.train.terminal import MIB, memory_text, rate_text
 
@@ -33,12 +35,15 @@ from widefield.train.terminal import MIB, memory_text, rate_text
 def write_bench(folder: str | Path) -> Path:
     """Write `report.html` and `bench.csv` beside the `bench.json` in a folder; the page's path.
 
-    ValueError: there is no bench.json, or it is damaged.
+    ValueError: there is no bench.json, it is damaged, or a link leads out of the folder.
     """
     folder = Path(folder)
+    if folder.is_dir():
+        check_own(folder)
     result = read_bench(folder)
-    replace_text(folder / "bench.csv", table_csv(result))
-    replace_text(folder / "report.html", _page(result))
+    table, page = of_files(lambda: (table_csv(result), _page(result)), folder)
+    replace_text(folder / "bench.csv", table)
+    replace_text(folder / "report.html", page)
     return folder / "report.html"
 
 
@@ -49,7 +54,7 @@ def read_bench(folder: Path) -> Result:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         return {**result, "plans": list(result["plans"]), "trap": list(result["trap"])}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}); run `widefield bench` again into another folder"
         ) from None

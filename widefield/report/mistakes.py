@@ -10,11 +10,15 @@ from typing import Any
 
 from PIL import Image
 
+from widefield.trust import inside
+
 MATRIX_CLASSES = 40
 """With more classes than this, the most confused pairs are listed in place of the matrix."""
 LISTED = 20
 PICTURE_PX = 512
 """Longer pictures are made this long, so that the page stays light."""
+MOST_PX = 2**24
+"""Larger ones are not ours, and may be made to fill memory."""
 TINY_PX = 64
 """Pictures up to this long are enlarged pixel by pixel."""
 
@@ -80,17 +84,26 @@ def pictures(folder: Path, evaluation: Mapping[str, Any] | None) -> list[dict[st
     ]  # fmt: skip
 
 
+def opened(folder: Path, name: str) -> Image.Image:
+    """A picture that training left in a folder, not yet decoded; ValueError or OSError where it is none.
+
+    PNG alone: of other formats Pillow hands some to programs of their own.
+    """
+    image = Image.open(inside(folder, name), formats=("PNG",))
+    if image.width * image.height > MOST_PX:
+        image.close()
+        raise ValueError(f"{name} has {image.width} x {image.height} pixels, more than any that training leaves")
+    return image
+
+
 def _picture(folder: Path, name: str) -> dict[str, Any]:
     """The picture as a data URI; none where the file is gone, is no picture, or lies outside the run folder."""
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()) or not path.is_file():
-        return {"uri": None, "tiny": False}
     try:
-        with Image.open(path) as image:
+        with opened(folder, name) as image:
             tiny = max(image.size) <= TINY_PX
             image.thumbnail((PICTURE_PX, PICTURE_PX))
             png = io.BytesIO()
             image.save(png, "PNG")
-    except OSError:
+    except (OSError, ValueError, SyntaxError):  # Pillow's words for a picture that is none
         return {"uri": None, "tiny": False}
     return {"uri": "data:image/png;base64," + base64.b64encode(png.getvalue()).decode(), "tiny": tiny}

@@ -6,6 +6,7 @@ Every text on the page is made here; page.html only lays it out.  Equal files gi
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections import Counter
@@ -13,16 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from widefield import plan as plans
 from widefield.report import mistakes, plots, samples, stages
+from widefield.report.filling import laid_out, of_files
+from widefield.train.folder import check_own
 from widefield.train.record import Line, read, replace_text
 from widefield.train.terminal import memory_text, rate_text
 
@@ -33,11 +34,14 @@ def write_report(folder: str | Path) -> Path:
     """Write `report.html` into a run folder and return its path.  The page stands alone: it loads nothing.
 
     A run that is still going, was interrupted or never evaluated has a page too, which says so.
-    ValueError: the folder holds no record, or a file in it is damaged.
+    ValueError: the folder holds no record, a file in it is damaged, or a link leads out of it.
     """
     folder = Path(folder)
+    if folder.is_dir():
+        check_own(folder)
     path = folder / "report.html"
-    replace_text(path, _page(_Run(folder, read(folder), _evaluation(folder), _text(folder / "config.yaml"))))
+    run = _Run(folder, read(folder), _evaluation(folder), _text(folder / "config.yaml"))
+    replace_text(path, of_files(lambda: _page(run), folder))
     return path
 
 
@@ -106,14 +110,6 @@ def _page(run: _Run) -> str:
     )
 
 
-def laid_out(template: str, **texts: Any) -> str:
-    """A page of this folder with its texts filled in, and the style that all pages share."""
-    folder = resources.files(__package__)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    style = Markup((folder / "style.css").read_text(encoding="utf-8"))
-    return environment.from_string((folder / template).read_text(encoding="utf-8")).render(style=style, **texts)
-
-
 # ---------------------------------------------------------------------------------------------- reading
 
 
@@ -129,7 +125,7 @@ def _evaluation(folder: Path) -> dict[str, Any] | None:
         values = json.loads(path.read_text(encoding="utf-8"))
         numbers = {"loss": float(values["loss"]), "metrics": {key: float(value) for key, value in values["metrics"].items()}}
         return {**values, **numbers}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}); delete it, then run `widefield evaluate {folder}`"
         ) from None
@@ -140,7 +136,7 @@ def _title(config: str) -> str:
     try:
         values = yaml.safe_load(config)
         return f"{values['model']['name']} on {values['data']['name']}"
-    except (yaml.YAMLError, TypeError, KeyError):
+    except (yaml.YAMLError, TypeError, LookupError, RecursionError):
         return "Training run"
 
 
@@ -305,7 +301,7 @@ def _curves(run: _Run) -> list[dict[str, str | Markup]]:
 
 
 def _curve(title: str, svg: str, caption: str) -> dict[str, str | Markup]:
-    return {"title": title, "svg": Markup(svg), "caption": caption}  # the SVG holds our own words and numbers alone
+    return {"title": title, "svg": Markup(svg), "caption": caption}  # matplotlib escapes the names that it draws
 
 
 def _evaluation_rows(run: _Run) -> dict[str, Any]:
@@ -340,9 +336,10 @@ def _plan(start: Line) -> dict[str, Any]:
 def _space(start: Line) -> list[int]:
     """Tiles along each dim of an image; none where the plan has none or cannot be read."""
     try:
-        return plans.from_text(start.get("plan", "")).space
+        space = plans.from_text(start.get("plan", "")).space
     except ValueError:
         return []
+    return space if math.prod(space) <= 10**6 else []  # of a record that somebody made up: so many cuts would be drawn
 
 
 def _machine(start: Line) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from widefield.data.image import colours
 from widefield.geometry.interval import natural_cut
+from widefield.report.mistakes import opened
 
 TINY_PX = 400
 """Pictures up to this long are enlarged pixel by pixel."""
@@ -33,7 +34,7 @@ def _sample(
     """One image; None where a file of it is gone, is no picture, or lies outside the run folder."""
     try:
         page, truth, prediction = (_pixels(folder, told[key]) for key in ("image", "truth", "prediction"))
-    except OSError:
+    except (OSError, ValueError, SyntaxError):  # Pillow's words for a picture that is none
         return None
     (height, width), classes = truth.shape, len(evaluation["classes"])
     wrong = (truth != prediction) & (truth < classes)
@@ -58,10 +59,7 @@ def cuts(size: Sequence[int], space: Sequence[int]) -> tuple[list[tuple[str, str
 
 
 def _pixels(folder: Path, name: str) -> Pixels:
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise OSError(f"{name} lies outside the run folder")
-    with Image.open(path) as image:
+    with opened(folder, name) as image:
         return np.asarray(image)
 
 

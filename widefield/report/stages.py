@@ -19,14 +19,16 @@ from widefield.report.plots import FAINT, INK, SERIES, SURFACE, WIDTH_IN, drawn,
 ROW_IN = 0.34
 MOST_NAMED = 72
 """Slots that a micro-batch's number still fits into."""
+MOST_DRAWN = 4096
+"""Micro-batches times stages; more are no picture that anybody could read, and take minutes to draw."""
 _COLOURS = {"F": SERIES[0], "B": SERIES[1], "I": SERIES[1], "W": SERIES[2]}
 _MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the input", "W": "backward to the weights"}
 
 
 def stages(start: dict[str, Any]) -> dict[str, str] | None:
-    """`picture` and `caption` of a run's pipeline, from the start of its record; None where the plan has no stages."""
+    """`picture` and `caption` of a run's pipeline, from the start of its record; None where there is none, or too much."""
     plan, count = _plan(start), _micro_batches(start)
-    if plan is None or plan.stage == 1 or count is None:
+    if plan is None or plan.stage == 1 or count is None or plan.stage * count > MOST_DRAWN:
         return None
     grid = schedule_grid(plan.pipeline.schedule, plan.stage, count)
     batches = f"{count} micro-batches" if count > 1 else "One micro-batch"

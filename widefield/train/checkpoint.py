@@ -1,7 +1,7 @@
 """What survives a crash?  Checkpoints: written beside, hashed, synced, renamed, and only then current.
 
-Every rank writes its share of the tensors, by torch.distributed.checkpoint (DCP), while training goes on.  Plain values go
-into JSON.  shelf.py says what is on the disk and manifest.py how a flipped bit is found.
+Every rank writes its share of the tensors while training goes on, as tensors.py says.  Plain values go into JSON.  shelf.py
+says what is on the disk and manifest.py how a flipped bit is found.  Nothing that is read here can run code.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
 from widefield.engine.mesh import Mesh
 from widefield.train import manifest, nested, shelf
-from widefield.train.shelf import ABOUT, METADATA, PLAIN, About, Found, Warn, newest_sound_in
+from widefield.train import tensors as files
+from widefield.train.shelf import ABOUT, PLAIN, About, Found, Warn, newest_sound_in
 
 T = TypeVar("T")
 __all__ = ["About", "Checkpoints", "Found", "newest_sound_in", "read"]
@@ -135,30 +135,11 @@ class Checkpoints:
             shelf.prune(self.folder, step=staged.about.step, last=self._keep_last, best=self._keep_best, warn=self._warn)
 
     def _write_tensors(self, partial: Path, tensors: dict[str, Tensor]) -> None:
-        """What dcp.save does, by DCP's public parts: tensors that several ranks hold are written by one of them.
-
-        Not dcp.save itself: on one rank it warns whatever it is told, and a filter for that would be the whole process's
-        while training runs beside; and it hides the disk's own words in the text of another error.
-        """
-        # One thread: DCP loses what is raised in its further threads (2 threads, one failing: 4 of 8 tensors, no error), and
-        # 4 are no faster.  No copy ahead: that would use the stream that training computes on.  No sync: every file is
-        # synced below, after it is closed.
-        writer = FileSystemWriter(partial, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        main = self._mesh.is_main
-        planner.set_up_planner(tensors, writer.storage_meta(), main)
-        writer.set_up_storage_writer(main)
-
-        def plan_all() -> tuple[Any, Any]:
-            parts, metadata = planner.create_global_plan(parts_of_ranks)
-            return writer.prepare_global_plan(parts), metadata
-
-        parts_of_ranks = self._together(lambda: writer.prepare_local_plan(planner.create_local_plan()))
-        planned: Any = self._together(lambda: plan_all() if main else None)[0]
-        parts, metadata = planned
-        part = parts[self._mesh.rank]
-        results = self._together(lambda: writer.write_data(planner.finish_plan(part), planner).value())
-        self._together(lambda: writer.finish(metadata, results) if main else None)
+        """Each tensor by one of the ranks that have it, and then the index of all of them."""
+        held = self._together(lambda: {name: tensor.nbytes for name, tensor in tensors.items()})
+        mine = files.dealt(held)[self._mesh.rank]
+        entries = self._together(lambda: files.write(partial, self._mesh.rank, {name: tensors[name] for name in mine}))
+        self._together(lambda: files.write_index(partial, _union(entries)) if self._mesh.is_main else None)
 
     def _give_up(self, staged: _Staged, error: Exception) -> str:
         """Remove what a failed save wrote; the text of the failure."""
@@ -206,35 +187,20 @@ def read(
     if model is not None:
         shelf.check_model(found, model)
     place, own_name = found.folder, _own_name(rank)
-    texts = [(place / PLAIN).read_text(encoding="utf-8")]
+    names = [PLAIN]
     if ranks in (None, found.about.ranks) and (place / own_name).is_file():
-        texts.append((place / own_name).read_text(encoding="utf-8"))
-    strides = {name: stride for text in texts for name, stride in nested.tensors_in(text).items()}
-    tensors = _read_tensors(place, strides)
-    values = [nested.put_together(text, tensors) for text in texts]
+        names.append(own_name)
+    try:
+        texts = [(place / name).read_text(encoding="utf-8") for name in names]
+        strides = {name: stride for text in texts for name, stride in nested.tensors_in(text).items()}
+        tensors = files.read(place, strides)
+        values = [nested.put_together(text, tensors) for text in texts]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"the checkpoint {place} is as its hashes say, and not what widefield writes: {error or type(error).__name__}. "
+            "Somebody else made or changed it; take it from where it was written, or delete it"
+        ) from None
     return values[0], values[1] if len(values) > 1 else None
-
-
-def _read_tensors(folder: Path, strides: Mapping[str, list[int] | None]) -> dict[str, Tensor]:
-    """The tensors named, whole, by DCP's public parts (as above, dcp.load warns on one rank).
-
-    `.metadata` is a pickle: read only what `newest_sound_in` found to be as this program wrote it.
-    """
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    metadata = reader.read_metadata()
-    tensors = {name: _empty(metadata.state_dict_metadata[name], stride) for name, stride in strides.items()}
-    planner.set_up_planner(tensors, metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    part = reader.prepare_local_plan(planner.create_local_plan())
-    (part,) = reader.prepare_global_plan(planner.create_global_plan([part]))
-    reader.read_data(planner.finish_plan(part), planner).wait()
-    return tensors
-
-
-def _empty(stored: Any, stride: list[int] | None) -> Tensor:
-    if stride is None:
-        return torch.empty(stored.size, dtype=stored.properties.dtype)
-    return torch.empty_strided(stored.size, stride, dtype=stored.properties.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- one rank's work
@@ -250,6 +216,7 @@ def _stage(state: dict, about: About, own: dict | None, rank: int) -> _Staged:
         own_name = _own_name(rank)
         texts[own_name], own_tensors = nested.take_apart(own, name=f"own_{rank}", taken=tensors)
         tensors = tensors | own_tensors
+    files.check(tensors)
     return _Staged(about, _copy_to_memory(tensors), texts)
 
 
@@ -273,7 +240,7 @@ def _write_texts(partial: Path, texts: Mapping[str, str]) -> None:
 
 def _sync_and_hash(partial: Path, rank: int) -> dict[str, str]:
     """Put the files that this rank wrote on the disk; their hashes."""
-    mine = [path.name for path in partial.glob(f"__{rank}_*")] + [_own_name(rank)] + [PLAIN, ABOUT, METADATA] * (rank == 0)
+    mine = [files.file_of(rank), _own_name(rank), *[PLAIN, ABOUT, files.INDEX] * (rank == 0)]
     names = sorted(name for name in mine if (partial / name).is_file())
     for name in names:
         manifest.sync(partial / name)
@@ -310,8 +277,8 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _union(parts: Sequence[dict[str, str]]) -> dict[str, str]:
-    return {name: digest for part in parts for name, digest in part.items()}
+def _union(parts: Sequence[dict[str, T]]) -> dict[str, T]:
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _say_nothing(text: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,9 +29,18 @@ from widefield.section import differences, to_yaml
 from widefield.train.evaluate import Evaluation
 from widefield.train.pieces import Piece
 from widefield.train.record import replace_text
+from widefield.trust import check_links
 
 WEIGHTS = "weights.safetensors"
 MODEL = "model.json"
+_WRITTEN = (
+    "config.yaml", "plan.yaml", "record.jsonl", "summary.csv", "tensorboard", "checkpoints", "report.html", WEIGHTS, MODEL,
+    "evaluation.json", "mistakes", "samples", "nan.json",
+)  # fmt: skip
+"""What training leaves in its folder."""
+_FURTHER = re.compile(
+    r"\.lock|wandb_run_id\.txt|timeline-rank\d+\.json|bench\.(json|csv)|model\.(safetensors|pt|onnx)|.*\.part"
+)
 
 
 def fresh_folder(root: Path = Path("runs")) -> Path:
@@ -47,13 +57,55 @@ def fresh_folder(root: Path = Path("runs")) -> Path:
 
 
 def existing_folder(path: str | Path) -> Path:
-    """`path` as a run folder; ValueError, with the nearest name, where it is none."""
+    """`path` as a run folder; ValueError, with the nearest name, where it is none or a link leads out of it."""
     folder = Path(path)
     if (folder / "config.yaml").is_file():
+        check_own(folder)
         return folder
     beside = sorted(p.parent.name for p in folder.parent.glob("*/config.yaml")) if folder.parent.is_dir() else []
     hint = did_you_mean(folder.name, beside)
     raise ValueError(f"{folder} is no run folder (it has no config.yaml){hint} Name the --run folder of a training run")
+
+
+def check_own(folder: Path) -> None:
+    """ValueError where a file or folder of a run is a symbolic link that leads out of the run's folder."""
+    names = [entry.name for entry in os.scandir(folder)]
+    check_links(folder, sorted(name for name in names if name in _WRITTEN or _FURTHER.fullmatch(name)))
+
+
+def claim(folder: Path) -> IO[str]:
+    """Make a run folder of `folder`, or go on with the one it is; see `lock` for what is given back.
+
+    ValueError: it cannot be written, or training would overwrite files there that are no run's.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_own(folder)
+        if not (folder / ".lock").exists() and not (folder / "record.jsonl").exists():
+            _check_free(folder)
+        return lock(folder)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be a run folder ({error}); name another one with --run") from None
+
+
+def _check_free(folder: Path) -> None:
+    taken = [name for name in _WRITTEN if (folder / name).exists()]
+    if taken:
+        raise ValueError(
+            f"{folder} is no run folder (it has no record.jsonl) and has {', '.join(taken)}, which training would overwrite; "
+            "name another folder with --run, or move what is there"
+        )
+
+
+def check_fresh(folder: Path, *, passed_over: Sequence[str]) -> None:
+    """ValueError where training from the start would overwrite what a run came to; with why its checkpoints are none."""
+    if (folder / WEIGHTS).exists():
+        told = "".join(f"\n  {text}" for text in passed_over)
+        raise ValueError(
+            f"{folder} holds the {WEIGHTS} of a run and no checkpoint to go on from, so training would begin anew and "
+            "overwrite them and the record; name another folder with --run, take checkpoints/ from where it is whole, or "
+            f"delete {folder / WEIGHTS}{told}"
+        )
 
 
 def lock(folder: Path) -> IO[str]:
@@ -80,7 +132,7 @@ def lock(folder: Path) -> IO[str]:
 def write_config(folder: Path, config: RunConfig, plan: Plan) -> list[str]:
     """Leave the config and the plan in the folder; what differs from the config that was there, as sentences."""
     path = folder / "config.yaml"
-    changed = [] if not path.is_file() else differences(read_config(path), config)
+    changed = [] if not path.is_file() else differences(read_config(path, trust=True), config)  # compared, never built
     replace_text(path, to_yaml(config))
     replace_text(folder / "plan.yaml", to_text(plan))
     return changed
@@ -116,15 +168,22 @@ def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[
     replace_text(folder / MODEL, json.dumps(told, indent=1) + "\n")
 
 
-def read_model(folder: Path) -> Dataset:
-    """What `write_model` left, as a dataset without images; ValueError where the run never came so far."""
-    path = folder / MODEL
+def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
+    """What `write_model` left, as a dataset without images; ValueError where the run never came so far, or it is damaged."""
+    path = folder / name
     if not path.is_file():
-        raise ValueError(f"{folder} has no {MODEL}, so its run never began to train; train it first")
-    told = json.loads(path.read_text(encoding="utf-8"))
-    none = NoImages(told["image"])
-    pixels = told.get("labels") == "pixels"
-    return Dataset(none, none, told["classes"], told["image"][0], told["mean"], told["std"], in_memory=True, pixels=pixels)
+        raise ValueError(f"{folder} has no {name}, so its run never began to train; train it first")
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        shape, classes = [int(length) for length in told["image"]], [str(name) for name in told["classes"]]
+        mean, std = ([float(value) for value in told[name]] for name in ("mean", "std"))
+        channels, pixels = shape[0], told.get("labels") == "pixels"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}); take it from where the run was trained"
+        ) from None
+    none = NoImages(shape)
+    return Dataset(none, none, classes, channels, mean, std, in_memory=True, pixels=pixels)
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> Path:

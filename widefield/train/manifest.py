@@ -13,8 +13,10 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from widefield.trust import leads_out
+
 MANIFEST = "manifest.sha256"
-_LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)")
+_LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_][A-Za-z0-9_.-]*)")  # a name of this folder: no `/`, no `..`
 _THREADS = 4  # hashing leaves the interpreter free: 4 files at once, as fast as a disk reads
 
 
@@ -66,6 +68,11 @@ def write_manifest(folder: Path, hashes: Mapping[str, str]) -> None:
     sync(folder)
 
 
+def names_in(folder: Path) -> set[str]:
+    """The files that the manifest of a folder lists; ValueError or OSError where it cannot be read."""
+    return set(from_bytes((folder / MANIFEST).read_bytes()))
+
+
 def what_is_wrong(folder: Path, *, needed: Iterable[str] = ()) -> str | None:
     """None where every file of `folder` is as the manifest says; else the first bad file and what is wrong with it.
 
@@ -86,6 +93,8 @@ def what_is_wrong(folder: Path, *, needed: Iterable[str] = ()) -> str | None:
 
 
 def _what_is_wrong_with(path: Path, wanted: str) -> str | None:
+    if leads_out(path.parent, path):
+        return f"{path.name} is a link out of its folder"
     try:
         found = sha256_of(path)
         if found == wanted:

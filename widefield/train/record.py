@@ -267,7 +267,7 @@ def _decoded(row: bytes) -> Line | None:
     """The line in a row of the file; None where there is no whole JSON object."""
     try:
         line = json.loads(row)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(line, dict):
         return None
@@ -284,10 +284,17 @@ def _cut_back(folder: Path, resumed_step: int | None) -> list[Line]:
     """Drop what steps after `resumed_step` wrote, and a torn last line; the lines that stay."""
     if not (folder / FILE).exists():
         return []
-    last = -1 if resumed_step is None else resumed_step
-    kept = [line for line in read(folder) if line.get("step", -1) <= last]
-    replace_text(folder / FILE, "".join(map(_encoded, kept)))
-    replace_text(folder / "summary.csv", _summary([line for line in kept if line.get("kind") == "evaluation"]))
+    last, lines = -1 if resumed_step is None else resumed_step, read(folder)
+    try:
+        kept = [line for line in lines if line.get("step", -1) <= last]
+        text, summary = "".join(map(_encoded, kept)), _summary([line for line in kept if line.get("kind") == "evaluation"])
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{folder / FILE} holds values that widefield does not write ({type(error).__name__}: {error}); take it from where "
+            "it was written, or begin a run of its own with another --run folder"
+        ) from None
+    replace_text(folder / FILE, text)
+    replace_text(folder / "summary.csv", summary)
     return kept
 
 

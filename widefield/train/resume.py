@@ -41,6 +41,7 @@ def own_state(learner: Learner) -> dict[str, Any]:
 def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str, Any] | None:
     """Put a checkpoint's state into the learner; this rank's own part of it, for what must come last."""
     state, own = checkpoints.load(found, model=shapes_of(learner.model))
+    check_state(state, found, own=own)
     learner.step = _step_after(learner, state["progress"], found.folder)
     learner.model.load_state_dict(parts(learner.model, state["model"]))
     load_optimizer_state(learner.model, learner.optimizer, state["optimizer"])
@@ -51,6 +52,27 @@ def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str
         learner.order = own["order"]
         load_hook_state(learner.model, own.get("hook"))
     return own
+
+
+def check_state(state: Any, found: Found, *, own: Any = None) -> None:
+    """ValueError where a checkpoint's state is not laid out as `state_of` gives it, or `own` not as `own_state` does."""
+    counted = ("step", "samples", "samples_per_epoch", "seed")
+    try:
+        shapes = {name: list(value.shape) for name, value in state["model"].items()}
+        average = {name: list(value.shape) for name, value in weights_of(state["ema"]).items()}
+        optimizer, progress, wanted = state["optimizer"], state["progress"], found.about.model
+        sections = (optimizer["parameters"], optimizer["groups"], state["scaler"])
+        ours = shapes == wanted and average in ({}, wanted) and all(isinstance(section, dict) for section in sections)
+        ours = ours and bool(optimizer["groups"]) and all(type(progress[name]) is int for name in counted)
+        ours = ours and (own is None or {"random", "order"} <= own.keys())
+        problem = None if ours else "its names, shapes or counts do not fit each other"
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        raise ValueError(
+            f"the checkpoint {found.folder} does not hold the state of a run ({problem}); take it from where it was written, "
+            "or delete it"
+        )
 
 
 def _load_average(ema: AveragedModel, saved: dict[str, Any], model: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,6 +64,8 @@ class _WeightsAndBiases:
         kept = folder / "wandb_run_id.txt"
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:12])
+        if not re.fullmatch(r"[\w-]{1,64}", kept.read_text()):  # it goes into names of files, and may be anybody's
+            raise ValueError(f"{kept} holds no id of a W&B run: {kept.read_text()[:80]!r}; write it there, or delete the file")
         config = folder / "config.yaml"
         values = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
         self._run = wandb.init(project=project, dir=str(folder), id=kept.read_text(), resume="allow")

@@ -3,7 +3,7 @@
     step_00000120/            a checkpoint that counts
       about.json              what it is: step, metric, plan, names and shapes of the model
       plain.json              the state without its tensors; own_R.json the same for what is rank R's alone
-      .metadata, __R_0.distcp the tensors, as torch.distributed.checkpoint writes them
+      tensors.json            which tensor lies in which file; tensors_R.safetensors what rank R wrote of them
       manifest.sha256         the hash of every file above; `sha256sum -c manifest.sha256` checks it
     .step_00000140.partial/   one being written; a killed run leaves it, the next one removes it
     .step_00000100.trash/     one being deleted
@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from widefield.train import manifest, nested
+from widefield.train import manifest, nested, tensors
 
 Warn = Callable[[str], None]
-ABOUT, PLAIN, METADATA = "about.json", "plain.json", ".metadata"
+ABOUT, PLAIN, PICKLED = "about.json", "plain.json", ".metadata"
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|trash)")
 
@@ -68,19 +68,45 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def newest_sound_in(folder: Path, *, warn: Warn) -> Found | None:
-    """The newest checkpoint whose every byte is as written; a warning that names the bad file for each passed over."""
+    """The newest checkpoint whose every byte is as written; a warning that names the bad file for each passed over.
+
+    ValueError: the next one is of a widefield that kept the list of tensors in a pickle.
+    """
     for place in reversed(steps_in(Path(folder))):
-        problem = manifest.what_is_wrong(place, needed=(ABOUT, PLAIN, METADATA))
-        if problem is None:
-            about = _about_or_none(place)
-            if about is not None:
-                return Found(place, about)
-            problem = f"{ABOUT} is whole, and not what this version of widefield writes"
+        _refuse_pickled(place)
+        about, problem = _sound(place)
+        if about is not None:
+            return Found(place, about)
         warn(
             f"the checkpoint {place} is passed over: {problem}. "
             "The next older sound one is taken; copy this one back from where it is whole, or delete it"
         )
     return None
+
+
+def _refuse_pickled(place: Path) -> None:
+    """Not passed over: the run would begin anew in the same folder."""
+    if (place / PICKLED).exists() and not (place / tensors.INDEX).exists():
+        raise ValueError(
+            f"the checkpoint {place} was written by an older widefield, which kept the list of its tensors in a pickle "
+            f"({PICKLED}); reading one can run any code, so it is not read. Go on with the version that wrote it, or begin a "
+            "run of its own with another --run folder; the run's weights.safetensors can be given as model.weights"
+        )
+
+
+def _sound(place: Path) -> tuple[About | None, str | None]:
+    """What a checkpoint is of; else the first bad file, and what is wrong with it."""
+    problem = manifest.what_is_wrong(place, needed=(ABOUT, PLAIN, tensors.INDEX))
+    if problem is not None:
+        return None, problem
+    try:
+        unlisted = tensors.files_in(place) - manifest.names_in(place)
+    except tensors.NotOurs as error:
+        return None, f"it is whole, and not what this version of widefield writes: {error}"
+    if unlisted:
+        return None, f"{min(unlisted)}, which {tensors.INDEX} names, is not listed in {manifest.MANIFEST}"
+    about = _about_or_none(place)
+    return about, None if about is not None else f"{ABOUT} is whole, and not what this version of widefield writes"
 
 
 def check_model(found: Found, model: Mapping[str, Sequence[int]]) -> None:
@@ -103,9 +129,13 @@ def _shape(model: Mapping[str, Sequence[int]], name: str) -> str:
 
 def _about_or_none(folder: Path) -> About | None:
     try:
-        return About(**nested.put_together((folder / ABOUT).read_text(encoding="utf-8"), {}))
-    except (OSError, ValueError, TypeError):
+        about = About(**nested.put_together((folder / ABOUT).read_text(encoding="utf-8"), {}))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+    numbers = (about.step, about.epoch, about.samples, about.ranks, about.metric or 0.0)
+    shapes = about.model.values() if isinstance(about.model, dict) else [None]
+    ours = all(isinstance(number, int | float) for number in numbers) and all(isinstance(shape, list) for shape in shapes)
+    return about if ours else None
 
 
 def _step_of(place: Path) -> int:

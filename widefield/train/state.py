@@ -90,13 +90,19 @@ def random_state() -> Nested:
 
 
 def load_random_state(state: Nested) -> None:
-    """Go on where `random_state` stood."""
-    python, numpy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
-    np.random.set_state((numpy["name"], numpy["keys"].numpy().astype(np.uint32), *numpy["rest"]))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    """Go on where `random_state` stood; ValueError where it never stood so."""
+    try:
+        python, numpy = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+        np.random.set_state((numpy["name"], numpy["keys"].numpy().astype(np.uint32), *numpy["rest"]))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            f"the checkpoint's random states are none of these generators' ({type(error).__name__}: {error}); take the "
+            "checkpoint from where it was written, or delete it"
+        ) from None
 
 
 def seed_everything(seed: int) -> None:

@@ -1,0 +1,109 @@
+"""What may a folder that somebody else made do?  Be read: nothing in it runs code, and nothing in it leads out of it.
+
+A run folder holds texts, numbers and pictures.  Names of models in it are those of widefield, torchvision and timm, whose
+code is installed here.  `package.module:callable` may name any code at all, and some arguments of timm's name files that it
+unpickles, so these count only where the user gave them: on the command line, in a recipe that lies in no run folder, or by
+`--trust`.  A hash finds what was damaged and not what was forged: whoever can change a file can write its hash anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+READS_FILES = ("cache_dir", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args")
+"""Arguments of timm's models that name files or addresses of weights, which may be pickles."""
+_OURS = ("record.jsonl", "plan.yaml", "bench.json")
+_MAY_BE_OURS = ("model.json", "evaluation.json", "weights.safetensors", "checkpoints")
+"""What a run, or a comparison, leaves beside its config.yaml: names that are its own, and names that a project may have too."""
+
+
+# ---------------------------------------------------------------------------------------------- paths
+
+
+def inside(folder: Path, name: object) -> Path:
+    """The file that a text in `folder` calls `name`, somewhere below it.
+
+    ValueError: it is no text, an absolute path, one through `..`, or one that a symbolic link leads out of the folder.
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ValueError(f"{name!r} is no name of a file in {folder}")
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name!r} leads out of {folder}, whose files name only what is in it")
+    if leads_out(folder, folder / path):
+        raise ValueError(f"{folder / path} is a link out of {folder}, whose files name only what is in it")
+    return folder / path
+
+
+def leads_out(folder: Path, path: Path) -> bool:
+    """Whether `path` is, in the end, outside of `folder`, or a link in a circle."""
+    try:
+        return not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        return True
+
+
+def check_links(folder: Path, names: Iterable[str]) -> None:
+    """ValueError where one of `names` in a folder, or anything below it, is a symbolic link out of the folder."""
+    for name in names:
+        for path in _links_at(folder / name):
+            if leads_out(folder, path):
+                raise ValueError(
+                    f"{path} is a link to {os.readlink(path)}, out of the run folder {folder}: reading would show another file "
+                    "as the run's, and writing overwrite it. Put the file itself there, or link the whole run folder"
+                )
+
+
+def _links_at(path: Path) -> list[Path]:
+    """`path` if it is a symbolic link, else all of them below it."""
+    if path.is_symlink():
+        return [path]
+    if not path.is_dir():
+        return []
+    return [Path(place, name) for place, folders, files in os.walk(path) for name in (*folders, *files)
+            if os.path.islink(os.path.join(place, name))]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+def run_folder_of(path: str | Path, *, run: str | Path | None = None) -> Path | None:
+    """The run folder, or the comparison's, that a file lies in; None where it lies in none.
+
+    run: a folder that is one whatever it holds.
+    """
+    places = [Path(os.path.abspath(path)), Path(path).resolve()]
+    for folder in dict.fromkeys(parent for place in places for parent in place.parents):
+        nearest = folder in (place.parent for place in places)
+        if _is_run_folder(folder, nearest=nearest) or (run is not None and folder == Path(run).resolve()):
+            return folder
+    return None
+
+
+def _is_run_folder(folder: Path, *, nearest: bool) -> bool:
+    marks = (*_OURS, *_MAY_BE_OURS) if nearest else _OURS
+    return os.path.isfile(folder / "config.yaml") and any(os.path.exists(folder / mark) for mark in marks)
+
+
+def check_model(name: str, options: Mapping[str, Any], *, overrides: Sequence[str], source: str, folder: Path) -> None:
+    """ValueError where a recipe from a run folder asks for code, or a file, that the user has not named.
+
+    name, options: `model.name` and `model.options` of the recipe with its overrides.  overrides: the user's, which speak for
+    themselves.  source: what the recipe is called.
+    """
+    keys = {override.partition("=")[0] for override in overrides}
+    where = f"and {source} lies in the run folder {folder}, which may be somebody else's"
+    if ":" in name and not {"model", "model.name"} & keys:
+        raise ValueError(
+            f"model.name is '{name}', code of its own, {where}; nothing of it was run. If you trust that folder add --trust, "
+            f"or name the code yourself: model.name={name}"
+        )
+    for option in READS_FILES:
+        if option in options and not {"model", "model.options", f"model.options.{option}"} & keys:
+            raise ValueError(
+                f"model.options.{option} is {options[option]!r}, where weights would be loaded from that may be pickles, "
+                f"{where}; nothing was loaded. If you trust that folder add --trust, or give model.options yourself"
+            )
