@@ -77,8 +77,10 @@ class Tied(nn.Module):
 
 Body = Callable[[nn.Module, Tensor, int, float, int], None]
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Body]] = {}
-ON_THE_WHOLE = {"a penalty on gradients of weights", "gradients of weights, used at once"}
-"""Programs that are not linear in what samples give, so that one device runs them on all samples together."""
+ON_THE_WHOLE = {
+    "a penalty on gradients of weights", "gradients of weights, used at once", "weights that depend on the image",
+}  # fmt: skip
+"""Programs in which samples meet, so that one device runs them on all samples together."""
 ON_TILES_ALONE = {"a hook that is not linear", "a hook that is not linear, of a weight in two places"}
 """Programs that see the gradient of this copy's samples, where there are several copies."""
 NEEDS_WHOLE_WEIGHTS = ON_THE_WHOLE | ON_TILES_ALONE | {

@@ -78,6 +78,8 @@ class Mesh:
     """The groups that `join` made for the plan's axes."""
     rows: list[Grid] = field(default_factory=list, compare=False)
     """What `grid_of_rows` gives, once it was asked for."""
+    further: list[dist.ProcessGroup] = field(default_factory=list, compare=False)
+    """Groups that came later, for `leave` to close."""
     lent: list[tuple[dist.ProcessGroup, weakref.ref]] = field(default_factory=list, compare=False)
     """Groups of the ranks of `data_group`, and who sends on each."""
 
@@ -179,17 +181,19 @@ class Mesh:
 
         Messages of two models, or of a model and its user, may come in another order on each rank; a group keeps order.
         """
-        if len(self.lent) >= LENT_MOST:
+        idle = self._idle_everywhere()
+        if not idle and len(self.lent) >= LENT_MOST:
             gc.collect()  # models that hold themselves are there until then
+            idle = self._idle_everywhere()
+        number = min(idle, default=len(self.lent))
+        group = self.lent[number][0] if idle else _data_group(self.plan)
+        self.lent[number : number + 1] = [(group, weakref.ref(holder))]
+        return group
+
+    def _idle_everywhere(self) -> set[int]:
+        """Which of the groups nobody sends on, on any rank: ranks free memory at times of their own."""
         idle = {number for number, (_, borrower) in enumerate(self.lent) if borrower() is None}
-        everywhere = set.intersection(*self.gather_objects(idle))  # ranks free memory at times of their own
-        if everywhere:
-            number = min(everywhere)
-            self.lent[number] = (self.lent[number][0], weakref.ref(holder))
-        else:
-            number = len(self.lent)
-            self.lent.append((_data_group(self.plan), weakref.ref(holder)))
-        return self.lent[number][0]
+        return set.intersection(*self.gather_objects(idle))
 
     def grid_of_rows(self) -> Grid:
         """The ranks that have the same part of the model as a grid: copies first, then those that share an image.
@@ -303,7 +307,7 @@ def leave(mesh: Mesh) -> None:
     if mesh.opened:
         dist.destroy_process_group()
         return
-    for group in (*mesh.made, *(group for group, _ in mesh.lent)):
+    for group in (*mesh.made, *mesh.further, *(group for group, _ in mesh.lent)):
         if group in _world.pg_map:
             dist.destroy_process_group(group)
 
@@ -376,15 +380,10 @@ def _grid_of_rows(mesh: Mesh) -> Grid:
         lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
         ranks = [[r * inner + part for r in line] for part in range(inner) for line in lines]
         group, _ = dist.new_subgroups_by_enumeration(ranks)
-        mesh.lent.append((group, _always))
+        mesh.further.append(group)
         groups.append((axes, group.group_name))
     assert plan.ranks == mesh.size, "a mesh has the ranks of its plan"
     return replace(grid, groups=tuple(sorted(groups)))
-
-
-def _always() -> bool:
-    """In place of a borrower that is gone some day."""
-    return True
 
 
 def _copy_aside(tensor: Tensor, work: dist.Work | None) -> Callable[[], list[float]]:

@@ -52,29 +52,38 @@ class Rows:
         self.mesh, self.group = mesh, group
         self.together: dict[bool, bool] = {}
         """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
-        self.per_sample: dict[bool, list[int | None]] = {}
-        """In each mode, how many rows of each output belong to a sample; 0 where it is of all; None: not known."""
+        self.alone: dict[bool, tuple[int, list[Any]]] = {}
+        """In each mode, how many samples a copy ran by itself, and the shapes of what they gave."""
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
         if not (model.training or torch.is_grad_enabled()) or not _samples_in(args, kwargs):
             return run(*args, **kwargs)
-        if self.together.get(model.training):
+        if model.training not in self.together:
+            self._find_out(model, run, args, kwargs)
+        if self.together[model.training]:
             return self._on_rows(model, run, args, kwargs)
-        is_first = model.training not in self.together
-        before = _State(model, with_numbers=is_first)
+        before = _State(model, with_numbers=False)
         output = run(*args, **kwargs)
-        has_met = before.has_drawn() or before.has_written()
-        if not has_met and not is_first:
-            return output
-        if not self._some(has_met) and not self._mixes(model, before, run, args, kwargs, output):
-            self.together[model.training] = False
+        if not before.has_changed() or not self._some(True):
             return output
         before.restore()
         self.together[model.training] = True
-        return self._on_rows(model, run, args, kwargs, like=output)
+        return self._on_rows(model, run, args, kwargs)
 
     # ------------------------------------------------------------------------------------------ finding out
+
+    def _find_out(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+        """Run the model by itself, and on rows where that tells more, and leave no trace."""
+        before = _State(model, with_numbers=True)
+        with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # not those around, which count what is saved
+            output = run(*args, **kwargs)
+            shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(output)]
+            self.alone[model.training] = len(_samples_in(args, kwargs)[0]), shapes
+            meets = self._some(before.has_changed())
+            before.restore()
+            self.together[model.training] = meets or self._mixes(model, run, args, kwargs, output)
+            before.restore()
 
     def _some(self, holds: bool) -> bool:
         """Whether something holds on some rank; RuntimeError where not all come to ask."""
@@ -90,12 +99,10 @@ class Rows:
             ) from error
         return bool(found.item())
 
-    def _mixes(self, model: nn.Module, before: _State, run: Callable, args: tuple, kwargs: dict, output: Any) -> bool:
+    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, output: Any) -> bool:
         """Whether this copy's samples give something else among all than alone, on any copy."""
-        after = _State(model, with_numbers=True)
-        before.restore()
         try:
-            among_all = self._run(model, run, args, kwargs, like=output)
+            among_all = self._run(model, run, args, kwargs)
         except NotImplementedError as error:  # raised on every rank, before any message
             warnings.warn(
                 f"whether layers of {type(model).__qualname__} mix samples, which {self.mesh.copies} copies of it would do for "
@@ -103,17 +110,15 @@ class Rows:
                 stacklevel=2,
             )
             return False
-        finally:
-            after.restore()
         pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
         return self._some(any(_differ(alone, found) for alone, found in pairs) and not is_ghost(model))
 
     # ------------------------------------------------------------------------------------------ on rows
 
-    def _on_rows(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, like: Any = None) -> Any:
+    def _on_rows(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What `_run` gives, and why it has to be so where it cannot."""
         try:
-            return self._run(model, run, args, kwargs, like)
+            return self._run(model, run, args, kwargs)
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{type(model).__qualname__} draws random numbers, writes to buffers or mixes samples, so its "
@@ -121,11 +126,8 @@ class Rows:
                 f"{ADVICE}"
             ) from error
 
-    def _run(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, like: Any) -> Any:
-        """The forward on tiled tensors whose batch dim is cut over copies; of what it gives, what is this copy's.
-
-        like: what the samples of this copy gave alone, if that is known: its shapes tell what belongs to samples.
-        """
+    def _run(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """The forward on tiled tensors whose batch dim is cut over copies; of what it gives, what is this copy's."""
         if isinstance(model, Streamed):
             raise NotImplementedError("a stream runs tiles of images and no rows of a batch; set stream=null")
         samples = _samples_in(args, kwargs)
@@ -138,10 +140,7 @@ class Rows:
             return _Enter.apply(leaf, rows) if any(leaf is sample for sample in samples) else leaf
 
         leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
-        if like is not None:
-            self.per_sample[model.training] = _per_sample(leaves, tree_leaves(like), rows, count)
-        known = self.per_sample.get(model.training, [])
-        pairs = zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True)
+        pairs = zip(leaves, _per_sample(leaves, *self.alone[model.training], rows), strict=True)
         return tree_unflatten([_left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
 
     def _rows_of(self, sample: Tensor, count: int) -> _Share:
@@ -180,6 +179,11 @@ def _differ(alone: Any, among_all: Any) -> bool:
     return bool(apart > TOLERANCE.get(alone.dtype, 0.1) * alone.detach().abs().max())
 
 
+def _same(tensor: Tensor) -> Tensor:
+    """(A result that is saved as it is would hold the operation that saves it, and neither would ever go.)"""
+    return tensor
+
+
 # ---------------------------------------------------------------------------------------------- what a forward changes
 
 
@@ -199,12 +203,9 @@ class _State:
     def _random(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
 
-    def has_drawn(self) -> bool:
-        return not all(map(torch.equal, self.random, self._random()))
-
-    def has_written(self) -> bool:
-        """Whether a buffer changed that is not a BatchNorm's, which are synchronized."""
-        return any(
+    def has_changed(self) -> bool:
+        """Whether numbers were drawn, or a buffer written that is not a BatchNorm's, which are synchronized."""
+        return not all(map(torch.equal, self.random, self._random())) or any(
             part._buffers.get(name) is not buffer or buffer._version != version
             for part, name, buffer, version in self.buffers
             if not isinstance(part, _BatchNorm)
@@ -282,17 +283,17 @@ class _Enter(torch.autograd.Function):
         return part if part.shape == ctx.shape else part.new_zeros(ctx.shape), None
 
 
-def _per_sample(leaves: list[Any], alone: list[Any], rows: _Share, count: int) -> list[int | None]:
-    """How many rows of each output belong to a sample, by its shape for `count` samples and for the batch."""
-    if len(leaves) != len(alone) or rows.bounds[-1] == count:
-        return []
+def _per_sample(leaves: list[Any], count: int, shapes: list[Any], rows: _Share) -> list[int | None]:
+    """How many rows of each output belong to a sample, 0 where it is of all; by its shape for `count` samples alone."""
+    if len(leaves) != len(shapes):
+        return [None] * len(leaves)
     found: list[int | None] = []
-    for whole, part in zip(leaves, alone, strict=True):
-        if not isinstance(whole, Tensor) or not isinstance(part, Tensor) or not part.ndim or whole.shape == part.shape:
+    for whole, alone in zip(leaves, shapes, strict=True):
+        each, more = divmod(alone[0], count) if alone else (0, 0)
+        if not isinstance(whole, Tensor) or not alone or more:
             found.append(0 if isinstance(whole, Tensor) else None)
-            continue
-        each, more = divmod(len(part), count)
-        found.append(each if not more and len(whole) == each * rows.bounds[-1] else None)
+        else:
+            found.append(each if len(whole) == each * rows.bounds[-1] else 0)
     return found
 
 
