@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 _NAME = re.compile(r"\b(v\d+|x)\b")
+_WRITES = re.compile(r"self\.b\d+(\.\w+_\(| [+*]?= )")
 _MEMBER = re.compile(r"\bself\.(\w+)")
 
 
@@ -54,7 +55,7 @@ class Program:
         ]
         body = [*self.lines, f"return {', '.join(self.outputs)}" + ("," if len(self.outputs) == 1 else "")]
         init = "".join(f"        {line}\n" for line in ["super().__init__()", *made])
-        forward = "".join(f"        {line}\n" for line in body)
+        forward = "".join(f"        {line}\n" for statement in body for line in statement.split("\n"))
         return f"class Net(nn.Module):\n    def __init__(self):\n{init}\n    def forward(self, x):\n{forward}"
 
     def build(self) -> nn.Module:
@@ -77,7 +78,7 @@ class Program:
         """Lines and members that no output depends on are left out; writes to what is used stay."""
         needed, kept = set(self.outputs), []
         for line in reversed(self.lines):
-            if defined(line) & needed or (not defined(line) and used(line) & needed) or "self.b" in line.split("=")[0]:
+            if defined(line) & needed or (not defined(line) and used(line) & needed) or _WRITES.search(line):
                 needed |= used(line)
                 kept.append(line)
         lines = tuple(reversed(kept))
@@ -91,15 +92,28 @@ def new_scope() -> dict[str, Any]:
     from torch.nn.utils import parametrizations
     from torch.utils.checkpoint import checkpoint
 
-    return {"torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "parametrizations": parametrizations}
+    import widefield as wf
+
+    return {"torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "wf_whole": wf.whole, "parametrizations": parametrizations}
 
 
 def defined(line: str) -> set[str]:
-    """The values that a line makes."""
-    left, sign, _ = line.partition(" = ")
-    return set(_NAME.findall(left)) if sign and re.fullmatch(r"[\w, ]+", left) else set()
+    """The values that a statement makes."""
+    return {name for each in line.split("\n") for name in _NAME.findall(_sides(each)[0])}
 
 
 def used(line: str) -> set[str]:
-    left, sign, right = line.partition(" = ")
-    return set(_NAME.findall(right if sign and re.fullmatch(r"[\w, ]+", left) else line))
+    """The values that a statement needs."""
+    found: set[str] = set()
+    made: set[str] = set()
+    for each in line.split("\n"):
+        left, right = _sides(each)
+        found |= set(_NAME.findall(right)) - made
+        made |= set(_NAME.findall(left))
+    return found
+
+
+def _sides(line: str) -> tuple[str, str]:
+    """Names that a line gives values to, and the rest of it."""
+    left, sign, right = line.strip().partition(" = ")
+    return (left, right) if sign and re.fullmatch(r"[\w, ]+", left) else ("", line)

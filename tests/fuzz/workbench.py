@@ -120,10 +120,14 @@ class Workbench:
         return True
 
     def _as_lines(self, words: str) -> list[str]:
-        lines = words.split("\n")
-        if not defined(lines[-1]) and not lines[-1].startswith("!"):
-            lines[-1] = f"{self.new()} = {lines[-1]}"
-        return [line.removeprefix("!") for line in lines]
+        """Statements: what is indented belongs to the line before; what no `!` marks becomes a new value."""
+        found: list[str] = []
+        for line in words.split("\n"):
+            if line.startswith("!    "):
+                found[-1] += f"\n{line[1:]}"
+            else:
+                found.append(line[1:] if line.startswith("!") else f"{self.new()} = {line}")
+        return found
 
     def new(self) -> str:
         """The name of a value to come."""

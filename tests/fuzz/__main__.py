@@ -1,0 +1,61 @@
+"""`python -m tests.fuzz --seed 7 --minutes 10`: draw programs, run each whole and in parallel, print what is found as tests."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+import time
+import warnings
+
+import torch
+
+from .session import Counts, Threads, again, drawn
+from .shrink import as_test, shrunk
+from .threads import installed
+from .trial import Finding, Uninteresting
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="number of the first program; each has the next")
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--programs", type=int, default=10**9, help="end after so many")
+    parser.add_argument("--refusals", type=int, default=10, help="how many of the commonest refusals to show")
+    parser.add_argument("--whole", action="store_true", help="print findings as they were drawn")
+    options = parser.parse_args()
+    faulthandler.enable()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    counts = Counts()
+    with installed():
+        threads, until = Threads(), time.monotonic() + 60 * options.minutes
+        for seed in range(options.seed, options.seed + options.programs):
+            if time.monotonic() > until:
+                break
+            _one(threads, seed, counts, options)
+    sys.excepthook = sys.__excepthook__  # without a word for each rank that a thread was
+    print(counts)
+    for text, number in counts.refused.most_common(options.refusals):
+        print(f"{number:6} x refused: {text}")
+    return 1 if counts.found else 0
+
+
+def _one(threads: Threads, seed: int, counts: Counts, options: argparse.Namespace) -> None:
+    try:
+        program, layout, whole = drawn(seed)
+    except Uninteresting:
+        return
+    verdict = threads.verdict(program, layout, whole)
+    counts.add(verdict)
+    if not isinstance(verdict, Finding):
+        return
+    if not options.whole:
+        program, layout = shrunk(program, layout, verdict, lambda p, l: again(threads, p, l))
+        smaller = again(threads, program, layout)
+        verdict = smaller if isinstance(smaller, Finding) else verdict
+    print(as_test(program, layout, verdict, seed), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

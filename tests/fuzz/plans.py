@@ -1,0 +1,84 @@
+"""The plans that programs run under: tiles in one to three dims, in space and in time, copies, shards, channels, stages, mixes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from widefield.plan import Plan
+
+from .program import Program
+
+SPACE = {
+    1: ([2], [3], [4], [2], [3]),
+    2: ([2, 1], [1, 2], [2, 2], [3, 1], [1, 3], [2, 2], [4, 1]),
+    3: ([2, 1, 1], [1, 2, 1], [1, 1, 2], [2, 2, 1], [1, 2, 2], [3, 1, 1], [1, 1, 3], [2, 1, 2]),
+}
+SMALL_SPACE = {1: ([2],), 2: ([2, 1], [1, 2]), 3: ([2, 1, 1], [1, 2, 1], [1, 1, 2])}
+TILES = {1: ([2], [3]), 2: ([2, 2], [3, 1], [1, 4], [2, 3]), 3: ([2, 2, 1], [1, 2, 2], [3, 1, 1])}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan, where its tiles end (None: evenly), and whether a trial pass comes before training."""
+
+    plan: Plan
+    cuts: tuple[tuple[int, ...], ...] | None = None
+    rehearsed: bool = False
+
+    def __str__(self) -> str:
+        cuts = f", cut at {[list(c) for c in self.cuts]}" if self.cuts else ""
+        return f"{self.plan}{cuts}{', rehearsed' if self.rehearsed else ''}"
+
+
+def zero(rng: random.Random) -> dict:
+    return {"shard": 2, "sharding": {"zero": rng.choice([1, 2, 3, 3])}}
+
+
+def stream(rng: random.Random, dims: int) -> dict:
+    return {"stream": {"tiles": rng.choice(TILES[dims]), "keep": rng.choice(["device", "host", "file"])}}
+
+
+def draw_layout(rng: random.Random, program: Program) -> Layout:
+    """A layout that this program can be compared under."""
+    dims = len(program.shape) - 2
+    small = rng.choice(SMALL_SPACE[dims])
+    kinds = [
+        (30, {"space": rng.choice(SPACE[dims])}),
+        (12, stream(rng, dims)),
+        (5, {"space": small} | stream(rng, dims)),
+        (6, {"channel": rng.choice([2, 2, 3])}),
+        (2, {"space": small, "channel": 2}),
+        (1, {"recompute": {}}),
+        (1, {"space": small, "recompute": {}}),
+    ]
+    if is_per_sample(program):
+        kinds += [
+            (10, {"replicate": rng.choice([2, 2, 3])}),
+            (6, {"replicate": 2, "space": small}),
+            (8, zero(rng)),
+            (3, zero(rng) | {"space": small}),
+            (2, {"replicate": 2} | stream(rng, dims)),
+            (1, {"replicate": 2, "channel": 2}),
+            (1, zero(rng) | {"replicate": 2}),
+            (1, zero(rng) | stream(rng, dims)),
+        ]
+        if program.habit.forwards == program.habit.backwards == 1 and not program.habit.penalty:
+            kinds += [(4, {"stage": 2}), (1, {"stage": 2, "space": small}), (1, {"replicate": 2, "stage": 2})]
+    if program.habit.penalty:
+        kinds = [(weight, axes) for weight, axes in kinds if "stage" not in axes and axes.get("sharding", {}).get("zero", 1) == 1]
+    plan = Plan(**rng.choices([axes for _, axes in kinds], [weight for weight, _ in kinds])[0])
+    cut_sizes = program.shape[len(program.shape) - len(plan.space) :]
+    cuts = tuple(tuple(cut(rng, size, ways)) for size, ways in zip(cut_sizes, plan.space, strict=True))
+    return Layout(plan, cuts if plan.space and rng.random() < 0.6 else None, rng.random() < 0.15 and plan.stage == 1)
+
+
+def is_per_sample(program: Program) -> bool:
+    """Whether copies can share its batch: what each output says of samples is known, and there are enough of these."""
+    return program.shape[0] >= 3 and None not in program.per_sample
+
+
+def cut(rng: random.Random, size: int, ways: int) -> Sequence[int]:
+    """Where tiles end, of which few are empty."""
+    return [0, *sorted(rng.randint(0 if rng.random() < 0.2 else min(1, size), size) for _ in range(ways - 1)), size]

@@ -1,0 +1,94 @@
+"""Run programs under layouts on ranks that stay: most as threads of this process, a part on processes over gloo."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from widefield.engine.mesh import Mesh, World, join
+from widefield.plan import Plan, to_text
+
+from .grammar import draw_program
+from .plans import Layout, draw_layout
+from .program import Program
+from .threads import Failed, Ranks
+from .trial import Finding, Outcome, Refusal, compare, pattern, train_on, train_whole, verdict_of_errors
+
+Verdict = Finding | Refusal | None
+MESHES_MOST = 60
+"""Plans of which a pool of threads keeps meshes."""
+
+
+@dataclass
+class Threads:
+    """Pools of ranks by size, and their meshes by plan.  Use it inside of `threads.installed()`."""
+
+    pools: dict[int, Ranks] = field(default_factory=dict)
+    meshes: dict[tuple[str, int], Mesh] = field(default_factory=dict)
+
+    def run(self, plan: Plan, body: Callable[[Mesh], Any]) -> list[Any]:
+        """`body(mesh)` on the plan's ranks; what each returns, or a Failed."""
+        if len(self.meshes) > MESHES_MOST:
+            self.pools, self.meshes = {}, {}
+        ranks = self.pools.setdefault(plan.ranks, None) or Ranks(plan.ranks)
+        self.pools[plan.ranks] = ranks
+        key = to_text(plan)
+
+        def on_rank(rank: int) -> Any:
+            if (key, rank) not in self.meshes:
+                self.meshes[key, rank] = join(World(rank, plan.ranks, rank, plan.ranks, launcher="threads"), plan)
+            return body(self.meshes[key, rank])
+
+        found = ranks.run(on_rank)
+        if any(isinstance(answer, Failed) for answer in found):  # what was under way between ranks is lost
+            self.meshes = {name: mesh for name, mesh in self.meshes.items() if name[0] != key}
+        return found
+
+    def verdict(self, program: Program, layout: Layout, whole: Outcome) -> Verdict:
+        found = self.run(layout.plan, lambda mesh: train_on(mesh, program, layout))
+        problem = verdict_of_errors([(f.error, f.text) if isinstance(f, Failed) else None for f in found])
+        if problem is not None:
+            return problem
+        text = compare(program, layout, whole, found)
+        return Finding("differs", text) if text else None
+
+
+@dataclass
+class Counts:
+    programs: int = 0
+    exact: int = 0
+    refused: Counter = field(default_factory=Counter)
+    found: Counter = field(default_factory=Counter)
+
+    def add(self, verdict: Verdict) -> None:
+        self.programs += 1
+        if verdict is None:
+            self.exact += 1
+        elif isinstance(verdict, Refusal):
+            self.refused[pattern(verdict.text)] += 1
+        else:
+            self.found[verdict.kind] += 1
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in self.found.most_common()) or "no finding"
+        return f"{self.programs} programs: {self.exact} exact, {sum(self.refused.values())} refused in words, {kinds}"
+
+
+def drawn(seed: int) -> tuple[Program, Layout, Outcome]:
+    program, whole = draw_program(seed)
+    return program, draw_layout(random.Random(f"layout {seed}"), program), whole
+
+
+def again(threads: Threads, program: Program, layout: Layout) -> Verdict:
+    """The verdict on a program that may be none any more: None then, too."""
+    torch.manual_seed(0)
+    try:
+        whole = train_whole(program)
+    except Exception:
+        return None
+    return threads.verdict(program, layout, whole)

@@ -1,0 +1,283 @@
+"""One program under one layout: three steps on one device and on ranks, and what differs.
+
+What a program's chaos makes of rounding is no finding: where numbers differ, one device runs again on images that differ in
+their last digits, and only what lies far beyond that counts.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import widefield as wf
+from widefield.engine.holding import wholes_on_main
+from widefield.engine.mesh import Mesh
+from widefield.engine.parallelize import share_states
+from widefield.engine.passes import backward_of
+from widefield.geometry.interval import even_cut, parts_of
+
+from .plans import Layout
+from .program import Program
+
+STEPS = 3
+TOLERANCE = 1e-9
+"""Of the largest number of a tensor, in float64."""
+COARSE = {"float32": 1e-4, ".float()": 1e-4, "autocast": 5e-2}
+"""Words of a program whose numbers are rounded sooner."""
+LARGEST = 1e5
+"""Gradients of programs that are worth comparing."""
+
+
+class Uninteresting(Exception):
+    """One device's own numbers say nothing: they explode, or nothing learns."""
+
+
+@dataclass
+class Outcome:
+    """What a program gave: numbers by name, in the order in which they came to be."""
+
+    numbers: dict[str, Tensor | None] = field(default_factory=dict)
+
+    def note(self, what: str, values: dict[str, Tensor | None]) -> None:
+        self.numbers |= {f"{what}, {name}": None if value is None else value.detach().clone() for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: str
+    """differs, crashes, hangs, refuses without words, refuses on some ranks."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    text: str
+
+
+# ---------------------------------------------------------------------------------------------- one device
+
+
+def energy(output: Tensor) -> Tensor:
+    return output.square().sum() * 0.5 + output.sin().sum()
+
+
+def loss_of(program: Program, outputs: tuple[Tensor, ...], samples: float) -> Tensor:
+    """A mean over samples of what is theirs, and what outputs of the whole batch give."""
+    each = [energy(out) / samples if own else energy(out) * 0.1 for out, own in zip(outputs, program.per_sample, strict=True)]
+    return sum(each[1:], each[0])
+
+
+def step_of(program: Program, model: Callable, x: Tensor, samples: float) -> Tensor:
+    """A forward and what belongs to it, of one step; the loss, after its backward."""
+    habit = program.habit
+    if habit.penalty:
+        x = x.detach().requires_grad_()
+    outputs = model(x)
+    loss = loss_of(program, outputs, samples)
+    if habit.penalty:
+        (slope,) = torch.autograd.grad(sum((out.sum() for out in outputs), torch.zeros(())), x, create_graph=True)
+        loss = loss + slope.square().sum() * 0.1 / samples
+    for _ in range(habit.forwards - 1):
+        loss = loss + loss_of(program, model(x.flip(-1) * 0.7), samples)
+    for left in reversed(range(habit.backwards)):
+        loss.backward(retain_graph=left > 0)
+    return loss.detach()
+
+
+def train_whole(program: Program, nudge: float = 0.0) -> Outcome:
+    """Three steps on one device, on images that are off by `nudge` in relation to their size."""
+    model, found = program.build(), Outcome()
+    freeze(program, model)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        if step == 1:
+            thaw(program, model)
+        optimizer.zero_grad()
+        x = program.images(step)
+        x = (x * (1 + nudge * torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=x.dtype))).requires_grad_()
+        torch.manual_seed(step)
+        loss = step_of(program, model, x, len(x))
+        found.note(f"step {step}", {"loss": loss, "image's gradient": x.grad})
+        found.note(f"step {step}, gradient", {name: p.grad for name, p in model.named_parameters()})
+        optimizer.step()
+    found.note("at the end", dict(model.state_dict()))
+    return found
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def freeze(program: Program, model: nn.Module) -> None:
+    model.train(program.habit.train)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.split(".")[0] not in program.habit.frozen)
+
+
+def thaw(program: Program, model: nn.Module) -> None:
+    if program.habit.late:
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+
+
+# ---------------------------------------------------------------------------------------------- ranks
+
+
+def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
+    """The same on this rank; what only the main rank has is missing on others."""
+    model, found = program.build(), Outcome()
+    freeze(program, model)
+    part = parts_of(even_cut(program.shape[0], mesh.copies))[mesh.copy]
+    mine = slice(part.start, part.stop)
+    laid = lambda image: wf.tile(image, mesh, layout.cuts)  # noqa: E731
+    rehearse = (lambda: loss_of(program, wf.whole(model(laid(program.images(9)[mine]))), 1)) if layout.rehearsed else None
+    model = wf.parallelize(model, mesh, rehearse=rehearse, sample=program.images(0)[mine].to("meta"))
+    optimizer = share_states(optimizer_of(model), mesh)
+    samples = program.shape[0] / mesh.copies
+    for step in range(STEPS):
+        if step == 1:
+            thaw(program, model)
+        optimizer.zero_grad()
+        x = program.images(step)[mine].clone().requires_grad_()
+        torch.manual_seed(step)
+        if mesh.plan.stage > 1:
+            loss = _in_stages(program, model, laid(x.detach()), samples) / samples
+        else:
+            loss = step_of(program, model, laid(x), samples)
+            found.note(f"step {step}", {"image's gradient": x.grad})
+        found.note(f"step {step}", {"loss": loss})
+        if mesh.plan.stage == 1 or mesh.plan.channel > 1:
+            wholes = wholes_on_main(model, mesh, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            found.note(f"step {step}, gradient", {name: wholes.get(name) for name, _ in model.named_parameters()})
+        optimizer.step()
+    found.note("at the end", wholes_on_main(model, mesh, dict(model.state_dict())))
+    if not mesh.is_main:
+        found.numbers = {name: value for name, value in found.numbers.items() if "image's" in name or "loss" in name}
+    return found
+
+
+def _in_stages(program: Program, model: nn.Module, x: Tensor, samples: float) -> Tensor:
+    return backward_of(
+        model, x, torch.zeros(len(x), 1), loss_of=lambda outputs, _: loss_of(program, outputs, 1), scaled=lambda l: l / samples
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what differs
+
+
+def compare(program: Program, layout: Layout, whole: Outcome, ranks: list[Outcome]) -> str | None:
+    """What differs first, in words; None where nothing does beyond what rounding makes of this program."""
+    copies, tolerance = layout.plan.replicate * layout.plan.shard, tolerance_of(program)
+    expected = whole.numbers
+    scale = max((float(v.abs().max()) for n, v in expected.items() if v is not None and "gradient" in n and v.numel()), default=1.0)
+    wrong: list[tuple[str, float, Tensor | None, Tensor | None]] = []
+    for rank, found in enumerate(ranks):
+        for name, value in found.numbers.items():
+            if name.endswith("loss"):
+                continue
+            wanted = _share(program, layout, name, expected, rank, copies)
+            error = _error(value, wanted, 1e-3 * scale if "gradient" in name else 1e-6)
+            if error > tolerance:
+                wrong.append((f"rank {rank}, {name}", error, value, wanted))
+    for name in (name for name in expected if name.endswith("loss")):
+        mean = torch.stack([found.numbers[name] for found in ranks]).mean()  # type: ignore[misc]
+        if (error := _error(mean, expected[name], 1e-6)) > tolerance:
+            wrong.insert(0, (name, error, mean, expected[name]))
+    missing = [name for name in expected if name not in ranks[0].numbers and "gradient" not in name]
+    if missing:
+        return f"rank 0 has no {missing[0]}"
+    if not wrong:
+        return None
+    if _most_of(train_whole(program, 1e-13), whole, scale) * 1e3 > tolerance * 1e-3:
+        again = max(_most_of(train_whole(program, nudge), whole, scale) for nudge in (1e-13, -3e-13, 1e-12))
+        wrong = [entry for entry in wrong if entry[1] > 1e3 * again]
+    if not wrong:
+        return None
+    name, error, value, wanted = wrong[0]
+    return f"{name}: {_words(value)} where one device has {_words(wanted)} (off by {error:.1e})"
+
+
+def tolerance_of(program: Program) -> float:
+    text = program.text()
+    return max([TOLERANCE, *(coarse for word, coarse in COARSE.items() if word in text)])
+
+
+def _share(program: Program, layout: Layout, name: str, expected: dict, rank: int, copies: int) -> Tensor | None:
+    """What a rank should have: of images' gradients its copy's samples, for the mean over copies."""
+    value = expected.get(name)
+    if value is None or "image's" not in name or copies == 1:
+        return value
+    copy = rank // (layout.plan.ranks // copies)
+    part = parts_of(even_cut(program.shape[0], copies))[copy]
+    return value[part.start : part.stop] * copies
+
+
+def _error(value: Tensor | None, wanted: Tensor | None, floor: float) -> float:
+    if value is None or wanted is None:
+        some = value if wanted is None else wanted
+        return 0.0 if some is None or not some.numel() or float(some.abs().max()) == 0 else float("inf")
+    if value.shape != wanted.shape or value.dtype != wanted.dtype:
+        return float("inf")
+    if not value.numel():
+        return 0.0
+    apart = (value.double() - wanted.double()).abs().max()
+    return float(torch.nan_to_num(apart, nan=float("inf"))) / (float(wanted.double().abs().max()) + floor)
+
+
+def _most_of(one: Outcome, other: Outcome, scale: float) -> float:
+    errors = [
+        _error(one.numbers[n], v, 1e-3 * scale if "gradient" in n else 1e-6) for n, v in other.numbers.items() if v is not None
+    ]
+    return max(errors, default=0.0)
+
+
+def _words(value: Tensor | None) -> str:
+    if value is None:
+        return "nothing"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} [{', '.join(f'{n:.6g}' for n in value.flatten()[:4].tolist())}...]"
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+def verdict_of_errors(errors: list[tuple[BaseException, str] | None]) -> Finding | Refusal | None:
+    """What exceptions on ranks are: None where there are none."""
+    raised = [error for error in errors if error is not None]
+    if not raised:
+        return None
+    stuck = [text for error, text in raised if type(error).__name__ in ("Stuck", "Mismatch")]
+    words = [(error, text) for error, text in raised if is_refusal(error)]
+    if len(words) == len(errors):
+        return Refusal(str(words[0][0]))
+    others = [(error, text) for error, text in raised if not is_refusal(error) and type(error).__name__ not in ("Stuck", "Mismatch")]
+    if others:
+        return Finding("crashes", last_of(others[0][1]))
+    if words:
+        return Finding("refuses on some ranks", last_of(words[0][1]))
+    return Finding("hangs", last_of(stuck[0]))
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether it is raised by widefield, on purpose, in words."""
+    if not isinstance(error, (NotImplementedError, ValueError, TypeError)) or len(str(error)) < 40:
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return "/widefield/" in frames[-1].filename and (frames[-1].line or "").startswith(("raise", "f\"", "\""))
+
+
+def last_of(text: str, frames: int = 4) -> str:
+    """The last calls of a traceback, what was raised first."""
+    lines = [line for line in text.strip().splitlines() if line.strip(" ^~")]
+    at = max((n for n, line in enumerate(lines) if line.startswith("  File")), default=0) + 2
+    return "\n".join([*lines[at:][:6], *lines[max(0, at - 2 * frames) : at]])
+
+
+def pattern(text: str) -> str:
+    """A refusal or a finding without its numbers and names, to count by."""
+    return re.sub(r"\[[\d, ]*\]|\d+(\.\d+)?(e-?\d+)?|'[^']*'", "#", text)[:110]
