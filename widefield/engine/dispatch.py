@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from widefield.engine import rules
 from widefield.engine.alike import is_in_place, on_every_rank, on_uncut, repeats_places, tensors_in, writable
 from widefield.engine.execute import build
 from widefield.engine.halo import add_sums
-from widefield.engine.homes import version_of
+from widefield.engine.homes import counted, version_of
 from widefield.engine.layout import Layout, layout_of
-from widefield.engine.places import moved, on_layout, recut, space_group, whole_of
-from widefield.engine.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Meta, Reduced, Turns
+from widefield.engine.places import moved, on_layout, own_of, recut, space_group, whole_of
+from widefield.engine.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Local, Meta, Reduced, Turns
 from widefield.engine.tiled import TiledTensor, wrap
+from widefield.engine.writes import in_place, into_outs, new_of, outs_of, written_by
 
 aten = torch.ops.aten
 
@@ -50,6 +52,11 @@ def load_rules() -> None:
 def handler_of(func: Any) -> Callable:
     """What runs `func(*args, **kwargs)` where at least one argument is tiled."""
     load_rules()
+    handler = _handler_of(func)
+    return partial(counted, handler) if written_by(func) else handler
+
+
+def _handler_of(func: Any) -> Callable:
     if func in COMPOSED:
         return partial(_composed, COMPOSED[func])
     if func in RULES:
@@ -58,9 +65,12 @@ def handler_of(func: Any) -> Callable:
         return _alias
     if func.namespace == "fsdp":
         return _into_buckets
-    if func in SAME_PIXELS or torch.Tag.pointwise in func.tags:
-        if func._overloadname.endswith("out"):
-            return _pointwise_out
+    if func._schema.name.startswith("aten::_foreach_"):
+        return _each
+    is_pointwise = func in SAME_PIXELS or torch.Tag.pointwise in func.tags
+    if outs_of(func) and new_of(func) is not None:
+        return _pointwise_out if is_pointwise else into_outs
+    if is_pointwise:
         return _pointwise_in_place if is_in_place(func) else _pointwise
     return _other
 
@@ -94,7 +104,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
 def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
     """The same memory, whose home is the same."""
     made = _pointwise(func, args, kwargs)
-    made.home = args[0].home
+    made.home, made.apart = args[0].home, True
     return made
 
 
@@ -106,7 +116,10 @@ def _pointwise_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
         if type(arg) is TiledTensor and arg.home is not None:
             arg.home.keep_up(version_of(arg))
     tiles = [on_layout(arg, target.laid) if isinstance(arg, Tensor) else arg for arg in args]
-    if not target.laid.is_cut and repeats_places(target.own) and torch._C._current_graph_task_id() != -1:
+    is_told = target.laid.is_cut or target.home is not None  # some ranks' tiles may be empty then, or copies
+    if func not in IDEMPOTENT and (target.repeats if is_told else repeats_places(target.own)):
+        if torch._C._current_graph_task_id() == -1 or target.laid.is_cut:
+            raise RuntimeError(SHARED)
         tiles = writable(target, tiles)
     func(*tiles, **kwargs)
     if target.home is not None:
@@ -114,26 +127,48 @@ def _pointwise_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     return target
 
 
+IDEMPOTENT = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+"""What may be written to places that share their memory."""
+
+SHARED = (
+    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. Please clone() "
+    "the tensor before performing the operation."
+)
+"""Torch's words, on all ranks: a rank without pixels of an expanded tensor would find nothing wrong."""
+
+
 def _pointwise_out(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`out=` takes the result: DDP scales gradients into its buckets so, which are plain."""
-    out = kwargs["out"]
-    if type(out) is TiledTensor:
-        args = tuple(on_layout(arg, out.laid) if isinstance(arg, Tensor) and arg.ndim else arg for arg in args)
-        func(*args, **(kwargs | {"out": out.own}))
-    else:
-        func(*[whole_of(arg) if type(arg) is TiledTensor else arg for arg in args], **kwargs)
-    return out
+    """`out=` takes the result; without a copy where it is plain: DDP scales gradients into its buckets so."""
+    names = outs_of(func)
+    if any(type(kwargs[name]) is TiledTensor for name in names):
+        return into_outs(func, args, kwargs)
+    plain, others = tree_map(_plain, args), {name: _plain(value) for name, value in kwargs.items()}
+    return func(*plain, **others)
+
+
+def _plain(value: Any) -> Any:
+    """All pixels of a tensor, on every rank."""
+    if type(value) is not TiledTensor:
+        return value
+    if value.home is not None:
+        value.home.keep_up(version_of(value))
+    return whole_of(value)
 
 
 def _into_plain(func: Any, args: tuple, kwargs: dict) -> Any:
     """A plain tensor takes a tiled one's values: the whole of it, which every rank then has."""
-    func(*[whole_of(arg) if type(arg) is TiledTensor else arg for arg in args], **kwargs)
+    func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
     return args[0]
+
+
+def _each(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operation on lists of tensors: torch's own loop over them."""
+    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _into_buckets(func: Any, args: tuple, kwargs: dict) -> Any:
     """FSDP2 puts the gradients of plain weights into a plain bucket: wholes, whose mean over ranks is the whole again."""
-    args, kwargs = tree_map(lambda leaf: whole_of(leaf) if type(leaf) is TiledTensor else leaf, (args, kwargs))
+    args, kwargs = tree_map(_plain, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -151,7 +186,7 @@ def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _brought_to(value: Any, layout: Layout) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
-        return value
+        return own_of(value)
     if hasattr(value, "deferred"):  # a plain weight's gradient, of which each rank has a part, meets a tiled one
         value = add_sums(value, space_group(layout.grid)) / layout.grid.size
     return on_layout(value, layout)
@@ -251,7 +286,22 @@ def _execute_of(function: Callable, func: Any, args: tuple, kwargs: dict, tensor
     unread = [meta for meta in metas if meta.is_cut and meta.number not in _numbers_read(description)]
     if unread:
         _refuse(func, f"argument {unread[0].number} is cut into tiles, and there it must be whole")
-    return build(description, next(m.layout for m in metas if m.layout is not None).grid)
+    is_view = isinstance(description, Local) and description.is_view
+    view = partial(_strides_of_views, func, described_args, described_kwargs) if is_view else None
+    return build(description, next(m.layout for m in metas if m.layout is not None).grid, view)
+
+
+def _strides_of_views(func: Any, args: tuple, kwargs: dict, strides: tuple[int, ...]) -> list[tuple[int, ...] | None]:
+    """The strides of views, by `func`, of a whole that has `strides`; None where memory is not shown so."""
+    whole, *others = args
+    with _disable_current_modes():
+        meta = torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device="meta")
+        try:
+            shown = func(meta, *others, **kwargs)
+        except RuntimeError:
+            shown = func(torch.empty(whole.shape, dtype=whole.dtype, device="meta"), *others, **kwargs)
+            return [None for _ in tensors_in(shown)]
+        return [view.stride() for view in tensors_in(shown)]
 
 
 def _again(description: Again, function: Callable, func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor]) -> Any:
@@ -295,6 +345,8 @@ def _other(func: Any, args: tuple, kwargs: dict) -> Any:
     """No rule: fine where nothing is cut; else torch's own decomposition, or a refusal."""
     if not any_cut(args, kwargs):
         return on_every_rank(func, args, kwargs)
+    if is_in_place(func) and not _is_composite(func) and new_of(func) is not None:
+        return in_place(func, args, kwargs)
     decomposition = _decomposition_of(func)
     if decomposition is None:
         _refuse(func, "no file in engine/rules/ says what it means on tiles")
@@ -306,9 +358,16 @@ def _decomposition_of(func: Any) -> Callable | None:
     """Torch's own definition of an operation in terms of others."""
     from torch._decomp import decomposition_table
 
+    if func.namespace == "prims":  # what some of these definitions are made of
+        return getattr(func, "impl_aten", None)
     if func in decomposition_table:
         return decomposition_table[func]
-    return func.decompose if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd") else None
+    return func.decompose if _is_composite(func) else None
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether torch makes it of others itself; in the inference mode it asks us first."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 # ---------------------------------------------------------------------------------------------- refusal

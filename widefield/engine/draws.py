@@ -39,7 +39,9 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     tell what they know, in one small message.  NotImplementedError, on every rank, where they do not know or do not agree.
     """
     layout, tile = tensor.laid, tensor.own
-    if not _is_thin(layout):
+    if not layout.is_cut:
+        return tuple(tensor.stride())
+    if not layout.is_thin:
         return tuple(tile.stride())
     if type(tile) is not Tensor:  # a compiler looks on: no message can be read
         raise NotImplementedError(
@@ -49,7 +51,8 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     mine = torch.tensor(tile.stride(), dtype=torch.int64, device=tile.device)
     strides = halo.gather_sums(mine, layout.grid.size, space_group(layout.grid)).tolist()
     known = {pair for box, own in zip(layout.boxes, strides, strict=True) for pair in _told_by(box, own)}
-    orders = [own for own in strides if _pairs(own, layout.shape) <= known] or _usual(layout.shape)
+    told = [own for own in strides if _pairs(own, layout.shape) <= known]
+    orders = told or [tuple(tensor.stride()), *_usual(layout.shape)]  # a view knows its order, if that of its source is known
     fitting = {_pairs(order, layout.shape): tuple(order) for order in orders if _fits(order, known)}
     if len(fitting) != 1:
         agree = not any((inner, outer) in known for outer, inner in known)
@@ -60,11 +63,6 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
             "ranks or a larger image"
         )
     return next(iter(fitting.values()))
-
-
-def _is_thin(layout: Layout) -> bool:
-    """Whether some rank has one pixel or none on a dim of more; all ranks know it."""
-    return any(len(i) < 2 <= extent for box in layout.boxes for i, extent in zip(box, layout.shape, strict=True))
 
 
 def _told_by(box: Box, strides: Sequence[int]) -> frozenset[tuple[int, int]]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from widefield.engine.dispatch import by_rule
-from widefield.engine.layout import Cuts, Layout, layout_of
+from widefield.engine.layout import Cuts, Layout, layout_of, uncut
 from widefield.engine.rules import Local, Meta, case, composed, rule
-from widefield.engine.tiled import become
+from widefield.engine.tiled import TiledTensor, become, wrap_view
 
 aten = torch.ops.aten
 
@@ -132,8 +132,15 @@ _IN_PLACE = {
 
 
 def _seen_in_place(operation: Any) -> Any:
-    def changed(x: Tensor, *args: Any) -> Tensor:
-        return become(x, operation(x, *args))  # type: ignore[arg-type]
+    def changed(x: TiledTensor, *args: Any) -> Tensor:
+        if x.shown and x.requires_grad and torch.is_grad_enabled() and not x._is_view():
+            raise NotImplementedError(
+                f"the dims of a tensor in tiles, of shape {list(x.shape)}, cannot be changed in place once views of it were taken, "
+                "whose gradients would take the old dims for the new; use the operation that gives a new tensor"
+            )
+        shown, made = x.shown, operation(x, *args)
+        x.shown = shown
+        return become(x, made if type(made) is TiledTensor else wrap_view(made, uncut((), x.laid.grid)))
 
     return changed
 
