@@ -37,7 +37,8 @@ SAME_PIXELS = {
     aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.log_sigmoid_backward.default,
     aten.mish_backward.default, aten.softplus_backward.default, aten._prelu_kernel.default,
     aten._prelu_kernel_backward.default, aten.masked_fill.Tensor, aten.rsub.Tensor, aten.leaky_relu.default,
-    aten.leaky_relu_.default,
+    aten.leaky_relu_.default, aten.hardshrink_backward.default, aten.softshrink_backward.default, aten.complex.default,
+    aten.polar.default,
 }  # fmt: skip
 """Operations that give each output pixel from the same pixel of the inputs, though torch does not tag them pointwise."""
 
@@ -62,7 +63,7 @@ def _handler_of(func: Any) -> Callable:
     if func in RULES:
         return partial(by_rule, RULES[func])
     if func in (aten.detach.default, aten.alias.default):
-        return _alias
+        return alias
     if func.namespace == "fsdp":
         return _into_buckets
     if func._schema.name.startswith("aten::_foreach_"):
@@ -101,7 +102,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     return wrap(out, layout)
 
 
-def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
+def alias(func: Any, args: tuple, kwargs: dict) -> Any:
     """The same memory, whose home is the same."""
     made = _pointwise(func, args, kwargs)
     made.home, made.apart = args[0].home, True
@@ -360,9 +361,7 @@ def _decomposition_of(func: Any) -> Callable | None:
 
     if func.namespace == "prims":  # what some of these definitions are made of
         return getattr(func, "impl_aten", None)
-    if func in decomposition_table:
-        return decomposition_table[func]
-    return func.decompose if _is_composite(func) else None
+    return func.decompose if _is_composite(func) else decomposition_table.get(func)
 
 
 def _is_composite(func: Any) -> bool:

@@ -39,7 +39,7 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     tell what they know, in one small message.  NotImplementedError, on every rank, where they do not know or do not agree.
     """
     layout, tile = tensor.laid, tensor.own
-    if not layout.is_cut:
+    if not layout.is_cut and tensor.home is not None:  # a view of what is cut: how the tile came to lie differs between ranks
         return tuple(tensor.stride())
     if not layout.is_thin:
         return tuple(tile.stride())

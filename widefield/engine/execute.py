@@ -93,6 +93,7 @@ def _local(d: Local, grid: Grid) -> Execute:
     layout = _local_layout(d)
     outs = [layout_of(tuple(shape), cuts or (None,) * len(shape), grid) for shape, cuts in d.outs(layout)]
     wanted = _layouts_wanted(d, layout)
+    wrapped = _wrapper(d)
 
     def execute(tensors: Sequence[Tensor]) -> Any:
         tiles = list(tensors)
@@ -100,8 +101,8 @@ def _local(d: Local, grid: Grid) -> Execute:
             tiles[number] = on_layout(tensors[number], to) if to is not None else own_of(tensors[number])
         results = d.run(layout, *tiles)
         if isinstance(results, Tensor):
-            return _wrap_local(results, outs[0])
-        return type(results)(_wrap_local(value, to) for value, to in zip(results, outs, strict=True))
+            return wrapped(results, outs[0])
+        return type(results)(wrapped(value, to) for value, to in zip(results, outs, strict=True))
 
     return execute
 
@@ -143,6 +144,10 @@ def _layouts_wanted(d: Reduced | Local, layout: Layout) -> list[tuple[int, Layou
     return [(meta.number, to) for meta, to in zip(d.reads, at, strict=True)]
 
 
-def _wrap_local(value: Tensor, to: Layout) -> Tensor:
-    """A single number is plain; as a view it would be tiled, since what is written to it has to come home."""
-    return value if value.ndim == 0 else wrap_view(value, to)
+def _wrapper(d: Local) -> Callable[[Tensor, Layout], Tensor]:
+    """Results as tiled tensors, a single number as a plain one.
+
+    Their strides follow from the tiles', but where some were too thin to lie in an order that all ranks' tiles have.
+    """
+    make = wrap if any(meta.layout is not None and meta.layout.is_thin for meta in d.reads) else wrap_view
+    return lambda value, to: value if value.ndim == 0 else make(value, to)

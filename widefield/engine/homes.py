@@ -20,11 +20,15 @@ def give_home(made: Any, source: Any, layout: Layout, run: Callable) -> None:
     source.shown = True
     for number, view in enumerate([made] if isinstance(made, Tensor) else made):
         view.apart = source.apart
-        view.repeats = source.repeats or math.prod(view.shape) > math.prod(source.shape)
+        view.repeats = source.repeats or _bytes_of(view) > _bytes_of(source)
         if source.laid is layout and torch._C._is_alias_of(view.own, source.own):
             view.home = source.home
         else:
             view.home = Home(source, layout, run, number, view.own)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 class Home:
@@ -108,3 +112,8 @@ def counted(handler: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
     if any(type(t) is TiledTensor and (t.apart or t.is_inference()) for t in targets_of(func, args, kwargs)):
         _UNSEEN[0] = max(_UNSEEN[0], before + 1)  # the handler may have run others that write
     return out
+
+
+def count_write() -> None:
+    """Say that a tensor was written to of which torch may keep no count."""
+    _UNSEEN[0] += 1

@@ -101,8 +101,7 @@ def recut(tensor: TiledTensor, layout: Layout) -> Tensor:
     if tensor.laid is layout:
         return tensor.own
     move = move_for(tensor.laid, layout.boxes)
-    own = tensor.own.contiguous() if tensor.laid.is_thin else tensor.own  # else ranks could give it different orders in memory
-    (tile,) = halo.gather([move], [own], space_group(layout.grid))
+    (tile,) = halo.gather([move], [tensor.own], space_group(layout.grid))
     return tile
 
 

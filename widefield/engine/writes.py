@@ -41,6 +41,7 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
+@cache
 def outs_of(func: Any) -> list[str]:
     """The names of the arguments by which results are asked into given tensors: ["out"], or ["values", "indices"]."""
     return [a.name for a in func._schema.arguments if a.kwarg_only and _is_written(a)]

@@ -20,7 +20,7 @@ from widefield.engine.layout import Cuts, Layout
 from widefield.engine.rules import Description, Local, Meta, Reduced, Tile, case, composed, rule
 
 aten = torch.ops.aten
-WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 """In what a tile's part is kept, so that merging parts rounds no more than one device does."""
 
 
@@ -131,20 +131,31 @@ def _variance(image: Meta, dim=None, *, correction=None, keepdim=False, root=Fal
     dims = dims_of(image, dim)
     correction = 1 if correction is None else correction
     counts = _counts(image, dims)
+    count = math.prod(image.shape[d] for d in dims)
     outs = 2 if mean else 1
 
     def plain(tile: Tensor) -> Tensor | tuple:
-        if not tile.numel():  # torch warns of too few values there, though no value is missing
-            return (tile.sum(dims, keepdim),) * 2 if mean else tile.sum(dims, keepdim)
+        if count and not tile.numel():  # torch warns of too few values there, though no value is missing
+            means = tile.sum(dims, keepdim)
+            variances = means.to(image.dtype.to_real())
+            return (variances, means) if mean else variances
         op = [aten.var, aten.std, aten.var_mean, aten.std_mean][root + 2 * mean].correction
         return op(tile, dims, correction=correction, keepdim=keepdim)
 
     def finish(total: Tensor, *_) -> Tensor | tuple:
-        variance = total[1] / max(0, sum(counts) - correction)
-        parts = [(_root(variance) if root else variance).to(image.dtype), total[0].to(image.dtype)]
-        return tuple(parts) if mean else parts[0]
+        means, squares = total
+        if image.dtype.is_complex:  # the real and the imaginary part, one after the other
+            means, squares = torch.complex(*means), squares.sum(0)
+        variance = squares / max(0, count - correction)
+        variance = (_root(variance) if root else variance).to(image.dtype.to_real())
+        return (variance, means.to(image.dtype)) if mean else variance
 
-    local = partial(_mean_and_squares, dims=dims, keepdim=keepdim)
+    def local(tile: Tensor) -> Tensor:
+        if image.dtype.is_complex:
+            parts = torch.view_as_real(tile).movedim(-1, 0)
+            return _mean_and_squares(parts, dims=[d + 1 for d in dims], keepdim=keepdim)
+        return _mean_and_squares(tile, dims=dims, keepdim=keepdim)
+
     return reduced(image, dims, keepdim, local, plain=plain, merge=partial(merge_moments, counts), finish=finish, outs=outs)
 
 
@@ -195,11 +206,11 @@ def merge_moments(counts: Sequence[int], parts: Tensor) -> Tensor:
 
 def _norm(image: Meta, ord=2, dim=None, keepdim=False, *, dtype=None) -> Description:
     dims = dims_of(image, dim)
-    out = dtype or image.dtype
-    nothing = math.inf if ord < 0 else 0.0
+    wide, nothing = dtype or image.dtype, math.inf if ord < 0 else 0.0
+    out = wide.to_real()
 
     def local(tile: Tensor) -> Tensor:
-        tile = tile.to(WIDE.get(out, out))
+        tile = tile.to(WIDE.get(wide, wide))
         if 0 in tile.shape:
             return tile.sum(dims, keepdim).abs() + nothing
         return torch.linalg.vector_norm(tile, ord, dims, keepdim)
@@ -244,15 +255,15 @@ rule(aten.prod.default)(lambda image, dtype=None: product(image, dtype=dtype))
 @rule(aten.logsumexp.default)
 def logsumexp(image: Meta, dim, keepdim=False) -> Description:
     dims = dims_of(image, dim)
-    out = image.dtype if image.dtype.is_floating_point else torch.get_default_dtype()
+    out = image.dtype if image.dtype.is_floating_point or image.dtype.is_complex else torch.get_default_dtype()
 
     def local(tile: Tensor) -> Tensor:
         part = exponentials(tile.to(WIDE.get(out, out)), dims)
         return part if keepdim else part.squeeze([d + 1 for d in dims])
 
     def finish(total: Tensor, *_) -> Tensor:
-        top = total[0].detach()
-        return torch.where(top == math.inf, top, top + total[1].log()).to(out)
+        top = _real(total[0].detach())
+        return torch.where(top == math.inf, total[0], total[1].log() + _finite(top)).to(out)
 
     plain = partial(torch.logsumexp, dim=dims, keepdim=keepdim)
     return reduced(image, dims, keepdim, local, plain=plain, merge=merge_exponentials, finish=finish)
@@ -263,17 +274,22 @@ def exponentials(tile: Tensor, dims: Sequence[int]) -> Tensor:
 
     What is made of them is the same for any shift, so the largest value is one without a gradient.
     """
-    pixels = tile.detach()
+    pixels = _real(tile.detach())
     has_pixels = all(tile.shape[d] for d in dims)
     top = pixels.amax(dims, keepdim=True) if has_pixels else pixels.sum(dims, keepdim=True) - math.inf
-    return torch.stack([top, (tile - _finite(top)).exp_().sum(dims, keepdim=True)])
+    return torch.stack([top.to(tile.dtype), (tile - _finite(top)).exp_().sum(dims, keepdim=True)])
 
 
 def merge_exponentials(parts: Tensor) -> Tensor:
     """(2, ...): the largest value and the sum under it, from those of tiles; Milakov & Gimelshein 2018, arXiv:1805.02867."""
-    tops, sums = parts[:, 0].detach(), parts[:, 1]
+    tops, sums = _real(parts[:, 0].detach()), parts[:, 1]
     top = tops.amax(0)
-    return torch.stack([top, (sums * (tops - _finite(top)).exp()).sum(0)])
+    return torch.stack([top.to(parts.dtype), (sums * (tops - _finite(top)).exp()).sum(0)])
+
+
+def _real(values: Tensor) -> Tensor:
+    """What complex numbers are compared by."""
+    return values.real if values.is_complex() else values
 
 
 def _finite(top: Tensor) -> Tensor:

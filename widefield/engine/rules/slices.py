@@ -16,8 +16,10 @@ from torch import Tensor
 from widefield.engine.dispatch import by_rule
 from widefield.engine.homes import version_of
 from widefield.engine.layout import Cut, Cuts, Layout, layout_of
+from widefield.engine.places import whole_of
 from widefield.engine.rules import Local, Meta, case, composed, rule
 from widefield.engine.rules.views import seen
+from widefield.engine.tiled import TiledTensor
 from widefield.geometry.window import Window
 
 aten = torch.ops.aten
@@ -105,6 +107,17 @@ def _placed(grad: Meta, shape: tuple[int, ...], cuts: Cuts, dim: int, pixels: ra
 
     return Local([grad], lambda _: [(shape, cuts)], run)
 
+
+def _tensor_split(keys: Any, x: Tensor, places: Tensor, dim: int = 0) -> list[Tensor]:
+    """torch's `tensor_split` at places that a tensor gives, of which it would read the memory: a tiled one has to be whole."""
+    if type(places) is TiledTensor:
+        return list(torch.tensor_split(x, int(places) if not places.ndim else whole_of(places).tolist(), dim))
+    return aten.tensor_split.tensor_indices_or_sections.redispatch(keys & _BELOW, x, places, dim)
+
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+_LIBRARY = torch.library.Library("aten", "IMPL")
+_LIBRARY.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "PythonTLSSnapshot", with_keyset=True)
 
 # ---------------------------------------------------------------------------------------------- selections
 
@@ -260,6 +273,7 @@ CASES = [
         lambda x: [x.unsafe_chunk(2, 3)[1], x.unsafe_split(2, 1)[0], x.unsafe_split_with_sizes([4, 7], 2)[1]],
         _IMAGE,
     ),
+    case("split where a tensor says", lambda x: x.tensor_split((x[0, 0, :3, 0] * 0 + x.new_ones(3).cumsum(0)).long().detach(), 3), _IMAGE),
     case("unbind of a cut dim", lambda x: [part.sin() for part in x.unbind(2)], _IMAGE),
     case("select", lambda x: [x[:, 1], x[1], x[0, 2].sin(), x[..., -1]], _IMAGE),
     case("select of a cut dim", lambda x: [x[:, :, 0], x[:, :, -1].exp(), x[:, :, 5, 3], x.select(2, 7)], _IMAGE),
