@@ -15,15 +15,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from widefield.engine import rules
-from widefield.engine.alike import is_in_place, on_every_rank, on_uncut, repeats_places, tensors_in, writable
+from widefield.engine.alike import is_in_place, on_every_rank, on_uncut, tensors_in
 from widefield.engine.execute import build
 from widefield.engine.halo import add_sums
 from widefield.engine.homes import counted, version_of
+from widefield.engine.in_place import (
+    each,
+    into_buckets,
+    into_outs,
+    pointwise_in_place,
+    pointwise_out,
+    through_new,
+    without_pixels,
+)
 from widefield.engine.layout import Layout, layout_of
-from widefield.engine.places import moved, on_layout, own_of, recut, space_group, whole_of
+from widefield.engine.places import moved, on_layout, own_of, recut, space_group
 from widefield.engine.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Local, Meta, Reduced, Turns
 from widefield.engine.tiled import TiledTensor, wrap
-from widefield.engine.writes import in_place, into_outs, new_of, outs_of, written_by
+from widefield.engine.writes import new_of, outs_of, written_by
 
 aten = torch.ops.aten
 
@@ -65,14 +74,14 @@ def _handler_of(func: Any) -> Callable:
     if func in (aten.detach.default, aten.alias.default):
         return alias
     if func.namespace == "fsdp":
-        return _into_buckets
+        return into_buckets
     if func._schema.name.startswith("aten::_foreach_"):
-        return _each
+        return each
     is_pointwise = func in SAME_PIXELS or torch.Tag.pointwise in func.tags
     if outs_of(func) and new_of(func) is not None:
-        return _pointwise_out if is_pointwise else into_outs
+        return pointwise_out if is_pointwise else into_outs
     if is_pointwise:
-        return _pointwise_in_place if is_in_place(func) else _pointwise
+        return pointwise_in_place if is_in_place(func) else _pointwise
     return _other
 
 
@@ -96,7 +105,8 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
         return _mixed(func, args, kwargs)
     if not layout.is_cut:
         return on_uncut(func, args, kwargs)
-    out = func(*[arg.own if type(arg) is TiledTensor else arg for arg in args], **kwargs)
+    tiles = [arg.own if type(arg) is TiledTensor else arg for arg in args]
+    out = func(*tiles, **kwargs) if not layout.is_empty else without_pixels(func, tiles, kwargs)
     if type(out) is tuple:
         return tuple(wrap(part, layout) for part in out)
     return wrap(out, layout)
@@ -109,70 +119,6 @@ def alias(func: Any, args: tuple, kwargs: dict) -> Any:
     return made
 
 
-def _pointwise_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    target = args[0]
-    if type(target) is not TiledTensor:
-        return _into_plain(func, args, kwargs)
-    for arg in args:
-        if type(arg) is TiledTensor and arg.home is not None:
-            arg.home.keep_up(version_of(arg))
-    tiles = [on_layout(arg, target.laid) if isinstance(arg, Tensor) else arg for arg in args]
-    is_told = target.laid.is_cut or target.home is not None  # some ranks' tiles may be empty then, or copies
-    if func not in IDEMPOTENT and (target.repeats if is_told else repeats_places(target.own)):
-        if torch._C._current_graph_task_id() == -1 or target.laid.is_cut:
-            raise RuntimeError(SHARED)
-        tiles = writable(target, tiles)
-    func(*tiles, **kwargs)
-    if target.home is not None:
-        target.home.bring(version_of(target) + 1)
-    return target
-
-
-IDEMPOTENT = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
-"""What may be written to places that share their memory."""
-
-SHARED = (
-    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. Please clone() "
-    "the tensor before performing the operation."
-)
-"""Torch's words, on all ranks: a rank without pixels of an expanded tensor would find nothing wrong."""
-
-
-def _pointwise_out(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`out=` takes the result; without a copy where it is plain: DDP scales gradients into its buckets so."""
-    names = outs_of(func)
-    if any(type(kwargs[name]) is TiledTensor for name in names):
-        return into_outs(func, args, kwargs)
-    plain, others = tree_map(_plain, args), {name: _plain(value) for name, value in kwargs.items()}
-    return func(*plain, **others)
-
-
-def _plain(value: Any) -> Any:
-    """All pixels of a tensor, on every rank."""
-    if type(value) is not TiledTensor:
-        return value
-    if value.home is not None:
-        value.home.keep_up(version_of(value))
-    return whole_of(value)
-
-
-def _into_plain(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A plain tensor takes a tiled one's values: the whole of it, which every rank then has."""
-    func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
-    return args[0]
-
-
-def _each(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operation on lists of tensors: torch's own loop over them."""
-    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-
-
-def _into_buckets(func: Any, args: tuple, kwargs: dict) -> Any:
-    """FSDP2 puts the gradients of plain weights into a plain bucket: wholes, whose mean over ranks is the whole again."""
-    args, kwargs = tree_map(_plain, (args, kwargs))
-    return func(*args, **kwargs)
-
-
 def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
     """Operands of several layouts, plain ones among them."""
     flat = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
@@ -181,7 +127,8 @@ def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
     if not layout.is_cut and not any_cut(flat):  # one pixel that is cut and meets many is brought to all ranks
         return on_uncut(func, args, kwargs)
     call = partial(_brought_to, layout=layout)
-    out = func(*map(call, args), **{name: call(value) for name, value in kwargs.items()})
+    tiles, named = [call(arg) for arg in args], {name: call(value) for name, value in kwargs.items()}
+    out = func(*tiles, **named) if not layout.is_empty else without_pixels(func, tiles, named)
     return tuple(wrap(part, layout) for part in out) if type(out) is tuple else wrap(out, layout)
 
 
@@ -347,7 +294,7 @@ def _other(func: Any, args: tuple, kwargs: dict) -> Any:
     if not any_cut(args, kwargs):
         return on_every_rank(func, args, kwargs)
     if is_in_place(func) and not _is_composite(func) and new_of(func) is not None:
-        return in_place(func, args, kwargs)
+        return through_new(func, args, kwargs)
     decomposition = _decomposition_of(func)
     if decomposition is None:
         _refuse(func, "no file in engine/rules/ says what it means on tiles")

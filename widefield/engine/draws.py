@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from widefield.engine import halo
-from widefield.engine.layout import Layout
 from widefield.engine.places import space_group
 from widefield.engine.tiled import TiledTensor, whole_strides
 from widefield.geometry.box import Box, is_empty, size_of, within

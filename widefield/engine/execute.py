@@ -108,7 +108,7 @@ def _local(d: Local, grid: Grid) -> Execute:
 
 
 def _view(d: Local, grid: Grid, view: View) -> Execute:
-    """Views have the strides that they have of a whole: torch asks for them before it shows memory in another way, or copies."""
+    """Views have the strides that a whole's would: torch asks for them before it shows memory in another way, or copies."""
     layout, number = _local_layout(d), d.reads[0].number
     outs = [layout_of(tuple(shape), cuts or (None,) * len(shape), grid) for shape, cuts in d.outs(layout)]
     known: dict[tuple[int, ...], Sequence[tuple[int, ...] | None]] = {}

@@ -324,10 +324,14 @@ CASES = [
     case(
         "indices of a number",
         lambda x, n: [
-            n[0].index_select(0, labels(x, 1)), n[0].index_add(0, labels(x, 1), x[0], alpha=2), n[0].index_fill(0, labels(x, 1), 2.0),
-            n[0].index_copy(0, labels(x, 1), n[1]), n[0].index_fill(0, labels(x, 1), n.detach()[1]),
+            n[0].index_select(0, labels(x, 1)),
+            n[0].index_add(0, labels(x, 1), x[0], alpha=2),
+            n[0].index_fill(0, labels(x, 1), 2.0),
+            n[0].index_copy(0, labels(x, 1), n[1]),
+            n[0].index_fill(0, labels(x, 1), n.detach()[1]),
         ],
-        (1,), (2,),
+        (1,),
+        (2,),
     ),
     case("where there are three", lambda x, y: torch.where(x > 0, x, y[:, :1]), _IMAGE, _IMAGE),
     case("picked by a mask", lambda x: x[x > 0], _IMAGE, refuses="cannot pick pixels"),

@@ -209,7 +209,9 @@ CASES = [
     case("cat with nothing", lambda x: torch.cat([torch.empty(0), x, x[:, :0]], 1) ** 2, _IMAGE),
     case(
         "cat of nothing",
-        lambda x: [torch.cat([x.flatten()[:0], y]) for y in (x, x.flatten()[5:5], x.sum((2, 3)))] + [torch.cat([x.flatten()[:0]])],
+        lambda x: (
+            [torch.cat([x.flatten()[:0], y]) for y in (x, x.flatten()[5:5], x.sum((2, 3)))] + [torch.cat([x.flatten()[:0]])]
+        ),
         _IMAGE,
     ),
     case("cat of two types", lambda x, y: torch.cat([x.detach().float(), y], 2) ** 2, _IMAGE, _TALL, tiled=(0, 1)),

@@ -297,37 +297,7 @@ def _finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -math.inf, 0.0)
 
 
-# ---------------------------------------------------------------------------------------------- running sums
-
-
-def _running(image: Meta, dim: int, *, dtype=None, op=aten.cumsum.default, is_sum=True) -> Description:
-    """Each tile's own running sum, on top of what the tiles before it come to."""
-    dim %= max(1, image.ndim)
-    layout, run = image.layout, partial(op, dim=dim, dtype=dtype)
-    assert layout is not None
-    if layout.cuts[dim] is None:
-        return Local([image], lambda layout: [(layout.shape, layout.cuts)], lambda _, tile: run(tile))
-    here = layout.box[dim]
-    ranks = ranks_along(layout, [dim])
-    before = [n for n, rank in enumerate(ranks) if rank != layout.grid.index and layout.boxes[rank][dim].stop <= here.start]
-    whole = torch.sum if is_sum else torch.prod
-
-    def finish(parts: Tensor, tile: Tensor) -> Tensor:
-        own, others = run(tile), whole(parts[before], 0)
-        return (own + others if is_sum else own * others).to(own.dtype)
-
-    local = partial(_whole_of_tile, dim=dim, op=whole, dtype=dtype)
-    out = Tile(image.shape, layout.cuts)
-    return Reduced([image], [dim], local, [out], lambda parts: parts, finish, by_parts=False)  # the total is of these tiles
-
-
-def _whole_of_tile(tile: Tensor, *, dim: int, op: Callable, dtype: torch.dtype | None) -> Tensor:
-    out = dtype or (tile.dtype if tile.dtype.is_floating_point or tile.dtype.is_complex else torch.int64)
-    return op(tile, dim, keepdim=True, dtype=WIDE.get(out, out))
-
-
-rule(aten.cumsum.default)(_running)
-rule(aten.cumprod.default)(partial(_running, op=aten.cumprod.default, is_sum=False))
+# ---------------------------------------------------------------------------------------------- comparisons
 
 
 @composed(aten.equal.default)
@@ -396,9 +366,6 @@ CASES = [
     case("logsumexp of great numbers", lambda x: (1e3 * x).logsumexp(2), _X),
     case("equality", lambda x: torch.tensor([torch.equal(x, x * 1), torch.equal(x, -x), torch.allclose(x, x + 1e-9)]), _X),
     case("of a matrix", lambda x: (x.sum(0), x.mean(1), x.var(1), x.norm(dim=1, keepdim=True), x.logsumexp(0)), (6, 11)),
-    case("of a line", lambda x: (x.sum(), x.mean(0, keepdim=True), x.var(), x.cumsum(0), x.norm(3)), (11,)),
+    case("of a line", lambda x: (x.sum(), x.mean(0, keepdim=True), x.var(), x.norm(3)), (11,)),
     case("with a cut batch", lambda x: [x.transpose(0, 2).mean(dims) for dims in (0, (2, 3), (0, 3))], _X),
-    case("running sums", lambda x: [x.cumsum(d) for d in range(4)], _X),
-    case("running sum of truths", lambda x: (x > 0).cumsum(2), _X),
-    case("running products", lambda x: [x.cumprod(d) for d in range(4)], _X),
 ]

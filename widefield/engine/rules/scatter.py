@@ -111,10 +111,15 @@ CASES = [
     case(
         "gather and scatter of numbers",
         lambda x, n: [
-            x.gather(0, torch.tensor(3)), x[4].gather(0, labels(x, 1)), x.gather(0, labels(x[:0, None], 1)),
-            x.scatter(0, torch.tensor(3), n[0]) * x, n[0].scatter(0, labels(x[:1], 1), x[:1]), x.scatter_add(0, torch.tensor(1), n[1]),
+            x.gather(0, torch.tensor(3)),
+            x[4].gather(0, labels(x, 1)),
+            x.gather(0, labels(x[:0, None], 1)),
+            x.scatter(0, torch.tensor(3), n[0]) * x,
+            n[0].scatter(0, labels(x[:1], 1), x[:1]),
+            x.scatter_add(0, torch.tensor(1), n[1]),
         ],
-        (13,), (2,),
+        (13,),
+        (2,),
     ),
     case("take_along_dim", lambda x: torch.take_along_dim(x, x.detach().argsort(1), 1) ** 2, _IMAGE),
     case(

@@ -273,7 +273,11 @@ CASES = [
         lambda x: [x.unsafe_chunk(2, 3)[1], x.unsafe_split(2, 1)[0], x.unsafe_split_with_sizes([4, 7], 2)[1]],
         _IMAGE,
     ),
-    case("split where a tensor says", lambda x: x.tensor_split((x[0, 0, :3, 0] * 0 + x.new_ones(3).cumsum(0)).long().detach(), 3), _IMAGE),
+    case(
+        "split where a tensor says",
+        lambda x: x.tensor_split((x[0, 0, :3, 0] * 0 + x.new_ones(3).cumsum(0)).long().detach(), 3),
+        _IMAGE,
+    ),
     case("unbind of a cut dim", lambda x: [part.sin() for part in x.unbind(2)], _IMAGE),
     case("select", lambda x: [x[:, 1], x[1], x[0, 2].sin(), x[..., -1]], _IMAGE),
     case("select of a cut dim", lambda x: [x[:, :, 0], x[:, :, -1].exp(), x[:, :, 5, 3], x.select(2, 7)], _IMAGE),

@@ -137,8 +137,8 @@ def _seen_in_place(operation: Any) -> Any:
     def changed(x: TiledTensor, *args: Any) -> Tensor:
         if x.shown and x.requires_grad and torch.is_grad_enabled() and not x._is_view():
             raise NotImplementedError(
-                f"the dims of a tensor in tiles, of shape {list(x.shape)}, cannot be changed in place once views of it were taken, "
-                "whose gradients would take the old dims for the new; use the operation that gives a new tensor"
+                f"the dims of a tensor in tiles, of shape {list(x.shape)}, cannot be changed in place once views of it were "
+                "taken, whose gradients would take the old dims for the new; use the operation that gives a new tensor"
             )
         shown, made = x.shown, operation(x, *args)
         x.shown = shown
@@ -169,8 +169,10 @@ def _seen_as(x: Meta, dtype: torch.dtype) -> Local:
 
 
 def _resolved(x: TiledTensor, *, lazy: Any, now: Any) -> Tensor:
-    """The conjugate or the negative, which torch notes on a tensor and leaves to the next operation; below autograd that note is
-    not read, so it is done now, and what is written to the one is brought to the other."""
+    """The conjugate or the negative, which torch notes on a tensor and leaves to the next operation.
+
+    Below autograd that note is not read, so it is done now; what is written to the one is brought to the other.
+    """
     if x.home is not None:
         x.home.keep_up(version_of(x))
     made = wrap_view(now(x.own), x.laid, x.stride())
