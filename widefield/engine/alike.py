@@ -14,22 +14,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from widefield.engine.homes import version_of
-from widefield.engine.layout import Grid
+from widefield.engine.layout import Grid, uncut
 from widefield.engine.rules import PLAIN_OUTPUTS
-from widefield.engine.tiled import TiledTensor, wrap_uncut
+from widefield.engine.tiled import TiledTensor, become, wrap_uncut, wrap_view
+from widefield.engine.writes import targets_of, written_by
 
 
 def on_every_rank(func: Any, args: tuple, kwargs: dict) -> Any:
     """Every tensor is the same on every rank, so the plain operation is, too."""
     grid: Grid | None = None
+    given, moved = (args, kwargs), False
     targets: dict[int, TiledTensor] = {}
-    first = args[0] if args else None
 
     def plain(value: Any) -> Any:
-        nonlocal grid
+        nonlocal grid, moved
         if type(value) is not TiledTensor:
             return value
         if value.home is not None:
+            moved = True
             value.home.keep_up(version_of(value))
         grid = value.laid.grid
         targets[id(value.own)] = value
@@ -43,28 +45,46 @@ def on_every_rank(func: Any, args: tuple, kwargs: dict) -> Any:
     keep_plain = PLAIN_OUTPUTS.get(func, ())
     made = out
     if isinstance(out, Tensor):
-        made = targets[id(out)] if id(out) in targets else out if keep_plain else wrap_uncut(out, grid)
+        made = _written(targets[id(out)]) if id(out) in targets else out if keep_plain else wrap_uncut(out, grid)
     elif isinstance(out, (tuple, list)):
         made = type(out)(
             value
             if number in keep_plain
-            else (targets[id(value)] if id(value) in targets else wrap_uncut(value, grid))
+            else (_written(targets[id(value)]) if id(value) in targets else wrap_uncut(value, grid))
             if isinstance(value, Tensor)
             else value
             for number, value in enumerate(out)
         )
-    if type(first) is TiledTensor and first.home is not None:
-        _follow_home(func, first, made)
+    if moved:
+        made = _follow_homes(func, *given, made)
+    if func.is_view:
+        given[0][0].shown = True
     return made
 
 
-def _follow_home(func: Any, first: TiledTensor, made: Any) -> None:
-    """Of a moved view: what was written goes home, and what views it belongs there, too."""
-    if is_in_place(func):
-        first.home.bring(version_of(first) + 1)
-    elif func.is_view:
-        for view in tensors_in(made):
-            view.home = first.home  # type: ignore[attr-defined]
+def _written(target: TiledTensor) -> TiledTensor:
+    """A tensor that was written to, which may have taken another shape so."""
+    if target.own.shape == target.shape:
+        return target
+    return become(target, wrap_view(target.own, uncut(tuple(target.own.shape), target.laid.grid)))
+
+
+def _follow_homes(func: Any, args: tuple, kwargs: dict, made: Any) -> Any:
+    """Of moved views: what was written to them goes home, and what views one belongs there, too."""
+    for target in targets_of(func, args, kwargs):
+        if type(target) is TiledTensor and target.home is not None:
+            target.home.bring(version_of(target) + 1)
+    first = args[0]
+    if not func.is_view or written_by(func) or type(first) is not TiledTensor or first.home is None:
+        return made
+    return tree_map(partial(_view_of, first), made)
+
+
+def _view_of(source: TiledTensor, view: Tensor) -> TiledTensor:
+    """A view of a moved view; also one of a single number, to which may be written."""
+    view = view if type(view) is TiledTensor else wrap_view(view, uncut((), source.laid.grid))
+    view.home, view.apart = source.home, source.apart
+    return view
 
 
 def is_in_place(func: Any) -> bool:

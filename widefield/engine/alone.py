@@ -5,19 +5,25 @@ This is the floor under every tiled operation's cost where images are small and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from widefield.engine.alike import on_every_rank
+from widefield.engine.dispatch import alias, load_rules
+from widefield.engine.homes import count_write, counted
 from widefield.engine.layout import Layout, uncut
-from widefield.engine.rules import PLAIN_OUTPUTS
+from widefield.engine.rules import COMPOSED, PLAIN_OUTPUTS
 from widefield.engine.tiled import TiledTensor, become
+from widefield.engine.writes import outs_of, written_by
 
 _make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _NUMBERS = (int, float, bool)
 _aten = torch.ops.aten
-_DETACH = _aten.detach.default
+_DETACH, _ALIAS = _aten.detach.default, _aten.alias.default
+_CONJUGATE, _NEGATIVE = _aten._conj.default, _aten._neg_view.default
 for _norm in (_aten.native_group_norm, _aten.native_batch_norm, _aten.native_layer_norm, _aten.cudnn_batch_norm):
     PLAIN_OUTPUTS.setdefault(_norm.default, (1, 2))  # statistics that only the backward reads: autograd then keeps them cheaply
 
@@ -26,22 +32,55 @@ def run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
     """`func` on the tiles; what it gives, wrapped.  args[0] is tiled."""
     first = args[0]
     laid = first.laid
+    if func is _CONJUGATE or func is _NEGATIVE:
+        return _resolved(func, first)
+    for arg in args:
+        if type(arg) is TiledTensor and arg.home is not None:  # a conjugate, or a view of one
+            return _with_homes(func, args, kwargs or {})
     if func is _DETACH:  # autograd asks for it whenever it keeps an output: the tile itself has no history to leave
         made = _make(TiledTensor, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
         made.own, made.laid = first.own, laid
         return made
     plain = [arg.own if type(arg) is TiledTensor else _plain_list(arg) if type(arg) is list else arg for arg in args]
     if kwargs:
-        kwargs = {key: value.own if type(value) is TiledTensor else value for key, value in kwargs.items()}
-        out = func._op(*plain, **kwargs)
+        given = {key: value.own if type(value) is TiledTensor else value for key, value in kwargs.items()}
+        out = func._op(*plain, **given)
+        if outs_of(func):
+            return _written(outs_of(func), kwargs)
     else:
         out = func._op(*plain)
     if type(out) is tuple or type(out) is list:
         skip = PLAIN_OUTPUTS.get(func, ())
         return type(out)([_wrapped(v, laid) if isinstance(v, Tensor) and n not in skip else v for n, v in enumerate(out)])
     if out is plain[0]:
+        if first.shown or first.is_inference():
+            count_write()
         return first if out.shape == first.shape else become(first, _wrapped(out, laid))
     return _wrapped(out, laid) if isinstance(out, Tensor) else out
+
+
+def _resolved(func: Any, tensor: TiledTensor) -> Tensor:
+    """The conjugate, in memory of its own: see rules/views.py."""
+    load_rules()
+    return COMPOSED[func](tensor)
+
+
+def _with_homes(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operation on conjugates, which follow the tensors that they show, and these them."""
+    if func is _DETACH or func is _ALIAS:
+        return alias(func, args, kwargs)
+    return counted(on_every_rank, func, args, kwargs) if written_by(func) else on_every_rank(func, args, kwargs)
+
+
+def _written(names: Sequence[str], kwargs: dict) -> Any:
+    """The tensors that were given as `out=`, which may have taken another shape."""
+    for name in names:
+        out = kwargs[name]
+        if type(out) is TiledTensor and (out.shown or out.is_inference()):
+            count_write()
+        if type(out) is TiledTensor and out.own.shape != out.shape:
+            become(out, _wrapped(out.own, out.laid))
+    return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
 
 
 def _plain_list(values: list) -> list:

@@ -11,17 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from widefield.engine import rules
-from widefield.engine.alike import is_in_place, on_every_rank, on_uncut, repeats_places, tensors_in, writable
+from widefield.engine.alike import is_in_place, on_every_rank, on_uncut, tensors_in
 from widefield.engine.execute import build
-from widefield.engine.homes import version_of
+from widefield.engine.homes import counted, version_of
+from widefield.engine.in_place import (
+    each,
+    into_buckets,
+    into_outs,
+    pointwise_in_place,
+    pointwise_out,
+    through_new,
+    without_pixels,
+)
 from widefield.engine.layout import Layout, layout_of
 from widefield.engine.partial import INTO_LEAF, into_leaf, is_for_leaf
-from widefield.engine.places import moved, on_layout, recut, whole_of
-from widefield.engine.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Meta, Reduced, Turns
+from widefield.engine.places import moved, on_layout, own_of, recut, whole_of
+from widefield.engine.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Local, Meta, Reduced, Turns
 from widefield.engine.tiled import TiledTensor, wrap
+from widefield.engine.writes import new_of, outs_of, written_by
 
 aten = torch.ops.aten
 
@@ -35,7 +46,8 @@ SAME_PIXELS = {
     aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.log_sigmoid_backward.default,
     aten.mish_backward.default, aten.softplus_backward.default, aten._prelu_kernel.default,
     aten._prelu_kernel_backward.default, aten.masked_fill.Tensor, aten.rsub.Tensor, aten.leaky_relu.default,
-    aten.leaky_relu_.default,
+    aten.leaky_relu_.default, aten.hardshrink_backward.default, aten.softshrink_backward.default, aten.complex.default,
+    aten.polar.default,
 }  # fmt: skip
 """Operations that give each output pixel from the same pixel of the inputs, though torch does not tag them pointwise."""
 
@@ -51,6 +63,8 @@ def handler_of(func: Any) -> Callable:
     """What runs `func(*args, **kwargs)` where at least one argument is tiled."""
     load_rules()
     found = _handler_of(func)
+    if written_by(func):
+        found = partial(counted, found)
     return partial(_unless_for_leaf, found) if func in INTO_LEAF else found
 
 
@@ -63,13 +77,16 @@ def _handler_of(func: Any) -> Callable:
         run = partial(_composed, COMPOSED[func]) if func in COMPOSED else partial(by_rule, RULES[func])
         return partial(_backward, run) if "_backward" in func._schema.name else run
     if func in (aten.detach.default, aten.alias.default):
-        return _alias
+        return alias
     if func.namespace == "fsdp":
-        return _into_buckets
-    if func in SAME_PIXELS or torch.Tag.pointwise in func.tags:
-        if func._overloadname.endswith("out"):
-            return _pointwise_out
-        return _pointwise_in_place if is_in_place(func) else _pointwise
+        return into_buckets
+    if func._schema.name.startswith("aten::_foreach_"):
+        return each
+    is_pointwise = func in SAME_PIXELS or torch.Tag.pointwise in func.tags
+    if outs_of(func) and new_of(func) is not None:
+        return pointwise_out if is_pointwise else into_outs
+    if is_pointwise:
+        return pointwise_in_place if is_in_place(func) else _pointwise
     return _other
 
 
@@ -93,56 +110,18 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
         return _mixed(func, args, kwargs)
     if not layout.is_cut:
         return on_uncut(func, args, kwargs)
-    out = func(*[arg.own if type(arg) is TiledTensor else arg for arg in args], **kwargs)
+    tiles = [arg.own if type(arg) is TiledTensor else arg for arg in args]
+    out = func(*tiles, **kwargs) if not layout.is_empty else without_pixels(func, tiles, kwargs)
     if type(out) is tuple:
         return tuple(wrap(part, layout) for part in out)
     return wrap(out, layout)
 
 
-def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
+def alias(func: Any, args: tuple, kwargs: dict) -> Any:
     """The same memory, whose home is the same."""
     made = _pointwise(func, args, kwargs)
-    made.home = args[0].home
+    made.home, made.apart = args[0].home, True
     return made
-
-
-def _pointwise_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    target = args[0]
-    if type(target) is not TiledTensor:
-        return _into_plain(func, args, kwargs)
-    for arg in args:
-        if type(arg) is TiledTensor and arg.home is not None:
-            arg.home.keep_up(version_of(arg))
-    tiles = [on_layout(arg, target.laid) if isinstance(arg, Tensor) else arg for arg in args]
-    if not target.laid.is_cut and repeats_places(target.own) and torch._C._current_graph_task_id() != -1:
-        tiles = writable(target, tiles)
-    func(*tiles, **kwargs)
-    if target.home is not None:
-        target.home.bring(version_of(target) + 1)
-    return target
-
-
-def _pointwise_out(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`out=` takes the result: DDP scales gradients into its buckets so, which are plain."""
-    out = kwargs["out"]
-    if type(out) is TiledTensor:
-        args = tuple(on_layout(arg, out.laid) if isinstance(arg, Tensor) and arg.ndim else arg for arg in args)
-        func(*args, **(kwargs | {"out": out.own}))
-    else:
-        func(*[whole_of(arg) if type(arg) is TiledTensor else arg for arg in args], **kwargs)
-    return out
-
-
-def _into_plain(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A plain tensor takes a tiled one's values: the whole of it, which every rank then has."""
-    func(*[whole_of(arg) if type(arg) is TiledTensor else arg for arg in args], **kwargs)
-    return args[0]
-
-
-def _into_buckets(func: Any, args: tuple, kwargs: dict) -> Any:
-    """FSDP2 puts the gradients of plain weights into a plain bucket: wholes, whose mean over ranks is the whole again."""
-    args, kwargs = tree_map(lambda leaf: whole_of(leaf) if type(leaf) is TiledTensor else leaf, (args, kwargs))
-    return func(*args, **kwargs)
 
 
 def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -153,13 +132,14 @@ def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
     if not layout.is_cut and not any_cut(flat):  # one pixel that is cut and meets many is brought to all ranks
         return on_uncut(func, args, kwargs)
     call = partial(_brought_to, layout=layout)
-    out = func(*map(call, args), **{name: call(value) for name, value in kwargs.items()})
+    tiles, named = [call(arg) for arg in args], {name: call(value) for name, value in kwargs.items()}
+    out = func(*tiles, **named) if not layout.is_empty else without_pixels(func, tiles, named)
     return tuple(wrap(part, layout) for part in out) if type(out) is tuple else wrap(out, layout)
 
 
 def _brought_to(value: Any, layout: Layout) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
-        return value
+        return own_of(value)
     return on_layout(value, layout)
 
 
@@ -265,7 +245,22 @@ def _execute_of(function: Callable, func: Any, args: tuple, kwargs: dict, tensor
     unread = [meta for meta in metas if meta.is_cut and meta.number not in _numbers_read(description)]
     if unread:
         _refuse(func, f"argument {unread[0].number} is cut into tiles, and there it must be whole")
-    return build(description, next(m.layout for m in metas if m.layout is not None).grid)
+    is_view = isinstance(description, Local) and description.is_view
+    view = partial(_strides_of_views, func, described_args, described_kwargs) if is_view else None
+    return build(description, next(m.layout for m in metas if m.layout is not None).grid, view)
+
+
+def _strides_of_views(func: Any, args: tuple, kwargs: dict, strides: tuple[int, ...]) -> list[tuple[int, ...] | None]:
+    """The strides of views, by `func`, of a whole that has `strides`; None where memory is not shown so."""
+    whole, *others = args
+    with _disable_current_modes():
+        meta = torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device="meta")
+        try:
+            shown = func(meta, *others, **kwargs)
+        except RuntimeError:
+            shown = func(torch.empty(whole.shape, dtype=whole.dtype, device="meta"), *others, **kwargs)
+            return [None for _ in tensors_in(shown)]
+        return [view.stride() for view in tensors_in(shown)]
 
 
 def _again(description: Again, function: Callable, func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor]) -> Any:
@@ -309,6 +304,8 @@ def _other(func: Any, args: tuple, kwargs: dict) -> Any:
     """No rule: fine where nothing is cut; else torch's own decomposition, or a refusal."""
     if not any_cut(args, kwargs):
         return on_every_rank(func, args, kwargs)
+    if is_in_place(func) and not _is_composite(func) and new_of(func) is not None:
+        return through_new(func, args, kwargs)
     decomposition = _decomposition_of(func)
     if decomposition is None:
         _refuse(func, "no file in engine/rules/ says what it means on tiles")
@@ -320,9 +317,14 @@ def _decomposition_of(func: Any) -> Callable | None:
     """Torch's own definition of an operation in terms of others."""
     from torch._decomp import decomposition_table
 
-    if func in decomposition_table:
-        return decomposition_table[func]
-    return func.decompose if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd") else None
+    if func.namespace == "prims":  # what some of these definitions are made of
+        return getattr(func, "impl_aten", None)
+    return func.decompose if _is_composite(func) else decomposition_table.get(func)
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether torch makes it of others itself; in the inference mode it asks us first."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 # ---------------------------------------------------------------------------------------------- refusal

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from widefield.engine import halo
-from widefield.engine.layout import Layout
 from widefield.engine.places import space_group
 from widefield.engine.tiled import TiledTensor, whole_strides
 from widefield.geometry.box import Box, is_empty, size_of, within
@@ -39,7 +38,9 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     tell what they know, in one small message.  NotImplementedError, on every rank, where they do not know or do not agree.
     """
     layout, tile = tensor.laid, tensor.own
-    if not _is_thin(layout):
+    if not layout.is_cut and tensor.home is not None:  # a view of what is cut: how the tile came to lie differs between ranks
+        return tuple(tensor.stride())
+    if not layout.is_thin:
         return tuple(tile.stride())
     if type(tile) is not Tensor:  # a compiler looks on: no message can be read
         raise NotImplementedError(
@@ -49,7 +50,8 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     mine = torch.tensor(tile.stride(), dtype=torch.int64, device=tile.device)
     strides = halo.gather_sums(mine, layout.grid.size, space_group(layout.grid)).tolist()
     known = {pair for box, own in zip(layout.boxes, strides, strict=True) for pair in _told_by(box, own)}
-    orders = [own for own in strides if _pairs(own, layout.shape) <= known] or _usual(layout.shape)
+    told = [own for own in strides if _pairs(own, layout.shape) <= known]
+    orders = told or [tuple(tensor.stride()), *_usual(layout.shape)]  # a view knows its order, if that of its source is known
     fitting = {_pairs(order, layout.shape): tuple(order) for order in orders if _fits(order, known)}
     if len(fitting) != 1:
         agree = not any((inner, outer) in known for outer, inner in known)
@@ -60,11 +62,6 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
             "ranks or a larger image"
         )
     return next(iter(fitting.values()))
-
-
-def _is_thin(layout: Layout) -> bool:
-    """Whether some rank has one pixel or none on a dim of more; all ranks know it."""
-    return any(len(i) < 2 <= extent for box in layout.boxes for i, extent in zip(box, layout.shape, strict=True))
 
 
 def _told_by(box: Box, strides: Sequence[int]) -> frozenset[tuple[int, int]]:

@@ -20,10 +20,12 @@ from widefield.engine.tiled import wrap, wrap_view
 from widefield.engine.windowed import windowed
 
 Execute = Callable[[Sequence[Tensor]], Any]
+View = Callable[[tuple[int, ...]], "Sequence[tuple[int, ...] | None]"]
+"""From the strides of a whole to those of its views; None where torch would not show them so."""
 
 
-def build(description: Description, grid: Grid) -> Execute:
-    """The function that carries out a description on this rank."""
+def build(description: Description, grid: Grid, view: View | None = None) -> Execute:
+    """The function that carries out a description on this rank; view: what the operation is on a whole, where it is a view."""
     if isinstance(description, Windowed):
         return windowed(description, grid)
     if isinstance(description, Additive):
@@ -31,7 +33,7 @@ def build(description: Description, grid: Grid) -> Execute:
     if isinstance(description, Reduced):
         return _reduced(description, grid)
     if isinstance(description, Local):
-        return _local(description, grid)
+        return _local(description, grid) if view is None else _view(description, grid, view)
     from widefield.engine.turns import placed, turns  # it brings tensors to layouts by what is below
 
     assert isinstance(description, (Placed, Turns)), f"a rule gave {description!r}, which is no description"
@@ -91,6 +93,7 @@ def _local(d: Local, grid: Grid) -> Execute:
     layout = _local_layout(d)
     outs = [layout_of(tuple(shape), cuts or (None,) * len(shape), grid) for shape, cuts in d.outs(layout)]
     wanted = _layouts_wanted(d, layout)
+    wrapped = _wrapper(d)
 
     def execute(tensors: Sequence[Tensor]) -> Any:
         tiles = list(tensors)
@@ -98,11 +101,28 @@ def _local(d: Local, grid: Grid) -> Execute:
             tiles[number] = on_layout(tensors[number], to) if to is not None else own_of(tensors[number])
         results = d.run(layout, *tiles)
         if isinstance(results, Tensor):
-            made: Any = _wrap_local(results, outs[0])
+            return wrapped(results, outs[0])
+        return type(results)(wrapped(value, to) for value, to in zip(results, outs, strict=True))
+
+    return execute
+
+
+def _view(d: Local, grid: Grid, view: View) -> Execute:
+    """Views have the strides that a whole's would: torch asks for them before it shows memory in another way, or copies."""
+    layout, number = _local_layout(d), d.reads[0].number
+    outs = [layout_of(tuple(shape), cuts or (None,) * len(shape), grid) for shape, cuts in d.outs(layout)]
+    known: dict[tuple[int, ...], Sequence[tuple[int, ...] | None]] = {}
+
+    def execute(tensors: Sequence[Tensor]) -> Any:
+        source = tensors[number]
+        results, strides = d.run(layout, on_layout(source, layout)), source.stride()
+        if strides not in known:
+            known[strides] = view(strides)
+        if isinstance(results, Tensor):
+            made: Any = wrap_view(results, outs[0], known[strides][0])
         else:
-            made = type(results)(_wrap_local(value, to) for value, to in zip(results, outs, strict=True))
-        if d.is_view:
-            give_home(made, tensors[d.reads[0].number], layout, d.run)
+            made = [wrap_view(*each) for each in zip(results, outs, known[strides], strict=True)]
+        give_home(made, source, layout, d.run)
         return made
 
     return execute
@@ -124,5 +144,10 @@ def _layouts_wanted(d: Reduced | Local, layout: Layout) -> list[tuple[int, Layou
     return [(meta.number, to) for meta, to in zip(d.reads, at, strict=True)]
 
 
-def _wrap_local(value: Tensor, to: Layout) -> Tensor:
-    return value if value.ndim == 0 else wrap_view(value, to)
+def _wrapper(d: Local) -> Callable[[Tensor, Layout], Tensor]:
+    """Results as tiled tensors, a single number as a plain one.
+
+    Their strides follow from the tiles', but where some were too thin to lie in an order that all ranks' tiles have.
+    """
+    make = wrap if any(meta.layout is not None and meta.layout.is_thin for meta in d.reads) else wrap_view
+    return lambda value, to: value if value.ndim == 0 else make(value, to)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,35 +11,45 @@ from torch import Tensor
 
 from widefield.engine.layout import Layout
 from widefield.engine.places import on_layout, recut
-from widefield.engine.tiled import TiledTensor, wrap
+from widefield.engine.tiled import TiledTensor, wrap, wrap_view
+from widefield.engine.writes import targets_of
 
 
 def give_home(made: Any, source: Any, layout: Layout, run: Callable) -> None:
     """Tell views that are copies, because pixels had to move, where their pixels belong."""
+    source.shown = True
     for number, view in enumerate([made] if isinstance(made, Tensor) else made):
+        view.apart = source.apart
+        view.repeats = source.repeats or _bytes_of(view) > _bytes_of(source)
         if source.laid is layout and torch._C._is_alias_of(view.own, source.own):
             view.home = source.home
         else:
             view.home = Home(source, layout, run, number, view.own)
 
 
+def _bytes_of(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
 class Home:
     """Keeps a moved view and the tensor that it shows the same, whichever of them is written to in place.
 
-    source: the tensor; layout: where its pixels were brought to before `run` showed them; tile: the view's, its `number`th.
-    version: torch's count of writes, which a tensor and its views share, when they were last the same; of the inference
-    mode, where torch counts none, only what is written to the view is brought home.
+    source: the tensor, as it is now: in place it may become one of another shape; layout: where its pixels were brought to
+        before `run` showed them; tile: the view's, its `number`th.
+    version: the count of writes when they were last the same, see `version_of`.
     """
 
     def __init__(self, source: TiledTensor, layout: Layout, run: Callable, number: int, tile: Tensor) -> None:
-        self.source, self.layout, self.run, self.number, self.own = source, layout, run, number, tile
+        self.source, self.layout, self.run, self.number, self.own = same_of(source), layout, run, number, tile
         self.version = version_of(source)
 
     def bring(self, version: int) -> None:
         """Send the view's pixels home, on every rank alike; `version`: the count once this write is counted."""
         source, self.version = self.source, version
         tile = on_layout(source, self.layout).clone(memory_format=torch.contiguous_format)
-        self._shown(tile).copy_(self.own)
+        shown = self._shown(tile)
+        repeated = _repeated_dims(shown)
+        _first_of(shown, repeated).copy_(_first_of(self.own, repeated))
         source.own.copy_(recut(wrap(tile, self.layout), source.laid))
         if source.home is not None:
             source.home.bring(version)
@@ -50,13 +61,59 @@ class Home:
         self.version = version
         if self.source.home is not None:
             self.source.home.keep_up(version)
-        self.own.copy_(self._shown(on_layout(self.source, self.layout)))
+        shown = self._shown(on_layout(self.source, self.layout))
+        repeated = _repeated_dims(self.own)
+        _first_of(self.own, repeated).copy_(_first_of(shown, repeated))
 
     def _shown(self, tile: Tensor) -> Tensor:
         shown = self.run(self.layout, tile)
         return shown if isinstance(shown, Tensor) else shown[self.number]
 
 
+def _repeated_dims(tile: Tensor) -> list[int]:
+    """Dims along which all places share their memory, which cannot be written to more than once."""
+    return [dim for dim, step in enumerate(tile.stride()) if step == 0]
+
+
+def _first_of(tile: Tensor, dims: Sequence[int]) -> Tensor:
+    """The first of each of these dims, still a view."""
+    for dim in dims:
+        tile = tile[(slice(None),) * dim + (slice(0, 1),)]
+    return tile
+
+
+def same_of(tensor: TiledTensor) -> TiledTensor:
+    """Another name of a tensor's memory, which stays as it is where the tensor becomes another in place."""
+    same = wrap_view(tensor.own, tensor.laid)
+    same.home = tensor.home
+    return same
+
+
+# ---------------------------------------------------------------------------------------------- how often was it written to?
+
+
+_UNSEEN = [0]
+"""Writes to tensors of which torch keeps no count that their views and sources share; all ranks see the same."""
+
+
 def version_of(tensor: Tensor) -> int:
-    """How often torch counted a write to the tensor or to a view of the same memory."""
-    return 0 if tensor.is_inference() else tensor._version
+    """A number that grows whenever the tensor is written to, or a view of the same memory.
+
+    Torch's own count, which a tensor and its views share, and the writes that it does not count: all in the inference mode,
+    and those through `.data`.
+    """
+    return _UNSEEN[0] + (0 if tensor.is_inference() else tensor._version)
+
+
+def counted(handler: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run an operation that writes into its arguments, and count what torch does not."""
+    before = _UNSEEN[0]
+    out = handler(func, args, kwargs)
+    if any(type(t) is TiledTensor and (t.apart or t.is_inference()) for t in targets_of(func, args, kwargs)):
+        _UNSEEN[0] = max(_UNSEEN[0], before + 1)  # the handler may have run others that write
+    return out
+
+
+def count_write() -> None:
+    """Say that a tensor was written to of which torch may keep no count."""
+    _UNSEEN[0] += 1

@@ -77,7 +77,7 @@ class Layout:
 
     __slots__ = (
         "shape", "cuts", "grid", "box", "tile_shape", "is_cut", "axes", "ways", "is_empty", "strides", "alone",
-        "_boxes", "_sources",
+        "_boxes", "_sources", "_is_thin",
     )  # fmt: skip
 
     def __init__(self, shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> None:
@@ -91,6 +91,7 @@ class Layout:
         self.is_empty = 0 in self.tile_shape
         self._boxes: tuple[Box, ...] | None = None
         self._sources: tuple[tuple[int, ...], ...] | None = None
+        self._is_thin: bool | None = None
         self.strides: dict = {}
         self.alone: dict | None = _ALONE.setdefault(grid, {}) if grid.size == 1 else None
         """Of a grid of one rank, its layouts by shape: there every operation is the plain one."""
@@ -111,6 +112,14 @@ class Layout:
             alike = [grid.place_on(others, rank) for rank in range(grid.size)]
             self._sources = tuple(tuple(q for q in range(grid.size) if alike[q] == alike[r]) for r in range(grid.size))
         return self._sources
+
+    @property
+    def is_thin(self) -> bool:
+        """Whether some rank has one pixel or none on a dim of more, so that its strides do not tell where that dim lies."""
+        if self._is_thin is None:
+            pairs = [pair for box in self.boxes for pair in zip(box, self.shape, strict=True)]
+            self._is_thin = any(len(interval) < 2 <= extent for interval, extent in pairs)
+        return self._is_thin
 
     def box_of(self, rank: int) -> Box:
         """What a rank holds."""

@@ -41,7 +41,7 @@ def _moments_of(image: Tensor) -> tuple[Tensor, Tensor]:
     if image.is_cuda or image.dtype in (torch.float32, torch.float64):
         return torch.batch_norm_update_stats(image, None, None, 0.0)
     # On the CPU, 16-bit inputs give 16-bit statistics unless float32 buffers are passed; these are thrown away.
-    unused = torch.zeros(image.size(1)), torch.ones(image.size(1))
+    unused = torch.zeros(image.size(1), dtype=torch.float32), torch.ones(image.size(1), dtype=torch.float32)
     return torch.batch_norm_update_stats(image, *unused, 0.0)
 
 

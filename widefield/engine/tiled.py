@@ -41,6 +41,15 @@ class TiledTensor(Tensor):
     home: Any = None
     """Of a view whose pixels had to move, and of views of that: what brings writes to it back to the tensor it shows."""
 
+    apart: bool = False
+    """Whether it may be `.data` of another, or a view of that: torch's count of writes to it is then not the other's."""
+
+    repeats: bool = False
+    """Whether it is an expanded tensor or a view of one, in which places may share their memory."""
+
+    shown: bool = False
+    """Whether views were taken of it."""
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -95,10 +104,11 @@ def wrap(tile: Tensor, layout: Layout) -> TiledTensor:
     return made
 
 
-def wrap_view(tile: Tensor, layout: Layout) -> TiledTensor:
-    """`wrap` for views: the whole's strides are in the tile's order, so that torch does not take it for contiguous."""
+def wrap_view(tile: Tensor, layout: Layout, strides: tuple[int, ...] | None = None) -> TiledTensor:
+    """`wrap` with the whole's strides, or in the tile's order, so that torch does not take it for contiguous."""
     _replay_views(True)
-    made = _make(TiledTensor, layout.shape, strides=_strides(tile, layout), dtype=tile.dtype, device=tile.device)
+    strides = _strides(tile, layout) if strides is None else strides
+    made = _make(TiledTensor, layout.shape, strides=strides, dtype=tile.dtype, device=tile.device)
     made.own = tile
     made.laid = layout
     return made
@@ -106,9 +116,8 @@ def wrap_view(tile: Tensor, layout: Layout) -> TiledTensor:
 
 def become(tensor: TiledTensor, other: TiledTensor) -> TiledTensor:
     """Make `tensor` show what `other` shows, its shape too: what operations do that change dims in place."""
-    home = other.home if other.home is not None and other.home.source is not tensor else None
     tensor.data = other
-    tensor.own, tensor.laid, tensor.home = other.own, other.laid, home
+    tensor.own, tensor.laid, tensor.home = other.own, other.laid, other.home
     return tensor
 
 
@@ -116,20 +125,13 @@ def _strides(tile: Tensor, layout: Layout) -> tuple[int, ...]:
     strides = tile.stride()
     known = layout.strides.get(strides)
     if known is None:
-        order = _row_major(layout) if _is_thin(layout) else strides
+        order = _row_major(layout) if layout.is_thin else strides
         known = layout.strides[strides] = whole_strides(layout, order)
     return known
 
 
-def _is_thin(layout: Layout) -> bool:
-    """Whether some tile is so thin that its strides do not tell in which order its dims lie.
-
-    Autograd picks formulas by a tensor's strides, and all ranks must pick the same: there every whole passes for row-major.
-    """
-    return any(len(i) < 2 <= extent for box in layout.boxes for i, extent in zip(box, layout.shape, strict=True))
-
-
 def _row_major(layout: Layout) -> tuple[int, ...]:
+    """Autograd picks formulas by a tensor's strides, and all ranks must pick the same: a thin whole passes for row-major."""
     return tuple(range(len(layout.shape), 0, -1))
 
 

@@ -65,6 +65,8 @@ def convolution(
     mixed = [(meta, dims) for meta, dims in wholes if any(meta.cuts[dim] for dim in dims)]
     if mixed:
         return Again(mixed)
+    if weight.is_cut and bias is not None:
+        raise NotImplementedError("a convolution whose weight is cut into tiles takes no bias; add it to what it gives")
     if weight.is_cut:
         return _correlation(image, weight, stride, padding, dilation, transposed, groups)
     extents, size = image.shape[2:], weight.shape[2:]
@@ -321,10 +323,14 @@ CASES = [
         "window does not fit", lambda x, w: F.conv2d(x, w), (1, 2, 4, 4), (2, 2, 7, 7), refuses="(?i)kernel size|does not fit"
     ),
     case(
+        "weight and bias are images", lambda x, w, b: F.conv2d(x, w, b), (1, 2, 9, 9), (2, 2, 7, 7), (2,), tiled=(0, 1, 2),
+        refuses="takes no bias",
+    ),
+    case(
         "one image without gradient, two halos",
         lambda x, a, b: _twice(x.detach(), a, b),
         (1, 2, 29, 9),
         (3, 2, 2, 2),
         (3, 2, 3, 3),
     ),
-]
+]  # fmt: skip

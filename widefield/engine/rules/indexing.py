@@ -99,7 +99,22 @@ def _index_of_pixels(x: Meta, indices: Sequence[Meta | None]) -> Local:
     return Local([*picks, x], lambda _: [outs], run, at=[*[layout] * len(picks), None])
 
 
-@composed(aten.index_select.default)
+def _of_a_number(operation: Any) -> Any:
+    """The rule of an operation on a tensor, where that may be a single number, of which torch lets indices pick as of a row."""
+
+    def register(function: Any) -> Any:
+        @composed(operation)
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if x.ndim:
+                return function(x, *args, **kwargs)
+            return operation(*(whole_of(arg) if type(arg) is TiledTensor else arg for arg in (x, *args)), **kwargs)
+
+        return run
+
+    return register
+
+
+@_of_a_number(aten.index_select.default)
 def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     out = aten.index.Tensor(x, _at_dim(x, dim, index))
     return out if own_of(out).is_contiguous() else aten.clone.default(out, memory_format=torch.contiguous_format)  # as torch's
@@ -156,23 +171,23 @@ def _cuts_around(x: Meta, indices: Sequence[Meta | None], values: Meta) -> Cuts:
     return tuple(cuts)
 
 
-@composed(aten.index_add.default)
+@_of_a_number(aten.index_add.default)
 def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float = 1) -> Tensor:
     source = source if alpha == 1 else aten.mul.Tensor(source, alpha)
     return aten.index_put.default(x, _at_dim(x, dim, index), source, True)
 
 
-@composed(aten.index_copy.default)
+@_of_a_number(aten.index_copy.default)
 def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     return aten.index_put.default(x, _at_dim(x, dim, index), source)
 
 
-@composed(aten.index_fill.int_Scalar)
+@_of_a_number(aten.index_fill.int_Scalar)
 def index_fill(x: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
     return aten.index_put.default(x, _at_dim(x, dim, index), torch.full((), value, dtype=x.dtype, device=x.device))
 
 
-@composed(aten.index_fill.int_Tensor)
+@_of_a_number(aten.index_fill.int_Tensor)
 def index_fill_tensor(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
     return aten.index_put.default(x, _at_dim(x, dim, index), value.to(x.dtype))
 
@@ -305,6 +320,18 @@ CASES = [
         "written through a view",
         lambda x: (y := x * 1, y[:, 1:, 2:9].index_fill_(1, torch.tensor([0]), 2.0), y * y)[-1],
         _IMAGE,
+    ),
+    case(
+        "indices of a number",
+        lambda x, n: [
+            n[0].index_select(0, labels(x, 1)),
+            n[0].index_add(0, labels(x, 1), x[0], alpha=2),
+            n[0].index_fill(0, labels(x, 1), 2.0),
+            n[0].index_copy(0, labels(x, 1), n[1]),
+            n[0].index_fill(0, labels(x, 1), n.detach()[1]),
+        ],
+        (1,),
+        (2,),
     ),
     case("where there are three", lambda x, y: torch.where(x > 0, x, y[:, :1]), _IMAGE, _IMAGE),
     case("picked by a mask", lambda x: x[x > 0], _IMAGE, refuses="cannot pick pixels"),

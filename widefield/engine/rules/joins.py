@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from widefield.engine.layout import Cut, Grid
+from widefield.engine.places import first_cut
 from widefield.engine.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
 from widefield.geometry.interval import Interval, natural_cut
 from widefield.geometry.window import EMPTY
@@ -58,22 +59,23 @@ class Mirror:
 
 @rule(aten.cat.default)
 def cat(tensors: Sequence[Meta], dim: int = 0) -> Windowed:
-    parts = [part for part in tensors if part.shape != (0,)]  # torch leaves out such ones, whatever their dims
+    parts = [part for part in tensors if part.shape != (0,)] or [tensors[0]]
+    left_out = [part for part in tensors if part not in parts]  # torch leaves out such ones, whatever their dims
     dim %= parts[0].ndim
     for part in parts:
         if part.ndim != parts[0].ndim or _others(part, dim) != _others(parts[0], dim):
             raise RuntimeError(f"cat along dim {dim} wants equal sizes on the other dims, not {[list(p.shape) for p in parts]}")
     ends = [sum(part.shape[dim] for part in parts[: n + 1]) for n in range(len(parts))]
     starts = [end - part.shape[dim] for end, part in zip(ends, parts, strict=True)]
-    main = next(part for part in parts if part.is_cut)
+    main, grid = first_cut(parts), next(part.layout.grid for part in tensors if part.is_cut)  # type: ignore[union-attr]
     shape = (*main.shape[:dim], ends[-1], *main.shape[dim + 1 :])
-    cut = _joined_cut(main.cuts[dim], parts, starts, dim, ends[-1], main.layout.grid)  # type: ignore[union-attr]
+    cut = _joined_cut(main.cuts[dim], parts, starts, dim, ends[-1], grid)
     reads = [Read(part, {dim: Stretch(start, part.shape[dim])}) for part, start in zip(parts, starts, strict=True)]
+    reads += [Read(part, {0: Stretch(0, 0)}) for part in left_out]
     dtype = reduce(torch.promote_types, (part.dtype for part in tensors))
-    left_out = len(tensors) - len(parts)
 
     def prepare(part: Part) -> Any:
-        shown = [n for n, box in enumerate(part.reads) if len(box[dim])]
+        shown = [n for n, box in enumerate(part.reads[: len(parts)]) if len(box[dim])]
         if len(shown) == len(parts) and not left_out:
             return lambda *tiles: torch.cat(tiles, dim)
         return lambda *tiles: torch.cat([tiles[n].to(dtype) for n in shown], dim)
@@ -205,6 +207,13 @@ CASES = [
     ),
     case("cat of one", lambda x: torch.cat([x], 2) ** 2, _IMAGE),
     case("cat with nothing", lambda x: torch.cat([torch.empty(0), x, x[:, :0]], 1) ** 2, _IMAGE),
+    case(
+        "cat of nothing",
+        lambda x: (
+            [torch.cat([x.flatten()[:0], y]) for y in (x, x.flatten()[5:5], x.sum((2, 3)))] + [torch.cat([x.flatten()[:0]])]
+        ),
+        _IMAGE,
+    ),
     case("cat of two types", lambda x, y: torch.cat([x.detach().float(), y], 2) ** 2, _IMAGE, _TALL, tiled=(0, 1)),
     case("cat 1-D", lambda x, y: torch.cat([x, y], -1) ** 2, (2, 3, 13), (2, 3, 8), tiled=(0, 1)),
     case("cat 3-D", lambda x, y: torch.cat([x, y], 3) ** 2, (1, 2, 5, 6, 4), (1, 2, 5, 3, 4), tiled=(0, 1)),

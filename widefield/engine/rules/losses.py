@@ -1,4 +1,4 @@
-"""Losses that torch has kernels for: cross entropy's negative log likelihood, and those between an image and its target.
+"""Losses that torch has kernels for, between an image and its target; those of class numbers are in cross_entropy.py.
 
 A loss is a sum over the pixels of every tile, added up, and divided once by the count (or the sum of class weights) of the
 whole.  So every rank has the single device's loss, as a plain number.  Losses made of other operations need nothing here.
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.layout import Cuts, Layout, layout_of, uncut
-from widefield.engine.places import first_cut, moved
+from widefield.engine.layout import Cuts, Layout
+from widefield.engine.places import first_cut
 from widefield.engine.rules import Description, Local, Meta, Reduced, case, rule
 from widefield.engine.rules.reductions import WIDE
 
@@ -31,7 +31,7 @@ def _loss(image: Meta, target: Meta, *others: Meta | None, reduction: int, op: C
     reads = [image, target, *(meta for meta in others if meta is not None)]
     call = partial(_with_gaps, op, [meta is not None for meta in (image, target, *others)])
     if reduction == NONE:
-        return Local(reads, _same, lambda _, *tiles: call(*tiles, reduction=NONE))
+        return Local(reads, same_pixels, lambda _, *tiles: call(*tiles, reduction=NONE))
     count = math.prod(image.shape)
     wide = WIDE.get(image.dtype)
 
@@ -56,10 +56,10 @@ def _loss_backward(grad: Meta, image: Meta, target: Meta, *others: Meta | None, 
             return call(grad / count, *tiles, reduction=SUM)
         return call(grad, *tiles, reduction=reduction)
 
-    return Local(reads, _same, run)
+    return Local(reads, same_pixels, run)
 
 
-def _same(layout: Layout) -> list[tuple[tuple[int, ...], Cuts]]:
+def same_pixels(layout: Layout) -> list[tuple[tuple[int, ...], Cuts]]:
     return [(layout.shape, layout.cuts)]
 
 
@@ -125,75 +125,7 @@ def binary_cross_entropy_with_logits(
     return _loss(image, target, weight, pos_weight, reduction=reduction, op=op)
 
 
-# ---------------------------------------------------------------------------------------------- class numbers
-
-
-def _layouts(image: Meta, target: Meta) -> tuple[Layout, Layout]:
-    """Where image (B, C, ...) and class numbers (B, ...) are worked on: as the image is cut, but never through its classes."""
-    at = min(1, image.ndim - 1)
-    layout = image.layout if image.is_cut or target.layout is None else _with_classes(target.layout, image.shape, at)
-    assert layout is not None
-    layout = moved(layout, [at])
-    return layout, layout_of(target.shape, (*layout.cuts[:at], *layout.cuts[at + 1 :]), layout.grid)
-
-
-def _with_classes(layout: Layout, shape: tuple[int, ...], at: int) -> Layout:
-    return layout_of(shape, (*layout.cuts[:at], None, *layout.cuts[at:]), layout.grid)
-
-
-def _nll(image: Meta, target: Meta, weight: Meta | None, reduction: int, ignore_index: int, *, op: Callable) -> Description:
-    reads = [image, target] if weight is None else [image, target, weight]
-    of_image, of_target = _layouts(image, target)
-    at = [of_image, of_target, *_uncut(weight, of_image)]
-    if reduction == NONE:
-        none = [(of_target.shape, of_target.cuts), ((), None)]
-        return Local(reads, lambda _: none, lambda _, *tiles: op(*_three(tiles), NONE, ignore_index), at=at)
-    wide = WIDE.get(image.dtype)
-
-    def local(image: Tensor, target: Tensor, *weight: Tensor) -> Tensor:
-        if wide is not None:
-            image, weight = image.to(wide), tuple(w.to(wide) for w in weight)
-        return torch.stack(op(*_three((image, target, *weight)), SUM, ignore_index))
-
-    def finish(total: Tensor, *_) -> tuple[Tensor, Tensor]:
-        loss = total[0] / total[1] if reduction == MEAN else total[0]
-        return loss.to(image.dtype), total[1].to(image.dtype)
-
-    return Reduced(reads, range(image.ndim), local, [None, None], None, finish, at)
-
-
-def _uncut(weight: Meta | None, like: Layout) -> list[Layout]:
-    """Where the class weights are wanted: whole."""
-    return [] if weight is None else [uncut(weight.shape, like.grid)]
-
-
-def _three(tiles: Sequence[Tensor]) -> tuple:
-    """(image, target, weight or None)."""
-    return (*tiles, None) if len(tiles) == 2 else tuple(tiles)
-
-
-def _nll_backward(
-    grad: Meta, image: Meta, target: Meta, weight: Meta | None, reduction, ignore_index, total: Meta, *, op: Callable
-) -> Description:
-    of_image, of_target = _layouts(image, target)
-    has_weight = weight is not None
-    reads = [image, target, grad] if weight is None else [image, target, grad, weight]
-    at = [of_image, of_target, of_target if grad.ndim else None, *_uncut(weight, of_image)]
-
-    def run(layout: Layout, grad: Tensor, image: Tensor, target: Tensor, *others: Tensor) -> Tensor:
-        if not image.is_contiguous():  # the kernel wants that of it, and nothing more but its shape
-            image = torch.empty_like(image, memory_format=torch.contiguous_format)
-        return op(grad, image, target, others[0] if has_weight else None, reduction, ignore_index, others[-1])
-
-    return Local(reads, _same, run, at=at)
-
-
-for forward, backward in (
-    (aten.nll_loss_forward.default, aten.nll_loss_backward.default),
-    (aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default),
-):
-    rule(forward)(partial(_nll, op=forward))
-    rule(backward)(partial(_nll_backward, op=backward))
+# ---------------------------------------------------------------------------------------------- margins
 
 
 def _margins(image: Meta, target: Meta, *_: object, **__: object) -> Description:
@@ -210,23 +142,9 @@ rule(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default
 REDUCTIONS = ("none", "mean", "sum")
 
 
-def _each(loss: Callable) -> Callable:
+def each(loss: Callable) -> Callable:
     """The loss under every reduction."""
     return lambda *inputs: [loss(*inputs, reduction=reduction) for reduction in REDUCTIONS]
-
-
-def _classes(like: Tensor, count: int) -> Tensor:
-    """Class numbers made from random pixels, on tiles or whole."""
-    return (like.detach() * 7).abs().long() % count
-
-
-def _ignored(like: Tensor, count: int) -> Tensor:
-    classes = _classes(like, count)
-    return classes.masked_fill(classes == 1, 255)
-
-
-def _plain_classes(*shape: int) -> Tensor:
-    return torch.arange(math.prod(shape)).mul(7).remainder(5).view(shape)
 
 
 def _dice(x: Tensor, t: Tensor, alpha: float = 0.5, beta: float = 0.5) -> Tensor:
@@ -265,88 +183,42 @@ _X, _T = (2, 5, 11, 7), (2, 11, 7)
 _BOTH = (0, 1)
 
 CASES = [
-    case("nll", _each(lambda x, t, **k: F.nll_loss(x, _classes(t, 5), **k)), _X, _T, tiled=_BOTH),
-    case("nll, plain target", _each(lambda x, **k: F.nll_loss(x, _plain_classes(*_T), **k)), _X),
-    case("nll, plain image", _each(lambda x, t, **k: F.nll_loss(x, _classes(t, 5), **k)), _X, _T, tiled=(1,)),
-    case(
-        "nll, ignored pixels and class weights",
-        _each(lambda x, t, **k: F.nll_loss(x, _ignored(t, 5), torch.arange(1.0, 6), ignore_index=255, **k)),
-        _X, _T, tiled=_BOTH,
-    ),
-    case("nll of 3-D images", _each(lambda x, **k: F.nll_loss(x, _plain_classes(2, 9, 7, 3), **k)), (2, 5, 9, 7, 3)),
-    case("nll of lines", _each(lambda x, t, **k: F.nll_loss(x, _classes(t, 5), **k)), (2, 5, 11), (2, 11), tiled=(0,)),
-    case("nll of samples", _each(lambda x, **k: F.nll_loss(x.mean((2, 3)), _plain_classes(2), **k)), _X),
-    case("nll whose classes are cut", _each(lambda x, **k: F.nll_loss(x, _plain_classes(6), **k)), (6, 5)),
-    case(
-        "nll, class weights on tiles",
-        lambda x, t, w: F.nll_loss(x, _classes(t, 5), w.detach().exp()), _X, _T, (5,), tiled=(0, 1, 2),
-    ),
-    case(
-        "cross entropy where classes and batch are cut",
-        lambda x: (
-            F.cross_entropy(x.transpose(1, 2), _plain_classes(2, 5, 7)),
-            F.cross_entropy(x.transpose(0, 2), _plain_classes(11, 2, 7)),
-        ),
-        _X,
-    ),
-    case(
-        "cross entropy", _each(lambda x, t, **k: F.cross_entropy(x, _ignored(t, 5), ignore_index=255, **k)),
-        _X, _T, tiled=_BOTH,
-    ),
-    case(
-        "cross entropy with class weights",
-        _each(lambda x, **k: F.cross_entropy(x, _plain_classes(*_T), torch.arange(1.0, 6), **k)), _X,
-    ),
-    case(
-        "cross entropy, label smoothing",
-        _each(lambda x, t, **k: F.cross_entropy(x, _ignored(t, 5), ignore_index=255, label_smoothing=0.1, **k)),
-        _X, _T, tiled=_BOTH,
-    ),
-    case(
-        "cross entropy, label smoothing and class weights",
-        _each(lambda x, **k: F.cross_entropy(x, _plain_classes(*_T), torch.arange(1.0, 6), label_smoothing=0.1, **k)), _X,
-    ),
-    case(
-        "cross entropy with probabilities",
-        _each(lambda x, t, **k: F.cross_entropy(x, t.softmax(1), torch.arange(1.0, 6), label_smoothing=0.2, **k)),
-        _X, _X, tiled=_BOTH,
-    ),
-    case("bce", _each(lambda x, t, **k: F.binary_cross_entropy(x.sigmoid(), t.sigmoid().detach(), **k)), _X, _X),
+    case("bce", each(lambda x, t, **k: F.binary_cross_entropy(x.sigmoid(), t.sigmoid().detach(), **k)), _X, _X),
     case(
         "bce, weighted",
-        _each(lambda x, t, **k: F.binary_cross_entropy(x.sigmoid(), t.sigmoid(), torch.arange(1.0, 8), **k)),
+        each(lambda x, t, **k: F.binary_cross_entropy(x.sigmoid(), t.sigmoid(), torch.arange(1.0, 8), **k)),
         _X, _X, tiled=_BOTH,
     ),
     case(
-        "bce with logits", _each(lambda x, t, **k: F.binary_cross_entropy_with_logits(x, t.sigmoid(), **k)),
+        "bce with logits", each(lambda x, t, **k: F.binary_cross_entropy_with_logits(x, t.sigmoid(), **k)),
         _X, _X, tiled=_BOTH,
     ),
     case(
         "bce with logits, weights of rows and classes",
-        _each(
+        each(
             lambda x, t, **k: F.binary_cross_entropy_with_logits(
                 x, t.sigmoid(), torch.arange(1.0, 12).view(11, 1), pos_weight=torch.arange(1.0, 6).view(5, 1, 1), **k
             )
         ),
         _X, _X,
     ),
-    case("mse", _each(F.mse_loss), _X, _X, tiled=_BOTH),
-    case("mse, plain target", _each(F.mse_loss), _X, _X),
-    case("mse, plain image", _each(F.mse_loss), _X, _X, tiled=(1,)),
-    case("l1", _each(F.l1_loss), _X, _X, tiled=_BOTH),
-    case("smooth l1", _each(partial(F.smooth_l1_loss, beta=0.5)), _X, _X, tiled=_BOTH),
-    case("smooth l1 of a sharp bend", _each(partial(F.smooth_l1_loss, beta=0.0)), _X, _X),
-    case("huber", _each(partial(F.huber_loss, delta=0.7)), _X, _X, tiled=_BOTH),
-    case("soft margin", _each(lambda x, t, **k: F.soft_margin_loss(x, t.detach().sign(), **k)), _X, _X, tiled=_BOTH),
+    case("mse", each(F.mse_loss), _X, _X, tiled=_BOTH),
+    case("mse, plain target", each(F.mse_loss), _X, _X),
+    case("mse, plain image", each(F.mse_loss), _X, _X, tiled=(1,)),
+    case("l1", each(F.l1_loss), _X, _X, tiled=_BOTH),
+    case("smooth l1", each(partial(F.smooth_l1_loss, beta=0.5)), _X, _X, tiled=_BOTH),
+    case("smooth l1 of a sharp bend", each(partial(F.smooth_l1_loss, beta=0.0)), _X, _X),
+    case("huber", each(partial(F.huber_loss, delta=0.7)), _X, _X, tiled=_BOTH),
+    case("soft margin", each(lambda x, t, **k: F.soft_margin_loss(x, t.detach().sign(), **k)), _X, _X, tiled=_BOTH),
     case(
         "KL divergence",
         lambda x, t: [F.kl_div(x.log_softmax(1), t.softmax(1), reduction=r) for r in ("none", "batchmean", "sum")],
         _X, _X, tiled=_BOTH,
     ),
     case("KL divergence of logs", lambda x, t: F.kl_div(x, t, reduction="batchmean", log_target=True), _X, _X, tiled=_BOTH),
-    case("Poisson", _each(lambda x, t, **k: F.poisson_nll_loss(x, t.exp(), full=True, **k)), _X, _X, tiled=_BOTH),
-    case("Gauss", _each(lambda x, t, **k: F.gaussian_nll_loss(x, t, t.exp(), **k)), _X, _X, tiled=_BOTH),
-    case("hinge", _each(lambda x, t, **k: F.hinge_embedding_loss(x, t.detach().sign(), **k)), _X, _X, tiled=_BOTH),
+    case("Poisson", each(lambda x, t, **k: F.poisson_nll_loss(x, t.exp(), full=True, **k)), _X, _X, tiled=_BOTH),
+    case("Gauss", each(lambda x, t, **k: F.gaussian_nll_loss(x, t, t.exp(), **k)), _X, _X, tiled=_BOTH),
+    case("hinge", each(lambda x, t, **k: F.hinge_embedding_loss(x, t.detach().sign(), **k)), _X, _X, tiled=_BOTH),
     case("cosine similarity", lambda x, y: F.cosine_similarity(x, y, 1), _X, _X, tiled=_BOTH),
     case("cosine similarity along rows", lambda x, y: F.cosine_similarity(x, y, 2), _X, _X, tiled=_BOTH),
     case("triplet margin", lambda x, y, z: F.triplet_margin_loss(x, y, z), _X, _X, _X, tiled=(0, 1, 2)),
@@ -356,5 +228,10 @@ CASES = [
     case("total variation", _total_variation, _X),
     case("structural similarity", _ssim, _X, _X, tiled=_BOTH),
     case("multi margin", lambda x: F.multi_margin_loss(x, torch.arange(6) % 5), (6, 5), refuses="margin loss of samples cut"),
-    case("multilabel margin", lambda x: F.multilabel_margin_loss(x, _plain_classes(6, 5)), (6, 5), refuses="margin loss of"),
+    case(
+        "multilabel margin",
+        lambda x: F.multilabel_margin_loss(x, torch.arange(30).view(6, 5) % 5),
+        (6, 5),
+        refuses="margin loss of",
+    ),
 ]  # fmt: skip

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from widefield.engine.dispatch import by_rule
-from widefield.engine.homes import version_of
+from widefield.engine.homes import same_of, version_of
 from widefield.engine.layout import Cut
 from widefield.engine.places import on_layout
 from widefield.engine.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
 from widefield.engine.rules.sampling import repeated
-from widefield.engine.tiled import TiledTensor, wrap
+from widefield.engine.tiled import TiledTensor, wrap_view
 from widefield.geometry.box import is_empty, size_of
 from widefield.geometry.interval import Interval, even_cut
 from widefield.geometry.window import EMPTY, Spread, Window, window_count
@@ -161,16 +161,21 @@ def unfold(tensor: TiledTensor, dimension: int, size: int, step: int) -> Tensor:
     """Windows of a dim, as a new last dim: a view, or where the dim is cut a copy that what is written to goes home from."""
     made = by_rule(_unfolded, aten.unfold.default, (tensor, dimension, size, step), {})
     dim = dimension % max(1, tensor.ndim)
-    if tensor.laid.cuts[dim] is not None:
-        made.home = _Windows(tensor, made, dim, size, step)
-    return made
+    if tensor.laid.cuts[dim] is None:
+        return made
+    apart = tensor.stride(dim)
+    strides = (*tensor.stride()[:dim], apart * step, *tensor.stride()[dim + 1 :], apart)
+    view = wrap_view(made.own, made.laid, strides)
+    view.home, view.apart, view.repeats = _Windows(tensor, made, dim, size, step), tensor.apart, tensor.repeats
+    tensor.shown = True
+    return view
 
 
 class _Windows:
     """The home of windows of a cut dim: see `homes.Home`."""
 
     def __init__(self, source: TiledTensor, windows: TiledTensor, dim: int, size: int, step: int) -> None:
-        self.source, self.windows, self.at = source, wrap(windows.own, windows.laid), (dim, size, step)
+        self.source, self.windows, self.at = same_of(source), windows, (dim, size, step)
         self.version = version_of(source)
 
     def bring(self, version: int) -> None:

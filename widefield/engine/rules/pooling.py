@@ -290,6 +290,11 @@ def _avg_pool(
 ) -> Windowed:
     windows = _windows(image, dims, kernel_size, stride, padding, 1, ceil_mode)
     divisors = _Divisors(windows, count_include_pad, divisor_override)
+    if not image.dtype.is_floating_point:
+        raise NotImplementedError(
+            f"average pooling of integers ({image.dtype}) has no rule on tiles: at borders other sums are rounded; "
+            "use x.double(), and round what comes"
+        )
     pool = {2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[dims]
 
     def prepare(part: Part):
@@ -376,6 +381,7 @@ CASES = [
     case("avg, divisor", lambda x: F.avg_pool2d(x, 3, 2, 1, True, False, 5), (2, 3, 20, 14)),
     case("avg, stride above window", lambda x: F.avg_pool2d(x, 2, 5, 1), (2, 3, 24, 19)),
     case("avg without batch", lambda x: F.avg_pool2d(x, 3, 2, 1), (3, 20, 14)),
+    case("avg of integers", lambda x: F.avg_pool2d((9 * x).long(), 3), (2, 3, 18, 13), refuses="average pooling of integers"),
     case("avg 1-D", lambda x: F.avg_pool1d(x, 4, 3, 2, True, False), (2, 3, 31)),
     case("avg 3-D", lambda x: F.avg_pool3d(x, 3, 2, 1, True), (2, 2, 12, 10, 9)),
     case("avg 3-D, pad not counted", lambda x: F.avg_pool3d(x, (3, 2, 3), 1, 1, False, False), (1, 2, 9, 8, 7)),

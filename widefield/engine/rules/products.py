@@ -102,26 +102,20 @@ rule(aten.bmm.default)(partial(_product, aten.bmm.default, "bnk,bkm->bnm"))
 # ---------------------------------------------------------------------------------------------- products and a sum
 
 
-def _added(run: Callable, alone: Callable, letters: str, bias: Meta, a: Meta, b: Meta, *, beta=1, alpha=1) -> Placed:
+def _added(run: Callable, letters: str, bias: Meta, a: Meta, b: Meta, *, beta=1, alpha=1) -> Placed:
     """beta * bias + alpha * product.  Where the product is a sum of parts, one rank's part has the bias."""
     layouts, out, over = planned(letters, [a, b]) if a.is_cut or b.is_cut else _following(letters, bias, a, b)
     missing = len(out.shape) - bias.ndim
     cuts = [cut if extent == out.shape[missing + dim] else None for dim, (extent, cut) in enumerate(_pairs(bias, out))]
     of_bias = layout_of(bias.shape, tuple(cuts), out.grid)
-    if out.grid.place_on(over, out.grid.index) == 0:
-        call = partial(run, beta=beta, alpha=alpha) if (beta, alpha) != (1, 1) else run
-    else:
-        call = partial(_without_bias, alone, alpha)
+    if out.grid.place_on(over, out.grid.index) != 0:
+        beta = 0
+    call = partial(run, beta=beta, alpha=alpha) if (beta, alpha) != (1, 1) else run
     return Placed([bias, a, b], [of_bias, *layouts], call, out, over)
 
 
 def _pairs(bias: Meta, out: Layout) -> list[tuple[int, Cut | None]]:
     return list(zip(bias.shape, out.cuts[len(out.shape) - bias.ndim :], strict=True))
-
-
-def _without_bias(alone: Callable, alpha: float, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    part = alone(a, b)
-    return part if alpha == 1 else part * alpha
 
 
 def _following(letters: str, bias: Meta, a: Meta, b: Meta) -> tuple[list[Layout], Layout, tuple[int, ...]]:
@@ -135,14 +129,10 @@ def _following(letters: str, bias: Meta, a: Meta, b: Meta) -> tuple[list[Layout]
     return layouts, layout_of(tuple(map(extents.__getitem__, result)), tuple(map(cuts.get, result)), bias.layout.grid), ()
 
 
-def _addbmm_alone(a: Tensor, b: Tensor) -> Tensor:
-    return aten.bmm.default(a, b).sum(0)
-
-
-rule(aten.addmm.default)(partial(_added, aten.addmm.default, aten.mm.default, "nk,km->nm"))
-rule(aten.addmv.default)(partial(_added, aten.addmv.default, aten.mv.default, "nk,k->n"))
-rule(aten.baddbmm.default)(partial(_added, aten.baddbmm.default, aten.bmm.default, "bnk,bkm->bnm"))
-rule(aten.addbmm.default)(partial(_added, aten.addbmm.default, _addbmm_alone, "bnk,bkm->nm"))
+rule(aten.addmm.default)(partial(_added, aten.addmm.default, "nk,km->nm"))
+rule(aten.addmv.default)(partial(_added, aten.addmv.default, "nk,k->n"))
+rule(aten.baddbmm.default)(partial(_added, aten.baddbmm.default, "bnk,bkm->bnm"))
+rule(aten.addbmm.default)(partial(_added, aten.addbmm.default, "bnk,bkm->nm"))
 
 
 # ---------------------------------------------------------------------------------------------- cases
@@ -201,6 +191,14 @@ CASES = [
     case("baddbmm, a broadcast addend", torch.baddbmm, (1, 1, 11), (2, 9, 4), (2, 4, 11), tiled=(2,)),
     case("addbmm", lambda c, a, b: torch.addbmm(c, a, b, beta=2.0), (4, 5), (3, 4, 9), (3, 9, 5), tiled=(1,)),
     case("addmv", lambda c, a, b: torch.addmv(c, a, b, alpha=0.5), (4,), (4, 9), (9,), tiled=(1,)),
+    case(
+        "addmv of integers by a fraction, over a cut dim",
+        lambda c, a, b: torch.addmv(*((7 * x).long() for x in (c, a, b)), beta=1.5, alpha=2.5),
+        (4,),
+        (4, 9),
+        (9,),
+        tiled=(1,),
+    ),
     case("chain", lambda a, b, c: torch.linalg.multi_dot([a, b, c]), (9, 4), (4, 5), (5, 3), tiled=(0,)),
     case("tensordot", lambda a, b: torch.tensordot(a, b, 2), (3, 9, 7), (9, 7, 4)),
 ]

@@ -57,7 +57,7 @@ def _like(operation: Any, tensor: TiledTensor, *args: Any, generator: torch.Gene
     check_generators(tensor, generator)
     if generator is not None:
         options["generator"] = generator
-    if not tensor.laid.is_cut:
+    if not tensor.laid.is_cut and tensor.home is None:
         return wrap_uncut(operation(tensor.own, *args, **options), tensor.laid.grid)
     part = drawn(tensor, lambda whole: operation(whole, *args, **options))
     return wrap(part.clone(), tensor.laid)
@@ -79,7 +79,7 @@ def native_dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[
         return image.clone(), torch.ones_like(image, dtype=torch.bool)
     assert type(image) is TiledTensor
     check_generators(image, None)
-    if not image.laid.is_cut:
+    if not image.laid.is_cut and image.home is None:
         out, mask = aten.native_dropout.default(image.own, p, train)
         return wrap_uncut(out, image.laid.grid), wrap_uncut(mask, image.laid.grid)
     mask = drawn(image, lambda whole: aten.native_dropout.default(whole, p, train)[1]).clone()

@@ -20,7 +20,7 @@ from widefield.engine.layout import Cuts, Layout
 from widefield.engine.rules import Description, Local, Meta, Reduced, Tile, case, composed, rule
 
 aten = torch.ops.aten
-WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 """In what a tile's part is kept, so that merging parts rounds no more than one device does."""
 
 
@@ -131,20 +131,31 @@ def _variance(image: Meta, dim=None, *, correction=None, keepdim=False, root=Fal
     dims = dims_of(image, dim)
     correction = 1 if correction is None else correction
     counts = _counts(image, dims)
+    count = math.prod(image.shape[d] for d in dims)
     outs = 2 if mean else 1
 
     def plain(tile: Tensor) -> Tensor | tuple:
-        if not tile.numel():  # torch warns of too few values there, though no value is missing
-            return (tile.sum(dims, keepdim),) * 2 if mean else tile.sum(dims, keepdim)
+        if count and not tile.numel():  # torch warns of too few values there, though no value is missing
+            means = tile.sum(dims, keepdim)
+            variances = means.to(image.dtype.to_real())
+            return (variances, means) if mean else variances
         op = [aten.var, aten.std, aten.var_mean, aten.std_mean][root + 2 * mean].correction
         return op(tile, dims, correction=correction, keepdim=keepdim)
 
     def finish(total: Tensor, *_) -> Tensor | tuple:
-        variance = total[1] / max(0, sum(counts) - correction)
-        parts = [(_root(variance) if root else variance).to(image.dtype), total[0].to(image.dtype)]
-        return tuple(parts) if mean else parts[0]
+        means, squares = total
+        if image.dtype.is_complex:  # the real and the imaginary part, one after the other
+            means, squares = torch.complex(*means), squares.sum(0)
+        variance = squares / max(0, count - correction)
+        variance = (_root(variance) if root else variance).to(image.dtype.to_real())
+        return (variance, means.to(image.dtype)) if mean else variance
 
-    local = partial(_mean_and_squares, dims=dims, keepdim=keepdim)
+    def local(tile: Tensor) -> Tensor:
+        if image.dtype.is_complex:
+            parts = torch.view_as_real(tile).movedim(-1, 0)
+            return _mean_and_squares(parts, dims=[d + 1 for d in dims], keepdim=keepdim)
+        return _mean_and_squares(tile, dims=dims, keepdim=keepdim)
+
     return reduced(image, dims, keepdim, local, plain=plain, merge=partial(merge_moments, counts), finish=finish, outs=outs)
 
 
@@ -195,11 +206,11 @@ def merge_moments(counts: Sequence[int], parts: Tensor) -> Tensor:
 
 def _norm(image: Meta, ord=2, dim=None, keepdim=False, *, dtype=None) -> Description:
     dims = dims_of(image, dim)
-    out = dtype or image.dtype
-    nothing = math.inf if ord < 0 else 0.0
+    wide, nothing = dtype or image.dtype, math.inf if ord < 0 else 0.0
+    out = wide.to_real()
 
     def local(tile: Tensor) -> Tensor:
-        tile = tile.to(WIDE.get(out, out))
+        tile = tile.to(WIDE.get(wide, wide))
         if 0 in tile.shape:
             return tile.sum(dims, keepdim).abs() + nothing
         return torch.linalg.vector_norm(tile, ord, dims, keepdim)
@@ -244,15 +255,15 @@ rule(aten.prod.default)(lambda image, dtype=None: product(image, dtype=dtype))
 @rule(aten.logsumexp.default)
 def logsumexp(image: Meta, dim, keepdim=False) -> Description:
     dims = dims_of(image, dim)
-    out = image.dtype if image.dtype.is_floating_point else torch.get_default_dtype()
+    out = image.dtype if image.dtype.is_floating_point or image.dtype.is_complex else torch.get_default_dtype()
 
     def local(tile: Tensor) -> Tensor:
         part = exponentials(tile.to(WIDE.get(out, out)), dims)
         return part if keepdim else part.squeeze([d + 1 for d in dims])
 
     def finish(total: Tensor, *_) -> Tensor:
-        top = total[0].detach()
-        return torch.where(top == math.inf, top, top + total[1].log()).to(out)
+        top = _real(total[0].detach())
+        return torch.where(top == math.inf, total[0], total[1].log() + _finite(top)).to(out)
 
     plain = partial(torch.logsumexp, dim=dims, keepdim=keepdim)
     return reduced(image, dims, keepdim, local, plain=plain, merge=merge_exponentials, finish=finish)
@@ -263,17 +274,22 @@ def exponentials(tile: Tensor, dims: Sequence[int]) -> Tensor:
 
     What is made of them is the same for any shift, so the largest value is one without a gradient.
     """
-    pixels = tile.detach()
+    pixels = _real(tile.detach())
     has_pixels = all(tile.shape[d] for d in dims)
     top = pixels.amax(dims, keepdim=True) if has_pixels else pixels.sum(dims, keepdim=True) - math.inf
-    return torch.stack([top, (tile - _finite(top)).exp_().sum(dims, keepdim=True)])
+    return torch.stack([top.to(tile.dtype), (tile - _finite(top)).exp_().sum(dims, keepdim=True)])
 
 
 def merge_exponentials(parts: Tensor) -> Tensor:
     """(2, ...): the largest value and the sum under it, from those of tiles; Milakov & Gimelshein 2018, arXiv:1805.02867."""
-    tops, sums = parts[:, 0].detach(), parts[:, 1]
+    tops, sums = _real(parts[:, 0].detach()), parts[:, 1]
     top = tops.amax(0)
-    return torch.stack([top, (sums * (tops - _finite(top)).exp()).sum(0)])
+    return torch.stack([top.to(parts.dtype), (sums * (tops - _finite(top)).exp()).sum(0)])
+
+
+def _real(values: Tensor) -> Tensor:
+    """What complex numbers are compared by."""
+    return values.real if values.is_complex() else values
 
 
 def _finite(top: Tensor) -> Tensor:
@@ -281,37 +297,7 @@ def _finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -math.inf, 0.0)
 
 
-# ---------------------------------------------------------------------------------------------- running sums
-
-
-def _running(image: Meta, dim: int, *, dtype=None, op=aten.cumsum.default, is_sum=True) -> Description:
-    """Each tile's own running sum, on top of what the tiles before it come to."""
-    dim %= max(1, image.ndim)
-    layout, run = image.layout, partial(op, dim=dim, dtype=dtype)
-    assert layout is not None
-    if layout.cuts[dim] is None:
-        return Local([image], lambda layout: [(layout.shape, layout.cuts)], lambda _, tile: run(tile))
-    here = layout.box[dim]
-    ranks = ranks_along(layout, [dim])
-    before = [n for n, rank in enumerate(ranks) if rank != layout.grid.index and layout.boxes[rank][dim].stop <= here.start]
-    whole = torch.sum if is_sum else torch.prod
-
-    def finish(parts: Tensor, tile: Tensor) -> Tensor:
-        own, others = run(tile), whole(parts[before], 0)
-        return (own + others if is_sum else own * others).to(own.dtype)
-
-    local = partial(_whole_of_tile, dim=dim, op=whole, dtype=dtype)
-    out = Tile(image.shape, layout.cuts)
-    return Reduced([image], [dim], local, [out], lambda parts: parts, finish, by_parts=False)  # the total is of these tiles
-
-
-def _whole_of_tile(tile: Tensor, *, dim: int, op: Callable, dtype: torch.dtype | None) -> Tensor:
-    out = dtype or (tile.dtype if tile.dtype.is_floating_point or tile.dtype.is_complex else torch.int64)
-    return op(tile, dim, keepdim=True, dtype=WIDE.get(out, out))
-
-
-rule(aten.cumsum.default)(_running)
-rule(aten.cumprod.default)(partial(_running, op=aten.cumprod.default, is_sum=False))
+# ---------------------------------------------------------------------------------------------- comparisons
 
 
 @composed(aten.equal.default)
@@ -380,9 +366,6 @@ CASES = [
     case("logsumexp of great numbers", lambda x: (1e3 * x).logsumexp(2), _X),
     case("equality", lambda x: torch.tensor([torch.equal(x, x * 1), torch.equal(x, -x), torch.allclose(x, x + 1e-9)]), _X),
     case("of a matrix", lambda x: (x.sum(0), x.mean(1), x.var(1), x.norm(dim=1, keepdim=True), x.logsumexp(0)), (6, 11)),
-    case("of a line", lambda x: (x.sum(), x.mean(0, keepdim=True), x.var(), x.cumsum(0), x.norm(3)), (11,)),
+    case("of a line", lambda x: (x.sum(), x.mean(0, keepdim=True), x.var(), x.norm(3)), (11,)),
     case("with a cut batch", lambda x: [x.transpose(0, 2).mean(dims) for dims in (0, (2, 3), (0, 3))], _X),
-    case("running sums", lambda x: [x.cumsum(d) for d in range(4)], _X),
-    case("running sum of truths", lambda x: (x > 0).cumsum(2), _X),
-    case("running products", lambda x: [x.cumprod(d) for d in range(4)], _X),
 ]

@@ -126,10 +126,26 @@ def _reshaped(x: Meta, size: Sequence[int], is_view: bool) -> Local:
     return Local(
         [x],
         lambda _: [(full, after)],
-        lambda _, tile: tile.reshape(tile_shape),  # a tile may lie otherwise in memory than a whole that can be viewed so
+        lambda _, tile: _shown(tile, tile_shape),
         at=[layout_of(x.shape, before, grid)],
         is_view=is_view,
     )
+
+
+def _shown(tile: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A view of the tile, or of a copy without gaps where only those are in the way: all ranks' tiles then lie in one order."""
+    if 0 in tile.shape:
+        return tile.reshape(shape)
+    order = sorted(range(tile.ndim), key=lambda dim: -tile.stride(dim))
+    for shown in (tile, torch.empty_permuted(tile.shape, order, dtype=tile.dtype, device=tile.device)):
+        try:
+            view = shown.view(shape)
+        except RuntimeError:
+            continue
+        if shown is not tile:
+            shown.copy_(tile)
+        return view
+    return tile.reshape(shape)
 
 
 @rule(aten.view.default, aten._reshape_alias.default)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.layout import Layout, layout_of
+from widefield.engine.layout import Layout, layout_of, uncut
 from widefield.engine.places import moved
 from widefield.engine.rules import Local, Meta, Placed, case, composed, rule
 from widefield.engine.rules.indexing import in_place, labels
@@ -19,8 +19,10 @@ aten = torch.ops.aten
 
 
 def _along(dim: int, *tensors: Meta) -> list[Layout]:
-    """A layout for each: `dim` whole, cut alike on dims where their extents agree."""
+    """A layout for each: `dim` whole, cut alike on dims where their extents agree; all whole where one is a single number."""
     main = next(meta for meta in tensors if meta.is_cut)
+    if len({meta.ndim for meta in tensors}) > 1:
+        return [uncut(meta.shape, main.layout.grid) for meta in tensors]  # type: ignore[union-attr]
     agree = [d for d in range(main.ndim) if d != dim and len({meta.shape[d] for meta in tensors}) == 1]
     layout = moved(main.layout, [d for d in range(main.ndim) if d not in agree])  # type: ignore[arg-type]
     return [layout_of(meta.shape, layout.cuts, layout.grid) for meta in tensors]
@@ -28,7 +30,7 @@ def _along(dim: int, *tensors: Meta) -> list[Layout]:
 
 @rule(aten.gather.default)
 def gather(x: Meta, dim: int, index: Meta, sparse_grad: bool = False) -> Local:
-    dim %= x.ndim
+    dim %= max(1, x.ndim)
     layouts = _along(dim, x, index)
     out = index.shape, layouts[1].cuts
     return Local([x, index], lambda _: [out], lambda _, tile, places: aten.gather.default(tile, dim, places), at=layouts)
@@ -38,7 +40,7 @@ def _scatter(operation: Any) -> Any:
     """`operation` of (x, dim, index, source or value, ...)."""
 
     def scatter(x: Meta, dim: int, index: Meta, source: Any, *how: Any, **options: Any) -> Local:
-        dim %= x.ndim
+        dim %= max(1, x.ndim)
         reads = [x, index, source] if isinstance(source, Meta) else [x, index]
         layouts = _along(dim, *reads)
 
@@ -106,6 +108,19 @@ CASES = [
     ),
     case("gather of few", lambda x, y: x.gather(1, labels(y, 3)) ** 2, _IMAGE, (1, 4, 11, 5)),
     case("gather with plain", lambda x, y: y.gather(1, labels(x, 4)) ** 2, _IMAGE, (2, 4, 11, 7)),
+    case(
+        "gather and scatter of numbers",
+        lambda x, n: [
+            x.gather(0, torch.tensor(3)),
+            x[4].gather(0, labels(x, 1)),
+            x.gather(0, labels(x[:0, None], 1)),
+            x.scatter(0, torch.tensor(3), n[0]) * x,
+            n[0].scatter(0, labels(x[:1], 1), x[:1]),
+            x.scatter_add(0, torch.tensor(1), n[1]),
+        ],
+        (13,),
+        (2,),
+    ),
     case("take_along_dim", lambda x: torch.take_along_dim(x, x.detach().argsort(1), 1) ** 2, _IMAGE),
     case(
         "scatter",

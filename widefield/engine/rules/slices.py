@@ -16,8 +16,10 @@ from torch import Tensor
 from widefield.engine.dispatch import by_rule
 from widefield.engine.homes import version_of
 from widefield.engine.layout import Cut, Cuts, Layout, layout_of
+from widefield.engine.places import whole_of
 from widefield.engine.rules import Local, Meta, case, composed, rule
 from widefield.engine.rules.views import seen
+from widefield.engine.tiled import TiledTensor
 from widefield.geometry.window import Window
 
 aten = torch.ops.aten
@@ -106,6 +108,17 @@ def _placed(grad: Meta, shape: tuple[int, ...], cuts: Cuts, dim: int, pixels: ra
     return Local([grad], lambda _: [(shape, cuts)], run)
 
 
+def _tensor_split(keys: Any, x: Tensor, places: Tensor, dim: int = 0) -> list[Tensor]:
+    """torch's `tensor_split` at places that a tensor gives, of which it would read the memory: a tiled one has to be whole."""
+    if type(places) is TiledTensor:
+        return list(torch.tensor_split(x, int(places) if not places.ndim else whole_of(places).tolist(), dim))
+    return aten.tensor_split.tensor_indices_or_sections.redispatch(keys & _BELOW, x, places, dim)
+
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+_LIBRARY = torch.library.Library("aten", "IMPL")
+_LIBRARY.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "PythonTLSSnapshot", with_keyset=True)
+
 # ---------------------------------------------------------------------------------------------- selections
 
 
@@ -117,10 +130,6 @@ def select(x: Tensor, dim: int, index: int) -> Tensor:
         raise IndexError(f"index {index} is out of range for dim {dim} with {extent} px")
     if x.laid.cuts[dim] is None:  # type: ignore[attr-defined]
         return by_rule(_select_uncut, aten.select.int, (x, dim, index % extent), {})
-    if x.ndim == 1:
-        raise NotImplementedError(
-            "one number of a 1-D tensor that is cut into tiles cannot be a view; take widefield.whole(x)[i]"
-        )
     row = aten.squeeze.dim(aten.slice.Tensor(x, dim, index % extent, index % extent + 1), dim)
     row.home.version = version_of(x)
     return row
@@ -157,8 +166,6 @@ def select_backward(grad: Meta, size: Sequence[int], dim: int, index: int) -> Lo
 @rule(aten.unbind.int)
 def unbind(x: Meta, dim: int = 0) -> Local:
     dim %= x.ndim
-    if x.ndim == 1:
-        raise NotImplementedError("the numbers of a 1-D tensor that is cut into tiles cannot be views; take widefield.whole(x)")
 
     def outs(layout: Layout) -> list:
         return [(x.shape[:dim] + x.shape[dim + 1 :], layout.cuts[:dim] + layout.cuts[dim + 1 :])] * x.shape[dim]
@@ -266,6 +273,11 @@ CASES = [
         lambda x: [x.unsafe_chunk(2, 3)[1], x.unsafe_split(2, 1)[0], x.unsafe_split_with_sizes([4, 7], 2)[1]],
         _IMAGE,
     ),
+    case(
+        "split where a tensor says",
+        lambda x: x.tensor_split((x[0, 0, :3, 0] * 0 + x.new_ones(3).cumsum(0)).long().detach(), 3),
+        _IMAGE,
+    ),
     case("unbind of a cut dim", lambda x: [part.sin() for part in x.unbind(2)], _IMAGE),
     case("select", lambda x: [x[:, 1], x[1], x[0, 2].sin(), x[..., -1]], _IMAGE),
     case("select of a cut dim", lambda x: [x[:, :, 0], x[:, :, -1].exp(), x[:, :, 5, 3], x.select(2, 7)], _IMAGE),
@@ -317,8 +329,9 @@ CASES = [
     case("written to unbound rows", _written(lambda y: y.detach().unbind(2)[3].zero_()), _IMAGE),
     case("written, then read through a view", lambda x: (y := x * 1, v := y[:, :, 2:8], y.mul_(2), v.sin())[-1], _IMAGE),
     case("written to a view, which is used", lambda x: (y := x * 1, v := y[:, :, 2:8], v.mul_(3), v.sin())[-1], _IMAGE),
-    case("one number of a cut vector", lambda x: x[3], (13,), refuses="cannot be a view"),
-    case("the numbers of a cut vector", lambda x: x.unbind(), (13,), refuses="cannot be views"),
+    case("one number of a cut vector", lambda x: x[3] * x + x[7], (13,)),
+    case("the numbers of a cut vector", lambda x: [n * x[0] for n in x.unbind()], (13,)),
+    case("written to numbers of a cut vector", _written(lambda y: (y[3].mul_(3), y[0:1].squeeze().add_(1))), (13,)),
     case("a row that is not there", _out_of_range, _IMAGE),
     case("parts that do not add up", lambda x: x.split([1, 2], 2), _IMAGE, refuses="add up|split_with_sizes"),
 ]

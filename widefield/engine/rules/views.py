@@ -7,15 +7,17 @@ pixel has to move first (a cut dim that goes away), the view is a copy, and the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from widefield.engine.dispatch import by_rule
-from widefield.engine.layout import Cuts, Layout, layout_of
+from widefield.engine.homes import Home, version_of
+from widefield.engine.layout import Cuts, Layout, layout_of, uncut
 from widefield.engine.rules import Local, Meta, case, composed, rule
-from widefield.engine.tiled import become
+from widefield.engine.tiled import TiledTensor, become, wrap_view
 
 aten = torch.ops.aten
 
@@ -141,8 +143,15 @@ _IN_PLACE = {
 
 
 def _seen_in_place(operation: Any) -> Any:
-    def changed(x: Tensor, *args: Any) -> Tensor:
-        return become(x, operation(x, *args))  # type: ignore[arg-type]
+    def changed(x: TiledTensor, *args: Any) -> Tensor:
+        if x.shown and x.requires_grad and torch.is_grad_enabled() and not x._is_view():
+            raise NotImplementedError(
+                f"the dims of a tensor in tiles, of shape {list(x.shape)}, cannot be changed in place once views of it were "
+                "taken, whose gradients would take the old dims for the new; use the operation that gives a new tensor"
+            )
+        shown, made = x.shown, operation(x, *args)
+        x.shown = shown
+        return become(x, made if type(made) is TiledTensor else wrap_view(made, uncut((), x.laid.grid)))
 
     return changed
 
@@ -163,6 +172,43 @@ def view_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _seen_as(x: Meta, dtype: torch.dtype) -> Local:
     return seen(x, [(x.shape, x.cuts)], lambda tile: tile.view(dtype))
+
+
+# ---------------------------------------------------------------------------------------------- complex numbers
+
+
+def _resolved(x: TiledTensor, *, lazy: Any, now: Any) -> Tensor:
+    """The conjugate or the negative, which torch notes on a tensor and leaves to the next operation.
+
+    Below autograd that note is not read, so it is done now; what is written to the one is brought to the other.
+    """
+    if x.home is not None:
+        x.home.keep_up(version_of(x))
+    made = wrap_view(now(x.own), x.laid, x.stride())
+    made.home, made.apart = Home(x, x.laid, lambda _, tile: lazy(tile), 0, made.own), x.apart
+    x.shown = True
+    return made
+
+
+composed(aten._conj.default, uncut_too=True)(partial(_resolved, lazy=aten._conj.default, now=aten.conj_physical.default))
+composed(aten._neg_view.default, uncut_too=True)(partial(_resolved, lazy=aten._neg_view.default, now=aten.neg.default))
+
+
+@rule(aten.view_as_real.default)
+def view_as_real(x: Meta) -> Local:
+    return seen(x, [((*x.shape, 2), (*x.cuts, None))], torch.view_as_real)
+
+
+@rule(aten.view_as_complex.default)
+def view_as_complex(x: Meta) -> Local:
+    def run(tile: Tensor) -> Tensor:
+        steps = tile.stride()
+        fits = steps[-1] == 1 and all(step % 2 == 0 for step in steps[:-1])
+        return torch.view_as_complex(tile if fits else tile.contiguous())
+
+    if not x.ndim or x.shape[-1] != 2:
+        raise ValueError(f"view_as_complex wants a last dim of 2, the real and the imaginary part, and not {list(x.shape)}")
+    return seen(x, [(x.shape[:-1], x.cuts[:-1])], run, gather=[x.ndim - 1])
 
 
 # ---------------------------------------------------------------------------------------------- cases
