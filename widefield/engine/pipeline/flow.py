@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from widefield.engine.stream.follow import follow, tensors_of, without_autocast
 from widefield.engine.stream.graph import Graph, Value, put_in
 from widefield.engine.stream.known import Known, constants_of
 from widefield.engine.stream.stand_ins import Like, named_tensors
+from widefield.engine.stream.watch import Guards
 from widefield.engine.tiled import TiledTensor
 
 LossOf = Callable[[Any, Any], Tensor]
@@ -70,22 +72,25 @@ class PipelineFlow(Flow):
 
     # ------------------------------------------------------------------------------------------ following
 
-    def graph_of(self, module: nn.Module, args: tuple, kwargs: dict) -> Graph:
-        """The model's operations, wherever its weights are.  NotImplementedError, in words, where they depend on pixels."""
+    def graph_of(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards | None = None) -> Graph:
+        """The model's operations, wherever its weights are.  guards: see `follow`.
+
+        NotImplementedError, in words, where they depend on pixels.
+        """
         held = named_tensors(module)
         likes = {name: known for name, known in self.likes.items() if held[name].is_meta}
         if self.inner is not None:
-            return self.inner.graph_of(module, args, kwargs, likes=likes)
+            return self.inner.graph_of(module, args, kwargs, likes, guards)
         forward = super(Executed, module).forward if isinstance(module, Executed) else module.forward  # type: ignore[misc]
         with _layer_by_layer():
-            return follow(module, forward, args, kwargs, likes=likes, aim="cut into stages")
+            return follow(module, forward, args, kwargs, likes=likes, aim="cut into stages", guards=guards)
 
     def _pass_of(self, module: nn.Module, args: tuple, kwargs: dict, *, learns: bool) -> _Pass:
         """What runs inputs of this shape, made when they first come; every rank of the copy calls it."""
-        return self.known.get(module, args, kwargs, lambda: self._made(module, args, kwargs, learns=learns), learns)
+        return self.known.get(module, args, kwargs, partial(self._made, module, args, kwargs, learns=learns), learns)
 
-    def _made(self, module: nn.Module, args: tuple, kwargs: dict, *, learns: bool) -> _Pass:
-        graph = self.graph_of(module, args, kwargs)
+    def _made(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards, *, learns: bool) -> _Pass:
+        graph = self.graph_of(module, args, kwargs, guards)
         assert self.division is not None, "stages are cut before the first pass"
         if learns and self.micro_batches > 1 and self.mesh.plan.batch_norm != "per_micro_batch":
             refuse_batchwise(module, graph, self.micro_batches)

@@ -24,7 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from widefield.engine.alike import is_in_place
 from widefield.engine.stream.apart import APART, DRAWS, with_linears
 from widefield.engine.stream.graph import Graph, Node, Value, link
+from widefield.engine.stream.left_behind import GIVEN, Left, left_by, seen_by, settle
 from widefield.engine.stream.stand_ins import name_of, named_tensors, refusing_hooks, with_weights
+from widefield.engine.stream.watch import Guards, Watch
 from widefield.engine.tiled import TiledTensor
 
 aten = torch.ops.aten
@@ -38,32 +40,62 @@ def follow(
     *,
     likes: Mapping[str, Any] = MappingProxyType({}),
     aim: str = "streamed",
+    guards: Guards | None = None,
 ) -> Graph:
     """What `forward(*args, **kwargs)`, which runs `module`, does.
 
     args, kwargs: the module's, with anything that has shape, dtype, device and requires_grad in place of a tensor.
     likes: such things for weights by name, where the module holds parts of them alone.  aim: what for, in refusals.
-    NotImplementedError, in words, where what it does depends on pixels, or has a gradient that only Python knows.
+    guards: gets to know on what else the graph depends; None: it is only looked at, and leaves nothing behind.
+    NotImplementedError, in words, where what it does depends on pixels, has a gradient that only Python knows, or is done in
+    Python alone.
     """
-    recorder = _Recorder()
+    found = Guards() if guards is None else guards
+    captured = partial(_captured, module, forward, args, kwargs, likes, aim, found)
+    graph, left = captured()
+    if left is not None:
+        found.is_settled = False
+        settle(module, left, lambda: captured()[1], aim=aim, keeps=guards is not None)
+    return graph
+
+
+def _captured(
+    module: nn.Module, forward: Callable, args: tuple, kwargs: dict, likes: Mapping[str, Any], aim: str, guards: Guards
+) -> tuple[Graph, Left | None]:
+    """The graph, and what the forward left behind in Python's state."""
+    watch = Watch(seen_by(module, []))
+    try:
+        graph, left = _recorded(_Recorder(watch), module, forward, args, kwargs, likes, aim)
+    except BaseException:
+        watch.put_back()
+        raise
+    guards.places |= watch.places
+    return link(with_linears(link(graph))), left
+
+
+def _recorded(
+    recorder: _Recorder, module: nn.Module, forward: Callable, args: tuple, kwargs: dict, likes: Mapping[str, Any], aim: str
+) -> tuple[Graph, Left | None]:
     weights = named_tensors(module)
     with torch.backends.cudnn.flags(enabled=False), recorder, _Functional(recorder):  # cuDNN's norms write to statistics unseen
         fakes = {name: recorder.source(likes.get(name, tensor), "weight", name) for name, tensor in weights.items()}
         given = [recorder.source(leaf, "input", str(n)) for n, leaf in enumerate(tensors_of((args, kwargs)))]
         images = iter(given)
         fake_args, fake_kwargs = tree_map(lambda leaf: next(images) if is_tensor(leaf) else leaf, (args, kwargs))
+        recorder.watch.state.add(GIVEN, (fake_args, fake_kwargs))
         recorder.is_on = True
-        out = _called(module, forward, {weights[name]: fake for name, fake in fakes.items()}, fake_args, fake_kwargs, aim)
+        stand_ins = {weights[name]: fake for name, fake in fakes.items()}
+        out = _called(module, forward, stand_ins, fake_args, fake_kwargs, recorder.watch, aim)
         recorder.settle(out)
         _refuse_python_gradients(out)
         outputs = tree_map(lambda leaf: recorder.value_of(leaf) if isinstance(leaf, Tensor) else leaf, out)
         after = {name: recorder.value_of(fake) for name, fake in fakes.items()}
         inputs_after = [recorder.value_of(fake) for fake in given]
+        left = left_by(module, recorder.watch, recorder, aim)
     made = {value.name: value for value in recorder.sources["weight"]}
     updates = {name: value for name, value in after.items() if value is not made[name]}
     _refuse_updates(module, updates, inputs_after, recorder.sources["input"], aim)
-    graph = link(Graph(recorder.sources["input"], made, recorder.constants, recorder.nodes, outputs, updates))
-    return link(with_linears(graph))
+    return Graph(recorder.sources["input"], made, recorder.constants, recorder.nodes, outputs, updates), left
 
 
 def _refuse_updates(module: nn.Module, updates: Collection[str], after: list[Value], inputs: list[Value], aim: str) -> None:
@@ -102,7 +134,9 @@ def without_autocast() -> ExitStack:
     return stack
 
 
-def _called(module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor], args: tuple, kwargs: dict, aim: str) -> Any:
+def _called(
+    module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor], args: tuple, kwargs: dict, watch: Watch, aim: str
+) -> Any:
     plain = torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor, lambda tensor: tensor
     )  # not those around, as checkpoint's
@@ -112,7 +146,8 @@ def _called(module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor]
     try:
         with with_weights(module, fakes), refusing_hooks(), plain, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # one that the module holds
-            return forward(*args, **kwargs)
+            with watch:
+                return forward(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise NotImplementedError(
             f"{name_of(module)} cannot be {aim}: {error.func} in it asks for values of a tensor, on which "
@@ -150,6 +185,10 @@ class _Functional(FunctionalTensorMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with self.recorder.watch.paused:
+            return self._dispatched(func, types, args, kwargs)
+
+    def _dispatched(self, func: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
         types = tuple(kind for kind in types if kind is not nn.Parameter)  # one that the module does not know: a constant
         self.recorder.settle(args)
         first = args[0] if args and isinstance(args[0], FunctionalTensor) else None
@@ -187,8 +226,9 @@ class _Recorder(FakeTensorMode):
     avoid_device_init = property(lambda self: False, lambda self, value: None)
     """Else torch feigns a CUDA where there is none, and the first backward starts threads that no fork outlives."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.watch = watch
         self.nodes: list[Node] = []
         self.sources: dict[str, list[Value]] = {"input": [], "weight": []}
         self.constants: list[tuple[Value, Tensor]] = []

@@ -51,12 +51,10 @@ class Like:
 def with_weights(module: nn.Module, fakes: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Fake tensors in place of parameters and buffers, wherever and however often a module holds them.
 
-    What the forward leaves in the module's attributes, lists and dicts goes again; torch's own `functional_call` would leave
-    its tensors behind there, and in modules that are registered under several names.
+    Torch's own `functional_call` would leave its tensors behind in modules that are registered under several names.
     """
-    parts = list(module.modules())
-    before = [(part, dict(part.__dict__), _contents(part)) for part in parts]
-    places = [held for part in parts for held in (part._parameters, part._buffers)]
+    places = [held for part in module.modules() for held in (part._parameters, part._buffers)]
+    before = [dict(held) for held in places]
     for held in places:
         held.update({name: fakes[tensor] for name, tensor in held.items() if tensor is not None})
     given = [dict(held) for held in places]
@@ -68,17 +66,9 @@ def with_weights(module: nn.Module, fakes: Mapping[Tensor, Tensor]) -> Iterator[
                 "write to them in place, as buffer.copy_(value) does"
             )
     finally:
-        for part, attributes, contents in before:
-            part.__dict__.clear()
-            part.__dict__.update(attributes)
-            for container, values in contents:
-                container.clear()
-                container.update(values) if isinstance(container, dict) else container.extend(values)
-
-
-def _contents(part: nn.Module) -> list[tuple[Any, Any]]:
-    """What the lists and dicts among a module's attributes hold, parameters and buffers too."""
-    return [(value, value.copy()) for value in part.__dict__.values() if type(value) in (list, dict)]
+        for held, values in zip(places, before, strict=True):
+            held.clear()
+            held.update(values)
 
 
 @contextmanager

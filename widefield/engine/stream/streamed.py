@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from widefield.engine.stream.program import Program
 from widefield.engine.stream.run import Run
 from widefield.engine.stream.span import ALONE, Span
 from widefield.engine.stream.stand_ins import named_tensors
+from widefield.engine.stream.watch import Guards
 from widefield.engine.stream.ways import Units, units_of
 from widefield.engine.tiled import TiledTensor, wrap, wrap_uncut
 from widefield.geometry.box import size_of
@@ -113,11 +114,11 @@ class Stream:
 
     def program(self, module: nn.Module, args: tuple, kwargs: dict) -> Made:
         """What to run for these arguments."""
-        return self.known.get(module, args, kwargs, lambda: self._made(module, args, kwargs))
+        return self.known.get(module, args, kwargs, partial(self._made, module, args, kwargs))
 
-    def _made(self, module: nn.Module, args: tuple, kwargs: dict) -> Made:
+    def _made(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards) -> Made:
         forward = super(Streamed, module).forward  # type: ignore[misc]
-        graph = follow(module, forward, args, kwargs)
+        graph = follow(module, forward, args, kwargs, guards=guards)
         tensors = tensors_of((args, kwargs))
         grid = _grid_of(tensors)
         budget = None if self.memory is None else _bytes_of(self.memory)

@@ -1,0 +1,191 @@
+"""What does a forward leave behind in Python's state, and may a graph of its operations stand for it then?
+
+A graph draws with torch's generators, and writes to buffers; whatever else the forward does in Python happens in its capture
+alone.  So a forward that draws from another generator, or changes what Python holds in every call, is refused.  One that changes
+something in its first call alone, as a cache that it fills, may do so: the state is left as that call leaves it, with real
+tensors in place of those of the capture, and from there a second capture must change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from widefield.engine.stream.graph import Node, Value
+from widefield.engine.stream.stand_ins import name_of
+from widefield.engine.stream.state import State
+from widefield.engine.stream.things import OBJECT
+from widefield.engine.stream.watch import Watch
+
+GIVEN = "what it is given"
+"""The path of a forward's arguments."""
+_IN_WORDS = {"input": "its input", "weight": "its weights or buffers", "draw": "random numbers"}
+
+
+class Recorded(Protocol):
+    """A capture."""
+
+    nodes: list[Node]
+    constants: list[tuple[Value, Tensor]]
+
+    def value_of(self, tensor: Tensor) -> Value: ...
+
+
+def seen_by(module: nn.Module, roots: Sequence[tuple[str, Any]]) -> State:
+    """What a forward of `module` can see.  roots: what it can see besides, with paths."""
+    return State([(name_of(module), module), *roots], registered={id(part) for part in module.modules()})
+
+
+@dataclass(frozen=True)
+class Left:
+    """State that a capture changed.  values: of its tensors that are in it, by identity, with the paths of what holds them."""
+
+    watch: Watch
+    state: State
+    paths: list[str]
+    values: Mapping[int, tuple[str, Value]]
+    nodes: list[Node]
+    constants: list[tuple[Value, Tensor]]
+
+    @torch.no_grad()
+    def make_real(self) -> None:
+        """Put real tensors in the place of those of the capture."""
+        real = {key: self._real(value) for key, (_, value) in self.values.items()}
+        for what, kind, names, children, *_ in self.state.things:
+            swapped = [_swapped(child, real) for child in children]
+            if kind.write is not None and any(a is not b for a, b in zip(swapped, children, strict=True)):
+                kind.write(what, names, swapped)
+
+    def _real(self, value: Value) -> Tensor:
+        found: dict[Value, Any] = dict(self.constants)
+        for node in _behind(value, self.nodes):
+            out = node.call(iter([found[read] for read in node.reads]))
+            found.update(zip(node.outs, [out] if node.is_single else out, strict=True))
+        return found[value]
+
+
+def left_by(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> Left | None:
+    """What a capture changed, as the forward left it; None: nothing.
+
+    NotImplementedError, with everything put back: a graph cannot stand for the forward.
+    """
+    try:
+        _refuse_calls(module, watch, recorded, aim)
+        _put_back_torchs(watch.state)
+        paths = list(watch.state.changes())
+        after = seen_by(module, watch.roots()) if paths else None
+        fakes = [*(after.fakes if after else ()), *watch.cached()]
+        values = {id(fake): (path, recorded.value_of(fake)) for path, fake in fakes}
+        given = next((path for path in paths if path.startswith(GIVEN)), None)
+        if given is not None:
+            raise refusal(module, aim, f"writes to {given}", "return what is to be looked at afterwards")
+        for path, value in values.values():
+            _refuse_pixels(module, path, value, recorded, aim)
+    except BaseException:
+        watch.put_back()
+        raise
+    finally:
+        watch.clear_caches()
+    nodes = [replace(node) for node in recorded.nodes]  # the graph's own are changed by what makes it shorter
+    return None if after is None else Left(watch, after, paths, values, nodes, recorded.constants)
+
+
+def settle(module: nn.Module, left: Left, again: Callable[[], Left | None], *, aim: str, keeps: bool) -> None:
+    """See that a second capture, from where the first leaves the state, changes nothing more; else refuse, all put back.
+
+    again: gives what a capture leaves.  keeps: leave the state as the module's first call does.
+    """
+    try:
+        left.make_real()
+        more = again()
+        if more is not None:
+            more.watch.put_back()
+            raise refusal(
+                module, aim, f"changes {more.paths[0]} in every call",
+                "count and collect outside of it, or in a buffer that is written to in place, as self.count.add_(1), and return "
+                "what is to be looked at afterwards",
+            )  # fmt: skip
+    except BaseException:
+        left.watch.put_back()
+        raise
+    if not keeps:
+        left.watch.put_back()
+
+
+def refusal(module: nn.Module, aim: str, does: str, instead: str) -> NotImplementedError:
+    """Of a forward that a graph cannot stand for."""
+    return NotImplementedError(
+        f"{name_of(module)} cannot be {aim}: its forward {does}, and a graph of its operations, which runs in place of its code, "
+        f"would not; {instead}"
+    )
+
+
+def _refuse_calls(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> None:
+    torchs = "draw with torch (torch.rand, torch.randint, nn.Dropout), whose draws are operations"
+    drawn = watch.drawn()
+    if drawn:
+        raise refusal(module, aim, f"draws from {drawn[0]}", torchs)
+    if watch.seeds:
+        raise refusal(module, aim, f"seeds a generator ({watch.seeds[0]})", "seed before the call, or hold what is drawn in a buffer")
+    if watch.reads:
+        raise refusal(
+            module, aim, f"takes the numbers of a tensor of {list(watch.reads[0].shape)} into Python",
+            "hold them as Python numbers, or compute with the tensor",
+        )  # fmt: skip
+    known = {held._cdata for _, held in watch.state.generators if isinstance(held, torch.Generator)}
+    for node in recorded.nodes:
+        for leaf in tree_leaves((node.args, node.kwargs)) if node.draws else ():
+            if isinstance(leaf, torch.Generator) and leaf._cdata not in known:  # torch makes objects for the same generator
+                raise refusal(module, aim, "draws from a torch.Generator that it makes itself", "let the module hold the generator")
+
+
+def _refuse_pixels(module: nn.Module, path: str, value: Value, recorded: Recorded, aim: str) -> None:
+    """What a first call leaves for the next may not depend on what it was given, or on weights, which change."""
+    sources = [read.source for read in _reads_behind(value, recorded)]
+    sources += ["draw" for node in _behind(value, recorded.nodes) if node.draws]
+    source = next((source for source in sources if source in _IN_WORDS), None)
+    if source is not None:
+        raise refusal(
+            module, aim, f"leaves a tensor of {list(value.shape)} made from {_IN_WORDS[source]} in {path}",
+            "return it, or compute it where it is used",
+        )  # fmt: skip
+
+
+def _behind(value: Value, nodes: Sequence[Node]) -> list[Node]:
+    """The operations that a value is made by, in order."""
+    needed, found = {value}, []
+    for node in reversed(nodes):
+        if any(out in needed for out in node.outs):
+            needed.update(node.reads)
+            found.append(node)
+    return found[::-1]
+
+
+def _reads_behind(value: Value, recorded: Recorded) -> Iterator[Value]:
+    yield value
+    for node in _behind(value, recorded.nodes):
+        yield from node.reads
+
+
+def _swapped(child: Any, real: Mapping[int, Tensor]) -> Any:
+    if type(child) is tuple:
+        swapped = tuple(_swapped(entry, real) for entry in child)
+        return child if all(a is b for a, b in zip(child, swapped, strict=True)) else swapped
+    return real.get(id(child), child)
+
+
+def _put_back_torchs(state: State) -> None:
+    """What torch's own layers and hooks make anew of their weights in every forward, and set as an attribute."""
+    for thing in state.things:
+        if thing.kind is OBJECT and isinstance(thing.what, nn.Module):
+            held = dict(zip(thing.names, thing.children, strict=True))
+            names = ["_flat_weights", "_flat_weight_refs"] if isinstance(thing.what, nn.RNNBase) else []
+            for hook in thing.what._forward_pre_hooks.values():
+                if type(hook).__module__.startswith("torch.nn.utils."):
+                    names.append(getattr(hook, "name", getattr(hook, "_tensor_name", "")))
+            thing.what.__dict__.update({name: held[name] for name in names if name in held})
