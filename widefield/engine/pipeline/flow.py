@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield.engine.channel.flow import ChannelFlow
 from widefield.engine.executed import Executed, Flow, flow_of
@@ -33,7 +33,7 @@ from widefield.engine.places import own_of
 from widefield.engine.stream.follow import follow, tensors_of, without_autocast
 from widefield.engine.stream.graph import Graph, Value, put_in
 from widefield.engine.stream.known import Known, constants_of
-from widefield.engine.stream.stand_ins import Like, named_tensors
+from widefield.engine.stream.stand_ins import Like, name_of, named_tensors
 from widefield.engine.stream.watch import Guards
 from widefield.engine.tiled import TiledTensor
 
@@ -80,10 +80,11 @@ class PipelineFlow(Flow):
         held = named_tensors(module)
         likes = {name: known for name, known in self.likes.items() if held[name].is_meta}
         if self.inner is not None:
-            return self.inner.graph_of(module, args, kwargs, likes, guards)
+            return _without_generators(module, self.inner.graph_of(module, args, kwargs, likes, guards))
         forward = super(Executed, module).forward if isinstance(module, Executed) else module.forward  # type: ignore[misc]
         with _layer_by_layer():
-            return follow(module, forward, args, kwargs, likes=likes, aim="cut into stages", guards=guards)
+            graph = follow(module, forward, args, kwargs, likes=likes, aim="cut into stages", guards=guards)
+        return _without_generators(module, graph)
 
     def _pass_of(self, module: nn.Module, args: tuple, kwargs: dict, *, learns: bool) -> _Pass:
         """What runs inputs of this shape, made when they first come; every rank of the copy calls it."""
@@ -233,6 +234,17 @@ def _layer_by_layer() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _without_generators(module: nn.Module, graph: Graph) -> Graph:
+    """The graph; NotImplementedError where it draws from a generator that the ranks of other stages would not move."""
+    drawing = tree_leaves([(node.args, node.kwargs) for node in graph.nodes if node.draws])
+    if any(isinstance(leaf, torch.Generator) for leaf in drawing):
+        raise NotImplementedError(
+            f"{name_of(module)} cannot be cut into stages: it draws from a torch.Generator of its own, which stands at one "
+            "place on the rank of that stage and at another on all others; draw from torch's own, or set mesh.stage=1"
+        )
+    return graph
 
 
 def refuse_batchwise(module: nn.Module, graph: Graph, micro_batches: int) -> None:

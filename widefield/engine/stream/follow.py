@@ -82,7 +82,8 @@ def _recorded(
         given = [recorder.source(leaf, "input", str(n)) for n, leaf in enumerate(tensors_of((args, kwargs)))]
         images = iter(given)
         fake_args, fake_kwargs = tree_map(lambda leaf: next(images) if is_tensor(leaf) else leaf, (args, kwargs))
-        recorder.watch.state.add(GIVEN, (fake_args, fake_kwargs))
+        recorder.watch.given = fake_args, fake_kwargs
+        recorder.watch.state.add(GIVEN, recorder.watch.given)
         recorder.is_on = True
         stand_ins = {weights[name]: fake for name, fake in fakes.items()}
         out = _called(module, forward, stand_ins, fake_args, fake_kwargs, recorder.watch, aim)

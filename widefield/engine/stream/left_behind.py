@@ -4,11 +4,14 @@ A graph draws with torch's generators, and writes to buffers; whatever else the 
 alone.  So a forward that draws from another generator, or changes what Python holds in every call, is refused.  One that changes
 something in its first call alone, as a cache that it fills, may do so: the state is left as that call leaves it, with real
 tensors in place of those of the capture, and from there a second capture must change nothing.
+
+Tensors made from the input, from weights or from draws are not kept so.  Where a forward leaves one (`self.features = x`), `Gone`
+stands in its place, which the forward may overwrite in every call, and nobody may read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,7 +27,45 @@ from widefield.engine.stream.watch import Watch
 
 GIVEN = "what it is given"
 """The path of a forward's arguments."""
+_INSTEAD = (
+    "count and collect outside of it, or in a buffer that is written to in place, as self.count.add_(1), and return what is to "
+    "be looked at afterwards"
+)
 _IN_WORDS = {"input": "its input", "weight": "its weights or buffers", "draw": "random numbers"}
+
+
+@dataclass(frozen=True)
+class Gone:
+    """In the place of a tensor that a forward left in Python's state; NotImplementedError, in words, from whatever uses it."""
+
+    path: str
+    shape: tuple[int, ...]
+    source: str
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(
+            f"{self.path} is a tensor of {list(self.shape)} made from {self.source}, which a forward left there, and of a module "
+            "that is streamed, cut by channels or cut into stages operations run in place of the forward, which leave nothing; "
+            "return it, or compute it where it is used"
+        )
+
+    __torch_function__ = classmethod(lambda kind, func, types, args=(), kwargs=None: _gone_in((args, kwargs))._refuse())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg", "lt", "le", "gt",
+    "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int", "index",
+):  # fmt: skip
+    setattr(Gone, f"__{_name}__", Gone._refuse)
+
+
+def _gone_in(arguments: Any) -> Gone:
+    return next(leaf for leaf in tree_leaves(arguments) if type(leaf) is Gone)
 
 
 class Recorded(Protocol):
@@ -48,22 +89,26 @@ class Left:
     watch: Watch
     state: State
     paths: list[str]
-    values: Mapping[int, tuple[str, Value]]
+    values: dict[int, tuple[str, Value]]
     nodes: list[Node]
     constants: list[tuple[Value, Tensor]]
 
     @torch.no_grad()
     def make_real(self) -> None:
-        """Put real tensors in the place of those of the capture."""
-        real = {key: self._real(value) for key, (_, value) in self.values.items()}
+        """Put real tensors in the place of those of the capture, where they depend on constants alone."""
+        real = {key: self._real(*found) for key, found in self.values.items()}
         for what, kind, names, children, *_ in self.state.things:
             swapped = [_swapped(child, real) for child in children]
             if kind.write is not None and any(a is not b for a, b in zip(swapped, children, strict=True)):
                 kind.write(what, names, swapped)
 
-    def _real(self, value: Value) -> Tensor:
+    def _real(self, path: str, value: Value) -> Tensor | Gone:
+        nodes = _behind(value, self.nodes)
+        source = _source(value, nodes)
+        if source is not None:
+            return Gone(path, value.shape, source)
         found: dict[Value, Any] = dict(self.constants)
-        for node in _behind(value, self.nodes):
+        for node in nodes:
             out = node.call(iter([found[read] for read in node.reads]))
             found.update(zip(node.outs, [out] if node.is_single else out, strict=True))
         return found[value]
@@ -76,23 +121,28 @@ def left_by(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> Le
     """
     try:
         _refuse_calls(module, watch, recorded, aim)
+        _refuse_cached(module, watch, recorded, aim)
         _put_back_torchs(watch.state)
+        _put_back_gone(watch.state)
         paths = list(watch.state.changes())
-        after = seen_by(module, watch.roots()) if paths else None
-        fakes = [*(after.fakes if after else ()), *watch.cached()]
-        values = {id(fake): (path, recorded.value_of(fake)) for path, fake in fakes}
+        if not paths:
+            return None
+        after = seen_by(module, [(GIVEN, watch.given), *watch.roots()])
+        if after.key == watch.state.key:  # other objects, which say the same
+            watch.put_back()
+            return None
         given = next((path for path in paths if path.startswith(GIVEN)), None)
         if given is not None:
             raise refusal(module, aim, f"writes to {given}", "return what is to be looked at afterwards")
-        for path, value in values.values():
-            _refuse_pixels(module, path, value, recorded, aim)
+        fakes = [(path, fake) for path, fake in after.fakes if not path.startswith(GIVEN)]
+        values = {id(fake): (path, recorded.value_of(fake)) for path, fake in fakes}
     except BaseException:
         watch.put_back()
         raise
     finally:
         watch.clear_caches()
     nodes = [replace(node) for node in recorded.nodes]  # the graph's own are changed by what makes it shorter
-    return None if after is None else Left(watch, after, paths, values, nodes, recorded.constants)
+    return Left(watch, after, paths, values, nodes, recorded.constants)
 
 
 def settle(module: nn.Module, left: Left, again: Callable[[], Left | None], *, aim: str, keeps: bool) -> None:
@@ -105,11 +155,10 @@ def settle(module: nn.Module, left: Left, again: Callable[[], Left | None], *, a
         more = again()
         if more is not None:
             more.watch.put_back()
-            raise refusal(
-                module, aim, f"changes {more.paths[0]} in every call",
-                "count and collect outside of it, or in a buffer that is written to in place, as self.count.add_(1), and return "
-                "what is to be looked at afterwards",
-            )  # fmt: skip
+            raise refusal(module, aim, f"changes {more.paths[0]} in every call", _INSTEAD)
+        hidden = next((path for path, _ in seen_by(module, left.watch.roots()).fakes), None)
+        if hidden is not None:
+            raise refusal(module, aim, f"leaves a tensor in {hidden}, which cannot be written to", _INSTEAD)
     except BaseException:
         left.watch.put_back()
         raise
@@ -144,16 +193,20 @@ def _refuse_calls(module: nn.Module, watch: Watch, recorded: Recorded, aim: str)
                 raise refusal(module, aim, "draws from a torch.Generator that it makes itself", "let the module hold the generator")
 
 
-def _refuse_pixels(module: nn.Module, path: str, value: Value, recorded: Recorded, aim: str) -> None:
-    """What a first call leaves for the next may not depend on what it was given, or on weights, which change."""
-    sources = [read.source for read in _reads_behind(value, recorded)]
-    sources += ["draw" for node in _behind(value, recorded.nodes) if node.draws]
-    source = next((source for source in sources if source in _IN_WORDS), None)
-    if source is not None:
-        raise refusal(
-            module, aim, f"leaves a tensor of {list(value.shape)} made from {_IN_WORDS[source]} in {path}",
-            "return it, or compute it where it is used",
-        )  # fmt: skip
+def _refuse_cached(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> None:
+    """What functools keeps of a function's results for the next call may depend on constants alone."""
+    for path, fake in watch.cached():
+        value = recorded.value_of(fake)
+        source = _source(value, _behind(value, recorded.nodes))
+        if source is not None:
+            raise refusal(module, aim, f"keeps a tensor of {list(value.shape)} made from {source} in {path}", "compute it anew")
+
+
+def _source(value: Value, nodes: Sequence[Node]) -> str | None:
+    """What a value is made from besides constants, in words.  nodes: the operations behind it."""
+    sources = ["draw" for node in nodes if node.draws]
+    sources += [read.source for read in (value, *(read for node in nodes for read in node.reads))]
+    return next((_IN_WORDS[source] for source in sources if source in _IN_WORDS), None)
 
 
 def _behind(value: Value, nodes: Sequence[Node]) -> list[Node]:
@@ -166,17 +219,23 @@ def _behind(value: Value, nodes: Sequence[Node]) -> list[Node]:
     return found[::-1]
 
 
-def _reads_behind(value: Value, recorded: Recorded) -> Iterator[Value]:
-    yield value
-    for node in _behind(value, recorded.nodes):
-        yield from node.reads
-
-
-def _swapped(child: Any, real: Mapping[int, Tensor]) -> Any:
+def _swapped(child: Any, real: Mapping[int, Any]) -> Any:
     if type(child) is tuple:
         swapped = tuple(_swapped(entry, real) for entry in child)
         return child if all(a is b for a, b in zip(child, swapped, strict=True)) else swapped
     return real.get(id(child), child)
+
+
+def _put_back_gone(state: State) -> None:
+    """What stands in the place of tensors that a forward leaves in every call, where it left some again."""
+    for what, kind, names, children, *_ in state.things:
+        if kind.write is not None and any(type(child) is Gone for child in children):
+            now, found = kind.read(what)
+            if len(now) == len(names) and len(found) == len(children):
+                pairs = zip(children, found, strict=True)
+                is_again = [type(then) is Gone and isinstance(here, Tensor) for then, here in pairs]
+                pairs = zip(is_again, children, found, strict=True)
+                kind.write(what, now, [then if again else here for again, then, here in pairs])
 
 
 def _put_back_torchs(state: State) -> None:

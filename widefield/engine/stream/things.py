@@ -181,7 +181,7 @@ def _of_iterator(thing: Any) -> Children:
     """What it goes through and how far it is, without a step of it.  NotImplementedError: it does not tell."""
     if isinstance(thing, types.GeneratorType):
         frame = thing.gi_frame
-        found = [] if frame is None else [frame.f_lasti, *frame.f_locals.values()]
+        found = [] if frame is None else [frame.f_lasti, thing.gi_yieldfrom, *frame.f_locals.values()]
     else:
         try:
             with warnings.catch_warnings():

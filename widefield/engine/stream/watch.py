@@ -67,10 +67,13 @@ class _Paused:
 
 
 class Watch:
-    """`with watch:` around a forward.  state: what it could see before; found places are added to it as they are met."""
+    """`with watch:` around a forward.  state: what it could see before; found places are added to it as they are met.
+
+    given: the arguments of the forward.
+    """
 
     def __init__(self, state: State) -> None:
-        self.state = state
+        self.state, self.given = state, None
         self.places: dict[Any, None] = {}
         """Names and functions on which the forward depends, in the order in which they were met."""
         self.seeds: list[str] = []

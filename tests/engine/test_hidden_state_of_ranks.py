@@ -1,0 +1,54 @@
+"""Python state that a forward reads or changes, in a model whose channels are cut or whose layers are dealt out: every call gives
+one device's numbers, or is refused in words on every rank."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from engine.hidden import CASES, DRAWS, Case, given_by, image, made
+from ranks import on_ranks
+
+from widefield.engine.channel import choose
+from widefield.engine.parallelize import parallelize
+from widefield.engine.passes import backward_of
+from widefield.plan import Plan
+
+NO_PART = {"one weight twice"}
+"""Which take another weight after the model was laid out, of which no rank has a part."""
+MASKS = {"dropout", "noise"}
+"""Stages draw for themselves, as they say."""
+
+
+@pytest.mark.parametrize("axis", ["channel", "stage"])
+def test_every_call_gives_one_devices_numbers_or_is_refused(axis):
+    for problems in on_ranks(2, _problems, axis, plan=Plan(**{axis: 2}), timeout_seconds=300):
+        assert problems == [], "\n".join(problems)
+
+
+def _problems(mesh, axis: str) -> list[str]:
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's, of a tensor's array
+    with mock.patch.multiple(choose, WEIGHT_COST=1e5, WEIGHT_LEAST=0):  # small nets are cut as large ones are
+        return [f"{case.name}: {text}" for case in CASES if case.name not in NO_PART for text in _of_case(mesh, case, axis)]
+
+
+def _of_case(mesh, case: Case, axis: str):
+    refuses = case.refuses or (case.refuses_stages if axis == "stage" else "")
+    try:
+        got = given_by(parallelize(made(case), mesh, sample=image().to("meta")), case)
+    except NotImplementedError as error:
+        if not refuses or not re.search(refuses, str(error)):
+            yield f"raised {error}"
+        return
+    if refuses:
+        yield f"is not refused in the words {refuses!r}"
+        return
+    expected = given_by(made(case), case)
+    if axis == "stage" and case in DRAWS and case.name in MASKS:
+        return
+    for call, pair in enumerate(zip(got, expected, strict=True)):
+        if not torch.allclose(*pair, rtol=1e-12, atol=1e-12):
+            yield f"call {call} is off by {(pair[0] - pair[1]).abs().max():.1e}"
