@@ -189,22 +189,51 @@ class _Pair(list):
 
 OUTSIDE = [
     Case("a number", lambda: Net(lambda self, y: y * self.a, a=1.0), lambda m, n: setattr(m, "a", 1.0 + n)),
-    Case("a number's kind", lambda: Net(lambda self, y: y * (2 if type(self.a) is int else 3), a=1), lambda m, n: setattr(m, "a", 1.0)),
-    Case("a list in a list", lambda: Net(lambda self, y: y * self.a[0][1], a=[[1, 2.0]]), lambda m, n: m.a[0].__setitem__(1, n)),
+    Case(
+        "a number's kind",
+        lambda: Net(lambda self, y: y * (2 if type(self.a) is int else 3), a=1),
+        lambda m, n: setattr(m, "a", 1.0),
+    ),
+    Case(
+        "a list in a list", lambda: Net(lambda self, y: y * self.a[0][1], a=[[1, 2.0]]), lambda m, n: m.a[0].__setitem__(1, n)
+    ),
     Case("a list's attribute", lambda: Net(lambda self, y: y * self.a.scale, a=_Pair()), lambda m, n: setattr(m.a, "scale", n)),
-    Case("a dict in a dict", lambda: Net(lambda self, y: y * self.a["b"]["c"], a={"b": {"c": 1}}), lambda m, n: m.a["b"].update(c=n)),
-    Case("an order", lambda: Net(lambda self, y: y * [*self.a.values()][0], a={1: 2, 2: 3}), lambda m, n: m.a.update({1: m.a.pop(1)})),
+    Case(
+        "a dict in a dict",
+        lambda: Net(lambda self, y: y * self.a["b"]["c"], a={"b": {"c": 1}}),
+        lambda m, n: m.a["b"].update(c=n),
+    ),
+    Case(
+        "an order",
+        lambda: Net(lambda self, y: y * [*self.a.values()][0], a={1: 2, 2: 3}),
+        lambda m, n: m.a.update({1: m.a.pop(1)}),
+    ),
     Case("a set", lambda: Net(lambda self, y: y * len(self.a), a={7}), lambda m, n: m.a.add(n)),
     Case("a schedule", lambda: Net(lambda self, y: y * self.a.value(), a=Schedule()), lambda m, n: setattr(m.a, "step", n)),
-    Case("a schedule's list", lambda: Net(lambda self, y: y * self.a.value(), a=Schedule()), lambda m, n: m.a.history.append(n)),
+    Case(
+        "a schedule's list", lambda: Net(lambda self, y: y * self.a.value(), a=Schedule()), lambda m, n: m.a.history.append(n)
+    ),
     Case("slots", lambda: Net(lambda self, y: y * self.a.scale, a=Slotted()), lambda m, n: setattr(m.a, "scale", n)),
-    Case("deep down", lambda: Net(lambda self, y: y * self.a[0]["s"].inner.step, a=[{"s": Slotted()}]),
-         lambda m, n: setattr(m.a[0]["s"].inner, "step", n)),
-    Case("another class", lambda: Net(lambda self, y: y * self.a.factor, a=types.SimpleNamespace(factor=3.0)),
-         lambda m, n: setattr(m, "a", Counting)),
-    Case("a partial's argument", lambda: Net(functools.partial(lambda self, y, by: y * by.step, by=Schedule(1))),
-         lambda m, n: setattr(m.does.keywords["by"], "step", n)),
-    Case("a method's object", lambda: Net(lambda self, y: y * self.a(), a=Schedule().value), lambda m, n: setattr(m.a.__self__, "step", n)),
+    Case(
+        "deep down",
+        lambda: Net(lambda self, y: y * self.a[0]["s"].inner.step, a=[{"s": Slotted()}]),
+        lambda m, n: setattr(m.a[0]["s"].inner, "step", n),
+    ),
+    Case(
+        "another class",
+        lambda: Net(lambda self, y: y * self.a.factor, a=types.SimpleNamespace(factor=3.0)),
+        lambda m, n: setattr(m, "a", Counting),
+    ),
+    Case(
+        "a partial's argument",
+        lambda: Net(functools.partial(lambda self, y, by: y * by.step, by=Schedule(1))),
+        lambda m, n: setattr(m.does.keywords["by"], "step", n),
+    ),
+    Case(
+        "a method's object",
+        lambda: Net(lambda self, y: y * self.a(), a=Schedule().value),
+        lambda m, n: setattr(m.a.__self__, "step", n),
+    ),
     Case("a closure", _closed_over, _moved),
     Case("a hook's closure", _hooked, _moved),
     Case("a global", lambda: Net(lambda self, y: y * SCALE), _set_global),
@@ -214,21 +243,45 @@ OUTSIDE = [
     Case("an imported name", lambda: Net(_by_name), lambda m, n: setattr(settings, "scale", n)),
     Case("a context variable", lambda: Net(lambda self, y: y * CHOSEN.get()), lambda m, n: CHOSEN.set(1.0 + n)),
     Case("a class attribute", lambda: Counting(lambda self, y: y * self.factor), lambda m, n: setattr(Counting, "factor", n)),
-    Case("a default argument", lambda: WithDefault(lambda self, y: y),
-         lambda m, n: setattr(WithDefault.forward.__defaults__[0], "step", n)),
+    Case(
+        "a default argument",
+        lambda: WithDefault(lambda self, y: y),
+        lambda m, n: setattr(WithDefault.forward.__defaults__[0], "step", n),
+    ),
     Case("an array", lambda: Net(lambda self, y: y * float(self.a[1]), a=np.ones(3)), lambda m, n: m.a.__setitem__(1, n)),
-    Case("NumPy's number", lambda: Net(lambda self, y: y * float(self.a), a=np.float32(1)), lambda m, n: setattr(m, "a", np.float32(n))),
-    Case("an iterator", lambda: Net(lambda self, y: y * (2 if "2" in repr(self.a) else 3), a=itertools.count()), lambda m, n: next(m.a)),
-    Case("a tensor in a list", lambda: Net(lambda self, y: y * self.a[0], a=[_one(1)]), lambda m, n: m.a.__setitem__(0, _one(n))),
-    Case("a tensor in a tuple", lambda: Net(lambda self, y: y * self.a[0], a=(_one(1),)), lambda m, n: setattr(m, "a", (_one(n),))),
-    Case("a tensor in an object", lambda: Net(lambda self, y: y * self.a.t, a=types.SimpleNamespace(t=_one(1))),
-         lambda m, n: setattr(m.a, "t", _one(n))),
-    Case("a tensor in a dict, written to", lambda: Net(lambda self, y: y * self.a["t"], a={"t": _one(1)}), lambda m, n: m.a["t"].fill_(n)),
+    Case(
+        "NumPy's number",
+        lambda: Net(lambda self, y: y * float(self.a), a=np.float32(1)),
+        lambda m, n: setattr(m, "a", np.float32(n)),
+    ),
+    Case(
+        "an iterator",
+        lambda: Net(lambda self, y: y * (2 if "2" in repr(self.a) else 3), a=itertools.count()),
+        lambda m, n: next(m.a),
+    ),
+    Case(
+        "a tensor in a list", lambda: Net(lambda self, y: y * self.a[0], a=[_one(1)]), lambda m, n: m.a.__setitem__(0, _one(n))
+    ),
+    Case(
+        "a tensor in a tuple",
+        lambda: Net(lambda self, y: y * self.a[0], a=(_one(1),)),
+        lambda m, n: setattr(m, "a", (_one(n),)),
+    ),
+    Case(
+        "a tensor in an object",
+        lambda: Net(lambda self, y: y * self.a.t, a=types.SimpleNamespace(t=_one(1))),
+        lambda m, n: setattr(m.a, "t", _one(n)),
+    ),
+    Case(
+        "a tensor in a dict, written to",
+        lambda: Net(lambda self, y: y * self.a["t"], a={"t": _one(1)}),
+        lambda m, n: m.a["t"].fill_(n),
+    ),
     Case("an attribute's tensor", lambda: Net(lambda self, y: y * self.a, a=_one(1)), lambda m, n: setattr(m, "a", _one(n))),
     Case("one tensor twice", _tied, _untie),
     Case("one weight twice", _one_weight_twice, _untie_weight),
     Case("a buffer", lambda: Net(lambda self, y: y * self.a, a=nn.Buffer(_one(1))), lambda m, n: m.a.fill_(n)),
-]  # fmt: skip
+]
 """State that is changed between calls: each call sees it as it stands."""
 
 
@@ -302,31 +355,72 @@ INSIDE = [
     Case("a global count", lambda: Net(_counting_globally), refuses=_EVERY.format("the global COUNT of .*hidden")),
     Case("a class's count", lambda: Counting(_counting_in_the_class), refuses=_EVERY.format("(Streamed)?Counting.calls")),
     Case("a list that grows", lambda: Net(_collecting, seen=[]), refuses=_EVERY.format("Net.seen")),
-    Case("a default that grows", lambda: Remembering(lambda self, y: y), refuses=_EVERY.format("Remembering.forward's default arguments.0.")),
-    Case("a count in a closure", _counting_in_a_closure, refuses=_EVERY.format("_counting_in_a_closure.<locals>.does's closure over count")),
+    Case(
+        "a default that grows",
+        lambda: Remembering(lambda self, y: y),
+        refuses=_EVERY.format("Remembering.forward's default arguments.0."),
+    ),
+    Case(
+        "a count in a closure",
+        _counting_in_a_closure,
+        refuses=_EVERY.format("_counting_in_a_closure.<locals>.does's closure over count"),
+    ),
     Case("a hook that collects", _hook_that_collects, refuses="its forward changes .*'s closure over seen in every call"),
     Case("two that change places", lambda: Net(_swapping, a=2.0, b=3.0), refuses=_EVERY.format("Net.(a|b)")),
-    Case("an iterator's next", lambda: Net(lambda self, y: y * next(self.a), a=itertools.count(1)), refuses=_EVERY.format("Net.a")),
+    Case(
+        "an iterator's next",
+        lambda: Net(lambda self, y: y * next(self.a), a=itertools.count(1)),
+        refuses=_EVERY.format("Net.a"),
+    ),
     Case("a generator's next", lambda: Net(lambda self, y: y * next(self.a), a=_generated()), refuses=_EVERY.format("Net.a")),
     Case("a buffer's count", lambda: Net(lambda self, y: y * self.count.add_(1), count=nn.Buffer(_one(0)))),
     Case("Python's random", lambda: Net(lambda self, y: y * random.random()), refuses="its forward draws from Python's random"),
-    Case("a choice", lambda: Net(lambda self, y: y * random.choice([1, 2, 3])), refuses="its forward draws from Python's random"),
+    Case(
+        "a choice", lambda: Net(lambda self, y: y * random.choice([1, 2, 3])), refuses="its forward draws from Python's random"
+    ),
     Case("NumPy's random", lambda: Net(lambda self, y: y * np.random.rand()), refuses="its forward draws from numpy.random"),
-    Case("NumPy's generator", lambda: Net(lambda self, y: y * self.a.random(), a=np.random.default_rng(1)),
-         refuses="its forward draws from Net.a"),
-    Case("a generator of Python's", lambda: Net(lambda self, y: y * self.a[0].random(), a=[random.Random(1)]),
-         refuses=r"its forward draws from Net.a\[0\]"),
-    Case("a generator without seed", lambda: Net(lambda self, y: y * np.random.default_rng().random()), refuses="seeds a generator .os.urandom"),
-    Case("Python's without seed", lambda: Net(lambda self, y: y * random.Random().random()), refuses="seeds a generator .random.Random"),
+    Case(
+        "NumPy's generator",
+        lambda: Net(lambda self, y: y * self.a.random(), a=np.random.default_rng(1)),
+        refuses="its forward draws from Net.a",
+    ),
+    Case(
+        "a generator of Python's",
+        lambda: Net(lambda self, y: y * self.a[0].random(), a=[random.Random(1)]),
+        refuses=r"its forward draws from Net.a\[0\]",
+    ),
+    Case(
+        "a generator without seed",
+        lambda: Net(lambda self, y: y * np.random.default_rng().random()),
+        refuses="seeds a generator .os.urandom",
+    ),
+    Case(
+        "Python's without seed",
+        lambda: Net(lambda self, y: y * random.Random().random()),
+        refuses="seeds a generator .random.Random",
+    ),
     Case("bytes of the system's", lambda: Net(lambda self, y: y * os.urandom(1)[0]), refuses="seeds a generator .os.urandom"),
-    Case("torch's seed", lambda: Net(lambda self, y: (torch.manual_seed(1), y + torch.rand_like(y))[1]), refuses="seeds a generator .torch.Gen"),
+    Case(
+        "torch's seed",
+        lambda: Net(lambda self, y: (torch.manual_seed(1), y + torch.rand_like(y))[1]),
+        refuses="seeds a generator .torch.Gen",
+    ),
     Case("torch's seed for a while", lambda: Net(_forked), refuses="seeds a generator .torch.Generator"),
-    Case("a generator that is made and seeded", lambda: Net(_self_made), refuses="seeds a generator .torch.Generator.manual_seed"),
+    Case(
+        "a generator that is made and seeded", lambda: Net(_self_made), refuses="seeds a generator .torch.Generator.manual_seed"
+    ),
     Case("a generator that is made", lambda: Net(_unseeded), refuses="draws from a torch.Generator that it makes itself"),
-    Case("a tensor's numbers", lambda: Net(lambda self, y: y * self.a.tolist()[0], a=_one(2)), refuses=r"takes the numbers of a tensor of \[1\]"),
-    Case("a tensor's array", lambda: Net(lambda self, y: y * float(np.asarray(self.a)[0]), a=_one(2)),
-         refuses=r"takes the numbers of a tensor of \[1\]"),
-]  # fmt: skip
+    Case(
+        "a tensor's numbers",
+        lambda: Net(lambda self, y: y * self.a.tolist()[0], a=_one(2)),
+        refuses=r"takes the numbers of a tensor of \[1\]",
+    ),
+    Case(
+        "a tensor's array",
+        lambda: Net(lambda self, y: y * float(np.asarray(self.a)[0]), a=_one(2)),
+        refuses=r"takes the numbers of a tensor of \[1\]",
+    ),
+]
 """What a forward changes or draws itself."""
 
 
@@ -387,9 +481,17 @@ FIRST = [
     Case("a first call of its own", lambda: Net(_first_apart, is_first=True)),
     Case("what size it was", lambda: Net(lambda self, y: setattr(self, "size", tuple(y.shape)) or y * self.size[-1])),
     Case("features", lambda: Net(_leaves_features)),
-    Case("features that the next call reads", lambda: Net(_reads_features, features=None), refuses="Net.features is a tensor of .* made from its input"),
-    Case("noise that is kept", lambda: Net(_keeps_noise, noise=None), refuses="Net.noise is a tensor of .* made from random numbers"),
-]  # fmt: skip
+    Case(
+        "features that the next call reads",
+        lambda: Net(_reads_features, features=None),
+        refuses="Net.features is a tensor of .* made from its input",
+    ),
+    Case(
+        "noise that is kept",
+        lambda: Net(_keeps_noise, noise=None),
+        refuses="Net.noise is a tensor of .* made from random numbers",
+    ),
+]
 """What a forward leaves for the calls that follow."""
 
 
@@ -403,14 +505,23 @@ def _generator() -> torch.Generator:
 DRAWS = [
     Case("dropout", lambda: Net(lambda self, y: nn.functional.dropout(y, 0.5))),
     Case("noise", lambda: Net(lambda self, y: y + torch.rand_like(y))),
-    Case("a generator that is held", lambda: Net(lambda self, y: y + torch.rand(y.shape, dtype=y.dtype, generator=self.a), a=_generator()),
-         refuses_stages="draws from a torch.Generator of its own"),
-    Case("a generator that is held deep down", lambda: Net(
-        lambda self, y: y + torch.empty_like(y).normal_(generator=self.a["g"][0]), a={"g": [_generator()]}),
-         refuses_stages="draws from a torch.Generator of its own"),
-    Case("a generator that is replaced", lambda: Net(lambda self, y: y + torch.rand(y.shape, dtype=y.dtype, generator=self.a), a=_generator()),
-         lambda m, n: setattr(m, "a", torch.Generator().manual_seed(n)), refuses_stages="draws from a torch.Generator of its own"),
-]  # fmt: skip
+    Case(
+        "a generator that is held",
+        lambda: Net(lambda self, y: y + torch.rand(y.shape, dtype=y.dtype, generator=self.a), a=_generator()),
+        refuses_stages="draws from a torch.Generator of its own",
+    ),
+    Case(
+        "a generator that is held deep down",
+        lambda: Net(lambda self, y: y + torch.empty_like(y).normal_(generator=self.a["g"][0]), a={"g": [_generator()]}),
+        refuses_stages="draws from a torch.Generator of its own",
+    ),
+    Case(
+        "a generator that is replaced",
+        lambda: Net(lambda self, y: y + torch.rand(y.shape, dtype=y.dtype, generator=self.a), a=_generator()),
+        lambda m, n: setattr(m, "a", torch.Generator().manual_seed(n)),
+        refuses_stages="draws from a torch.Generator of its own",
+    ),
+]
 
 CASES = [*OUTSIDE, *INSIDE, *FIRST, *DRAWS]
 

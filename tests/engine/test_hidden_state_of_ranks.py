@@ -1,5 +1,7 @@
-"""Python state that a forward reads or changes, in a model whose channels are cut or whose layers are dealt out: every call gives
-one device's numbers, or is refused in words on every rank."""
+"""Python state that a forward reads or changes, in a model whose channels are cut or whose layers are dealt out.
+
+Every call gives one device's numbers, or is refused in words on every rank.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ from ranks import on_ranks
 
 from widefield.engine.channel import choose
 from widefield.engine.parallelize import parallelize
-from widefield.engine.passes import backward_of
 from widefield.plan import Plan
 
 NO_PART = {"one weight twice"}

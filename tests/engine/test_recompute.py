@@ -23,7 +23,8 @@ from widefield.engine.normalization import ghost
 from widefield.engine.parallelize import follow, parallelize, reasons
 from widefield.engine.strategies import Rehearsal
 from widefield.engine.strategies._saved import costs_of
-from widefield.engine.strategies.recompute import _mixed, _Offloaded, from_host, to_host
+from widefield.engine.strategies.recompute import _Offloaded, from_host, to_host
+from widefield.engine.wrapping import wrap_class
 from widefield.plan import Plan
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, nets with 1e2 weights
@@ -166,7 +167,7 @@ def over_ranks(mesh, offload=False):
     """Two steps' gradients and buffers, on copies, tiles and parts, with a ghost where there are copies."""
     one, model = unet(), unet()
     if offload:
-        model.__class__ = _mixed(_Offloaded, type(model))
+        wrap_class(model, _Offloaded)
     model = parallelize(model, mesh)
     x = images(mesh.copies)
     one(x).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Python state that a forward reads or changes: a stream gives the plain module's numbers at every call, or refuses in words."""
+"""Python state that a forward reads or changes: a stream gives the plain module's numbers at every call, or refuses."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from engine import hidden
 from engine.hidden import CASES, FIRST, INSIDE, Net, given_by, image, made
 from torch import nn
 
+from widefield.engine.stream.follow import follow
 from widefield.engine.stream.known import AGAIN_MOST
 from widefield.engine.stream.left_behind import Gone
 from widefield.engine.stream.state import ARRAY_MOST, MOST, State
@@ -56,8 +57,9 @@ def test_nothing_of_the_capture_is_left_behind():
 def test_what_a_forward_leaves_in_every_call_says_that_it_is_gone():
     streamed = stream(made(named("features")), tiles=(2, 2))
     loss = streamed(image()).sum()
+    words = r"Net.features is a tensor of \[2, 8, 11, 9\] made from its input, .* return it"
     for use in (lambda gone: loss + gone, lambda gone: gone * 2, lambda gone: gone.mean(), torch.stack, float, bool, len, list):
-        with pytest.raises(NotImplementedError, match=r"Net.features is a tensor of \[2, 8, 11, 9\] made from its input .* return it"):
+        with pytest.raises(NotImplementedError, match=words):
             use(streamed.features)
     assert not hasattr(streamed.features, "__array__") and "features" in repr(streamed.features)
 
@@ -84,8 +86,8 @@ def test_a_module_that_is_captured_in_every_call_says_why():
             case.change(streamed, call)
             streamed(image())
     assert [str(warning.message) for warning in said if "captured anew" in str(warning.message)] == [
-        f"Net was captured anew in each of its last {AGAIN_MOST} calls, for Net.a was another in each; the numbers are right, but a "
-        "capture takes as long as many calls: hold what changes in a buffer or in a tensor that is an attribute of a module"
+        f"Net was captured anew in each of its last {AGAIN_MOST} calls, for Net.a was another in each; the numbers are right, "
+        "but a capture takes as long as many calls: hold what changes in a buffer, or in a tensor that is a module's attribute"
     ]
 
 
@@ -188,3 +190,21 @@ def test_a_known_call_looks_at_no_more_than_flat_lists(monkeypatch):
     monkeypatch.setattr(State, "_visit", None)
     for training in (True, False, True):
         streamed.train(training)(image())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("within", [False, True], ids=["as a whole", "within"])
+def test_torchscript_is_refused(within):
+    script = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double())
+    with pytest.raises(NotImplementedError, match=f"{'its part 0' if within else 'it'} is a torch.jit.ScriptModule"):
+        stream(nn.Sequential(script) if within else script, tiles=(2, 2))
+    with pytest.raises(NotImplementedError, match="cannot be cut into stages: its part 0 is a torch.jit.ScriptModule"):
+        follow(nn.Sequential(script), nn.Sequential(script).forward, (image(),), {}, aim="cut into stages")
+
+
+def test_torchs_cache_of_weights_holds_no_weights_of_a_capture():
+    plain = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.Tanh()).double()
+    streamed = stream(copy.deepcopy(plain), tiles=(2, 2))
+    with nn.utils.parametrize.cached():
+        torch.testing.assert_close(streamed(image()), plain(image()))
+        torch.testing.assert_close(streamed[0](image()), plain[0](image()))

@@ -30,10 +30,10 @@ from widefield.engine.pipeline.schedules import STAGES_PER_RANK
 from widefield.engine.pipeline.stage import StageModule
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta
 from widefield.engine.places import own_of
-from widefield.engine.stream.follow import follow, tensors_of, without_autocast
+from widefield.engine.stream.follow import follow, without_autocast
 from widefield.engine.stream.graph import Graph, Value, put_in
 from widefield.engine.stream.known import Known, constants_of
-from widefield.engine.stream.stand_ins import Like, name_of, named_tensors
+from widefield.engine.stream.stand_ins import Like, name_of, named_tensors, tensors_of
 from widefield.engine.stream.watch import Guards
 from widefield.engine.tiled import TiledTensor
 

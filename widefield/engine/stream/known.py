@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from widefield.engine.stream.follow import is_tensor
 from widefield.engine.stream.graph import Graph, Value
 from widefield.engine.stream.left_behind import seen_by
-from widefield.engine.stream.stand_ins import name_of
+from widefield.engine.stream.stand_ins import is_tensor, name_of
 from widefield.engine.stream.state import State
 from widefield.engine.stream.things import PLAIN
 from widefield.engine.stream.watch import Guards, roots_of
@@ -77,9 +76,9 @@ class Known(Generic[Made]):
         if self._again == AGAIN_MOST:
             changed = next(entries[0].state.changes(), "what it is given")
             warnings.warn(
-                f"{name_of(module)} was captured anew in each of its last {AGAIN_MOST} calls, for {changed} was another in each; "
-                "the numbers are right, but a capture takes as long as many calls: hold what changes in a buffer or in a tensor "
-                "that is an attribute of a module",
+                f"{name_of(module)} was captured anew in each of its last {AGAIN_MOST} calls, for {changed} was another in "
+                "each; the numbers are right, but a capture takes as long as many calls: hold what changes in a buffer, or in "
+                "a tensor that is a module's attribute",
                 stacklevel=4,
             )
 

@@ -1,19 +1,19 @@
 """What does a forward leave behind in Python's state, and may a graph of its operations stand for it then?
 
 A graph draws with torch's generators, and writes to buffers; whatever else the forward does in Python happens in its capture
-alone.  So a forward that draws from another generator, or changes what Python holds in every call, is refused.  One that changes
-something in its first call alone, as a cache that it fills, may do so: the state is left as that call leaves it, with real
-tensors in place of those of the capture, and from there a second capture must change nothing.
+alone.  So a forward that draws from another generator, or changes what Python holds in every call, is refused.  One that
+changes something in its first call alone, as a cache that it fills, may do so: the state is left as that call leaves it, with
+real tensors in place of those of the capture, and from there a second capture must change nothing.
 
-Tensors made from the input, from weights or from draws are not kept so.  Where a forward leaves one (`self.features = x`), `Gone`
-stands in its place, which the forward may overwrite in every call, and nobody may read.
+Tensors made from the input, from weights or from draws are not kept so.  Where a forward leaves one (`self.features = x`),
+`Gone` stands in its place, which the forward may overwrite in every call, and nobody may read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,26 +42,26 @@ class Gone:
     shape: tuple[int, ...]
     source: str
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    def _is_used(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"{self.path} is a tensor of {list(self.shape)} made from {self.source}, which a forward left there, and of a module "
-            "that is streamed, cut by channels or cut into stages operations run in place of the forward, which leave nothing; "
-            "return it, or compute it where it is used"
+            f"{self.path} is a tensor of {list(self.shape)} made from {self.source}, which a forward left there; of a "
+            "module that is streamed, cut by channels or cut into stages, operations run in place of the forward and leave "
+            "nothing; return it, or compute it where it is used"
         )
 
-    __torch_function__ = classmethod(lambda kind, func, types, args=(), kwargs=None: _gone_in((args, kwargs))._refuse())
+    __torch_function__ = classmethod(lambda kind, func, types, args=(), kwargs=None: _gone_in((args, kwargs))._is_used())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._refuse()
+        return self._is_used()
 
 
 for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg", "lt", "le", "gt",
-    "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int", "index",
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg", "lt", "le",
+    "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int", "index",
 ):  # fmt: skip
-    setattr(Gone, f"__{_name}__", Gone._refuse)
+    setattr(Gone, f"__{_name}__", Gone._is_used)
 
 
 def _gone_in(arguments: Any) -> Gone:
@@ -133,7 +133,7 @@ def left_by(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> Le
             return None
         given = next((path for path in paths if path.startswith(GIVEN)), None)
         if given is not None:
-            raise refusal(module, aim, f"writes to {given}", "return what is to be looked at afterwards")
+            _refuse(module, aim, f"writes to {given}", "return what is to be looked at afterwards")
         fakes = [(path, fake) for path, fake in after.fakes if not path.startswith(GIVEN)]
         values = {id(fake): (path, recorded.value_of(fake)) for path, fake in fakes}
     except BaseException:
@@ -155,10 +155,10 @@ def settle(module: nn.Module, left: Left, again: Callable[[], Left | None], *, a
         more = again()
         if more is not None:
             more.watch.put_back()
-            raise refusal(module, aim, f"changes {more.paths[0]} in every call", _INSTEAD)
+            _refuse(module, aim, f"changes {more.paths[0]} in every call", _INSTEAD)
         hidden = next((path for path, _ in seen_by(module, left.watch.roots()).fakes), None)
         if hidden is not None:
-            raise refusal(module, aim, f"leaves a tensor in {hidden}, which cannot be written to", _INSTEAD)
+            _refuse(module, aim, f"leaves a tensor in {hidden}, which cannot be written to", _INSTEAD)
     except BaseException:
         left.watch.put_back()
         raise
@@ -166,11 +166,11 @@ def settle(module: nn.Module, left: Left, again: Callable[[], Left | None], *, a
         left.watch.put_back()
 
 
-def refusal(module: nn.Module, aim: str, does: str, instead: str) -> NotImplementedError:
-    """Of a forward that a graph cannot stand for."""
-    return NotImplementedError(
-        f"{name_of(module)} cannot be {aim}: its forward {does}, and a graph of its operations, which runs in place of its code, "
-        f"would not; {instead}"
+def _refuse(module: nn.Module, aim: str, does: str, instead: str) -> NoReturn:
+    """A forward that a graph cannot stand for."""
+    raise NotImplementedError(
+        f"{name_of(module)} cannot be {aim}: its forward {does}, and a graph of its operations, which runs in place of its "
+        f"code, would not; {instead}"
     )
 
 
@@ -178,11 +178,11 @@ def _refuse_calls(module: nn.Module, watch: Watch, recorded: Recorded, aim: str)
     torchs = "draw with torch (torch.rand, torch.randint, nn.Dropout), whose draws are operations"
     drawn = watch.drawn()
     if drawn:
-        raise refusal(module, aim, f"draws from {drawn[0]}", torchs)
+        _refuse(module, aim, f"draws from {drawn[0]}", torchs)
     if watch.seeds:
-        raise refusal(module, aim, f"seeds a generator ({watch.seeds[0]})", "seed before the call, or hold what is drawn in a buffer")
+        _refuse(module, aim, f"seeds a generator ({watch.seeds[0]})", "seed before the call, or hold what is drawn")
     if watch.reads:
-        raise refusal(
+        _refuse(
             module, aim, f"takes the numbers of a tensor of {list(watch.reads[0].shape)} into Python",
             "hold them as Python numbers, or compute with the tensor",
         )  # fmt: skip
@@ -190,7 +190,7 @@ def _refuse_calls(module: nn.Module, watch: Watch, recorded: Recorded, aim: str)
     for node in recorded.nodes:
         for leaf in tree_leaves((node.args, node.kwargs)) if node.draws else ():
             if isinstance(leaf, torch.Generator) and leaf._cdata not in known:  # torch makes objects for the same generator
-                raise refusal(module, aim, "draws from a torch.Generator that it makes itself", "let the module hold the generator")
+                _refuse(module, aim, "draws from a torch.Generator that it makes itself", "let the module hold it")
 
 
 def _refuse_cached(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> None:
@@ -199,7 +199,7 @@ def _refuse_cached(module: nn.Module, watch: Watch, recorded: Recorded, aim: str
         value = recorded.value_of(fake)
         source = _source(value, _behind(value, recorded.nodes))
         if source is not None:
-            raise refusal(module, aim, f"keeps a tensor of {list(value.shape)} made from {source} in {path}", "compute it anew")
+            _refuse(module, aim, f"keeps a tensor of {list(value.shape)} made from {source} in {path}", "compute it anew")
 
 
 def _source(value: Value, nodes: Sequence[Node]) -> str | None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 
 def name_of(module: nn.Module) -> str:
@@ -45,6 +47,16 @@ class Like:
 
     def stride(self) -> tuple[int, ...]:
         return self.strides
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether an argument is a tensor or stands for one, as a Reader does."""
+    return isinstance(leaf, Tensor) or (hasattr(leaf, "shape") and hasattr(leaf, "read"))
+
+
+def tensors_of(arguments: Any) -> list[Any]:
+    """The tensors among a module's arguments, in order."""
+    return [leaf for leaf in tree_leaves(arguments) if is_tensor(leaf)]
 
 
 @contextmanager
@@ -87,6 +99,27 @@ def refusing_hooks() -> Iterator[None]:
         yield
     finally:
         del FunctionalTensor.register_hook
+
+
+@contextmanager
+def without_weights_cache() -> Iterator[None]:
+    """`torch.nn.utils.parametrize.cached()` around a call would go on to give weights that are made of fake ones."""
+    enabled, held = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = enabled, held
+
+
+def refuse_scripts(module: nn.Module, aim: str) -> None:
+    """NotImplementedError where a part of a module is TorchScript, whose state Python does not see."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise NotImplementedError(
+                f"{name_of(module)} cannot be {aim}: {f'its part {name}' if name else 'it'} is a torch.jit.ScriptModule, whose "
+                "numbers may change unseen; leave out torch.jit.script and torch.jit.trace"
+            )
 
 
 def _changed(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

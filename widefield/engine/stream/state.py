@@ -21,12 +21,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.engine.stream.things import (
-    CLASS, DICT, FIXED, FUNCTION, MEMBERS, OBJECT, ORDERED, PLAIN, ROW, SET, Kind, is_generator, kind_of,
+    CLASS,
+    DICT,
+    FIXED,
+    FUNCTION,
+    MEMBERS,
+    OBJECT,
+    ORDERED,
+    PLAIN,
+    ROW,
+    SET,
+    Kind,
+    is_generator,
+    kind_of,
 )  # fmt: skip
 
 MOST = 200_000
@@ -92,9 +104,9 @@ class State:
         self._count += len(children)
         if self._count > MOST:
             raise NotImplementedError(
-                f"{self.path(number)} and what the forward's modules and globals hold besides is more than {MOST} Python values, "
-                "and each call would have to see whether one of them changed; hold them in tensors, or where the forward "
-                "cannot reach them"
+                f"{self.path(number)} and what the forward's modules and globals hold besides is more than {MOST} Python "
+                "values, and each call would have to see whether one of them changed; hold them in tensors, or where the "
+                "forward cannot reach them"
             )
         if kind is FUNCTION:
             self.functions.setdefault(what.__code__, []).append(what)
@@ -160,8 +172,9 @@ class State:
         path = self._joined(parent, label)
         if array.dtype.hasobject or array.nbytes > ARRAY_MOST:
             raise NotImplementedError(
-                f"{path} is a NumPy array of {array.dtype}, {list(array.shape)}, {array.nbytes} bytes, and each call would have to "
-                f"see whether a number in it changed, which is done for up to {ARRAY_MOST} bytes of numbers; hold it as a tensor"
+                f"{path} is a NumPy array of {array.dtype}, {list(array.shape)}, {array.nbytes} bytes, and each call would "
+                f"have to see whether a number in it changed, which is done for up to {ARRAY_MOST} bytes of numbers; hold it "
+                "as a tensor"
             )
         numbers = array.tobytes()
         self._at[id(array)] = token = ("array", len(self._arrays))
@@ -229,7 +242,7 @@ def _changed(kind: Kind, then: tuple[list, list], now: tuple[list, list]) -> str
     """The name of the first child that is another, was added or is gone."""
     if not then[0] and not now[0]:
         return ""
-    before, after = (dict(zip(map(id, names), zip(names, children, strict=True), strict=True)) for names, children in (then, now))
+    before, after = ({id(name): (name, child) for name, child in zip(*found, strict=True)} for found in (then, now))
     for key in [*after, *before]:
         if key not in before or key not in after or before[key][1] is not after[key][1]:
             return kind.label((after if key in after else before)[key][0])

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from widefield.engine.wrapping import is_private
+
 Children = tuple[list[Any], list[Any]]
 """Names, and what they stand for; no names where places count."""
 
@@ -72,11 +74,6 @@ class Name:
 
 
 # ---------------------------------------------------------------------------------------------- reading and putting back
-
-
-def is_private(name: Any) -> bool:
-    """Whether an attribute of a module is ours."""
-    return type(name) is str and name.startswith(("_widefield_", "_stream"))
 
 
 def _put_in_dict(thing: dict, names: list[Any], children: list[Any]) -> None:
@@ -189,8 +186,8 @@ def _of_iterator(thing: Any) -> Children:
                 _, *found = thing.__reduce__()
         except TypeError as error:
             raise NotImplementedError(
-                f"what a forward can see holds a {type(thing).__name__}, which is used up as it is read and does not tell how far; "
-                "hold a list and a number in its place"
+                f"what a forward can see holds a {type(thing).__name__}, which is used up as it is read and does not tell how "
+                "far; hold a list and a number in its place"
             ) from error
     return [], [sys.intern(repr(child)) if type(child) in PLAIN else child for child in _flat(found)]
 
@@ -299,5 +296,3 @@ def _within(module: str, packages: tuple[str, ...]) -> bool:
 def _is_standard(module: str) -> bool:
     top = module.partition(".")[0]
     return top in sys.stdlib_module_names and top not in _OPEN and top != "__main__"
-
-

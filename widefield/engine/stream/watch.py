@@ -153,8 +153,8 @@ class Watch:
 
     def _find_generators(self) -> None:
         """Generators and functions' caches that the state has come to reach, before the forward comes to them."""
-        for path, cache in self.state.caches:
-            self._cached.setdefault(id(cache), (path, cache, cache.cache_info().misses))
+        for path, held in self.state.caches:
+            self._cached.setdefault(id(held), (path, held, held.cache_info().misses))
         known = {id(generator) for _, generator, _ in self.generators}
         for path, generator in self.state.generators:
             if id(generator) not in known and not isinstance(generator, torch.Generator):
@@ -190,16 +190,16 @@ class Watch:
 
     def cached(self) -> list[tuple[str, Tensor]]:
         """Tensors of the capture that functools keeps as results of functions, with their paths."""
-        return [pair for path, cache in self._filled() for pair in _results(path, cache).fakes]
+        return [pair for path, held in self._filled() for pair in _results(path, held).fakes]
 
     def clear_caches(self) -> None:
         """Let functools forget such results."""
-        for path, cache in self._filled():
-            if _results(path, cache).fakes:
-                cache.cache_clear()
+        for path, held in self._filled():
+            if _results(path, held).fakes:
+                held.cache_clear()
 
     def _filled(self) -> list[tuple[str, Any]]:
-        return [(path, cache) for path, cache, misses in self._cached.values() if cache.cache_info().misses != misses]
+        return [(path, held) for path, held, misses in self._cached.values() if held.cache_info().misses != misses]
 
     def roots(self) -> list[tuple[str, Any]]:
         """The places that were found, with paths."""
@@ -218,9 +218,9 @@ def roots_of(places: Iterable[Any]) -> list[tuple[str, Any]]:
     return [(str(place) if isinstance(place, Name) else place.__qualname__, place) for place in places]
 
 
-def _results(path: str, cache: Any) -> State:
+def _results(path: str, function: Any) -> State:
     """What functools keeps for a function."""
-    held = [thing for thing in gc.get_referents(cache) if not callable(thing)]
+    held = [thing for thing in gc.get_referents(function) if not callable(thing)]
     return State([(f"the cache of {path}", held)])
 
 
