@@ -13,9 +13,11 @@ import pytest
 import torch
 from engine.hidden import CASES, DRAWS, Case, given_by, image, made
 from ranks import on_ranks
+from torch import nn
 
 from widefield.engine.channel import choose
 from widefield.engine.parallelize import parallelize
+from widefield.engine.stream.streamed import stream
 from widefield.plan import Plan
 
 NO_PART = {"one weight twice"}
@@ -53,3 +55,28 @@ def _of_case(mesh, case: Case, axis: str):
     for call, pair in enumerate(zip(got, expected, strict=True)):
         if not torch.allclose(*pair, rtol=1e-12, atol=1e-12):
             yield f"call {call} is off by {(pair[0] - pair[1]).abs().max():.1e}"
+
+
+@pytest.mark.parametrize("axis", ["channel", "stage"])
+def test_what_is_laid_out_is_not_streamed_and_what_is_streamed_not_laid_out(axis):
+    for words in on_ranks(2, _both_ways, axis, plan=Plan(**{axis: 2})):
+        assert f"mesh.{axis}=2 runs the operations of a whole model and its part 0 is streamed" in words[0]
+        assert "its part 1 is cut by channels or into stages, whose ranks hold parts of its weights" in words[1]
+
+
+def _both_ways(mesh, axis: str) -> list[str]:
+    streamed, laid = (
+        nn.Sequential(stream(nn.Conv2d(3, 4, 3), tiles=(2, 2))),
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)),
+    )
+    parallelize(laid, mesh, sample=torch.empty(2, 3, 9, 9, device="meta"))
+    said = []
+    for call in (
+        lambda: parallelize(streamed, mesh, sample=torch.empty(2, 3, 9, 9, device="meta")),
+        lambda: stream(nn.Sequential(nn.Identity(), laid), tiles=(2, 2)),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said

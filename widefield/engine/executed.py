@@ -65,6 +65,16 @@ def lay(module: nn.Module, flow: Flow) -> None:
     module.__dict__[_FLOW] = flow
 
 
+def refuse_streams(module: nn.Module, axis: str) -> None:
+    """ValueError where a part of a module runs tile after tile, which the operations of the whole module would not."""
+    for name, part in module.named_modules():
+        if "_stream" in vars(part):
+            raise ValueError(
+                f"{axis} runs the operations of a whole model and {f'its part {name}' if name else 'this model'} is streamed, "
+                f"which would run whole then; leave out widefield.stream, or set {axis.partition('=')[0]}=1"
+            )
+
+
 def flow_of(module: nn.Module) -> Flow | None:
     """What runs the module; None for one that runs its own code."""
     return vars(module).get(_FLOW)

@@ -32,7 +32,7 @@ class Wrapping(nn.Module):
             if isinstance(reduced, str):
                 return reduced
             make, args, state, *rest = *reduced, *[None] * (3 - len(reduced))
-            state = dict(state) if state is self.__dict__ else state
+            state = _apart(state, self.__dict__)
         return _rebuilt, (make, args, kinds, held), state, *rest
 
 
@@ -54,6 +54,13 @@ def _wrapped(ours: type[Wrapping], theirs: type) -> type:
     if hasattr(theirs, "__deepcopy__"):
         names["__deepcopy__"] = _deepcopied
     return types.new_class(f"{ours.PREFIX}{theirs.__name__}", (ours, theirs), exec_body=lambda space: space.update(names))
+
+
+def _apart(state: Any, held: dict[str, Any]) -> Any:
+    """A state with what `held` holds now, where it refers to that."""
+    if type(state) is tuple:
+        return tuple(_apart(part, held) for part in state)
+    return dict(held) if state is held else state
 
 
 def _deepcopied(module: nn.Module, memo: dict) -> Any:

@@ -76,6 +76,13 @@ def _check(module: Any, tiles: Sequence[int] | None, memory: str | int | None, k
     if isinstance(module, Streamed):
         raise ValueError(f"this {type(module).__name__} is streamed already; build it anew to stream it otherwise")
     refuse_scripts(module, "streamed")
+    for name, part in module.named_modules():
+        if "_widefield_flow" in vars(part):
+            raise ValueError(
+                f"{f'its part {name}' if name else 'this ' + type(part).__name__} is cut by channels or into stages, whose "
+                "ranks hold parts of its weights, and a stream would take them for the whole; set mesh.channel=1 and "
+                "mesh.stage=1, or leave out widefield.stream"
+            )
     if tiles is None and memory is None:
         raise ValueError("give tiles, as (4, 4), or memory, as '6GiB', or both")
     if memory is not None:
