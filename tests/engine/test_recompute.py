@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ import widefield as wf
 from widefield import models
 from widefield.config import ModelConfig
 from widefield.engine.holding import wholes_on_main
+from widefield.engine.layout import Grid
 from widefield.engine.mesh import World, join
 from widefield.engine.normalization import ghost
 from widefield.engine.parallelize import follow, parallelize, reasons
@@ -246,7 +248,7 @@ def test_activations_go_away_and_weights_and_small_ones_stay():
 
 
 def test_a_tile_comes_back_as_a_tile():
-    tiled = wf.tile(torch.randn(1, 4, 16, 16), join(World(), Plan(space=[1, 1])))
+    tiled = wf.tile(torch.randn(1, 4, 16, 16), replace(join(World(), Plan()), grid=Grid((1, 1))))
     back = from_host(to_host(tiled))
     assert type(back) is type(tiled) and back.laid is tiled.laid and torch.equal(back.own, tiled.own)
 
