@@ -140,7 +140,7 @@ class Whole:
     """A graph of a module as a program from the module's arguments to what it returns."""
 
     def __init__(self, module: nn.Module, graph: Graph) -> None:
-        self.graph, self.program = graph, Program(graph.nodes, graph.results)
+        self.graph, self.program, self.generators = graph, Program(graph.nodes, graph.results), graph.generators
         self.constants = constants_of(module, graph)
 
     def __call__(self, weights: Mapping[str, Tensor], args: tuple, kwargs: dict) -> Any:

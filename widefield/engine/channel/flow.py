@@ -12,6 +12,7 @@ from torch import nn
 from widefield.engine.channel.choose import Chosen, choose
 from widefield.engine.channel.exchange import Exchange, Ranks
 from widefield.engine.channel.part import Part
+from widefield.engine.draws import compare_generators
 from widefield.engine.executed import Executed, Flow, Whole
 from widefield.engine.stream.follow import follow
 from widefield.engine.stream.graph import Graph
@@ -24,6 +25,7 @@ class ChannelFlow(Flow):
     """parts: of every weight of which each rank holds a part, by name; its shape on the whole: `shapes`."""
 
     def __init__(self, module: nn.Module, ranks: Ranks, sample: torch.Tensor, device: torch.device) -> None:
+        self.device = device
         self.ranks, self.shapes = ranks, {name: tuple(t.shape) for name, t in named_tensors(module).items()}
         self.parts: dict[str, Part] = {}
         self.known: Known[Whole] = Known()
@@ -40,6 +42,8 @@ class ChannelFlow(Flow):
             return Whole(module, self.graph_of(module, args, kwargs, guards=guards))
 
         program = self.known.get(module, args, kwargs, make)
+        for generator in program.generators if self.ranks.group is not None else ():
+            compare_generators(self.ranks.group, self.device if generator is None else generator.device, generator)
         return program(named_tensors(module), args, kwargs)
 
     def graph_of(

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from widefield.engine.channel.flow import ChannelFlow
+from widefield.engine.draws import compare_generators
 from widefield.engine.executed import Executed, Flow, flow_of
 from widefield.engine.layout import Layout, layout_of
 from widefield.engine.mesh import Mesh
@@ -210,6 +211,8 @@ class PipelineFlow(Flow):
         if not any(part.draws for part in made.parts):
             yield
             return
+        if self.mesh.channel_group is not None:
+            compare_generators(self.mesh.channel_group, torch.device("cpu"))
         seed = int(torch.randint(2**62, ()))
         devices = [self.mesh.device.index] if self.mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -238,8 +241,7 @@ def _layer_by_layer() -> Iterator[None]:
 
 def _without_generators(module: nn.Module, graph: Graph) -> Graph:
     """The graph; NotImplementedError where it draws from a generator that the ranks of other stages would not move."""
-    drawing = tree_leaves([(node.args, node.kwargs) for node in graph.nodes if node.draws])
-    if any(isinstance(leaf, torch.Generator) for leaf in drawing):
+    if any(generator is not None for generator in graph.generators):
         raise NotImplementedError(
             f"{name_of(module)} cannot be cut into stages: it draws from a torch.Generator of its own, which stands at one "
             "place on the rank of that stage and at another on all others; draw from torch's own, or set mesh.stage=1"

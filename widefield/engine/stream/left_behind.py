@@ -188,9 +188,9 @@ def _refuse_calls(module: nn.Module, watch: Watch, recorded: Recorded, aim: str)
         )  # fmt: skip
     known = {held._cdata for _, held in watch.state.generators if isinstance(held, torch.Generator)}
     for node in recorded.nodes:
-        for leaf in tree_leaves((node.args, node.kwargs)) if node.draws else ():
-            if isinstance(leaf, torch.Generator) and leaf._cdata not in known:  # torch makes objects for the same generator
-                _refuse(module, aim, "draws from a torch.Generator that it makes itself", "let the module hold it")
+        generator = node.generator if node.draws else None
+        if generator is not None and generator._cdata not in known:  # torch makes other objects for the same generator
+            _refuse(module, aim, "draws from a torch.Generator that it makes itself", "let the module hold it")
 
 
 def _refuse_cached(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> None:
