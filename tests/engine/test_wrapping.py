@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from widefield.engine.executed import Executed, Flow, flow_of, lay
 from widefield.engine.strategies.recompute import _Offloaded, _recompute
-from widefield.engine.stream.streamed import Streamed, stream
+from widefield.engine.stream.streamed import Stream, Streamed
 from widefield.engine.wrapping import wrap_class
 
 IMAGE = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -119,9 +119,15 @@ class _Apart(Flow):
         return super(Executed, module).forward(*args, **kwargs)
 
 
+def _streamed(module):
+    """As `stream` makes it; that refuses what holds parts of weights, whatever order plans come to allow."""
+    wrap_class(module, Streamed)
+    module._stream = Stream((2, 2), None, None, None)
+
+
 WRAPS = {
     "executed": lambda module: lay(module, _Apart()),
-    "streamed": lambda module: stream(module, tiles=(2, 2)),
+    "streamed": _streamed,
     "recomputed": lambda module: _recompute(module, "", "nothing"),
     "offloaded": lambda module: wrap_class(module, _Offloaded),
 }
