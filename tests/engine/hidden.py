@@ -466,6 +466,12 @@ def _reads_features(self: Any, y: Tensor) -> Tensor:
     return y if before is None else y + before
 
 
+def _hook_that_notes() -> nn.Module:
+    net, found = Net(lambda self, y: y), {}
+    net.first.register_forward_hook(lambda module, inputs, output: found.update(first=output))
+    return net
+
+
 def _keeps_noise(self: Any, y: Tensor) -> Tensor:
     if self.noise is None:
         self.noise = torch.rand(1, dtype=y.dtype)
@@ -481,6 +487,7 @@ FIRST = [
     Case("a first call of its own", lambda: Net(_first_apart, is_first=True)),
     Case("what size it was", lambda: Net(lambda self, y: setattr(self, "size", tuple(y.shape)) or y * self.size[-1])),
     Case("features", lambda: Net(_leaves_features)),
+    Case("features by name", _hook_that_notes),
     Case(
         "features that the next call reads",
         lambda: Net(_reads_features, features=None),

@@ -17,6 +17,7 @@ from torch import nn
 
 from widefield.engine.channel import choose
 from widefield.engine.parallelize import parallelize
+from widefield.engine.passes import backward_of
 from widefield.engine.stream.streamed import stream
 from widefield.plan import Plan
 
@@ -80,3 +81,25 @@ def _both_ways(mesh, axis: str) -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def test_training_passes_in_stages_see_what_changed_between_them():
+    for errors in on_ranks(2, _trained_in_stages, plan=Plan(stage=2, pipeline={"micro_batches": 2})):
+        assert max(errors) < 1e-12, errors
+
+
+def _trained_in_stages(mesh) -> list[float]:
+    """How far losses and gradients are from one device's, with a schedule that moves between passes."""
+    case = next(case for case in CASES if case.name == "a schedule")
+    alone, model = made(case), parallelize(made(case), mesh, sample=image().to("meta"))
+    errors = []
+    for call in range(1, 4):
+        case.change(alone, call), case.change(model, call)
+        alone.zero_grad(), model.zero_grad()
+        expected = alone(image()).square().sum()
+        expected.backward()
+        got = backward_of(model, image(), image(), loss_of=lambda output, target: output.square().sum())
+        errors.append(float((got - expected.detach()).abs() / expected.detach()))
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        errors += [float((a.grad - b.grad).abs().max() / b.grad.abs().max()) for a, b in pairs if not a.is_meta]
+    return errors
