@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 import widefield as wf
 from widefield.config import ModelConfig
 from widefield.engine.halo import TRAFFIC
+from widefield.engine.layout import Grid
 from widefield.engine.mesh import join, leave
 from widefield.launchers import world_from
 from widefield.launchers.local import start
@@ -220,7 +222,7 @@ def plain(channels: int, image: Tensor) -> Callable[[], None]:
 
 
 def ours(channels: int, image: Tensor) -> Callable[[], None]:
-    mesh = wf.build_mesh(space=(1, 1))
+    mesh = replace(wf.build_mesh(), grid=Grid((1, 1)))  # a grid of one tile, which a plan takes for none
     return step_of(blocks(channels), wf.tile(image, mesh))
 
 

@@ -51,6 +51,13 @@ def test_gradients_are_the_whole_batch_s_on_every_rank(cut):
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("space", [(1,), (1, 1), (1, 1, 1)])
+def test_a_grid_of_one_tile_is_no_grid(space):
+    image, mesh = torch.randn(2, 3, 5, 5, dtype=torch.float64), wf.build_mesh(space=space)
+    assert wf.tile(image, mesh) is image and wf.from_tile(image, mesh, image.shape) is image
+    assert mesh.plan == wf.build_mesh().plan and mesh.grid == wf.build_mesh().grid
+
+
 def refusal(mesh_of_the_test):
     with pytest.raises(ValueError, match="needs 3 ranks and there are 2; set mesh.replicate=2"):
         wf.build_mesh(replicate=3)

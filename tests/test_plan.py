@@ -33,6 +33,17 @@ plans = st.builds(
 )
 
 
+@pytest.mark.parametrize("space", [[1], [1, 1], [1, 1, 1]])
+@given(one=plans)
+def test_a_grid_of_one_tile_is_no_grid(space, one):
+    """So no strategy, no command and no file can tell them apart."""
+    fields = {name: getattr(one, name) for name in Plan.model_fields}
+    without = Plan(**{**fields, "space": []})
+    assert Plan(**{**fields, "space": space}) == without and from_text(f"space: {space}") == Plan()
+    assert plan(f"mesh.space={space}", "mesh.stage=2", ranks=4) == plan("mesh.stage=2", ranks=4)
+    assert Plan(**{**fields, "space": [*space, 2]}).space == [*space, 2]
+
+
 @given(plans)
 def test_the_text_of_a_plan_reads_back_equal(one):
     assert from_text(to_text(one)) == one

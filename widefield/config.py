@@ -207,7 +207,7 @@ class MeshConfig(Section):
     """Copies of the model that share its weights, gradients and optimizer state, each holding a part; see `sharding`."""
     space: list[Positive] = []
     """Tiles that every image is cut into, one number per dim, each tile on a rank of its own: `[2, 1]` gives the upper half to
-    one rank and the lower to another.  The numbers stay one device's.  `[]` leaves images whole."""
+    one rank and the lower to another.  The numbers stay one device's.  `[]` leaves images whole, and so do ones alone."""
     channel: Positive = 1
     """Ranks that share every large layer: each computes a part of its channels and holds that part of its weights."""
     stage: Positive = 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from pydantic import field_validator
+
 from widefield.config import PipelineConfig, Positive, RecomputeConfig, RunConfig, ShardingConfig, StreamConfig
 from widefield.naming import names_in
 from widefield.section import Section, parse_section, to_yaml
@@ -29,7 +31,7 @@ class Plan(Section):
     """Whole copies of the model, each with its share of the batch."""
     shard: Positive = 1
     space: list[Positive] = []
-    """Tiles that every image is cut into, a number per dim; none where images stay whole."""
+    """Tiles that every image is cut into, a number per dim; none where images stay whole: `[1, 1]` becomes `[]`."""
     channel: Positive = 1
     stage: Positive = 1
     data_strategy: Literal["data", "data_parallel"] = "data"
@@ -48,6 +50,12 @@ class Plan(Section):
     powersgd_start_step: int = 1000
     stream: StreamConfig | None = None
     """Tiles in time: every rank runs what it holds of an image tile after tile; None runs it at once."""
+
+    @field_validator("space", mode="after")
+    @classmethod
+    def _one_tile_is_none(cls, space: list[int]) -> list[int]:
+        """A grid of one tile is no grid, for all who ask."""
+        return space if math.prod(space) > 1 else []
 
     @property
     def axes(self) -> dict[str, int]:

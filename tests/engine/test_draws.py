@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import RankFailed, on_ranks
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from widefield.engine import draws
+from widefield.engine.parallelize import parallelize
+from widefield.engine.stream.streamed import stream
 from widefield.engine.tiled import TiledTensor
 from widefield.engine.tiling import tile, whole
 from widefield.plan import Plan
@@ -20,29 +24,130 @@ def test_ranks_that_would_draw_different_numbers_are_told_to_seed_alike(drop):
 
 
 def _refusal_of_other_seeds(mesh, name: str) -> str:
-    draws._CHECKED.clear()
+    draws.forget()
     torch.manual_seed(mesh.rank)
+    return _said(lambda: getattr(F, name)(tile(torch.ones(1, 2, 8, 6), mesh)))
+
+
+def _said(call) -> str:
+    """The words of a refusal."""
     try:
-        getattr(F, name)(tile(torch.ones(1, 2, 8, 6), mesh))
+        call()
     except ValueError as error:
         return str(error)
     return "not refused"
 
 
-def test_generators_are_compared_once_and_not_at_every_draw():
-    assert on_ranks(2, _messages_of_draws, plan=Plan(space=[2, 1])) == [1] * 2
+def _drawing(generator=None):
+    """A forward that draws three times."""
+
+    def run(image):
+        for _ in range(3):
+            image = image + torch.empty_like(image).uniform_(generator=generator)
+        return image
+
+    return run
 
 
-def _messages_of_draws(mesh) -> int:
+def _again(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+DIVERGENCES = {
+    "one draw more": lambda mesh, own: torch.rand(1) if mesh.rank else None,
+    "another seed": lambda mesh, own: torch.manual_seed(mesh.rank),
+    "one draw more of their own": lambda mesh, own: torch.rand(1, generator=own) if mesh.rank else None,
+    "another seed of their own": lambda mesh, own: own.manual_seed(mesh.rank),
+}
+
+
+@pytest.mark.parametrize("when", ["between two forwards", "within a forward", "before the last draw"])
+@pytest.mark.parametrize("what", DIVERGENCES)
+def test_a_divergence_is_found_at_the_next_draw_or_forward_on_every_rank(what, when):
+    for said in on_ranks(2, _said_of_divergence, what, when, plan=Plan(space=[2, 1])):
+        whose = "their torch.Generator on cpu" if "own" in what else "torch's generators on cpu"
+        assert f"draw different random numbers: where they drew last, {whose} stood at" in said, said
+
+
+def _said_of_divergence(mesh, what: str, when: str) -> str:
+    draws.forget()
+    torch.manual_seed(3)
+    own, image = _again(1), tile(torch.ones(1, 2, 8, 6), mesh)
+    run = _drawing(own if "own" in what else None)
+    run(image), run(image)
+    diverge = DIVERGENCES[what]
+    if when == "between two forwards":
+        diverge(mesh, own)
+        return _said(lambda: run(image))
+    if when == "within a forward":
+        return _said(lambda: (run(image), diverge(mesh, own), run(image)))
+    first = run(image), diverge(mesh, own)
+    last = image + torch.empty_like(image).uniform_(generator=own if "own" in what else None)
+    assert len(first) and last.shape == image.shape  # nobody knows yet
+    return _said(lambda: F.dropout(tile(torch.ones(1, 2, 4, 6), mesh)))
+
+
+def test_a_second_generator_that_is_seeded_otherwise_is_found():
+    for said in on_ranks(2, _said_of_a_second, plan=Plan(space=[2, 1])):
+        assert "their torch.Generator on cpu stood at" in said
+
+
+def _said_of_a_second(mesh) -> str:
+    draws.forget()
+    image, one, other = tile(torch.ones(1, 2, 8, 6), mesh), _again(1), _again(mesh.rank)
+    _drawing(one)(image)
+    return _said(lambda: _drawing(other)(image))
+
+
+def test_a_rank_that_draws_on_other_tiles_once_more_is_found():
+    """The message of its draw meets that of a draw of another shape on the other ranks."""
+    for said in on_ranks(2, _said_of_one_more, plan=Plan(space=[2, 1])):
+        assert "draw different random numbers" in said
+
+
+def _said_of_one_more(mesh) -> str:
+    draws.forget()
+    torch.manual_seed(3)
+    image = tile(torch.ones(1, 2, 8, 6), mesh)
+    _drawing()(image)
+    if mesh.rank:
+        torch.empty_like(tile(torch.ones(1, 2, 4, 4), mesh)).uniform_()
+    return _said(lambda: (_drawing()(image), _drawing()(image)))
+
+
+def test_ranks_that_draw_alike_are_never_told_otherwise():
+    """With plain draws in between, seeds in between, two generators in turns, recomputed draws, and over several grids."""
+    assert all(on_ranks(4, _draws_alike, plan=Plan(space=[2, 2])))
+
+
+def _draws_alike(mesh) -> bool:
+    draws.forget()
+    torch.manual_seed(3)
+    image, own = tile(torch.ones(1, 2, 8, 6), mesh).requires_grad_(), _again(2)
+    for step in range(4):
+        torch.rand(5)
+        out = F.dropout(_drawing(own)(image), 0.3)
+        out = checkpoint(_drawing(), out, use_reentrant=False)
+        out.sum().backward()
+        if step == 2:
+            torch.manual_seed(step), own.manual_seed(step)
+    return True
+
+
+def test_each_draw_is_one_message():
+    assert on_ranks(2, _messages_of_draws, plan=Plan(space=[2, 1])) == [(0, 3)] * 2
+
+
+def _messages_of_draws(mesh) -> tuple[int, int]:
     from widefield.engine.halo import TRAFFIC
 
-    draws._CHECKED.clear()
+    draws.forget()
     torch.manual_seed(3)
     TRAFFIC.clear()
     image = tile(torch.ones(1, 2, 8, 6), mesh)
     for _ in range(3):
         image = F.dropout(image, 0.1)
-    return TRAFFIC.sum_messages + TRAFFIC.pixel_messages
+    return TRAFFIC.sum_messages + TRAFFIC.pixel_messages, TRAFFIC.draw_messages
 
 
 def test_after_a_draw_on_tiles_the_generator_stands_where_one_device_leaves_it():
@@ -91,7 +196,7 @@ def test_a_refusal_of_one_rank_is_not_hidden():
 
 
 def _draws_with_other_seeds(mesh) -> None:
-    draws._CHECKED.clear()
+    draws.forget()
     torch.manual_seed(mesh.rank)
     F.dropout(tile(torch.ones(1, 2, 8, 6), mesh))
 
@@ -113,20 +218,75 @@ def _words_of_dropout(mesh, size, turned) -> str:
     return "drawn"
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_a_compiled_draw_that_cannot_be_exact_says_so(checked):
-    words = "compared their generators" if not checked else "as thin as one pixel"
-    assert all(words in text for text in on_ranks(2, _words_of_compiled, checked, plan=Plan(space=[2, 1])))
+def test_a_compiled_draw_that_cannot_be_exact_says_so():
+    assert all("as thin as one pixel" in text for text in on_ranks(2, _words_of_compiled, plan=Plan(space=[2, 1])))
 
 
-def _words_of_compiled(mesh, checked) -> str:
-    draws._CHECKED.clear()
+def _words_of_compiled(mesh) -> str:
     torch._dynamo.reset()
     image = tile(torch.ones(2, 3, 2, 6), mesh)
-    if checked:
-        F.dropout(tile(torch.ones(2, 3, 8, 6), mesh))
     try:
         torch.compile(F.dropout, fullgraph=True, backend="aot_eager", dynamic=False)(image)
     except Exception as error:  # torch wraps what its compiler meets
         return str(error)
     return "drawn"
+
+
+def test_compiled_draws_are_compared_as_they_run():
+    for same, said in on_ranks(2, _compiled_and_apart, plan=Plan(space=[2, 1])):
+        assert same and "draw different random numbers" in said
+
+
+def _compiled_and_apart(mesh) -> tuple[bool, str]:
+    draws.forget()
+    torch._dynamo.reset()
+    image = tile(torch.ones(2, 3, 8, 6), mesh)
+    compiled = torch.compile(
+        lambda image: F.dropout(F.dropout(image, 0.3), 0.2), fullgraph=True, backend="aot_eager", dynamic=False
+    )
+    torch.manual_seed(3)
+    compiled(image)
+    torch.manual_seed(3)
+    expected = F.dropout(F.dropout(image, 0.3), 0.2)
+    torch.manual_seed(3)
+    same = torch.equal(whole(compiled(image)), whole(expected))
+    torch.rand(mesh.rank + 1)
+    return same, _said(lambda: compiled(image))
+
+
+@pytest.mark.parametrize("plan", [Plan(space=[2, 1]), Plan(channel=2), Plan(channel=2, stage=2)], ids=str)
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "their own"])
+def test_captured_draws_are_compared_too(plan, own):
+    """Streams in space and cut channels draw for the whole on every rank; stages take a seed that is one on all their ranks."""
+    if own and plan.stage > 1:
+        return  # refused: see what a forward may draw from in stages
+    for same, said in on_ranks(plan.ranks, _captured_and_apart, own, plan=plan):
+        assert same and "draw different random numbers" in said
+
+
+class _Noisy(nn.Module):
+    def __init__(self, generator) -> None:
+        super().__init__()
+        self.generator, self.first, self.second = generator, nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y + torch.empty_like(y).uniform_(generator=self.generator))
+
+
+def _captured_and_apart(mesh, own: bool) -> tuple[bool, str]:
+    draws.forget()
+    torch.manual_seed(3)
+    image, generator = torch.randn(2, 3, 12, 10), _again(5) if own else None
+    alone = _Noisy(generator)
+    model = _Noisy(_again(5) if own else None)
+    model.load_state_dict(alone.state_dict())
+    model = stream(model, tiles=(2, 2)) if mesh.plan.space else parallelize(model, mesh, sample=image.to("meta"))
+    found = []
+    with torch.no_grad():
+        for net, given in ((alone, image), (model, tile(image, mesh))):
+            torch.manual_seed(4)
+            found.append([whole(net(given)) for _ in range(2)])
+        same = mesh.plan.stage > 1 or all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True))
+        torch.rand(1 + (mesh.channel if mesh.plan.channel > 1 else mesh.rank), generator=model.generator)
+        return same, _said(lambda: (model(tile(image, mesh)), model(tile(image, mesh))))

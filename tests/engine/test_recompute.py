@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,12 +19,14 @@ import widefield as wf
 from widefield import models
 from widefield.config import ModelConfig
 from widefield.engine.holding import wholes_on_main
+from widefield.engine.layout import Grid
 from widefield.engine.mesh import World, join
 from widefield.engine.normalization import ghost
 from widefield.engine.parallelize import follow, parallelize, reasons
 from widefield.engine.strategies import Rehearsal
 from widefield.engine.strategies._saved import costs_of
-from widefield.engine.strategies.recompute import _mixed, _Offloaded, from_host, to_host
+from widefield.engine.strategies.recompute import _Offloaded, from_host, to_host
+from widefield.engine.wrapping import wrap_class
 from widefield.plan import Plan
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, nets with 1e2 weights
@@ -166,7 +169,7 @@ def over_ranks(mesh, offload=False):
     """Two steps' gradients and buffers, on copies, tiles and parts, with a ghost where there are copies."""
     one, model = unet(), unet()
     if offload:
-        model.__class__ = _mixed(_Offloaded, type(model))
+        wrap_class(model, _Offloaded)
     model = parallelize(model, mesh)
     x = images(mesh.copies)
     one(x).square().mean().backward()
@@ -245,7 +248,7 @@ def test_activations_go_away_and_weights_and_small_ones_stay():
 
 
 def test_a_tile_comes_back_as_a_tile():
-    tiled = wf.tile(torch.randn(1, 4, 16, 16), join(World(), Plan(space=[1, 1])))
+    tiled = wf.tile(torch.randn(1, 4, 16, 16), replace(join(World(), Plan()), grid=Grid((1, 1))))
     back = from_host(to_host(tiled))
     assert type(back) is type(tiled) and back.laid is tiled.laid and torch.equal(back.own, tiled.own)
 

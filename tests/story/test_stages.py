@@ -26,6 +26,7 @@ LAYOUTS = {
     "memory": (3, ["mesh.stage=3", "pipeline.balance=memory"]),
     "copies": (4, ["mesh.replicate=2", "mesh.stage=2"]),
     "tiles": (4, ["mesh.space=[1,2]", "mesh.stage=2", "gradient.bucket_mib=null"]),
+    "one tile": (2, ["mesh.space=[1,1]", "mesh.stage=2"]),
     "micro-batches": (2, ["mesh.stage=2", GROUPS, "pipeline.micro_batches=2", "pipeline.schedule=zero_bubble"]),
 }
 
@@ -55,7 +56,7 @@ def pages(tmp_path_factory) -> Path:
     return alone(tmp_path_factory.mktemp("pages") / "run")
 
 
-@pytest.mark.parametrize("layout", ["stages", "memory", "copies", "tiles"])
+@pytest.mark.parametrize("layout", ["stages", "memory", "copies", "tiles", "one tile"])
 def test_stages_train_average_clip_and_count_as_one_rank(pages, tmp_path, layout):
     assert_same(laid_out(tmp_path / "run", layout), pages)
 

@@ -138,16 +138,15 @@ def test_the_command_evaluates_on_tiles(whole):
     assert run("evaluate", whole, "mesh.space=[2,1]").splitlines()[-1].startswith(told["sentence"])
 
 
-@pytest.mark.parametrize(
-    ("space", "told"),
-    [
-        ("[1]", r"mesh.space=\[1\] has 1 sizes and images have 2 dims; give one size per dim, as \[1, 1\]"),
-        ("[1,1,1]", r"mesh.space=\[1, 1, 1\] has 3 sizes and images have 2 dims; give one size per dim, as \[1, 1\]"),
-    ],
-)
-def test_a_size_too_few_or_too_many_is_refused_before_the_first_step(tmp_path, space, told):
-    with pytest.raises(AgreedError, match=told):
-        train(read_config(PAGE, [*PAGES, f"mesh.space={space}"]), tmp_path / "run", World())
+def refused(mesh, folder: Path, settings: list[str]) -> str:
+    with pytest.raises(AgreedError) as caught:
+        train(read_config(PAGE, settings), folder, mesh.world)
+    return str(caught.value)
+
+
+def test_a_size_too_many_is_refused_before_the_first_step(tmp_path):
+    for told in on_ranks(2, refused, tmp_path / "run", [*PAGES, "mesh.space=[2,1,1]"]):
+        assert "mesh.space=[2, 1, 1] has 3 sizes and images have 2 dims; give one size per dim, as [2, 1]" in told
     assert not (tmp_path / "run" / "record.jsonl").exists()
 
 

@@ -1,20 +1,24 @@
-"""How a rank draws random numbers for a whole tensor, and sees that all ranks would draw the same."""
+"""How a rank draws random numbers for a whole tensor, and sees that all ranks draw the same."""
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._library.effects import EffectType
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.library import _register_effectful_op
 
 from widefield.engine import halo
 from widefield.engine.places import space_group
 from widefield.engine.tiled import TiledTensor, whole_strides
 from widefield.geometry.box import Box, is_empty, size_of, within
 from widefield.geometry.interval import Interval
-
-_CHECKED: set[tuple] = set()
 
 
 def drawn(tensor: TiledTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
@@ -84,33 +88,111 @@ def _fits(order: Sequence[int], known: Set[tuple[int, int]]) -> bool:
     return all(order[outer] > order[inner] for outer, inner in known)
 
 
-def check_generators(tensor: TiledTensor, generator: torch.Generator | None) -> None:
-    """ValueError, on every rank, where the generators of the ranks of an image stand at different places.
+# ---------------------------------------------------------------------------------------------- do all ranks draw the same?
 
-    Asked before every draw, and found out at a process's first on each grid and device, and at the first
-    with a generator of its own: one small message.
-    """
-    grid, device = tensor.laid.grid, tensor.device
-    key = (grid, device, generator is not None)
-    if grid.size == 1 or key in _CHECKED:
+
+def check_generators(tensor: TiledTensor, generator: torch.Generator | None) -> None:
+    """Asked before every draw on tiles: see `compare_generators`."""
+    grid, tile = tensor.laid.grid, tensor.own
+    if grid.size == 1:
         return
-    if type(tensor.own) is not Tensor:
+    if type(tile) is Tensor:
+        group = _resolve_process_group(space_group(grid))
+        compare_generators(group, tensor.device, generator, drawn=tensor.laid.shape)
+    elif generator is None:
+        torch.ops.widefield.compare_generators(tile.new_empty(0), space_group(grid), list(tensor.laid.shape))
+    else:
         raise NotImplementedError(
-            "a compiled model is about to draw random numbers before the ranks of an image have compared their generators; "
-            "draw some from a tiled tensor first, as torch.rand_like(widefield.tile(image, mesh)) does"
+            "a compiled model cannot see whether a torch.Generator of its own stands at the same place on all ranks of an "
+            "image; draw from torch's own generator, or leave this model uncompiled"
         )
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Where the generators of a group's ranks stood, on its way.  mark: this rank's, which is being sent."""
+
+    mark: Tensor
+    marks: Tensor
+    work: dist.Work | None
+    whose: str
+
+    def settle(self) -> None:
+        """ValueError where they stood at different places."""
+        if self.work is not None:
+            self.work.wait()
+        marks = self.marks.tolist()
+        if len(set(marks)) > 1:
+            raise ValueError(
+                f"{len(marks)} ranks that share their images or layers draw different random numbers: where they drew last, "
+                f"{self.whose} stood at {[f'{mark & 0xFFFFFFFF:08x}' for mark in marks]}; call torch.manual_seed with the same "
+                "number on all of them, and let no rank draw, outside of the model or in it, what the others do not"
+            )
+
+
+_UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, _Comparison] = WeakKeyDictionary()
+"""The last comparison of each group."""
+_MET: WeakKeyDictionary[dist.ProcessGroup, set[tuple]] = WeakKeyDictionary()
+"""The kinds of generators of which the first comparison was waited for."""
+
+
+def compare_generators(
+    group: dist.ProcessGroup, device: torch.device, generator: torch.Generator | None = None, *, drawn: Sequence[int] = ()
+) -> None:
+    """Tell a group's ranks where this rank's generator stands; every rank of it calls it before each draw.
+
+    generator: None for torch's own of the device.  drawn: the shape of what is about to be drawn.
+    ValueError, on every rank at the same draw, where they stood at different places: at the next draw of any generator, or at
+    this one, if it is the first of its kind.
+    Cost: 8 bytes from each rank to each, which travel while the draw and what follows is computed.
+    """
+    before = _UNDER_WAY.pop(group, None)
+    if before is not None:
+        before.settle()
+    mark = torch.tensor([_mark(device, generator, drawn)], dtype=torch.int64, device=_device_of(group, device))
+    marks = mark.new_empty(group.size())
+    halo.TRAFFIC.draw_messages += 1
+    work = dist.all_gather_into_tensor(marks, mark, group=group, async_op=True)
+    whose = f"torch's generators on {device.type}" if generator is None else f"their torch.Generator on {generator.device}"
+    comparison, kind = _Comparison(mark, marks, work, whose), (device, generator is None)
+    if kind in _MET.setdefault(group, set()):
+        _UNDER_WAY[group] = comparison
+    else:
+        _MET[group].add(kind)
+        comparison.settle()
+
+
+def forget() -> None:
+    """As if no rank had compared its generators with others'."""
+    _UNDER_WAY.clear()
+    _MET.clear()
+
+
+def _mark(device: torch.device, generator: torch.Generator | None, drawn: Sequence[int]) -> int:
     state = generator.get_state() if generator is not None else _state_of(device)
-    mark = torch.tensor([zlib.crc32(state.numpy().tobytes())], dtype=torch.int64, device=device)
-    marks = halo.gather_sums(mark, grid.size, space_group(grid)).flatten().tolist()
-    if len(set(marks)) > 1:
-        raise ValueError(
-            f"the {grid.size} ranks of an image are about to draw different random numbers: their generators' states on "
-            f"{device.type} have the marks {marks}; call torch.manual_seed with the same number on all of them"
-        )
-    _CHECKED.add(key)
+    digest = hashlib.blake2b(state.numpy(), digest_size=8, key=repr(tuple(drawn)).encode()[:64]).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _state_of(device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.get_rng_state()
     return torch.get_device_module(device).get_rng_state(device)
+
+
+def _device_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where a message lies: on the CPU where the group has messages there, so that no rank waits for its GPU."""
+    return torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else device
+
+
+@torch.library.custom_op("widefield::compare_generators", mutates_args=())
+def _compare_operator(like: Tensor, group_name: str, drawn: list[int]) -> None:
+    compare_generators(_resolve_process_group(group_name), like.device, drawn=drawn)
+
+
+@_compare_operator.register_fake
+def _(like, group_name, drawn):
+    return None
+
+
+_register_effectful_op("widefield::compare_generators", EffectType.ORDERED)

@@ -8,7 +8,6 @@ shape of inputs that comes, and autograd differentiates what a Program runs as i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +17,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.engine.normalization import batch_norm_over
 from widefield.engine.stream.apart import BATCH_NORM_OVER
-from widefield.engine.stream.follow import tensors_of, without_autocast
+from widefield.engine.stream.follow import without_autocast
 from widefield.engine.stream.graph import Graph, Node, Value, put_in
 from widefield.engine.stream.known import constants_of
+from widefield.engine.stream.stand_ins import tensors_of
+from widefield.engine.wrapping import Wrapping, wrap_class
 
 _FLOW = "_widefield_flow"
 aten = torch.ops.aten
@@ -45,8 +46,8 @@ class Flow:
         raise NotImplementedError
 
 
-class Executed(nn.Module):
-    """Put before a module's own class by `lay`."""
+class Executed(Wrapping):
+    """Put before a module's own class by `lay`.  A copy or a pickle is the plain module, with the parameters of this rank."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         flow: Flow | None = self.__dict__.get(_FLOW)
@@ -57,28 +58,21 @@ class Executed(nn.Module):
             return torch._dynamo.disable(flow.call)(self, args, kwargs)
         return flow.call(self, args, kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy or a pickle is the plain module, with the parameters that this rank holds."""
-        _, _, state, *rest = super().__reduce_ex__(protocol)
-        plain = {key: value for key, value in state.items() if key != _FLOW}
-        return _new, (type(self).__mro__[2],), plain, *rest
-
-
-def _new(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
-
-
-@cache
-def _executed(kind: type) -> type:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (Executed, kind), names)
-
 
 def lay(module: nn.Module, flow: Flow) -> None:
     """From now on calls of `module` are the flow's, in place of one that is there."""
-    if not isinstance(module, Executed):
-        module.__class__ = _executed(type(module))
+    wrap_class(module, Executed)
     module.__dict__[_FLOW] = flow
+
+
+def refuse_streams(module: nn.Module, axis: str) -> None:
+    """ValueError where a part of a module runs tile after tile, which the operations of the whole module would not."""
+    for name, part in module.named_modules():
+        if "_stream" in vars(part):
+            raise ValueError(
+                f"{axis} runs the operations of a whole model and {f'its part {name}' if name else 'this model'} is streamed, "
+                f"which would run whole then; leave out widefield.stream, or set {axis.partition('=')[0]}=1"
+            )
 
 
 def flow_of(module: nn.Module) -> Flow | None:
@@ -146,7 +140,7 @@ class Whole:
     """A graph of a module as a program from the module's arguments to what it returns."""
 
     def __init__(self, module: nn.Module, graph: Graph) -> None:
-        self.graph, self.program = graph, Program(graph.nodes, graph.results)
+        self.graph, self.program, self.generators = graph, Program(graph.nodes, graph.results), graph.generators
         self.constants = constants_of(module, graph)
 
     def __call__(self, weights: Mapping[str, Tensor], args: tuple, kwargs: dict) -> Any:

@@ -26,12 +26,16 @@ Piece = tuple[Box, Tensor]
 
 @dataclass
 class Traffic:
-    """What this rank has sent since `clear`: messages and bytes of pixels to peers, and of sums (bytes put in)."""
+    """What this rank has sent since `clear`: messages and bytes of pixels to peers, and of sums (bytes put in).
+
+    draw_messages: those of 8 bytes in which ranks compare their generators.
+    """
 
     pixel_messages: int = 0
     pixel_bytes: int = 0
     sum_messages: int = 0
     sum_bytes: int = 0
+    draw_messages: int = 0
     largest_share: float = 0.0
     """Largest part of a tensor's pixels that this rank got from others in one exchange; near 1 is an all-gather."""
 

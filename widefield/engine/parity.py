@@ -14,7 +14,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -178,7 +178,7 @@ def compare(
     expected = _run(alone, image.clone().requires_grad_(train))
     try:
         run = streamed(cut, tiles=stream) if stream else cut
-        got = _run(run, image.clone().requires_grad_(train), lay, weights=expected.weights)
+        got = _run(run, image.clone().requires_grad_(train), lay, weights=expected.weights, notes=not stream)
     except NotImplementedError as error:  # raised on every rank alike, before any message
         return Verdict(refusal=str(error))
     rows = [] if stream else rows_of("layer", got.layers, expected.layers)
@@ -206,12 +206,17 @@ class _Ran:
 
 
 def _run(
-    model: nn.Module, image: Tensor, cut: Callable[[Tensor], Tensor] | None = None, weights: list[Tensor] | None = None
+    model: nn.Module,
+    image: Tensor,
+    cut: Callable[[Tensor], Tensor] | None = None,
+    weights: list[Tensor] | None = None,
+    *,
+    notes: bool = True,
 ) -> _Ran:
-    """Forward, and backward of the outputs weighted by fixed random numbers."""
+    """Forward, and backward of the outputs weighted by fixed random numbers.  notes: what each layer gives, too."""
     layers: dict[str, Tensor] = {}
     torch.manual_seed(1)
-    with _noting(model, layers), torch.set_grad_enabled(model.training):
+    with _noting(model, layers) if notes else nullcontext(), torch.set_grad_enabled(model.training):
         output = model(image if cut is None else cut(image))
     tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
     outputs = {str(n): whole(t).detach() for n, t in enumerate(tensors)}

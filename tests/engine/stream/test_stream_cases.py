@@ -50,6 +50,7 @@ REFUSED = {
     "patches: written to windows of windows": SHOWN.format("unfold"),
     "patches: windows and their tensor written in turn": SHOWN.format("detach"),
     "patches: written to windows that overlap": SHOWN.format("unfold"),
+    "random: a generator of one's own": r"its forward seeds a generator \(torch.Generator.manual_seed\(\)\)",
     "reductions: equality": ASKS,
     "slices: second gradients": INSIDE,
     "slices: a row and its tensor written in turn": SHOWN.format("detach"),

@@ -12,17 +12,20 @@ from torch import nn
 from widefield.engine.channel.choose import Chosen, choose
 from widefield.engine.channel.exchange import Exchange, Ranks
 from widefield.engine.channel.part import Part
+from widefield.engine.draws import compare_generators
 from widefield.engine.executed import Executed, Flow, Whole
 from widefield.engine.stream.follow import follow
 from widefield.engine.stream.graph import Graph
 from widefield.engine.stream.known import Known
 from widefield.engine.stream.stand_ins import Like, named_tensors
+from widefield.engine.stream.watch import Guards
 
 
 class ChannelFlow(Flow):
     """parts: of every weight of which each rank holds a part, by name; its shape on the whole: `shapes`."""
 
     def __init__(self, module: nn.Module, ranks: Ranks, sample: torch.Tensor, device: torch.device) -> None:
+        self.device = device
         self.ranks, self.shapes = ranks, {name: tuple(t.shape) for name, t in named_tensors(module).items()}
         self.parts: dict[str, Part] = {}
         self.known: Known[Whole] = Known()
@@ -34,12 +37,28 @@ class ChannelFlow(Flow):
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """What the module returns, on every rank of the axis."""
-        program = self.known.get(module, args, kwargs, lambda: Whole(module, self.graph_of(module, args, kwargs)))
+
+        def make(guards: Guards) -> Whole:
+            return Whole(module, self.graph_of(module, args, kwargs, guards=guards))
+
+        program = self.known.get(module, args, kwargs, make)
+        for generator in program.generators if self.ranks.group is not None else ():
+            compare_generators(self.ranks.group, self.device if generator is None else generator.device, generator)
         return program(named_tensors(module), args, kwargs)
 
-    def graph_of(self, module: nn.Module, args: tuple, kwargs: dict, likes: Mapping[str, Any] = MappingProxyType({})) -> Graph:
-        """What this rank runs for these arguments, on its parts of the weights.  likes: of weights that are not here."""
-        return self._chosen(module, args, kwargs, self.parts, likes).graph
+    def graph_of(
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+        likes: Mapping[str, Any] = MappingProxyType({}),
+        guards: Guards | None = None,
+    ) -> Graph:
+        """What this rank runs for these arguments, on its parts of the weights.  likes: of weights that are not here.
+
+        guards: see `follow`.
+        """
+        return self._chosen(module, args, kwargs, self.parts, likes, guards).graph
 
     def exchanges(self) -> dict[str, Exchange]:
         """How a weight's parts become the whole and the other way, of every weight that is cut."""
@@ -52,12 +71,13 @@ class ChannelFlow(Flow):
         kwargs: dict,
         stored: dict[str, Part] | None,
         likes: Mapping[str, Any] = MappingProxyType({}),
+        guards: Guards | None = None,
     ) -> Chosen:
         held = {**named_tensors(module), **likes}
         wholes = {name: Like.of(held[name], shape=self.shapes[name]) for name in self.parts}
         likes = {**likes, **wholes}
         forward = super(Executed, module).forward if isinstance(module, Executed) else module.forward  # type: ignore[misc]
-        graph = follow(module, forward, args, kwargs, likes=likes, aim="cut by channels")
+        graph = follow(module, forward, args, kwargs, likes=likes, aim="cut by channels", guards=guards)
         return choose(graph, self.ranks, stored)
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from widefield.engine.channel.flow import ChannelFlow
+from widefield.engine.draws import compare_generators
 from widefield.engine.executed import Executed, Flow, flow_of
 from widefield.engine.layout import Layout, layout_of
 from widefield.engine.mesh import Mesh
@@ -30,10 +32,11 @@ from widefield.engine.pipeline.schedules import STAGES_PER_RANK
 from widefield.engine.pipeline.stage import StageModule
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta
 from widefield.engine.places import own_of
-from widefield.engine.stream.follow import follow, tensors_of, without_autocast
+from widefield.engine.stream.follow import follow, without_autocast
 from widefield.engine.stream.graph import Graph, Value, put_in
 from widefield.engine.stream.known import Known, constants_of
-from widefield.engine.stream.stand_ins import Like, named_tensors
+from widefield.engine.stream.stand_ins import Like, name_of, named_tensors, tensors_of
+from widefield.engine.stream.watch import Guards
 from widefield.engine.tiled import TiledTensor
 
 LossOf = Callable[[Any, Any], Tensor]
@@ -71,22 +74,26 @@ class PipelineFlow(Flow):
 
     # ------------------------------------------------------------------------------------------ following
 
-    def graph_of(self, module: nn.Module, args: tuple, kwargs: dict) -> Graph:
-        """The model's operations, wherever its weights are.  NotImplementedError, in words, where they depend on pixels."""
+    def graph_of(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards | None = None) -> Graph:
+        """The model's operations, wherever its weights are.  guards: see `follow`.
+
+        NotImplementedError, in words, where they depend on pixels.
+        """
         held = named_tensors(module)
         likes = {name: known for name, known in self.likes.items() if held[name].is_meta}
         if self.inner is not None:
-            return self.inner.graph_of(module, args, kwargs, likes=likes)
+            return _without_generators(module, self.inner.graph_of(module, args, kwargs, likes, guards))
         forward = super(Executed, module).forward if isinstance(module, Executed) else module.forward  # type: ignore[misc]
         with _layer_by_layer():
-            return follow(module, forward, args, kwargs, likes=likes, aim="cut into stages")
+            graph = follow(module, forward, args, kwargs, likes=likes, aim="cut into stages", guards=guards)
+        return _without_generators(module, graph)
 
     def _pass_of(self, module: nn.Module, args: tuple, kwargs: dict, *, learns: bool) -> _Pass:
         """What runs inputs of this shape, made when they first come; every rank of the copy calls it."""
-        return self.known.get(module, args, kwargs, lambda: self._made(module, args, kwargs, learns=learns), learns)
+        return self.known.get(module, args, kwargs, partial(self._made, module, args, kwargs, learns=learns), learns)
 
-    def _made(self, module: nn.Module, args: tuple, kwargs: dict, *, learns: bool) -> _Pass:
-        graph = self.graph_of(module, args, kwargs)
+    def _made(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards, *, learns: bool) -> _Pass:
+        graph = self.graph_of(module, args, kwargs, guards)
         assert self.division is not None, "stages are cut before the first pass"
         if learns and self.micro_batches > 1 and self.mesh.plan.batch_norm != "per_micro_batch":
             refuse_batchwise(module, graph, self.micro_batches)
@@ -212,6 +219,8 @@ class PipelineFlow(Flow):
         if not any(part.draws for part in made.parts):
             yield
             return
+        if self.mesh.channel_group is not None:
+            compare_generators(self.mesh.channel_group, torch.device("cpu"))
         seed = int(torch.randint(2**62, ()))
         devices = [self.mesh.device.index] if self.mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -236,6 +245,16 @@ def _layer_by_layer() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _without_generators(module: nn.Module, graph: Graph) -> Graph:
+    """The graph; NotImplementedError where it draws from a generator that the ranks of other stages would not move."""
+    if any(generator is not None for generator in graph.generators):
+        raise NotImplementedError(
+            f"{name_of(module)} cannot be cut into stages: it draws from a torch.Generator of its own, which stands at one "
+            "place on the rank of that stage and at another on all others; draw from torch's own, or set mesh.stage=1"
+        )
+    return graph
 
 
 def refuse_batchwise(module: nn.Module, graph: Graph, micro_batches: int) -> None:

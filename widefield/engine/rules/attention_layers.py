@@ -6,6 +6,7 @@ Under autograd `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` arrive a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -70,14 +71,13 @@ def transformer_encoder_layer(
 
 def _module(make: Callable[[], nn.Module], call: Callable[..., Tensor], *, grad: bool) -> Callable[..., Tensor]:
     """A layer with weights of its own, alike on every rank, in training with a gradient or in evaluation without."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        modules = {dtype: make().to(dtype).train(grad) for dtype in (torch.float32, torch.float64)}
 
     def run(x: Tensor) -> Tensor:
-        torch.manual_seed(5)
-        module = make().train(grad)
-        if grad:
-            return call(module, x)
-        with torch.no_grad():
-            return call(module, x)
+        with nullcontext() if grad else torch.no_grad():
+            return call(modules[x.dtype], x)
 
     return run
 

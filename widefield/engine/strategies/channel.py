@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from widefield.engine.channel.choose import Chosen
 from widefield.engine.channel.exchange import Exchange, Ranks
 from widefield.engine.channel.flow import ChannelFlow
-from widefield.engine.executed import lay
+from widefield.engine.executed import lay, refuse_streams
 from widefield.engine.holding import tell
 from widefield.engine.mesh import Mesh
 from widefield.engine.strategies import Case, Phase
@@ -30,13 +30,14 @@ def apply(
     sample: a batch of one rank, or a tensor on meta of its shape; the model is followed on it, without pixels.
     The model runs on wholes outside: every rank of the axis gives it the same images and gets the same output.
     Parameters of cut layers become this rank's part, in place; `ChannelFlow.exchanges` has the way back.
-    ValueError: no sample.  NotImplementedError: what the model does depends on pixels' values.
+    ValueError: no sample; a streamed model.  NotImplementedError: what the model does depends on pixels' values.
     """
     if sample is None:
         raise ValueError(
             f"mesh.channel={mesh.plan.channel} cuts a model by following it on a batch, and none was given; give parallelize a "
             "sample, as torch.empty(2, 3, 64, 64)"
         )
+    refuse_streams(model, f"mesh.channel={mesh.plan.channel}")
     whole = _weight_bytes(model)
     _same_start(model, mesh)
     flow = ChannelFlow(model, Ranks(mesh.channel, mesh.plan.channel, mesh.channel_group), sample, mesh.device)

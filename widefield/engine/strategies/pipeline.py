@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from widefield.engine.executed import lay
+from widefield.engine.executed import lay, refuse_streams
 from widefield.engine.mesh import Mesh
 from widefield.engine.partial import manage
 from widefield.engine.pipeline import held
@@ -44,6 +44,7 @@ def apply(
             f"mesh.stage={mesh.plan.stage} cuts the model for images of a certain shape, and none was given; "
             "call parallelize(model, mesh, sample=images), with as many images as one pass has"
         )
+    refuse_streams(model, f"mesh.stage={mesh.plan.stage}")
     plan, most = mesh.plan, max(mesh.gather_objects(len(sample)))  # copies may have unequal shares, and cut alike
     reasons = synchronize(model, mesh) if mesh.copies > 1 else []
     flow = PipelineFlow(model, mesh, micro_batches=1)

@@ -28,6 +28,7 @@ from widefield.engine.strategies import Case, Phase, data
 from widefield.engine.strategies._pick import CONTAINERS, picked, some
 from widefield.engine.strategies._saved import fewest
 from widefield.engine.tiled import TiledTensor, wrap_view
+from widefield.engine.wrapping import Wrapping, wrap_class
 
 PHASE = Phase.KEEP
 SMALLEST_BYTES = 1024
@@ -67,7 +68,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     )
     reasons = [f"recompute: {what}: {why}"]
     if asked.offload:
-        model.__class__ = _offloaded_kind(type(model))
+        wrap_class(model, _Offloaded)
         reasons.append("offload: activations lie in the CPU's memory until the backward needs them")
     return reasons
 
@@ -135,8 +136,8 @@ def _size(module: nn.Module) -> int:
 # ---------------------------------------------------------------------------------------------- running again
 
 
-class _Recomputed(nn.Module):
-    """Mixed in before a block's class: its passes with gradients keep the inputs and run again in the backward."""
+class _Recomputed(Wrapping):
+    """Put before a block's class: its passes with gradients keep the inputs and run again in the backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward
@@ -146,21 +147,15 @@ class _Recomputed(nn.Module):
             return torch._dynamo.disable(_run_recomputed)(self, run, args, kwargs)
         return _run_recomputed(self, run, args, kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_plain(super().__reduce_ex__(protocol), type(self))
 
-
-class _Offloaded(nn.Module):
-    """Mixed in before a model's class: what its passes save for the backward lies in the CPU's memory."""
+class _Offloaded(Wrapping):
+    """Put before a model's class: what its passes save for the backward lies in the CPU's memory."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         with saved_tensors_hooks(to_host, from_host):
             return super().forward(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_plain(super().__reduce_ex__(protocol), type(self))
 
 
 def _run_recomputed(block: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -259,34 +254,7 @@ def _recompute(block: nn.Module, name: str, keep: str) -> None:
             "give its class that forward, or name other recompute.blocks"
         )
     block.__dict__[_KEEP] = keep
-    block.__class__ = _mixed(_Recomputed, type(block))
-
-
-def _offloaded_kind(kind: type) -> type:
-    return _mixed(_Offloaded, kind)
-
-
-_KINDS: dict[tuple[type, type], type] = {}
-
-
-def _mixed(ours: type, theirs: type) -> type:
-    if issubclass(theirs, ours):
-        return theirs
-    if (ours, theirs) not in _KINDS:
-        names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__, "__doc__": theirs.__doc__}
-        _KINDS[ours, theirs] = type(theirs.__name__, (ours, theirs), names)
-    return _KINDS[ours, theirs]
-
-
-def _as_plain(reduced: Any, kind: type) -> Any:
-    """A copy or a pickle is of the class that was, and keeps everything."""
-    _, _, state, *rest = reduced
-    plain = {key: value for key, value in state.items() if not key.startswith("_widefield_")}
-    return _new, (kind.__mro__[2],), plain, *rest
-
-
-def _new(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
+    wrap_class(block, _Recomputed)
 
 
 # ---------------------------------------------------------------------------------------------- to the CPU and back

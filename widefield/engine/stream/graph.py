@@ -70,6 +70,11 @@ class Node:
         """The tensor arguments in order, lists one by one; a tensor that is given twice counts twice."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
 
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The one that it is given."""
+        return next((leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Generator)), None)
+
     def call(self, tensors: Iterator[Tensor]) -> Any:
         """Run the operation on real tensors, one for each of `reads`."""
         args, kwargs = self.filled(tensors)
@@ -96,6 +101,12 @@ class Graph:
     nodes: list[Node]
     outputs: Any
     updates: dict[str, Value]
+
+    @property
+    def generators(self) -> list[torch.Generator | None]:
+        """Those that it draws from; None stands for torch's own."""
+        found = {None if g is None else g._cdata: g for g in (node.generator for node in self.nodes if node.draws)}
+        return list(found.values())
 
     @property
     def results(self) -> list[Value]:

@@ -1,104 +1,134 @@
-"""What was made for the calls of a module so far, and on what of a call that depends."""
+"""What was made for the calls of a module so far, and on what of a call that depends.
+
+On its arguments, torch's modes, and on all that the forward can see in Python: what the module holds, and the globals, closures
+and default arguments that its code reads, which its capture found.  Where one of these changed, the module is captured again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
-from widefield.engine.stream.follow import is_tensor, tensors_of
 from widefield.engine.stream.graph import Graph, Value
+from widefield.engine.stream.left_behind import seen_by
+from widefield.engine.stream.stand_ins import is_tensor, name_of
+from widefield.engine.stream.state import State
+from widefield.engine.stream.things import PLAIN
+from widefield.engine.stream.watch import Guards, roots_of
 
 MOST = 16
 """How many are kept, for images whose size is new in every step."""
+AGAIN_MOST = 8
+"""Captures in a row for arguments that were known, after which it is said what makes them necessary."""
 Made = TypeVar("Made")
+
+
+@dataclass
+class _Entry(Generic[Made]):
+    """What was made for a call, and what the forward could see then.  things: the arguments that are no plain values."""
+
+    key: tuple
+    things: list[Any]
+    guards: Guards
+    state: State
+    made: Made
 
 
 class Known(Generic[Made]):
     """What `make` made for each kind of call, the last MOST of them."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple, tuple[Made, list[Any]]] = {}
+        self._entries: list[_Entry[Made]] = []
+        self._again = 0
 
-    def get(self, module: nn.Module, args: tuple, kwargs: dict, make: Callable[[], Made], *more: Any) -> Made:
-        """What is there for this call, else what `make()` gives.  more: what it depends on besides."""
-        key = (*more, *_key(module, args, kwargs))
-        entry = self._made.pop(key, None) or (make(), _things_of(module))
-        self._made[key] = entry  # the last one used comes last
-        while len(self._made) > MOST:
-            del self._made[next(iter(self._made))]
-        return entry[0]
+    def get(self, module: nn.Module, args: tuple, kwargs: dict, make: Callable[[Guards], Made], *more: Any) -> Made:
+        """What is there for this call, else what `make(guards)` gives, which captures the module with these guards.
+
+        more: what it depends on besides.
+        """
+        key, things = _key(module, args, kwargs)
+        key = (*more, *key)
+        entries = [entry for entry in self._entries if entry.key == key]
+        entry = next((e for e in entries if _same(e.things, things) and e.state.holds()), None)
+        entry = entry or next(_alike(module, things, entries), None)
+        if entry is None:
+            self._tell(module, entries)
+            guards = Guards()
+            made = make(guards)
+            if not guards.is_settled:  # the next call finds another state, and is captured anew
+                return made
+            entry = _Entry(key, things, guards, _state(module, things, guards), made)
+        else:
+            self._again = 0
+            self._entries.remove(entry)
+        self._entries = [entry, *self._entries][:MOST]  # the last one used comes first
+        return entry.made
+
+    def _tell(self, module: nn.Module, entries: list[_Entry[Made]]) -> None:
+        """Warn, once, of a module that is captured in every call."""
+        self._again = self._again + 1 if entries else 0
+        if self._again == AGAIN_MOST:
+            changed = next(entries[0].state.changes(), "what it is given")
+            warnings.warn(
+                f"{name_of(module)} was captured anew in each of its last {AGAIN_MOST} calls, for {changed} was another in "
+                "each; the numbers are right, but a capture takes as long as many calls: hold what changes in a buffer, or in "
+                "a tensor that is a module's attribute",
+                stacklevel=4,
+            )
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._entries)
 
     def values(self) -> list[Made]:
         """What is there, the last one used at the end."""
-        return [made for made, _ in self._made.values()]
+        return [entry.made for entry in reversed(self._entries)]
 
 
-def _key(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
-    """What the operations of a call depend on, but for the pixels and the weights' numbers."""
-    tensors = tuple(
-        (tuple(t.shape), t.dtype, t.device, getattr(t, "requires_grad", False), getattr(t, "laid", None), _strides(t))
-        for t in tensors_of((args, kwargs))
-    )
-    others = tuple(repr(leaf) for leaf in tree_leaves((args, kwargs)) if not is_tensor(leaf))
-    modes = tuple((id(part), _attributes(part)) for part in module.modules())
-    wants = tuple(p.requires_grad for p in module.parameters())
+def _alike(module: nn.Module, things: list[Any], entries: list[_Entry[Made]]) -> Iterator[_Entry[Made]]:
+    """Those for which a forward finds the same, though in other objects."""
+    for entry in entries:
+        state = _state(module, things, entry.guards)
+        if state.key == entry.state.key:
+            entry.state, entry.things = state, things
+            yield entry
+
+
+def _state(module: nn.Module, things: list[Any], guards: Guards) -> State:
+    given = [(f"argument {number}", thing) for number, thing in enumerate(things)]
+    return seen_by(module, [*given, *roots_of(guards.places)])
+
+
+def _same(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+
+
+def _key(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, list[Any]]:
+    """What the operations of a call depend on, but for pixels, weights' numbers and what is held in Python; and those of the
+    arguments that are neither tensors nor plain values."""
+    leaves, form = tree_flatten((args, kwargs))
+    tensors = tuple(_look(leaf) if is_tensor(leaf) else _plain(leaf) for leaf in leaves)
+    things = [leaf for leaf in leaves if type(leaf) not in PLAIN and not is_tensor(leaf)]
     cast = tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda"))
-    return tensors, others, modes, wants, cast, torch.is_grad_enabled()
+    defaults = torch.get_default_dtype(), torch.get_default_device(), torch.backends.mha.get_fastpath_enabled()
+    cuda = torch.backends.cuda
+    kernels = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    return (form, tensors, cast, torch.is_grad_enabled(), module.training, defaults, kernels), things
 
 
-def _attributes(part: nn.Module) -> tuple:
-    """What a module's forward may depend on: numbers, texts and modes, its hooks, what kind of tensors it holds besides
-    weights."""
-    held = part.__dict__
-    return type(part), *[(name, _as_key(value)) for name, value in held.items() if _counts(name, value)]
+def _plain(leaf: Any) -> Any:
+    return (type(leaf), repr(leaf)) if type(leaf) in PLAIN else "thing"
 
 
-def _counts(name: str, value: Any) -> bool:
-    return name not in _NOT_ASKED and (not isinstance(value, dict) or bool(value))  # most are hooks that are not there
-
-
-_NOT_ASKED = {"_stream", "_parameters", "_buffers", "_modules"}
-_PLAIN = (bool, int, float, str, type(None))
-
-
-def _as_key(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(_as_key(entry) for entry in value)
-    if isinstance(value, dict):
-        return tuple((str(name), _as_key(entry)) for name, entry in value.items())
-    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else id(value)
-
-
-def _things_of(module: nn.Module) -> list[Any]:
-    """All that a key knows by its identity, which must not pass to another thing while the key is in use."""
-    things: list[Any] = []
-
-    def gather(value: Any) -> None:
-        if isinstance(value, (tuple, list)):
-            [gather(entry) for entry in value]
-        elif isinstance(value, dict):
-            [gather(entry) for entry in value.values()]
-        elif not isinstance(value, (*_PLAIN, Tensor)):
-            things.append(value)
-
-    for part in module.modules():
-        things.append(part)
-        gather({name: value for name, value in part.__dict__.items() if name not in _NOT_ASKED})
-    return things
-
-
-def _strides(tensor: Any) -> Any:
-    return tensor.stride() if isinstance(tensor, Tensor) else None
+def _look(tensor: Any) -> tuple:
+    strides = tensor.stride() if isinstance(tensor, Tensor) else None
+    wants = getattr(tensor, "requires_grad", False)
+    return tuple(tensor.shape), tensor.dtype, tensor.device, wants, getattr(tensor, "laid", None), strides
 
 
 # ---------------------------------------------------------------------------------------------- tensors besides weights

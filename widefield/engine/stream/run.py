@@ -79,6 +79,7 @@ class Run:
         with torch.no_grad():
             for number, stage in enumerate(self.program.stages):
                 for unit in stage.once:
+                    self.span.see(unit)
                     assert unit.call is not None
                     self._put(unit, unit.call([self._whole(unit, n) for n in range(len(unit.reads))]))
                 for segment in stage.segments:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from widefield.engine import halo
+from widefield.engine.draws import compare_generators
 from widefield.engine.halo import Move
 from widefield.engine.layout import Cut, Cuts, Grid, Layout, layout_of
 from widefield.engine.places import space_group
@@ -62,6 +63,13 @@ class Span:
     def own(self, turns: Sequence[Turn]) -> list[Turn]:
         """This rank's."""
         return list(turns) if self.is_alone else [turn for turn in turns if self.rank_of(turn.number) == self.grid.index]
+
+    def see(self, unit: Unit) -> None:
+        """Before a draw, for which every rank draws the whole: see that their generators stand at one place."""
+        out = unit.outs[0]
+        if unit.node.draws and not self.is_alone and out is not None:
+            group, generator = _resolve_process_group(space_group(self.grid)), unit.node.generator
+            compare_generators(group, out.device, generator, drawn=out.shape)
 
     # ------------------------------------------------------------------------------------------ layouts
 

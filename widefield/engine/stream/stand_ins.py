@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 
 def name_of(module: nn.Module) -> str:
@@ -47,16 +49,24 @@ class Like:
         return self.strides
 
 
+def is_tensor(leaf: Any) -> bool:
+    """Whether an argument is a tensor or stands for one, as a Reader does."""
+    return isinstance(leaf, Tensor) or (hasattr(leaf, "shape") and hasattr(leaf, "read"))
+
+
+def tensors_of(arguments: Any) -> list[Any]:
+    """The tensors among a module's arguments, in order."""
+    return [leaf for leaf in tree_leaves(arguments) if is_tensor(leaf)]
+
+
 @contextmanager
 def with_weights(module: nn.Module, fakes: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Fake tensors in place of parameters and buffers, wherever and however often a module holds them.
 
-    What the forward leaves in the module's attributes, lists and dicts goes again; torch's own `functional_call` would leave
-    its tensors behind there, and in modules that are registered under several names.
+    Torch's own `functional_call` would leave its tensors behind in modules that are registered under several names.
     """
-    parts = list(module.modules())
-    before = [(part, dict(part.__dict__), _contents(part)) for part in parts]
-    places = [held for part in parts for held in (part._parameters, part._buffers)]
+    places = [held for part in module.modules() for held in (part._parameters, part._buffers)]
+    before = [dict(held) for held in places]
     for held in places:
         held.update({name: fakes[tensor] for name, tensor in held.items() if tensor is not None})
     given = [dict(held) for held in places]
@@ -68,17 +78,9 @@ def with_weights(module: nn.Module, fakes: Mapping[Tensor, Tensor]) -> Iterator[
                 "write to them in place, as buffer.copy_(value) does"
             )
     finally:
-        for part, attributes, contents in before:
-            part.__dict__.clear()
-            part.__dict__.update(attributes)
-            for container, values in contents:
-                container.clear()
-                container.update(values) if isinstance(container, dict) else container.extend(values)
-
-
-def _contents(part: nn.Module) -> list[tuple[Any, Any]]:
-    """What the lists and dicts among a module's attributes hold, parameters and buffers too."""
-    return [(value, value.copy()) for value in part.__dict__.values() if type(value) in (list, dict)]
+        for held, values in zip(places, before, strict=True):
+            held.clear()
+            held.update(values)
 
 
 @contextmanager
@@ -97,6 +99,27 @@ def refusing_hooks() -> Iterator[None]:
         yield
     finally:
         del FunctionalTensor.register_hook
+
+
+@contextmanager
+def without_weights_cache() -> Iterator[None]:
+    """`torch.nn.utils.parametrize.cached()` around a call would go on to give weights that are made of fake ones."""
+    enabled, held = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = enabled, held
+
+
+def refuse_scripts(module: nn.Module, aim: str) -> None:
+    """NotImplementedError where a part of a module is TorchScript, whose state Python does not see."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise NotImplementedError(
+                f"{name_of(module)} cannot be {aim}: {f'its part {name}' if name else 'it'} is a torch.jit.ScriptModule, whose "
+                "numbers may change unseen; leave out torch.jit.script and torch.jit.trace"
+            )
 
 
 def _changed(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +20,18 @@ from widefield.engine.partial import partial_of, settled
 from widefield.engine.places import recut
 from widefield.engine.pool import Pool
 from widefield.engine.stream.choice import choose
-from widefield.engine.stream.follow import follow, tensors_of, without_autocast
+from widefield.engine.stream.follow import follow, without_autocast
 from widefield.engine.stream.fused import Fused
 from widefield.engine.stream.graph import Graph, Value, put_in
 from widefield.engine.stream.known import Constant, Known, constants_of
 from widefield.engine.stream.program import Program
 from widefield.engine.stream.run import Run
 from widefield.engine.stream.span import ALONE, Span
-from widefield.engine.stream.stand_ins import named_tensors
+from widefield.engine.stream.stand_ins import named_tensors, refuse_scripts, tensors_of
+from widefield.engine.stream.watch import Guards
 from widefield.engine.stream.ways import Units, units_of
 from widefield.engine.tiled import TiledTensor, wrap, wrap_uncut
+from widefield.engine.wrapping import Wrapping, wrap_class
 from widefield.geometry.box import size_of
 
 
@@ -62,7 +64,7 @@ def stream(
         pixels' values, or has a gradient that only Python knows.  Gradients of gradients are refused by torch.
     """
     _check(module, tiles, memory, keep)
-    module.__class__ = _streamed(type(module))
+    wrap_class(module, Streamed)
     module._stream = Stream(None if tiles is None else tuple(tiles), memory, keep, folder, compile)  # type: ignore[assignment]
     return module
 
@@ -74,6 +76,14 @@ def _check(module: Any, tiles: Sequence[int] | None, memory: str | int | None, k
         )
     if isinstance(module, Streamed):
         raise ValueError(f"this {type(module).__name__} is streamed already; build it anew to stream it otherwise")
+    refuse_scripts(module, "streamed")
+    for name, part in module.named_modules():
+        if "_widefield_flow" in vars(part):
+            raise ValueError(
+                f"{f'its part {name}' if name else 'this ' + type(part).__name__} is cut by channels or into stages, whose "
+                "ranks hold parts of its weights, and a stream would take them for the whole; set mesh.channel=1 and "
+                "mesh.stage=1, or leave out widefield.stream"
+            )
     if tiles is None and memory is None:
         raise ValueError("give tiles, as (4, 4), or memory, as '6GiB', or both")
     if memory is not None:
@@ -82,16 +92,6 @@ def _check(module: Any, tiles: Sequence[int] | None, memory: str | int | None, k
         raise ValueError(f"keep={keep!r} is no place to keep tensors in; it can be {', '.join(PLACES)}")
     if tiles is not None and (not len(tuple(tiles)) or any(not isinstance(n, int) or n < 1 for n in tiles)):
         raise ValueError(f"tiles={tiles!r} is to give a positive number for each image dim, as (4, 4)")
-
-
-@cache
-def _streamed(kind: type) -> type:
-    return type(f"Streamed{kind.__name__}", (Streamed, kind), {"__module__": kind.__module__})
-
-
-def _rebuilt(kind: type) -> nn.Module:
-    """An empty module of a class, streamed: what copies and pickles begin with."""
-    return _streamed(kind).__new__(_streamed(kind))
 
 
 class Stream:
@@ -114,11 +114,11 @@ class Stream:
 
     def program(self, module: nn.Module, args: tuple, kwargs: dict) -> Made:
         """What to run for these arguments."""
-        return self.known.get(module, args, kwargs, lambda: self._made(module, args, kwargs))
+        return self.known.get(module, args, kwargs, partial(self._made, module, args, kwargs))
 
-    def _made(self, module: nn.Module, args: tuple, kwargs: dict) -> Made:
+    def _made(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards) -> Made:
         forward = super(Streamed, module).forward  # type: ignore[misc]
-        graph = follow(module, forward, args, kwargs)
+        graph = follow(module, forward, args, kwargs, guards=guards)
         tensors = tensors_of((args, kwargs))
         grid = _grid_of(tensors)
         budget = None if self.memory is None else _bytes_of(self.memory)
@@ -175,14 +175,11 @@ def _grid_of(tensors: Sequence[Any]) -> Grid:
     return next((tensor.laid.grid for tensor in tensors if type(tensor) is TiledTensor), ALONE)
 
 
-class Streamed(nn.Module):
-    """Put before a module's own class by `stream`."""
+class Streamed(Wrapping):
+    """Put before a module's own class by `stream`.  A copy or a pickle is streamed, too."""
 
+    COPIED, PREFIX = ("_stream",), "Streamed"
     _stream: Stream
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        kinds = type(self).__mro__
-        return _rebuilt, (kinds[kinds.index(Streamed) + 1],), self.__dict__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -20,7 +20,7 @@ from widefield.engine.dispatch import SAME_PIXELS
 from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.places import first_cut, following_cuts
 from widefield.engine.rules import RULES, Description, Local, Reduced, Windowed
-from widefield.engine.stream import follow
+from widefield.engine.stream import recorder
 from widefield.engine.stream.graph import Graph, Node, Value
 from widefield.engine.stream.steps import (
     NEW,
@@ -38,7 +38,7 @@ from widefield.geometry.box import Box
 from widefield.geometry.interval import natural_cut
 
 aten = torch.ops.aten
-POINTWISE = SAME_PIXELS | follow.POINTWISE | {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
+POINTWISE = SAME_PIXELS | recorder.POINTWISE | {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class _Reader:
             self._once(node, layouts)
         elif (
             node.op in POINTWISE
-            or isinstance(node.op, follow._Unseen)
+            or isinstance(node.op, recorder.Unseen)
             or (torch.Tag.pointwise in getattr(node.op, "tags", ()) and node.op not in RULES)
         ):
             self._pointwise(node, layouts)

@@ -1,0 +1,250 @@
+"""What does a forward leave behind in Python's state, and may a graph of its operations stand for it then?
+
+A graph draws with torch's generators, and writes to buffers; whatever else the forward does in Python happens in its capture
+alone.  So a forward that draws from another generator, or changes what Python holds in every call, is refused.  One that
+changes something in its first call alone, as a cache that it fills, may do so: the state is left as that call leaves it, with
+real tensors in place of those of the capture, and from there a second capture must change nothing.
+
+Tensors made from the input, from weights or from draws are not kept so.  Where a forward leaves one (`self.features = x`),
+`Gone` stands in its place, which the forward may overwrite in every call, and nobody may read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from widefield.engine.stream.graph import Node, Value
+from widefield.engine.stream.stand_ins import name_of
+from widefield.engine.stream.state import State
+from widefield.engine.stream.things import OBJECT
+from widefield.engine.stream.watch import Watch
+
+GIVEN = "what it is given"
+"""The path of a forward's arguments."""
+_INSTEAD = (
+    "count and collect outside of it, or in a buffer that is written to in place, as self.count.add_(1), and return what is to "
+    "be looked at afterwards"
+)
+_IN_WORDS = {"input": "its input", "weight": "its weights or buffers", "draw": "random numbers"}
+
+
+@dataclass(frozen=True)
+class Gone:
+    """In the place of a tensor that a forward left in Python's state; NotImplementedError, in words, from whatever uses it."""
+
+    path: str
+    shape: tuple[int, ...]
+    source: str
+
+    def _is_used(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(
+            f"{self.path} is a tensor of {list(self.shape)} made from {self.source}, which a forward left there; of a "
+            "module that is streamed, cut by channels or cut into stages, operations run in place of the forward and leave "
+            "nothing; return it, or compute it where it is used"
+        )
+
+    __torch_function__ = classmethod(lambda kind, func, types, args=(), kwargs=None: _gone_in((args, kwargs))._is_used())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._is_used()
+
+
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg", "lt", "le",
+    "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int", "index",
+):  # fmt: skip
+    setattr(Gone, f"__{_name}__", Gone._is_used)
+
+
+def _gone_in(arguments: Any) -> Gone:
+    return next(leaf for leaf in tree_leaves(arguments) if type(leaf) is Gone)
+
+
+class Recorded(Protocol):
+    """A capture."""
+
+    nodes: list[Node]
+    constants: list[tuple[Value, Tensor]]
+
+    def value_of(self, tensor: Tensor) -> Value: ...
+
+
+def seen_by(module: nn.Module, roots: Sequence[tuple[str, Any]]) -> State:
+    """What a forward of `module` can see.  roots: what it can see besides, with paths."""
+    return State([(name_of(module), module), *roots], registered={id(part) for part in module.modules()})
+
+
+@dataclass(frozen=True)
+class Left:
+    """State that a capture changed.  values: of its tensors that are in it, by identity, with the paths of what holds them."""
+
+    watch: Watch
+    state: State
+    paths: list[str]
+    values: dict[int, tuple[str, Value]]
+    nodes: list[Node]
+    constants: list[tuple[Value, Tensor]]
+
+    @torch.no_grad()
+    def make_real(self) -> None:
+        """Put real tensors in the place of those of the capture, where they depend on constants alone."""
+        real = {key: self._real(*found) for key, found in self.values.items()}
+        for what, kind, names, children, *_ in self.state.things:
+            swapped = [_swapped(child, real) for child in children]
+            if kind.write is not None and any(a is not b for a, b in zip(swapped, children, strict=True)):
+                kind.write(what, names, swapped)
+
+    def _real(self, path: str, value: Value) -> Tensor | Gone:
+        nodes = _behind(value, self.nodes)
+        source = _source(value, nodes)
+        if source is not None:
+            return Gone(path, value.shape, source)
+        found: dict[Value, Any] = dict(self.constants)
+        for node in nodes:
+            out = node.call(iter([found[read] for read in node.reads]))
+            found.update(zip(node.outs, [out] if node.is_single else out, strict=True))
+        return found[value]
+
+
+def left_by(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> Left | None:
+    """What a capture changed, as the forward left it; None: nothing.
+
+    NotImplementedError, with everything put back: a graph cannot stand for the forward.
+    """
+    try:
+        _refuse_calls(module, watch, recorded, aim)
+        _refuse_cached(module, watch, recorded, aim)
+        _put_back_torchs(watch.state)
+        _put_back_gone(watch.state)
+        paths = list(watch.state.changes())
+        if not paths:
+            return None
+        after = seen_by(module, [(GIVEN, watch.given), *watch.roots()])
+        if after.key == watch.state.key:  # other objects, which say the same
+            watch.put_back()
+            return None
+        given = next((path for path in paths if path.startswith(GIVEN)), None)
+        if given is not None:
+            _refuse(module, aim, f"writes to {given}", "return what is to be looked at afterwards")
+        fakes = [(path, fake) for path, fake in after.fakes if not path.startswith(GIVEN)]
+        values = {id(fake): (path, recorded.value_of(fake)) for path, fake in fakes}
+    except BaseException:
+        watch.put_back()
+        raise
+    finally:
+        watch.clear_caches()
+    nodes = [replace(node) for node in recorded.nodes]  # the graph's own are changed by what makes it shorter
+    return Left(watch, after, paths, values, nodes, recorded.constants)
+
+
+def settle(module: nn.Module, left: Left, again: Callable[[], Left | None], *, aim: str, keeps: bool) -> None:
+    """See that a second capture, from where the first leaves the state, changes nothing more; else refuse, all put back.
+
+    again: gives what a capture leaves.  keeps: leave the state as the module's first call does.
+    """
+    try:
+        left.make_real()
+        more = again()
+        if more is not None:
+            more.watch.put_back()
+            _refuse(module, aim, f"changes {more.paths[0]} in every call", _INSTEAD)
+        hidden = next((path for path, _ in seen_by(module, left.watch.roots()).fakes), None)
+        if hidden is not None:
+            _refuse(module, aim, f"leaves a tensor in {hidden}, which cannot be written to", _INSTEAD)
+    except BaseException:
+        left.watch.put_back()
+        raise
+    if not keeps:
+        left.watch.put_back()
+
+
+def _refuse(module: nn.Module, aim: str, does: str, instead: str) -> NoReturn:
+    """A forward that a graph cannot stand for."""
+    raise NotImplementedError(
+        f"{name_of(module)} cannot be {aim}: its forward {does}, and a graph of its operations, which runs in place of its "
+        f"code, would not; {instead}"
+    )
+
+
+def _refuse_calls(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> None:
+    torchs = "draw with torch (torch.rand, torch.randint, nn.Dropout), whose draws are operations"
+    drawn = watch.drawn()
+    if drawn:
+        _refuse(module, aim, f"draws from {drawn[0]}", torchs)
+    if watch.seeds:
+        _refuse(module, aim, f"seeds a generator ({watch.seeds[0]})", "seed before the call, or hold what is drawn")
+    if watch.reads:
+        _refuse(
+            module, aim, f"takes the numbers of a tensor of {list(watch.reads[0].shape)} into Python",
+            "hold them as Python numbers, or compute with the tensor",
+        )  # fmt: skip
+    known = {held._cdata for _, held in watch.state.generators if isinstance(held, torch.Generator)}
+    for node in recorded.nodes:
+        generator = node.generator if node.draws else None
+        if generator is not None and generator._cdata not in known:  # torch makes other objects for the same generator
+            _refuse(module, aim, "draws from a torch.Generator that it makes itself", "let the module hold it")
+
+
+def _refuse_cached(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> None:
+    """What functools keeps of a function's results for the next call may depend on constants alone."""
+    for path, fake in watch.cached():
+        value = recorded.value_of(fake)
+        source = _source(value, _behind(value, recorded.nodes))
+        if source is not None:
+            _refuse(module, aim, f"keeps a tensor of {list(value.shape)} made from {source} in {path}", "compute it anew")
+
+
+def _source(value: Value, nodes: Sequence[Node]) -> str | None:
+    """What a value is made from besides constants, in words.  nodes: the operations behind it."""
+    sources = ["draw" for node in nodes if node.draws]
+    sources += [read.source for read in (value, *(read for node in nodes for read in node.reads))]
+    return next((_IN_WORDS[source] for source in sources if source in _IN_WORDS), None)
+
+
+def _behind(value: Value, nodes: Sequence[Node]) -> list[Node]:
+    """The operations that a value is made by, in order."""
+    needed, found = {value}, []
+    for node in reversed(nodes):
+        if any(out in needed for out in node.outs):
+            needed.update(node.reads)
+            found.append(node)
+    return found[::-1]
+
+
+def _swapped(child: Any, real: Mapping[int, Any]) -> Any:
+    if type(child) is tuple:
+        swapped = tuple(_swapped(entry, real) for entry in child)
+        return child if all(a is b for a, b in zip(child, swapped, strict=True)) else swapped
+    return real.get(id(child), child)
+
+
+def _put_back_gone(state: State) -> None:
+    """What stands in the place of tensors that a forward leaves in every call, where it left some again."""
+    for what, kind, names, children, *_ in state.things:
+        if kind.write is not None and any(type(child) is Gone for child in children):
+            now, found = kind.read(what)
+            if len(now) == len(names) and len(found) == len(children):
+                pairs = zip(children, found, strict=True)
+                is_again = [type(then) is Gone and isinstance(here, Tensor) for then, here in pairs]
+                pairs = zip(is_again, children, found, strict=True)
+                kind.write(what, now, [then if again else here for again, then, here in pairs])
+
+
+def _put_back_torchs(state: State) -> None:
+    """What torch's own layers and hooks make anew of their weights in every forward, and set as an attribute."""
+    for thing in state.things:
+        if thing.kind is OBJECT and isinstance(thing.what, nn.Module):
+            held = dict(zip(thing.names, thing.children, strict=True))
+            names = ["_flat_weights", "_flat_weight_refs"] if isinstance(thing.what, nn.RNNBase) else []
+            for hook in thing.what._forward_pre_hooks.values():
+                if type(hook).__module__.startswith("torch.nn.utils."):
+                    names.append(getattr(hook, "name", getattr(hook, "_tensor_name", "")))
+            thing.what.__dict__.update({name: held[name] for name in names if name in held})

@@ -1,0 +1,262 @@
+"""Writes down the operations that torch's dispatcher sees while a module runs on tensors without pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from widefield.engine.alike import is_in_place
+from widefield.engine.stream.apart import APART, DRAWS
+from widefield.engine.stream.graph import Node, Value
+from widefield.engine.stream.stand_ins import tensors_of
+from widefield.engine.stream.watch import Watch
+from widefield.engine.tiled import TiledTensor
+
+aten = torch.ops.aten
+
+
+class Functional(FunctionalTensorMode):
+    """Torch's functionalization, which tells the recorder what an operation was before it was turned into a plain one."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with self.recorder.watch.paused:
+            return self._dispatched(func, types, args, kwargs)
+
+    def _dispatched(self, func: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
+        types = tuple(kind for kind in types if kind is not nn.Parameter)  # one that the module does not know: a constant
+        self.recorder.settle(args)
+        first = args[0] if args and isinstance(args[0], FunctionalTensor) else None
+        if first is None or not isinstance(func, torch._ops.OpOverload):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if not is_in_place(func):
+            return self._marked(func, first, super().__torch_dispatch__(func, types, args, kwargs))
+        if getattr(first, "hidden", None) is not None:
+            raise NotImplementedError(
+                f"{func} writes to {list(first.shape)} px that {first.hidden} shows, and a stream cannot tell what that is to "  # type: ignore
+                "the tensor it shows them of; write to that tensor's own slices, or make a new one, as torch.where does"
+            )
+        self.recorder.written = func, _inner(first).stride(), first.requires_grad and not torch.is_grad_enabled()
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.recorder.written = None
+
+    def _marked(self, func: Any, first: Any, out: Any) -> Any:
+        """Views whose writes torch would turn into something else: of windows, and of what autograd no longer knows."""
+        is_hiding = func is aten.unfold.default or (func is aten.detach.default and self._is_pulled(first))
+        hidden = str(func) if is_hiding else getattr(first, "hidden", None) if func.is_view else None
+        if hidden is not None:
+            for view in tree_leaves(out):
+                view.hidden = hidden
+        return out
+
+    def _is_pulled(self, tensor: Any) -> bool:
+        return self.recorder.is_on and self.recorder.value_of(tensor).wants_grad and torch.is_grad_enabled()
+
+
+class Recorder(FakeTensorMode):
+    """Torch's fake tensors, and a list of the operations on them."""
+
+    avoid_device_init = property(lambda self: False, lambda self, value: None)
+    """Else torch feigns a CUDA where there is none, and the first backward starts threads that no fork outlives."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.watch = watch
+        self.nodes: list[Node] = []
+        self.sources: dict[str, list[Value]] = {"input": [], "weight": []}
+        self.constants: list[tuple[Value, Tensor]] = []
+        self.is_on, self.depth = False, 0
+        self.unsure: dict[Value, Node] = {}
+        self.busy: list[Any] = []
+        """Operations that are being taken apart, perhaps into themselves."""
+        self.written: tuple[Any, tuple[int, ...], bool] | None = None
+        """Of an operation in place: what it was, the strides of what it writes to, and whether autograd was not to see it."""
+
+        self._values: dict[int, tuple[Tensor, Value]] = {}
+        self._count = 0
+
+    # ------------------------------------------------------------------------------------------ values
+
+    def source(self, like: Any, kind: str, name: str) -> Tensor:
+        """A fake tensor for a parameter, buffer or input."""
+        strided = callable(getattr(like, "stride", None)) and type(like) is not TiledTensor
+        strides = like.stride() if strided else torch.empty(tuple(like.shape), device="meta").stride()
+        with torch.no_grad():
+            made = torch.empty_strided(tuple(like.shape), strides, dtype=like.dtype, device=like.device)
+        fake = torch._from_functional_tensor(made.elem) if isinstance(made, FunctionalTensor) else made
+        functional = FunctionalTensor.to_functional(fake)
+        functional.requires_grad_(getattr(like, "requires_grad", False))
+        value = self._remember(_inner(functional), kind, name)
+        value.wants_grad = functional.requires_grad
+        self.sources[kind].append(value)
+        return functional
+
+    def _remember(self, fake: Tensor, source: str = "made", name: str = "") -> Value:
+        order = tuple(sorted(range(fake.ndim), key=lambda dim: (-fake.stride(dim), dim)))
+        value = Value(self._count, tuple(fake.shape), fake.dtype, fake.device, order, source, name)
+        self._count += 1
+        self._values[id(fake)] = (fake, value)
+        return value
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """The value that a tensor of the run stands for; a real tensor is a constant of the module."""
+        fake = _inner(tensor)
+        if id(fake) not in self._values:
+            value = self._remember(fake, "constant", str(len(self.constants)))
+            value.wants_grad = fake.requires_grad
+            self.constants.append((value, fake))
+        return self._values[id(fake)][1]
+
+    # ------------------------------------------------------------------------------------------ operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_on and self.depth == 0 and func in APART and func not in self.busy:
+            self.busy.append(func)
+            try:
+                with self:
+                    return APART[func](*args, **kwargs)
+            finally:
+                self.busy.pop()
+        if self.is_on and self.depth == 0:
+            self._refuse_writes(func, args)
+        self.depth += 1
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.depth -= 1
+        if self.is_on and self.depth == 0 and any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise NotImplementedError(
+                f"a backward ({func}) runs inside of the forward that is to be streamed, and what autograd keeps for "
+                f"its own backward "
+                "is not among the operations; take gradient penalties of what the stream returns apart, without a stream"
+            )
+        if func is aten.copy.default:  # all that is left of a write once the tensor written to is a new one
+            func, args, kwargs = _copied, args[:2], {}
+        named = tree_map(lambda leaf: self.value_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        results = list(out) if isinstance(out, (tuple, list)) else [out]
+        outs = [self._made(result) if isinstance(result, Tensor) else None for result in results]
+        node = Node(func, *named, outs, isinstance(out, Tensor), torch.is_grad_enabled())
+        node.draws = _draws(func, args, kwargs)
+        if not node.grad and getattr(func, "namespace", "aten") != "aten":  # torch calls custom operations without, either way
+            node.grad = True
+            self.unsure.update({out: node for out in outs if out is not None})
+        if self.written is not None and func not in _VIEWS:
+            self._as_written(node, *self.written)
+        pulled = node.grad and any(value.wants_grad for value in node.reads) and func not in _STOPS and not node.draws
+        for number, value in enumerate(outs):
+            if value is not None and (number == 0 or func not in _FIRST_ALONE):
+                value.wants_grad = pulled and (value.dtype.is_floating_point or value.dtype.is_complex)
+        self.nodes.append(node)
+
+    def settle(self, tensors: Any) -> None:
+        """Whether a custom operation was called with gradients on shows in what it gave, once that is used."""
+        for tensor in tensors_of(tensors) if self.unsure else ():
+            value = self.value_of(tensor)
+            node = self.unsure.pop(value, None)
+            if node is not None and not tensor.requires_grad and value.wants_grad:
+                node.grad = value.wants_grad = False
+
+    def _as_written(self, node: Node, func: Any, strides: tuple[int, ...], unseen: bool) -> None:
+        """Numbers are drawn in place in the order in which they lie in memory; what autograd does not see keeps its
+        gradient."""
+        if node.draws and node.op not in DRAWS:
+            node.op = partial(_drawn, func, strides)
+        elif unseen and node.outs[0] is not None and node.reads[0].shape == node.outs[0].shape:
+            node.op, node.grad = Unseen(node.op), True
+
+    def _made(self, result: Tensor) -> Value | None:
+        """The value that an operation makes; None where it gives back what it was given."""
+        fake = _inner(result)
+        return None if id(fake) in self._values else self._remember(fake)
+
+    def _refuse_writes(self, func: Any, args: tuple) -> None:
+        if func in (aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default) and args[5] and args[3] is not None:
+            raise NotImplementedError(f"{func} writes to running statistics unseen; call torch.nn.functional.batch_norm")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            if is_write and isinstance(value, Tensor) and not isinstance(_inner(value), FakeTensor):
+                raise NotImplementedError(
+                    f"{func} writes to a tensor of {list(value.shape)} that the module holds and that is no buffer; "
+                    "register_buffer it, so that a stream knows it as state"
+                )
+
+
+_STOPS = {aten.detach.default}
+"""Operations whose results have no gradient."""
+_FIRST_ALONE = {
+    aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default, aten.cudnn_batch_norm.default, aten._batch_norm_with_update.default,
+    aten._batch_norm_with_update_functional.default, aten._batch_norm_no_update.default, aten.native_layer_norm.default,
+}  # fmt: skip
+"""Norms of which torch gives no gradient to the statistics that they return."""
+_VIEWS = {aten.slice.Tensor, aten.view.default, aten.permute.default, aten.expand.default, aten.alias.default}
+
+
+class Unseen:
+    """A pointwise operation written into its first argument while gradients were off: that one's gradient stays as it was."""
+
+    def __init__(self, op: Callable) -> None:
+        self.op = op
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            written = self.op(x, *args, **kwargs)
+        return x + (written - x).detach() if x.requires_grad else written
+
+
+def _drawn(op: Any, strides: tuple[int, ...], like: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A draw in place on new memory with the strides of what was written to."""
+    return op(torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device), *args, **kwargs)
+
+
+def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation draws random numbers; NotImplementedError where it also computes something with a gradient."""
+    if func in DRAWS:
+        return True
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    if not func._schema.name.startswith("aten::_scaled_dot_product"):
+        return True
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    if named.get("dropout_p"):
+        raise NotImplementedError(
+            f"{func} drops {named['dropout_p']:.0%} of the attention inside of one kernel, whose draws cannot be had "
+            f"again; stream it "
+            "with torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or without dropout"
+        )
+    return False
+
+
+def _copied(like: Tensor, source: Tensor) -> Tensor:
+    """torch's `copy`, which has no derivative: the source's pixels in the shape and dtype of another tensor."""
+    return source.to(like.dtype).expand(like.shape).clone()
+
+
+POINTWISE = {_copied}
+"""What is written down in place of torch's own operations, and gives each output pixel from the same pixel of its inputs."""
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    """The fake tensor inside of a functional one, with all that was written to it."""
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)
+        return torch._from_functional_tensor(tensor.elem)
+    return tensor

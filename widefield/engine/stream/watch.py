@@ -1,0 +1,318 @@
+"""What does Python code read and do while a module is captured, that no operation on tensors tells of?
+
+The interpreter tells of every function that is called.  Of those that are neither torch's nor the standard library's, the names
+that their code reads (globals, closures, default arguments) are noted: what they stand for decides what the forward does, as
+what the module holds does.  Each is looked at before the function first runs, so that what the forward changes shows.
+
+Calls that seed a generator, ask the system for random bytes, or take a tensor's numbers into Python are noted as well.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import pickle
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from widefield.engine.stream.state import State
+from widefield.engine.stream.things import Name, is_foreign
+
+_HERE = str(Path(__file__).parents[1])
+_FOREIGN_FOLDERS = (_HERE, str(Path(torch.__file__).parent), str(Path(np.__file__).parent), "<frozen", "<__array_function__")
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_SEEDS = {"manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"}
+_READS = {"tolist", "numpy"}
+
+
+@dataclass
+class Guards:
+    """On what a captured graph depends beside its module and the arguments: `places`, names and functions.
+
+    is_settled: whether the capture left Python's state as it found it; else it stands where the module's first call leaves it.
+    """
+
+    places: dict[Any, None] = field(default_factory=dict)
+    is_settled: bool = True
+
+
+class _Paused:
+    """Inside, nobody looks on: torch's own work, which is a hundred times as much as the forward's."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.depth = watch, 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+        if self.depth == 1 and self.watch.is_on:
+            sys.setprofile(None)
+
+    def __exit__(self, *_: Any) -> None:
+        self.depth -= 1
+        if self.depth == 0 and self.watch.is_on:
+            sys.setprofile(self.watch.look)
+
+
+class Watch:
+    """`with watch:` around a forward.  state: what it could see before; found places are added to it as they are met.
+
+    given: the arguments of the forward.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state, self.given = state, None
+        self.places: dict[Any, None] = {}
+        """Names and functions on which the forward depends, in the order in which they were met."""
+        self.seeds: list[str] = []
+        """Calls that seed generators."""
+        self.reads: list[Tensor] = []
+        """Tensors whose numbers were taken into Python."""
+        self.generators: list[tuple[str, Any, bytes]] = []
+        """Of Python and NumPy, with where they stood; draws from torch's are operations of the graph."""
+        self._seen: set[Any] = set()
+        self._within: set[types.CodeType] = set()
+        """Code of functions that the code which ran makes itself."""
+        self.paused, self.is_on = _Paused(self), False
+        self._other: Any = None
+        self._error: BaseException | None = None
+        for path, generator in (("Python's random", random._inst), ("numpy.random", np.random.mtrand._rand)):  # type: ignore
+            self.generators.append((path, generator, _standing(generator)))
+        self._cached: dict[int, tuple[str, Any, int]] = {}
+        self._find_generators()
+
+    # ------------------------------------------------------------------------------------------ on and off
+
+    def __enter__(self) -> Watch:
+        self._other, self.is_on = sys.getprofile(), True
+        if self._other is not None and not callable(self._other):  # cProfile's, which cannot be asked to look on
+            self._other.disable()
+        sys.setprofile(self.look)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(None)
+        self.is_on = False
+        if self._other is not None and not callable(self._other):
+            self._other.enable()
+        elif self._other is not None:
+            sys.setprofile(self._other)
+        if self._error is not None:
+            raise self._error
+
+    # ------------------------------------------------------------------------------------------ looking on
+
+    def look(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        try:
+            if event == "call":
+                code = frame.f_code
+                if code not in self._seen or code.co_freevars:
+                    self._called(code, frame)
+            elif event == "c_call":
+                self._called_c(argument)
+        except Exception as error:  # raised once the forward is done, which might catch it
+            self._error = self._error or error
+        if callable(self._other):
+            self._other(frame, event, argument)
+
+    def _called(self, code: types.CodeType, frame: types.FrameType) -> None:
+        if code is random.Random.seed.__code__ and frame.f_locals["a"] is None:
+            self.seeds.append("random.Random().seed()")
+        if _is_foreign_file(code.co_filename):
+            self._seen.add(code)
+            return
+        closure = tuple(id(frame.f_locals.get(name)) for name in code.co_freevars if name != "__class__")
+        if (code, closure) in self._seen:
+            return
+        if code not in self._seen:
+            self._within.update(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+            for name in _names(code, frame.f_globals):
+                self._note(str(name), name)
+        self._seen.update((code, (code, closure)))
+        if code not in self._within:
+            for function in self._functions(code, frame):
+                self._note(function.__qualname__, function)
+
+    def _note(self, path: str, place: Any) -> None:
+        if place not in self.places:
+            self.places[place] = None
+            self.state.add(path, place)
+            self._find_generators()
+
+    def _find_generators(self) -> None:
+        """Generators and functions' caches that the state has come to reach, before the forward comes to them."""
+        for path, held in self.state.caches:
+            self._cached.setdefault(id(held), (path, held, held.cache_info().misses))
+        known = {id(generator) for _, generator, _ in self.generators}
+        for path, generator in self.state.generators:
+            if id(generator) not in known and not isinstance(generator, torch.Generator):
+                self.generators.append((path, generator, _standing(generator)))
+
+    def _functions(self, code: types.CodeType, frame: types.FrameType) -> list[Any]:
+        """The functions whose code runs: with the closure that the frame has, where it has one."""
+        known = [function for function in self.state.functions.get(code, ()) if _encloses(function, frame)]
+        if known:
+            return []  # it was reached, and looked at
+        named = _by_name(code, frame.f_globals)
+        if named is not None:
+            return [named]
+        held = [thing for thing in gc.get_referrers(code) if isinstance(thing, types.FunctionType)]
+        return [function for function in held if _encloses(function, frame)] or held
+
+    def _called_c(self, function: Any) -> None:
+        name = getattr(function, "__name__", "")
+        if name in _SEEDS and isinstance(getattr(function, "__self__", None), torch.Generator):
+            self.seeds.append(f"torch.Generator.{name}()")
+        elif name in _READS:
+            tensor = getattr(function, "__self__", None)
+            if isinstance(tensor, Tensor) and not isinstance(tensor, (FunctionalTensor, FakeTensor)):
+                self.reads.append(tensor)
+        elif name == "urandom":
+            self.seeds.append("os.urandom()")
+
+    # ------------------------------------------------------------------------------------------ afterwards
+
+    def drawn(self) -> list[str]:
+        """The generators of Python and NumPy that were drawn from."""
+        return [path for path, generator, state in self.generators if _standing(generator) != state]
+
+    def cached(self) -> list[tuple[str, Tensor]]:
+        """Tensors of the capture that functools keeps as results of functions, with their paths."""
+        return [pair for path, held in self._filled() for pair in _results(path, held).fakes]
+
+    def clear_caches(self) -> None:
+        """Let functools forget such results."""
+        for path, held in self._filled():
+            if _results(path, held).fakes:
+                held.cache_clear()
+
+    def _filled(self) -> list[tuple[str, Any]]:
+        return [(path, held) for path, held, misses in self._cached.values() if held.cache_info().misses != misses]
+
+    def roots(self) -> list[tuple[str, Any]]:
+        """The places that were found, with paths."""
+        return roots_of(self.places)
+
+    def put_back(self) -> None:
+        """Python's state and its generators' as they were before the forward."""
+        self.state.restore()
+        for _, generator, state in self.generators:
+            if _standing(generator) != state:
+                _put(generator, state)
+
+
+def roots_of(places: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Names and functions, with paths."""
+    return [(str(place) if isinstance(place, Name) else place.__qualname__, place) for place in places]
+
+
+def _results(path: str, function: Any) -> State:
+    """What functools keeps for a function."""
+    held = [thing for thing in gc.get_referents(function) if not callable(thing)]
+    return State([(f"the cache of {path}", held)])
+
+
+@cache
+def _is_foreign_file(filename: str) -> bool:
+    if any(filename.startswith(folder) for folder in _FOREIGN_FOLDERS):
+        return True
+    return filename.startswith(_STANDARD) and "site-packages" not in filename and "dist-packages" not in filename
+
+
+def _encloses(function: Any, frame: types.FrameType) -> bool:
+    """Whether a function's closure is the one that a frame of it has."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            held = cell.cell_contents
+        except ValueError:
+            continue
+        if name != "__class__" and frame.f_locals.get(name) is not held:
+            return False
+    return True
+
+
+def _by_name(code: types.CodeType, space: dict[str, Any]) -> Any:
+    """The function or method that a namespace has under the name of the code; None where it is another."""
+    found: Any = None
+    for part in code.co_qualname.split("."):
+        found = space.get(part) if found is None else vars(found).get(part) if isinstance(found, type) else None
+        if found is None:
+            return None
+    found = getattr(found, "__func__", found)
+    return found if getattr(found, "__code__", None) is code else None
+
+
+# ---------------------------------------------------------------------------------------------- names in code
+
+
+def _names(code: types.CodeType, space: dict[str, Any]) -> Iterator[Name]:
+    """The globals that code names, and what it may name of Python modules among them or imported by it."""
+    names, imported = _globals_of(code)
+    found = [Name(space, name) for name in names if name in space]
+    yield from found
+    modules = [space[place.name] for place in found] + [sys.modules.get(_full_name(*how, space)) for how in imported]
+    looked_at = set()
+    while modules:
+        module = modules.pop()
+        if not isinstance(module, types.ModuleType) or is_foreign(module.__name__) or module in looked_at:
+            continue
+        looked_at.add(module)
+        held = [name for name in code.co_names if name in vars(module)]
+        yield from (Name(vars(module), name) for name in held)
+        modules += [vars(module)[name] for name in held]
+
+
+def _full_name(name: str, level: int, space: dict[str, Any]) -> str:
+    if not level:
+        return name
+    package = (space.get("__package__") or "").split(".")
+    return ".".join([*package[: len(package) - level + 1], *([name] if name else [])])
+
+
+@cache
+def _globals_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """Global names; and Python modules that are imported as it runs, with how many packages up."""
+    names: dict[str, None] = {}
+    imported, numbers = [], [0]
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"):
+            names[step.argval] = None
+        elif step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")) and type(step.argval) is int:
+            numbers.append(step.argval)
+        elif step.opname == "IMPORT_NAME":
+            imported.append((step.argval, numbers[-1]))
+    return tuple(names), tuple(imported)
+
+
+# ---------------------------------------------------------------------------------------------- generators
+
+
+def _standing(generator: Any) -> bytes:
+    """Where a generator of Python or NumPy stands; the system's own has no place."""
+    if isinstance(generator, random.SystemRandom):
+        return b""
+    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else _source(generator).state)
+
+
+def _put(generator: Any, state: bytes) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    else:
+        _source(generator).state = pickle.loads(state)
+
+
+def _source(generator: Any) -> Any:
+    """What has the state of one of NumPy's generators."""
+    return getattr(generator, "bit_generator", getattr(generator, "_bit_generator", generator))
