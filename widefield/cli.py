@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from widefield.config import RunConfig, json_schema, read_config
 from widefield.plan import check, plan_of, ranks_asked_for
-from widefield.refusal import is_ours
+from widefield.refusal import say
 from widefield.section import to_yaml
 
 if TYPE_CHECKING:
@@ -117,17 +117,18 @@ Write (again) the report of a run or of a comparison: one HTML file that needs n
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the status for the shell: 0, 2 for what the user can mend, 1 for anything else."""
+    """Run the command; the status for the shell: 0, 2 for what the user can mend, 3 where another rank failed, else 1."""
     options = _options(arguments)
     try:
         status = options.verb(options)
-    except (ValueError, NotImplementedError) as error:
-        if not is_ours(error):
-            raise
-        status = _refuse(error)
     except KeyboardInterrupt:
         print("widefield: ended at once; the newest checkpoint stands", file=sys.stderr)
         status = 130
+    except Exception as error:
+        told = say(error, is_rank=options.is_rank)
+        if told is None:
+            raise
+        status = told
     if options.is_rank:
         # Everything is closed by now.  Python's own way out lets gloo's threads abort one exit in ten, after all is done
         # (docs/log.md, 2026-11-21), which a launcher would take for a crash.
@@ -385,16 +386,3 @@ def _shared_fresh_folder(world: World) -> Path:
             "add --run-dir DIR"
         )
     return _fresh()
-
-
-# ------------------------------------------------------------------------------------------------ errors
-
-
-def _refuse(error: BaseException) -> int:
-    """Say what is wrong, once: of an error that all ranks raise together, rank 0 speaks."""
-    from widefield.engine.mesh import AgreedError
-
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-    if rank == 0 or not isinstance(error, AgreedError):
-        print(f"widefield: {'' if rank == 0 else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
-    return 2

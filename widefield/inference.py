@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from widefield.data import Dataset
 from widefield.data.image import read_image, write_labels
 from widefield.data.loader import Batch
 from widefield.data.transforms import Transforms
+from widefield.engine.failure import FailureWatch
 from widefield.engine.mesh import Mesh, World, join, leave
 from widefield.naming import did_you_mean
 from widefield.plan import Plan, plan_of
@@ -50,8 +51,10 @@ def evaluate_run(folder: Path, overrides: Sequence[str], world: World, *, weight
     with ExitStack() as stack:
         mesh = join(world, plan_of(config, world.size))
         stack.callback(leave, mesh)
-        parts = mesh.together(lambda: _loaded(folder, config, mesh, weights))
-        return evaluate_parts(parts, parts.model)
+        with FailureWatch(mesh) as watch:
+            mesh = replace(mesh, watch=watch)
+            parts = mesh.together(lambda: _loaded(folder, config, mesh, weights))
+            return evaluate_parts(parts, parts.model)
 
 
 def predict(folder: Path, images: Sequence[str], *, top: int = 3, weights: str | None = None) -> list[Answer]:

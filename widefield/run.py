@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -13,6 +14,7 @@ from typing import IO
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
 from widefield.engine import holding
+from widefield.engine.failure import FailureWatch
 from widefield.engine.mesh import AgreedError, Mesh, World, join, leave
 from widefield.engine.stall import StallWatch
 from widefield.engine.timeline import Timeline
@@ -33,7 +35,8 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
     """Train as `config` says, on the ranks of `world`, into `folder`; go on where a run there stopped.
 
     Every rank calls it.  AgreedError on every rank, and nothing of the run lost: whatever the config, the data or the
-    checkpoints make impossible, and a loss that is no number.
+    checkpoints make impossible, and a loss that is no number.  Any other error on one rank is a PeerFailedError on the others,
+    within seconds.
     """
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_size)
@@ -41,51 +44,66 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
         interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun"))
         mesh = join(world, plan)
         stack.callback(leave, mesh)
-        mesh.together(lambda: stack.enter_context(_claim(folder)) if mesh.is_main else None)
-        parts = mesh.together(lambda: assemble(config, mesh))
-        _check_sizes(parts)
-        learner, reasons = mesh.together(lambda: learner_of(parts))
-        last = config.schedule.length.in_steps(learner.steps.per_epoch)
+        with FailureWatch(mesh) as watch:  # inside of what is entered below, so that it hears of an error first
+            return _train(config, folder, replace(mesh, watch=watch), interrupt, stack)
 
-        warnings: list[str] = []  # from checkpoints, also out of their thread; the story passes them on
-        checkpoints = Checkpoints(
-            folder / "checkpoints",
-            mesh,
-            keep_last=config.checkpoint.keep_last,
-            keep_best=config.checkpoint.keep_best,
-            background=config.checkpoint.background,
-            warn=warnings.append,
-        )
-        found = checkpoints.newest_sound()
-        own = None if found is None else mesh.together(lambda: resume(learner, checkpoints, found))
-        batches = training_batches(parts, first=learner.step, last=last)
 
-        def open_record() -> Record:
-            record = stack.enter_context(Record.open(folder, log=config.log, resumed_step=found and learner.step))
-            changed = write_config(folder, config, plan)
-            write_model_of(folder, parts)
-            _begin(record, parts, learner, reasons=parts.reasons + reasons, last=last)
-            for line in changed:
-                record.warning(f"the config has changed since this run began: {line}")
-            if found is not None:
-                fresh = "" if own else "; it was written by another number of ranks, so random states begin anew"
-                record.say(f"resumed from {found.folder} at step {learner.step}{fresh}")
-            return record
+def _train(config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack) -> Outcome:
+    mesh.together(lambda: stack.enter_context(_claim(folder)) if mesh.is_main else None)
+    parts = mesh.together(lambda: assemble(config, mesh))
+    _check_sizes(parts)
+    learner, reasons = mesh.together(lambda: learner_of(parts))
+    last = config.schedule.length.in_steps(learner.steps.per_epoch)
 
-        record = mesh.together(lambda: open_record() if mesh.is_main else None)
-        stack.callback(checkpoints.wait)
-        passes = _watched(stack, folder, learner, batches)
-        if own is not None:
-            load_random_state(own["random"])  # last, for all of the above may draw
-        story = Story(config, folder, parts, learner, checkpoints, record, last, warnings)
-        try:
-            outcome = story.tell(passes, interrupt)
-        except AgreedError as error:
-            story.fail(error)
-            _report(folder, mesh)
+    warnings: list[str] = []  # from checkpoints, also out of their thread; the story passes them on
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        mesh,
+        keep_last=config.checkpoint.keep_last,
+        keep_best=config.checkpoint.keep_best,
+        background=config.checkpoint.background,
+        warn=warnings.append,
+    )
+    found = checkpoints.newest_sound()
+    own = None if found is None else mesh.together(lambda: resume(learner, checkpoints, found))
+    batches = training_batches(parts, first=learner.step, last=last, spare=learner.spare)
+
+    def open_record() -> Record:
+        record = stack.enter_context(Record.open(folder, log=config.log, resumed_step=found and learner.step))
+        changed = write_config(folder, config, mesh.plan)
+        write_model_of(folder, parts)
+        _begin(record, parts, learner, reasons=parts.reasons + reasons, last=last)
+        for line in changed:
+            record.warning(f"the config has changed since this run began: {line}")
+        if found is not None:
+            fresh = "" if own else "; it was written by another number of ranks, so random states begin anew"
+            record.say(f"resumed from {found.folder} at step {learner.step}{fresh}")
+        return record
+
+    record = mesh.together(lambda: open_record() if mesh.is_main else None)
+    stack.callback(checkpoints.wait)
+    passes = _watched(stack, folder, learner, batches)
+    if own is not None:
+        load_random_state(own["random"])  # last, for all of the above may draw
+    story = Story(config, folder, parts, learner, checkpoints, record, last, warnings)
+    return _told(story, passes, interrupt)
+
+
+def _told(story: Story, passes: Passes, interrupt: Interrupt) -> Outcome:
+    """The story to its end, with a report, whichever it is."""
+    assert story.mesh.watch is not None
+    story.mesh.watch.stuck = story.fail
+    try:
+        outcome = story.tell(passes, interrupt)
+    except Exception as error:
+        raised = story.mesh.watch.tell(error)
+        story.fail(raised)
+        _report(story.folder, story.mesh)
+        if raised is error:
             raise
-        _report(folder, mesh)
-        return outcome
+        raise raised from error
+    _report(story.folder, story.mesh)
+    return outcome
 
 
 def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator[Batch]) -> Passes:

@@ -13,18 +13,21 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import Sampler
 
 from widefield import models, tasks
 from widefield.config import RunConfig
 from widefield.data import Dataset, open_dataset
+from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, EvaluateSampler, Key, Reader, Steps, TrainSampler, Window, load_batches, reader_of
+from widefield.data.loader import EvaluateSampler, Key, Reader, Steps, TrainSampler, load_batches, reader_of
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.parallelize import follow, parallelize, share_states
 from widefield.engine.parallelize import reasons as parallel_reasons
 from widefield.engine.strategies import Rehearsal
 from widefield.tasks import Task, is_per_pixel
+from widefield.train.agreed import Agreed, spare_of
 from widefield.train.arithmetic import Arithmetic, arithmetic_of, choose_precision
 from widefield.train.average import average_of
 from widefield.train.folder import load_weights, write_model
@@ -83,7 +86,14 @@ class Parts:
         batch = self.config.data.evaluate_batch_size or self.config.data.batch_size
         samples = len(self.dataset.evaluate)
         sampler = EvaluateSampler(samples, batch=batch, rank=self.mesh.copy, ranks=self.mesh.copies, even=together)
-        return iter(load_batches(self.reader(train=False), sampler, workers=self.workers, device=self.mesh.device))
+        reader = self.reader(train=False)
+        shared = together and self.mesh.copy_group is not None  # else a batch that nobody can use is not run
+        return self.agreed(reader, sampler, spare=spare_of(reader, self.mesh) if shared else None)
+
+    def agreed(self, reader: Reader, sampler: Sampler[list[Key]], *, spare: Batch | None) -> Iterator[Batch]:
+        """The sampler's batches, as all ranks of this copy can use them."""
+        batches = iter(load_batches(reader, sampler, workers=self.workers, device=self.mesh.device))
+        return Agreed(batches, self.mesh, spare=spare, name_of=reader.images.name_of)
 
 
 def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None) -> Parts:
@@ -138,7 +148,7 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
         scaler=parts.arithmetic.scaler(),
         prepare=parts.preparation(train=True),
         steps=steps,
-        spare=spare_of(parts),
+        spare=spare_of(parts.reader(train=True), mesh),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
     )
     if config.model.compile:
@@ -188,15 +198,11 @@ def _warn_of_chance(model: nn.Module, mesh: Mesh) -> list[str]:
     return [f"dropout: {len(active)} layers draw on each copy of the model for themselves, so masks are not one rank's"]
 
 
-def spare_of(parts: Parts) -> Batch:
-    """One training image as a stand-in batch; AgreedError on every rank where none can be read."""
-    batch = parts.reader(train=True).__getitems__([Key(0, 0, 0, real=False)])
-    parts.mesh.agree(batch.problem)
-    return batch
+def training_batches(parts: Parts, *, first: int, last: int, spare: Batch | None = None) -> Iterator[Batch]:
+    """The passes of this rank's copy of the model, of the steps from `first` to before `last`.  Every rank calls it.
 
-
-def training_batches(parts: Parts, *, first: int, last: int) -> Iterator[Batch]:
-    """The passes of this rank's copy of the model, of the steps from `first` to before `last`."""
+    spare: the learner's stand-in; read anew where None.
+    """
     config, mesh = parts.config, parts.mesh
     mixing = config.data.mixup > 0 or config.data.cutmix > 0
     sampler = TrainSampler(
@@ -209,14 +215,17 @@ def training_batches(parts: Parts, *, first: int, last: int) -> Iterator[Batch]:
         passes=config.gradient.accumulate,
         multiple=2 if mixing else 1,  # a pair that is mixed stays on one rank
     )
-    return iter(load_batches(parts.reader(train=True), sampler, workers=parts.workers, device=mesh.device))
+    reader = parts.reader(train=True)
+    return parts.agreed(reader, sampler, spare=spare or spare_of(reader, mesh))
 
 
 def write_model_of(folder: Path, parts: Parts) -> None:
     """Leave in the run folder what using the model takes beside its weights."""
     prepare = parts.preparation(train=False)
     batch = parts.reader(train=False).__getitems__([Key(0, 0, 0, real=False)])
-    shape, name = list(batch.whole_shape or batch.image.shape[1:]), parts.config.model.name
+    if batch.problem is not None:
+        raise ValueError(batch.problem)
+    shape, name = list(batch.shape), parts.config.model.name
     write_model(folder, parts.dataset, shape=shape, mean=list(prepare.mean), std=list(prepare.std), name=name)
 
 

@@ -87,7 +87,9 @@ def evaluate(
     for batch in batches:
         seen.skipped += batch.skipped if seen.first else []
         problem = batch.problem
-        if _is_over(problem, mesh, together=together):
+        if problem is not None:
+            mesh.call_to_agree()  # copies send each other nothing until they are done
+        if _is_over(batch, mesh, together=together):
             break
         if batch.samples == 0 and not together:
             continue
@@ -104,11 +106,10 @@ def evaluate(
     return _total(task, seen, mesh, worst, time.monotonic() - start)
 
 
-def _is_over(problem: str | None, mesh: Mesh, *, together: bool) -> bool:
-    """Whether to stop before this batch: at a problem of this rank, or of any where the next pass takes all ranks."""
-    if not together:
-        return problem is not None
-    return bool(mesh.sum_(torch.tensor(float(problem is not None), device=mesh.device)))
+def _is_over(batch: Batch, mesh: Mesh, *, together: bool) -> bool:
+    """Whether to stop before this batch: at a problem of a rank of this copy, or of any where the next pass takes all ranks."""
+    stops = batch.refused or batch.problem is not None
+    return bool(mesh.sum_(torch.tensor(float(stops), device=mesh.device))) if together else stops
 
 
 @dataclass

@@ -170,7 +170,7 @@ class Learner:
 
         known: told the loss sum and the count as soon as this rank has them.
         """
-        image, target = self._placed(batch if batch.problem is None else self.spare)
+        image, target = self._placed(batch)
         count = self.task.count(target) if batch.samples else 0
         backward_of(
             self.model,

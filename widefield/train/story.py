@@ -10,6 +10,7 @@ from typing import Literal
 from torch import nn
 
 from widefield.config import Duration, RunConfig
+from widefield.engine.failure import PeerFailedError, in_words
 from widefield.engine.holding import wholes_on_main
 from widefield.engine.mesh import AgreedError, Mesh
 from widefield.engine.normalization import average_running_statistics, broadcast_buffers
@@ -205,11 +206,12 @@ class Story:
             self.record.close()
         return Outcome("complete" if complete else "interrupted", learner.step, status, self.evaluation)
 
-    def fail(self, error: AgreedError) -> None:
-        """Write down why the run ends here."""
+    def fail(self, error: Exception | str) -> None:
+        """Write down why the run ends here: an error of this rank, one that all raise, or words on another rank."""
         if self.record is None:
             return
-        text = str(error)
+        known = isinstance(error, str | AgreedError | PeerFailedError)
+        text = str(error) if known else f"rank {self.mesh.rank} {in_words(error)}"
         if isinstance(error, NonFiniteLossError):
             images = self.parts.dataset.train
             values = {"step": error.step, "epoch": self.learner.epoch, "index": error.index}
