@@ -17,6 +17,7 @@ from widefield.engine.normalization import average_running_statistics, broadcast
 from widefield.engine.parallelize import evaluates_together
 from widefield.plan import to_text
 from widefield.train.assemble import Parts
+from widefield.train.average import follow_buffers
 from widefield.train.checkpoint import About, Checkpoints
 from widefield.train.evaluate import Evaluation, evaluate
 from widefield.train.folder import peak_memory_bytes, write_evaluation, write_nan, write_weights
@@ -67,7 +68,7 @@ class Story:
             stopped = self.step(passes, stop=interrupt.asked)
             due = learner.step == self.last
             if learner.step % learner.steps.per_epoch == 0 and config.batch_norm == "averaged":
-                average_running_statistics(learner.model, self.mesh)
+                self._agree_on_buffers()
             if due or (learner.step % evaluate_every == 0 and not stopped):
                 self._evaluate()
                 passes.skip_lap()
@@ -144,11 +145,14 @@ class Story:
         )
 
     def _agree_on_buffers(self) -> None:
-        """Where batch normalization is not synchronized, make its running statistics equal on all ranks."""
+        """Where batch normalization is not synchronized, make its running statistics equal on all ranks, the average's too."""
+        learner = self.learner
         if self.config.batch_norm == "averaged":
-            average_running_statistics(self.learner.model, self.mesh)
+            average_running_statistics(learner.model, self.mesh)
         elif self.config.batch_norm == "broadcast":
-            broadcast_buffers(self.learner.model, self.mesh)
+            broadcast_buffers(learner.model, self.mesh)
+        if learner.ema is not None:
+            follow_buffers(learner.ema, learner.model)
 
     def _save(self, *, wait: bool) -> None:
         """Save all that a resumed run needs; in the background unless the run is about to end."""
