@@ -32,7 +32,7 @@ from widefield.train.arithmetic import Arithmetic, arithmetic_of, choose_precisi
 from widefield.train.average import average_of
 from widefield.train.folder import load_weights, write_model
 from widefield.train.loop import Learner
-from widefield.train.optimizer import build_optimizer, check_optimizer, learning_rate
+from widefield.train.optimizer import build_optimizer, learning_rate
 from widefield.train.placing import cuts_in_words, window_of
 from widefield.train.record import usable_cores
 from widefield.train.schedule import build_schedule
@@ -134,7 +134,6 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     config, mesh, model = parts.config, parts.mesh, parts.model
     steps = Steps(len(parts.dataset.train), config.data.batch_size)
     lr, why_lr = learning_rate(config.optimizer, config.data.batch_size)
-    check_optimizer(config.optimizer, mesh.plan)
     _check_scaling(parts)
     learner = Learner(
         config=config,
@@ -170,7 +169,7 @@ def _lay_out(learner: Learner) -> None:
         average = learner.ema.module
         follow(average, mesh, rehearse=Rehearsal(partial(learner.rehearse, average), share), sample=sample)
     learner.model = parallelize(learner.model, mesh, rehearse=Rehearsal(learner.rehearse, share), sample=sample)
-    learner.optimizer = share_states(build_optimizer(config.optimizer, learner.model, learner.lr), mesh)
+    learner.optimizer = share_states(build_optimizer(config.optimizer, learner.model, learner.lr, mesh), mesh)
 
 
 def _check_scaling(parts: Parts) -> None:

@@ -27,7 +27,7 @@ def average_of(model: nn.Module, decay: float) -> AveragedModel:
 
 @torch.no_grad()
 def follow_buffers(average: AveragedModel, model: nn.Module) -> None:
-    """Give the average the model's buffers as they are now, which it has of each step's end: ranks have agreed on them since."""
+    """Give the average the model's buffers as they are now: it has those of the last step, and ranks have agreed since."""
     for own, buffer in zip(average.module.buffers(), model.buffers(), strict=True):
         own.copy_(buffer)
 
