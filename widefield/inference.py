@@ -25,9 +25,9 @@ from widefield.tasks import is_per_pixel
 from widefield.train.assemble import Parts, assemble
 from widefield.train.average import weights_of
 from widefield.train.checkpoint import newest_sound_in, read
+from widefield.train.disk import replace_text
 from widefield.train.evaluate import Evaluation
 from widefield.train.folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model, save_weights
-from widefield.train.record import replace_text
 from widefield.train.state import shapes_of
 from widefield.train.story import evaluate_parts
 

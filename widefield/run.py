@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
@@ -22,6 +22,7 @@ from widefield.plan import check, plan_of, to_text
 from widefield.report import write_report
 from widefield.train.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.train.checkpoint import Checkpoints
+from widefield.train.disk import Attempts, in_words
 from widefield.train.folder import lock, write_config
 from widefield.train.interrupt import Interrupt
 from widefield.train.loop import Learner, Passes
@@ -29,6 +30,9 @@ from widefield.train.record import Record
 from widefield.train.resume import resume
 from widefield.train.state import load_random_state
 from widefield.train.story import Outcome, Story
+from widefield.train.terminal import heard
+
+T = TypeVar("T")
 
 
 def train(config: RunConfig, folder: Path, world: World) -> Outcome:
@@ -49,7 +53,7 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
 
 
 def _train(config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack) -> Outcome:
-    mesh.together(lambda: stack.enter_context(_claim(folder)) if mesh.is_main else None)
+    mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(_claim(folder))) if mesh.is_main else None)
     parts = mesh.together(lambda: assemble(config, mesh))
     _check_sizes(parts)
     learner, reasons = mesh.together(lambda: learner_of(parts))
@@ -80,7 +84,7 @@ def _train(config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, st
             record.say(f"resumed from {found.folder} at step {learner.step}{fresh}")
         return record
 
-    record = mesh.together(lambda: open_record() if mesh.is_main else None)
+    record = mesh.together(lambda: _on_disk(folder, open_record) if mesh.is_main else None)
     stack.callback(checkpoints.wait)
     passes = _watched(stack, folder, learner, batches)
     if own is not None:
@@ -109,20 +113,38 @@ def _told(story: Story, passes: Passes, interrupt: Interrupt) -> Outcome:
 def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator[Batch]) -> Passes:
     """The passes of the run's steps, seen by a timeline and by a watch for missing ranks, as the config asks."""
     log, mesh = learner.config.log, learner.mesh
-    timeline = Timeline(folder, rank=mesh.rank) if log.timeline else None
-    passes = Passes(batches, learner.config.gradient.accumulate, begins=timeline.step if timeline else None)
+    warn = partial(print, "warning:", file=sys.stderr, flush=True)
+    attempt, begins = Attempts(folder, warn), None
+    if log.timeline:
+        timeline = Timeline(folder, rank=mesh.rank)
+        begins = partial(attempt, timeline.path.name, timeline.step)
+        stack.callback(attempt, timeline.path.name, timeline.close)
+    passes = Passes(batches, learner.config.gradient.accumulate, begins=begins)
     stack.callback(passes.close)
-    if timeline is not None:
-        stack.callback(timeline.close)
     if log.stall_seconds is not None and mesh.size > 1:
-        at, warn = lambda: (learner.step, passes.in_step_since), partial(print, "warning:", file=sys.stderr, flush=True)
+        at = lambda: (learner.step, passes.in_step_since)  # noqa: E731
         stack.enter_context(StallWatch(mesh, seconds=log.stall_seconds, at=at, warn=warn))
     return passes
 
 
 def _report(folder: Path, mesh: Mesh) -> None:
     if mesh.is_main:
-        print(f"report: {write_report(folder)}", flush=True)
+        attempt = Attempts(folder, partial(print, "warning:", file=sys.stderr, flush=True))
+        path = attempt("report.html", lambda: write_report(folder))
+        with heard(sys.stdout):
+            print(*([] if path is None else [f"report: {path}\n"]), sep="", end="", flush=True)
+
+
+def _on_disk(folder: Path, work: Callable[[], T]) -> T:
+    """What `work` gives, which begins a run in its folder; ValueError, in words, where the disk refuses it."""
+    try:
+        return work()
+    except OSError as error:
+        what = error.filename or folder
+        raise ValueError(
+            f"{in_words(what, error, folder)}, so the run cannot begin; free some space there, see to the disk, or name "
+            "another folder with --run"
+        ) from None
 
 
 def _claim(folder: Path) -> IO[str]:

@@ -26,7 +26,7 @@ from widefield.report.comparison import (
     waits_for_loader,
 )  # fmt: skip
 from widefield.report.page import count_of, laid_out
-from widefield.train.record import replace_text
+from widefield.train.disk import replace_text
 from widefield.train.terminal import MIB, memory_text, rate_text
 
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import math
+import os
+import socket
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,30 +34,54 @@ class ScalarLog(Protocol):
     def close(self) -> None: ...
 
 
-def scalar_logs(folder: Path, log: LogConfig, resumed_step: int | None) -> list[ScalarLog]:
-    logs: list[ScalarLog] = []
+def scalar_logs(folder: Path, log: LogConfig, resumed_step: int | None) -> dict[str, Callable[[], ScalarLog]]:
+    """What the config asks for, by name: each is called to begin it."""
+    logs: dict[str, Callable[[], ScalarLog]] = {}
     if log.wandb is not None:
-        logs.append(_WeightsAndBiases(folder, log.wandb))
+        logs["Weights & Biases' log"] = partial(_WeightsAndBiases, folder, log.wandb)
     if log.tensorboard:
-        logs.append(_TensorBoard(folder / "tensorboard", purge_step=0 if resumed_step is None else resumed_step + 1))
+        purge_step = 0 if resumed_step is None else resumed_step + 1
+        logs["TensorBoard's file"] = partial(_TensorBoard, folder / "tensorboard", purge_step=purge_step)
     return logs
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, purge_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here: importing it takes a second
+    """Writes events itself: torch's SummaryWriter has a thread for it, whose traceback nobody catches on a full disk."""
 
-        # purge_step makes the reader forget what a killed run wrote for that step and later ones
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+    FLUSH_SECONDS = 10.0
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # here: importing it takes a second
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_events)}"
+        self._event, self._file = Event, (folder / name).open("wb")
+        self._writer, self._flushed = RecordWriter(self._file), -math.inf
+        self._write(file_version="brain.Event:2")
+        # a session that starts makes the reader forget what a killed run wrote for that step and later ones
+        self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def describe(self, start: Mapping[str, Any]) -> None: ...
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        from torch.utils.tensorboard.summary import scalar
+
         for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
+            self._write(step=step, summary=scalar(tag, value))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _write(self, **of_event: Any) -> None:
+        self._writer.write(self._event(wall_time=time.time(), **of_event).SerializeToString())
+        if time.monotonic() > self._flushed + self.FLUSH_SECONDS:
+            self._writer.flush()
+            self._flushed = time.monotonic()
+
+
+_events = itertools.count()
+"""Tells files apart that one process begins in one second."""
 
 
 class _WeightsAndBiases:

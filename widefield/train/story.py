@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,11 +17,12 @@ from widefield.engine.mesh import AgreedError, Mesh
 from widefield.engine.normalization import average_running_statistics, broadcast_buffers
 from widefield.engine.parallelize import evaluates_together
 from widefield.plan import to_text
+from widefield.train import disk
 from widefield.train.assemble import Parts
 from widefield.train.average import follow_buffers
 from widefield.train.checkpoint import About, Checkpoints
 from widefield.train.evaluate import Evaluation, evaluate
-from widefield.train.folder import peak_memory_bytes, write_evaluation, write_nan, write_weights
+from widefield.train.folder import WEIGHTS, peak_memory_bytes, write_evaluation, write_nan, write_weights
 from widefield.train.interrupt import Interrupt
 from widefield.train.loop import Learner, NonFiniteLossError, Passes
 from widefield.train.record import Record, versions
@@ -65,7 +67,7 @@ class Story:
         learner, config, stopped = self.learner, self.config, False
         evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
         while learner.step < self.last and not stopped:
-            stopped = self.step(passes, stop=interrupt.asked)
+            stopped = self.step(passes, stop=interrupt.asked or (self.record is not None and self.record.is_lost))
             due = learner.step == self.last
             if learner.step % learner.steps.per_epoch == 0 and config.batch_norm == "averaged":
                 self._agree_on_buffers()
@@ -141,7 +143,13 @@ class Story:
             text=evaluation.sentence,
         )
         write_evaluation(
-            self.folder, evaluation, step=learner.step, epoch=learner.epoch, classes=dataset.classes, images=dataset.evaluate
+            self.folder,
+            evaluation,
+            step=learner.step,
+            epoch=learner.epoch,
+            classes=dataset.classes,
+            images=dataset.evaluate,
+            attempt=record.attempt,
         )
 
     def _agree_on_buffers(self) -> None:
@@ -200,15 +208,37 @@ class Story:
         if not complete and self.mesh.world.launcher != "torchrun":  # elastic takes any other status for a crash
             status = 128 + (interrupt.signal or signal.SIGTERM)
         weights = wholes_on_main(self._answering, self.mesh, dict(self._answering.state_dict()))
+        self.mesh.together(lambda: self._leave(weights) if self.record is not None else None)
         if self.record is not None:
-            write_weights(self.folder, weights)
             at = f"step {learner.step} of {self.last}"
             text = "trained to the end" if complete else f"stopped at {at}; the same command goes on from there"
             if complete and self.evaluation is not None:
                 text += f": {self.evaluation.sentence}"
             self.record.end("complete" if complete else "interrupted", step=learner.step, text=text)
-            self.record.close()
+            status = self._close(self.record) or status
         return Outcome("complete" if complete else "interrupted", learner.step, status, self.evaluation)
+
+    def _leave(self, weights: dict) -> None:
+        """Write the run's weights; ValueError, in words, where the disk refuses them."""
+        try:
+            write_weights(self.folder, weights)
+        except Exception as error:
+            saved = self.checkpoints.failure is None
+            where = "The last checkpoint has them" if saved else "The last checkpoint was not saved either; an older one stands"
+            needed = sum(value.nbytes for value in weights.values())
+            told = disk.in_words(self.folder / WEIGHTS, error, self.folder)
+            raise ValueError(
+                f"{told}, and the weights take {needed:,}. {where}: free some space there and give the same command again"
+            ) from None
+
+    @staticmethod
+    def _close(record: Record) -> int:
+        """Close the record; the status of a run whose record lacks something."""
+        record.close()
+        if record.missing is None:
+            return 0
+        print(f"widefield: {record.missing}", file=sys.stderr, flush=True)
+        return 1
 
     def fail(self, error: Exception | str) -> None:
         """Write down why the run ends here: an error of this rank, one that all raise, or words on another rank."""
@@ -219,10 +249,11 @@ class Story:
         if isinstance(error, NonFiniteLossError):
             images = self.parts.dataset.train
             values = {"step": error.step, "epoch": self.learner.epoch, "index": error.index}
-            path = write_nan(self.folder, values | {"images": [images.name_of(index) for index in error.index]})
-            text += f". Its {len(error.index)} images are listed in {path}"
+            values |= {"images": [images.name_of(index) for index in error.index]}
+            path = self.record.attempt("nan.json", lambda: write_nan(self.folder, values))
+            text += "" if path is None else f". Its {len(error.index)} images are listed in {path}"
         self.record.end("failed", step=self.learner.step, text=text)
-        self.record.close()
+        self._close(self.record)
 
 
 def evaluate_parts(parts: Parts, model: nn.Module) -> Evaluation:
