@@ -115,7 +115,9 @@ def replace_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink()  # what there is of it takes room
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise

@@ -224,7 +224,7 @@ class Story:
             write_weights(self.folder, weights)
         except Exception as error:
             saved = self.checkpoints.failure is None
-            where = "The last checkpoint has them" if saved else "The last checkpoint was not saved either; an older one stands"
+            where = "The last checkpoint has them" if saved else "The last checkpoint was not saved either; older ones stand"
             needed = sum(value.nbytes for value in weights.values())
             told = disk.in_words(self.folder / WEIGHTS, error, self.folder)
             raise ValueError(
