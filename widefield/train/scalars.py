@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import os
 import socket
@@ -55,7 +54,8 @@ class _TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_events)}"
+        # the reader takes files in the order of their names, so a run that goes on within a second comes after
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._event, self._file = Event, (folder / name).open("wb")
         self._writer, self._flushed = RecordWriter(self._file), -math.inf
         self._write(file_version="brain.Event:2")
@@ -78,10 +78,6 @@ class _TensorBoard:
         if time.monotonic() > self._flushed + self.FLUSH_SECONDS:
             self._writer.flush()
             self._flushed = time.monotonic()
-
-
-_events = itertools.count()
-"""Tells files apart that one process begins in one second."""
 
 
 class _WeightsAndBiases:
