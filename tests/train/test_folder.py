@@ -109,6 +109,32 @@ def test_a_folder_is_one_processs_until_it_ends_however_it_ends(tmp_path):
     lock(tmp_path).close()
 
 
+HOLD_AND_FORK = """
+import os, sys, time
+from pathlib import Path
+from widefield.train.folder import lock
+held = lock(Path(sys.argv[1]))
+if os.fork() == 0:
+    print("forked", os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_folder(tmp_path):
+    """A loader's worker, say, after kill -9 of the run: it was forked with the open file."""
+    command = [sys.executable, "-c", HOLD_AND_FORK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        word, child = parent.stdout.readline().split()
+        try:
+            assert word == "forked" and f"process {parent.pid} is training" in refusal(lock, tmp_path)
+            parent.kill()
+            parent.wait()
+            os.kill(int(child), 0)  # it lives
+            lock(tmp_path).close()
+        finally:
+            os.kill(int(child), signal.SIGKILL)
+
+
 # ---------------------------------------------------------------------------------------------- config
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakSet
 
 import safetensors.torch
 import torch
@@ -59,7 +60,7 @@ def existing_folder(path: str | Path) -> Path:
 def lock(folder: Path) -> IO[str]:
     """Keep other processes from training into `folder` while the file given back is open.
 
-    The lock goes with the process, however it dies.  ValueError: somebody else trains there.
+    The lock goes with the process, however it dies, also where children of it live on.  ValueError: somebody else trains there.
     """
     file = (folder / ".lock").open("a+")
     try:
@@ -74,7 +75,20 @@ def lock(folder: Path) -> IO[str]:
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
+    _LOCKS.add(file)
     return file
+
+
+_LOCKS: WeakSet[IO[str]] = WeakSet()
+"""A child that a process forks, such as a loader's worker, has the open file too, and a lock lasts while any process has it."""
+
+
+def _let_go() -> None:
+    for file in list(_LOCKS):
+        file.close()  # the parent's stays open, and so does its lock
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def write_config(folder: Path, config: RunConfig, plan: Plan) -> list[str]:

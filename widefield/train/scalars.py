@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import socket
 import time
@@ -47,8 +46,6 @@ def scalar_logs(folder: Path, log: LogConfig, resumed_step: int | None) -> dict[
 class _TensorBoard:
     """Writes events itself: torch's SummaryWriter has a thread for it, whose traceback nobody catches on a full disk."""
 
-    FLUSH_SECONDS = 10.0
-
     def __init__(self, folder: Path, purge_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # here: importing it takes a second
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -57,7 +54,7 @@ class _TensorBoard:
         # the reader takes files in the order of their names, so a run that goes on within a second comes after
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._event, self._file = Event, (folder / name).open("wb")
-        self._writer, self._flushed = RecordWriter(self._file), -math.inf
+        self._writer = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
         # a session that starts makes the reader forget what a killed run wrote for that step and later ones
         self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
@@ -69,15 +66,13 @@ class _TensorBoard:
 
         for tag, value in values.items():
             self._write(step=step, summary=scalar(tag, value))
+        self._writer.flush()
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, **of_event: Any) -> None:
         self._writer.write(self._event(wall_time=time.time(), **of_event).SerializeToString())
-        if time.monotonic() > self._flushed + self.FLUSH_SECONDS:
-            self._writer.flush()
-            self._flushed = time.monotonic()
 
 
 class _WeightsAndBiases:
