@@ -184,7 +184,7 @@ def _add_evaluate(evaluate: argparse.ArgumentParser) -> None:
 def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("run", metavar="RUN_DIR")
     predict.add_argument("images", nargs="+", metavar="IMAGE")
-    predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes to name (3)")
+    predict.add_argument("--top", type=_count, default=3, metavar="K", help="how many classes to name (3)")
     _add_weights(predict)
 
 
@@ -201,8 +201,8 @@ def _add_verify(verify: argparse.ArgumentParser) -> None:
     verify.add_argument("--image", type=_sizes, required=True, metavar="CxHxW", help="channels and size of an image")
     verify.add_argument("--space", type=_sizes, metavar="TxT", help="tiles in space on each dim of an image (2x1)")
     verify.add_argument("--stream", type=_sizes, default=[], metavar="TxT", help="tiles in time on each dim of an image")
-    verify.add_argument("--batch", type=int, default=2, metavar="N", help="images in the batch (2)")
-    verify.add_argument("--classes", type=int, default=10, metavar="N", help="classes the model is built for (10)")
+    verify.add_argument("--batch", type=_count, default=2, metavar="N", help="images in the batch (2)")
+    verify.add_argument("--classes", type=_count, default=10, metavar="N", help="classes the model is built for (10)")
     verify.add_argument("--plan", metavar="PLAN.yaml", help="a plan of any strategies, verified over three training steps")
     verify.add_argument("--eval", action="store_true", help="evaluation mode, forward alone")
 
@@ -287,6 +287,12 @@ def _export(options: argparse.Namespace) -> int:
     output = Path(options.output) if options.output else None
     print(export(Path(options.run), options.to, output=output, weights=options.weights))
     return 0
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
 def _sizes(text: str) -> list[int]:

@@ -5,6 +5,7 @@ Every value that the program chooses comes back with its reason.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -234,6 +235,11 @@ def _check_channels(config: RunConfig, dataset: Dataset) -> None:
             raise ValueError(
                 f"data.{name} has {len(values)} numbers and the images have {dataset.channels} channels; give one per channel"
             )
+    if config.data.std is None and not all(1e-6 <= value < math.inf for value in dataset.std):
+        raise ValueError(
+            f"data.name={config.data.name} says that pixels, scaled to 0..1, have the standard deviations {dataset.std}, and "
+            "they are divided by these; set data.std to numbers above 0, as [1] for a channel that is the same everywhere"
+        )
 
 
 def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:

@@ -90,8 +90,6 @@ def evaluate(
     for batch in batches:
         seen.skipped += batch.skipped if seen.first else []
         problem = batch.problem
-        if problem is not None:
-            mesh.call_to_agree()  # copies send each other nothing until they are done
         if _is_over(batch, mesh, together=together):
             break
         if batch.samples == 0 and not together:
@@ -111,6 +109,8 @@ def evaluate(
 
 def _is_over(batch: Batch, mesh: Mesh, *, together: bool) -> bool:
     """Whether to stop before this batch: at a problem of a rank of this copy, or of any where the next pass takes all ranks."""
+    if batch.problem is not None:
+        mesh.call_to_agree()  # copies send each other nothing until they are done
     stops = batch.refused or batch.problem is not None
     return bool(mesh.sum_(torch.tensor(float(stops), device=mesh.device))) if together else stops
 

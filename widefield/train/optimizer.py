@@ -84,7 +84,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, mesh: 
         config = config.model_copy(update={"options": {"foreach": True} | config.options})
     try:
         optimizer = build(_groups(parameters, config), config, lr, fused)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # also a number that it will not have
         raise ValueError(f"optimizer.options {config.options} do not fit '{config.name}': {error}") from None
     return optimizer if mesh is None else for_parts(optimizer, model, mesh)
 
