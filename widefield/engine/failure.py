@@ -85,6 +85,8 @@ class FailureWatch:
                 self._wait_until_heard()
         finally:
             self._over.set()
+            if self._thread is not None:
+                self._thread.join(1.0)  # it is a daemon; a store that is gone may keep it longer
         return False
 
     def tell(self, error: BaseException) -> BaseException:
