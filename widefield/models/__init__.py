@@ -89,8 +89,8 @@ def _call(build: Callable[..., nn.Module], config: ModelConfig, sizes: dict[str,
         return build(**(sizes | config.options))
     except TypeError as error:
         raise ValueError(f"{config.name} does not take model.options {config.options}: {error}") from None
-    except Exception as error:  # of a library's model the numbers are wrong; the user's own has a traceback to show
-        if not config.options or ":" in config.name or isinstance(error, ValueError):
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError) as error:
+        if not config.options or ":" in config.name:  # the user's own model has a traceback to show
             raise
         told = f"{type(error).__name__}: {error}"
         raise ValueError(f"{config.name} cannot be built with model.options {config.options}: {told}") from None
