@@ -40,7 +40,14 @@ RANKS_MOST = 10
 PRELOADED = ["torch", "torchvision", "timm", "monai.networks.nets", "segmentation_models_pytorch", "widefield.engine.parity"]
 """What most bodies import."""
 # What a rank says when another died first; such an error is never the one to show.
-CONSEQUENCES = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Connection refused")
+CONSEQUENCES = (
+    "PeerFailedError",
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Timed out waiting",
+    "Connection refused",
+)
 
 
 class RankFailed(Exception):

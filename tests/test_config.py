@@ -172,6 +172,69 @@ def test_a_value_out_of_bounds_says_the_bound(override, told):
     assert text.startswith(told) and text.endswith(f"\n  command line:  {override}")
 
 
+def numbers(kind: type = RunConfig, prefix: str = "") -> list[tuple[str, str, str]]:
+    """(key, `integer` or `number`, the value as a recipe has it) of every key that holds a number or numbers."""
+    schema = RunConfig.model_json_schema()
+
+    def walk(here: dict, key: str) -> list[tuple[str, str, str]]:
+        options = [
+            schema["$defs"][one["$ref"].rpartition("/")[2]] if "$ref" in one else one for one in here.get("anyOf", [here])
+        ]
+        found = []
+        for one in options:
+            if one.get("type") in ("integer", "number"):
+                found.append((key, one["type"], "{}"))
+            elif one.get("type") == "array" and one.get("items"):
+                more = ", {}" * (one.get("minItems", 1) - 1)
+                found += [(key, kind, f"[{{}}{more}]") for _, kind, _ in walk(one["items"], key)]
+            for name, inner in one.get("properties", {}).items():
+                found += walk(inner, f"{key}.{name}".lstrip("."))
+        return found
+
+    return walk(schema, "")
+
+
+def test_no_key_takes_a_number_that_cannot_be():
+    """Each key that holds numbers: nan and the infinities for those with a point, and -1, which no key wants, for all."""
+    found = numbers()
+    assert {"optimizer.lr", "data.std", "optimizer.betas", "log.stall_seconds", "ema.decay", "data.mean"} <= {
+        k for k, *_ in found
+    }
+    assert len(found) > 35
+    for key, kind, text in found:
+        for value in [".nan", ".inf", "-.inf"] * (kind == "number") + ["-1"]:
+            override = f"{key}={text.replace('{}', value)}"
+            told = refusal(RECIPE, override)
+            assert told.startswith(f"'{key}") and told.endswith(f"\n  command line:  {override}"), (override, told)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.std=[0]", "data.std=[0.2, 0]", "data.std=[1e-320]", "data.mean=[120]", "optimizer.betas=[0.9, 1.0]",
+        "optimizer.momentum=1.0", "ema.decay=1", "ema.decay=0", "log.stall_seconds=0.001", "schedule.gamma=0",
+        "optimizer.clip_norm=0", "gradient.bucket_mib=0", "data.hold_out=1.5",
+    ],
+)  # fmt: skip
+def test_numbers_that_make_no_sense_are_refused(override):
+    assert refusal(RECIPE, override).startswith(f"'{override.partition('=')[0]}")
+
+
+@pytest.mark.parametrize(
+    ("override", "odd"),
+    [
+        ("optimizer.options={eps: .nan}", "nan"), ("model.options={dropout: .inf}", "inf"),
+        ("task.options={a: {b: [-.inf]}}", "-inf"), ("data.options={size: [.nan, 3]}", "nan"),
+        ("data.read=[ColorJitter: {brightness: .nan}]", "nan"),
+        ("data.augment=[RandomCrop: {size: 8, fill: .inf}]", "inf"), ("data.read_evaluate=[Resize: {size: .nan}]", "nan"),
+    ],
+)  # fmt: skip
+def test_options_hold_no_number_that_is_none(override, odd):
+    told = refusal(RECIPE, override)
+    assert told.startswith(f"'{override.partition('=')[0]}' is ")
+    assert f"it holds {odd}, which is no finite number; give a number, or leave it out" in told
+
+
 def test_a_missing_key_says_so_with_the_section_it_belongs_to():
     text = refusal(RECIPE.replace("  name: digits\n", ""))
     assert text == "'data.name' is missing; it has no default, so write it in the recipe\n  recipe.yaml, line 3:  data:"
@@ -230,7 +293,7 @@ def test_an_amount_of_memory_is_a_number_and_a_unit(text, size):
 
 
 @pytest.mark.parametrize(
-    "text", ["6GB", "6", "GiB", "0GiB", "0.00001KiB", "-1GiB", "6 gib", "6GiB ", "1e3GiB", "", None, 6, 6.5]
+    "text", ["6GB", "6", "GiB", "0GiB", "0.00001KiB", "-1GiB", "6 gib", "6GiB ", "1e3GiB", "", None, 6, 6.5, "9" * 400 + "GiB"]
 )
 def test_what_is_no_amount_of_memory_says_how_to_write_one(text):
     with pytest.raises(

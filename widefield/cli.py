@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from widefield import manual
 from widefield.config import RunConfig, json_schema, read_config
 from widefield.plan import check, plan_of, ranks_asked_for
-from widefield.refusal import is_ours
+from widefield.refusal import say
 from widefield.section import to_yaml
 
 if TYPE_CHECKING:
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the status for the shell: 0, 2 for what the user can mend, 1 for anything else."""
+    """Run the command; the status for the shell: 0, 2 for what the user can mend, 3 where another rank failed, else 1."""
     options = _options(arguments)
     try:
         status = options.verb(options)
-    except (ValueError, NotImplementedError) as error:
-        if not is_ours(error):
-            raise
-        status = _refuse(error)
     except KeyboardInterrupt:
         print("widefield: ended at once; the newest checkpoint stands", file=sys.stderr)
         status = 130
+    except Exception as error:
+        told = say(error, is_rank=options.is_rank)
+        if told is None:
+            raise
+        status = told
     if options.is_rank:
         # Everything is closed by now.  Python's own way out lets gloo's threads abort one exit in ten, after all is done
         # (docs/log.md, 2026-11-21), which a launcher would take for a crash.
@@ -92,7 +93,7 @@ def _add_evaluate(evaluate: argparse.ArgumentParser) -> None:
 def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("run", metavar="RUN_DIR")
     predict.add_argument("images", nargs="+", metavar="IMAGE")
-    predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes to name (3)")
+    predict.add_argument("--top", type=_count, default=3, metavar="K", help="how many classes to name (3)")
     _add_weights(predict)
 
 
@@ -332,18 +333,3 @@ def _shared_fresh_folder(world: World) -> Path:
             "add --run-dir DIR"
         )
     return _fresh()
-
-
-# ------------------------------------------------------------------------------------------------ errors
-
-
-def _refuse(error: BaseException) -> int:
-    """Say what is wrong, once: of an error that all ranks raise together, rank 0 speaks."""
-    from widefield.engine.mesh import AgreedError
-    from widefield.train.terminal import printable
-
-    told = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    rank = int(told) if told.isdecimal() else 0
-    if rank == 0 or not isinstance(error, AgreedError):
-        print(printable(f"widefield: {'' if rank == 0 else f'rank {rank}: '}{error}"), file=sys.stderr, flush=True)
-    return 2

@@ -8,8 +8,9 @@ Precedence, lowest first: defaults here, the recipe file, overrides on the comma
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -57,10 +58,10 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 def read_memory(text: object) -> int:
     """`"6GiB"`, `"1.5GiB"` or `"800 MiB"` in bytes; ValueError otherwise, and for less than a byte."""
     match = _MEMORY.fullmatch(text) if isinstance(text, str) else None
-    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
-    if size < 1:
+    size = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
+    if not 1 <= size < math.inf:
         raise ValueError(f"no amount of memory: {text!r}; write a number above 0 and a unit, as 6GiB, 1.5GiB or 800MiB")
-    return size
+    return int(size)
 
 
 def _as_memory(text: object) -> str:
@@ -78,10 +79,28 @@ def _at_least_one(every: Duration) -> Duration:
     return every
 
 
+def _finite(value: Any) -> Any:
+    """What an option or a transform is given, unless a number in it is none: their own checks often let nan pass."""
+    odd = next((number for number in _numbers(value) if not math.isfinite(number)), None)
+    if odd is not None:
+        raise ValueError(f"it holds {odd}, which is no finite number; give a number, or leave it out")
+    return value
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    yield from (number for part in inner for number in _numbers(part))
+    if isinstance(value, float):
+        yield value
+
+
 Every = Annotated[DurationField, AfterValidator(_at_least_one)]
-Options = dict[str, Any]
+Options = Annotated[dict[str, Any], AfterValidator(_finite)]
+Listed = Annotated[list[Any], AfterValidator(_finite)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Spread = Annotated[float, Field(ge=1e-6)]
+"""Of pixels from 0 to 1, in 256 levels or 65,536; what is divided by less is no number any more."""
 
 
 class TaskConfig(Section):
@@ -119,15 +138,15 @@ class DataConfig(Section):
     """Share of samples held out for evaluation where the folder has no val/ of its own."""
     workers: Annotated[int, Field(ge=0)] | None = None
     """Processes per rank that read and decode."""
-    read: list[Any] = []
+    read: Listed = []
     """torchvision.transforms.v2 by name, run as an image is read, in training: `[RandomResizedCrop: {size: 224}]`."""
-    read_evaluate: list[Any] = []
+    read_evaluate: Listed = []
     """The same in evaluation and prediction."""
-    augment: list[Any] = []
+    augment: Listed = []
     """torchvision.transforms.v2 by name, run on uint8 images on the device, in training alone."""
-    mean: Annotated[list[float], Field(min_length=1)] | None = None
+    mean: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] | None = None
     """Per channel, of pixels scaled to 0..1; the format's own where null."""
-    std: Annotated[list[float], Field(min_length=1)] | None = None
+    std: Annotated[list[Spread], Field(min_length=1)] | None = None
     """Per channel, of pixels scaled to 0..1; the format's own where null."""
     mixup: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of mixup's beta distribution; 0 is off.  Neighbours in the order of samples are mixed."""
@@ -152,11 +171,11 @@ class OptimizerConfig(Section):
     """As the optimizer understands it; biases and normalization are spared, see decay_norm_and_bias."""
     decay_norm_and_bias: bool = False
     """Apply weight decay to biases and normalization weights (parameters of one dim) too."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Share = 0.9
     """Of sgd and lars."""
     nesterov: bool = False
     """Nesterov's form of momentum, for sgd and lars."""
-    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = [0.9, 0.999]
     """Of adamw and lamb."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the norm of the whole gradient to this."""
@@ -311,7 +330,7 @@ class LogConfig(Section):
     """A Weights & Biases project to log to (needs the extra `wandb`)."""
     timeline: bool = False
     """Record steps 3 to 12 of this process, each operation and collective, as a Chrome trace per rank in the run folder."""
-    stall_seconds: Annotated[float, Field(gt=0)] | None = 60.0
+    stall_seconds: Annotated[float, Field(ge=0.1)] | None = 60.0
     """After how long a step that does not end makes rank 0 say which ranks are missing; null never."""
 
 

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from widefield.data import Dataset
 from widefield.data.image import read_image, write_labels
 from widefield.data.loader import Batch
 from widefield.data.transforms import Transforms
+from widefield.engine.failure import FailureWatch
 from widefield.engine.mesh import Mesh, World, join, leave
 from widefield.naming import did_you_mean
 from widefield.plan import Plan, plan_of
@@ -24,9 +25,9 @@ from widefield.tasks import is_per_pixel
 from widefield.train.assemble import Parts, assemble
 from widefield.train.average import weights_of
 from widefield.train.checkpoint import newest_sound_in, read
+from widefield.train.disk import replace_text
 from widefield.train.evaluate import Evaluation
 from widefield.train.folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model, save_weights
-from widefield.train.record import replace_text
 from widefield.train.resume import check_state
 from widefield.train.state import shapes_of
 from widefield.train.story import evaluate_parts
@@ -56,8 +57,10 @@ def evaluate_run(
     with ExitStack() as stack:
         mesh = join(world, plan_of(config, world.size))
         stack.callback(leave, mesh)
-        parts = mesh.together(lambda: _loaded(folder, config, mesh, weights))
-        return evaluate_parts(parts, parts.model)
+        with FailureWatch(mesh) as watch:
+            mesh = replace(mesh, watch=watch)
+            parts = mesh.together(lambda: _loaded(folder, config, mesh, weights))
+            return evaluate_parts(parts, parts.model)
 
 
 def predict(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
 from widefield.engine import holding
+from widefield.engine.failure import FailureWatch
 from widefield.engine.mesh import AgreedError, Mesh, World, join, leave
 from widefield.engine.stall import StallWatch
 from widefield.engine.timeline import Timeline
@@ -19,6 +22,7 @@ from widefield.plan import check, plan_of, to_text
 from widefield.report import write_report
 from widefield.train.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.train.checkpoint import Checkpoints
+from widefield.train.disk import Attempts, in_words
 from widefield.train.folder import check_fresh, claim, write_config
 from widefield.train.interrupt import Interrupt
 from widefield.train.loop import Learner, Passes
@@ -26,13 +30,17 @@ from widefield.train.record import Record
 from widefield.train.resume import resume
 from widefield.train.state import load_random_state
 from widefield.train.story import Outcome, Story
+from widefield.train.terminal import heard
+
+T = TypeVar("T")
 
 
 def train(config: RunConfig, folder: Path, world: World) -> Outcome:
     """Train as `config` says, on the ranks of `world`, into `folder`; go on where a run there stopped.
 
     Every rank calls it.  AgreedError on every rank, and nothing of the run lost: whatever the config, the data or the
-    checkpoints make impossible, and a loss that is no number.
+    checkpoints make impossible, and a loss that is no number.  Any other error on one rank is a PeerFailedError on the others,
+    within seconds.
     """
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_size)
@@ -40,70 +48,103 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
         interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun"))
         mesh = join(world, plan)
         stack.callback(leave, mesh)
-        mesh.together(lambda: stack.enter_context(claim(folder)) if mesh.is_main else None)
-        parts = mesh.together(lambda: assemble(config, mesh))
-        _check_sizes(parts)
-        learner, reasons = mesh.together(lambda: learner_of(parts))
-        last = config.schedule.length.in_steps(learner.steps.per_epoch)
+        with FailureWatch(mesh) as watch:  # inside of what is entered below, so that it hears of an error first
+            return _train(config, folder, replace(mesh, watch=watch), interrupt, stack)
 
-        warnings: list[str] = []  # from checkpoints, also out of their thread; the story passes them on
-        checkpoints = Checkpoints(
-            folder / "checkpoints",
-            mesh,
-            keep_last=config.checkpoint.keep_last,
-            keep_best=config.checkpoint.keep_best,
-            background=config.checkpoint.background,
-            warn=warnings.append,
-        )
-        found = checkpoints.newest_sound()
-        mesh.together(lambda: check_fresh(folder, passed_over=warnings) if mesh.is_main and found is None else None)
-        own = None if found is None else mesh.together(lambda: resume(learner, checkpoints, found))
-        batches = training_batches(parts, first=learner.step, last=last)
 
-        def open_record() -> Record:
-            record = stack.enter_context(Record.open(folder, log=config.log, resumed_step=found and learner.step))
-            changed = write_config(folder, config, plan)
-            write_model_of(folder, parts)
-            _begin(record, parts, learner, reasons=parts.reasons + reasons, last=last)
-            for line in changed:
-                record.warning(f"the config has changed since this run began: {line}")
-            if found is not None:
-                fresh = "" if own else "; it was written by another number of ranks, so random states begin anew"
-                record.say(f"resumed from {found.folder} at step {learner.step}{fresh}")
-            return record
+def _train(config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack) -> Outcome:
+    mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
+    parts = mesh.together(lambda: assemble(config, mesh))
+    _check_sizes(parts)
+    learner, reasons = mesh.together(lambda: learner_of(parts))
+    last = config.schedule.length.in_steps(learner.steps.per_epoch)
 
-        record = mesh.together(lambda: open_record() if mesh.is_main else None)
-        stack.callback(checkpoints.wait)
-        passes = _watched(stack, folder, learner, batches)
-        mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last, for all of the above may draw
-        story = Story(config, folder, parts, learner, checkpoints, record, last, warnings)
-        try:
-            outcome = story.tell(passes, interrupt)
-        except AgreedError as error:
-            story.fail(error)
-            _report(folder, mesh)
+    warnings: list[str] = []  # from checkpoints, also out of their thread; the story passes them on
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        mesh,
+        keep_last=config.checkpoint.keep_last,
+        keep_best=config.checkpoint.keep_best,
+        background=config.checkpoint.background,
+        warn=warnings.append,
+    )
+    found = checkpoints.newest_sound()
+    mesh.together(lambda: check_fresh(folder, passed_over=warnings) if mesh.is_main and found is None else None)
+    own = None if found is None else mesh.together(lambda: resume(learner, checkpoints, found))
+    batches = training_batches(parts, first=learner.step, last=last, spare=learner.spare)
+
+    def open_record() -> Record:
+        record = stack.enter_context(Record.open(folder, log=config.log, resumed_step=found and learner.step))
+        changed = write_config(folder, config, mesh.plan)
+        write_model_of(folder, parts)
+        _begin(record, parts, learner, reasons=parts.reasons + reasons, last=last)
+        for line in changed:
+            record.warning(f"the config has changed since this run began: {line}")
+        if found is not None:
+            fresh = "" if own else "; it was written by another number of ranks, so random states begin anew"
+            record.say(f"resumed from {found.folder} at step {learner.step}{fresh}")
+        return record
+
+    record = mesh.together(lambda: _on_disk(folder, open_record) if mesh.is_main else None)
+    stack.callback(checkpoints.wait)
+    passes = _watched(stack, folder, learner, batches)
+    mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last, for all of the above may draw
+    story = Story(config, folder, parts, learner, checkpoints, record, last, warnings)
+    return _told(story, passes, interrupt)
+
+
+def _told(story: Story, passes: Passes, interrupt: Interrupt) -> Outcome:
+    """The story to its end, with a report, whichever it is."""
+    assert story.mesh.watch is not None
+    story.mesh.watch.stuck = story.fail
+    try:
+        outcome = story.tell(passes, interrupt)
+    except Exception as error:
+        raised = story.mesh.watch.tell(error)
+        story.fail(raised)
+        _report(story.folder, story.mesh)
+        if raised is error:
             raise
-        _report(folder, mesh)
-        return outcome
+        raise raised from error
+    _report(story.folder, story.mesh)
+    return outcome
 
 
 def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator[Batch]) -> Passes:
     """The passes of the run's steps, seen by a timeline and by a watch for missing ranks, as the config asks."""
     log, mesh = learner.config.log, learner.mesh
-    timeline = Timeline(folder, rank=mesh.rank) if log.timeline else None
-    passes = Passes(batches, learner.config.gradient.accumulate, begins=timeline.step if timeline else None)
+    warn = partial(print, "warning:", file=sys.stderr, flush=True)
+    attempt, begins = Attempts(folder, warn), None
+    if log.timeline:
+        timeline = Timeline(folder, rank=mesh.rank)
+        begins = partial(attempt, timeline.path.name, timeline.step)
+        stack.callback(attempt, timeline.path.name, timeline.close)
+    passes = Passes(batches, learner.config.gradient.accumulate, begins=begins)
     stack.callback(passes.close)
-    if timeline is not None:
-        stack.callback(timeline.close)
     if log.stall_seconds is not None and mesh.size > 1:
-        at, warn = lambda: (learner.step, passes.in_step_since), partial(print, "warning:", file=sys.stderr, flush=True)
+        at = lambda: (learner.step, passes.in_step_since)  # noqa: E731
         stack.enter_context(StallWatch(mesh, seconds=log.stall_seconds, at=at, warn=warn))
     return passes
 
 
 def _report(folder: Path, mesh: Mesh) -> None:
     if mesh.is_main:
-        print(f"report: {write_report(folder)}", flush=True)
+        attempt = Attempts(folder, partial(print, "warning:", file=sys.stderr, flush=True))
+        path = attempt("report.html", lambda: write_report(folder))
+        with heard(sys.stdout):
+            print(*([] if path is None else [f"report: {path}\n"]), sep="", end="", flush=True)
+
+
+def _on_disk(folder: Path, work: Callable[[], T]) -> T:
+    """What `work` gives, which begins a run in its folder; ValueError, in words, where the disk refuses it."""
+    try:
+        return work()
+    except OSError as error:
+        what = error.filename or folder
+        raise ValueError(
+            f"{in_words(what, error, folder)}, so the run cannot begin; free some space there, see to the disk, or name "
+            "another folder with --run"
+        ) from None
 
 
 def _check_sizes(parts: Parts) -> None:

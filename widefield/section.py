@@ -17,10 +17,15 @@ from widefield.naming import did_you_mean
 
 
 class Section(BaseModel):
-    """A frozen group of fields; unknown keys and wrong types are refused."""
+    """A frozen group of fields; unknown keys, wrong types and numbers that are not finite are refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, arbitrary_types_allowed=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        arbitrary_types_allowed=True,
     )
 
 

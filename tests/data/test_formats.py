@@ -122,6 +122,36 @@ def test_val_may_go_by_other_names(tmp_path, name):
     assert len(opened(tmp_path).evaluate) == 1
 
 
+CIRCLES = {
+    "to itself": [("train/cat/more", "train/cat")],
+    "to the split": [("train/cat/more", "train")],
+    "to the root, from below": [("train/cat/some/more", ".")],
+    "a class that is its split": [("train/owl", "train")],
+    "each to the other": [("train/cat/more", "train/dog"), ("train/dog/more", "train/cat")],
+}
+
+
+@pytest.mark.parametrize("name", CIRCLES)
+def test_links_that_lead_in_a_circle_are_refused(tmp_path, name):
+    """They were followed until the system gave up: 40 times the images, in silence."""
+    folder(tmp_path, train__cat__some=2, train__dog=2, val__cat=1, val__dog=1, val__owl=1)
+    for link, to in CIRCLES[name]:
+        (tmp_path / link).symlink_to(tmp_path / to, target_is_directory=True)
+    told = refusal(tmp_path)
+    assert told.startswith(f"data.path leads in a circle: {tmp_path}/") and told.endswith("again and again; remove the link")
+
+
+def test_links_to_folders_elsewhere_are_followed(tmp_path):
+    folder(tmp_path / "photos", train__cat=2, train__dog=2, val__cat=1, val__dog=1)
+    folder(tmp_path / "elsewhere", cats=3, dogs=1)
+    (tmp_path / "photos/train/cat/more").symlink_to(tmp_path / "elsewhere/cats", target_is_directory=True)
+    (tmp_path / "photos/train/owl").symlink_to(tmp_path / "elsewhere/dogs", target_is_directory=True)
+    (tmp_path / "photos/val/owl").symlink_to(tmp_path / "elsewhere/dogs", target_is_directory=True)
+    assert names(opened(tmp_path / "photos").train) == [
+        "cat/0.png", "cat/1.png", "cat/more/0.png", "cat/more/1.png", "cat/more/2.png", "dog/0.png", "dog/1.png", "owl/0.png",
+    ]  # fmt: skip
+
+
 def test_a_class_may_be_nested_and_hidden_things_and_other_files_do_not_count(tmp_path):
     folder(tmp_path, train__cat__deep__deeper=2, train__cat=1, val__cat=1)
     (tmp_path / "train" / ".cache").mkdir()

@@ -36,7 +36,9 @@ def convolution(w: Workbench) -> str:
         bias = w.parameter(out) if w.chance(0.5) else None
         weight = w.parameter(out, channels // groups, *sizes)
         return f"F.conv{dims}d({x}, {weight}, {bias}, {stride}, {padding!r}, {dilation}, {groups})"
-    words = f"nn.Conv{dims}d({channels}, {out}, {kernel}, {stride}, {padding!r}, {dilation}, {groups}, {w.chance(0.7)}, {mode!r})"
+    words = (
+        f"nn.Conv{dims}d({channels}, {out}, {kernel}, {stride}, {padding!r}, {dilation}, {groups}, {w.chance(0.7)}, {mode!r})"
+    )
     if w.chance(0.1):
         words = f"parametrizations.{w.pick('weight_norm', 'spectral_norm', 'orthogonal')}({words})"
     return f"{w.layer(words)}({x})"
@@ -61,7 +63,9 @@ def pool(w: Workbench) -> str:
     dims, _, sizes = _sizes(w, x)
     kernel, stride = _each(w, dims, 1, 2, 3, 3, 4), w.pick(None, _each(w, dims, 1, 2, 3))
     padding, ceil = _each(w, dims, 0, 0, 1), w.chance(0.4)
-    kind = w.pick("avg", "avg", "max", "max", "max indices", "lp", "adaptive avg", "adaptive max", "unpool", "fractional", "all")
+    kind = w.pick(
+        "avg", "avg", "max", "max", "max indices", "lp", "adaptive avg", "adaptive max", "unpool", "fractional", "all"
+    )
     if kind == "avg":
         divisor = f", divisor_override={w.pick(None, None, 3)}" if dims > 1 else ""
         return f"F.avg_pool{dims}d({x}, {kernel}, {stride}, {padding}, {ceil}, {w.chance(0.5)}{divisor})"
@@ -105,7 +109,9 @@ def resize(w: Workbench) -> str:
 def normalization(w: Workbench) -> str:
     x = w.image()
     dims, channels, sizes = _sizes(w, x)
-    kind = w.pick("batch", "batch", "instance", "group", "layer", "layer of all", "rms", "functional", "local", "standard", "sync")
+    kind = w.pick(
+        "batch", "batch", "instance", "group", "layer", "layer of all", "rms", "functional", "local", "standard", "sync"
+    )
     affine = w.chance(0.7)
     if kind == "sync":
         return f"{w.layer(f'nn.SyncBatchNorm({channels})')}({x})"

@@ -67,7 +67,9 @@ def draw_layout(rng: random.Random, program: Program) -> Layout:
         if program.habit.forwards == program.habit.backwards == 1 and not program.habit.penalty:
             kinds += [(4, {"stage": 2}), (1, {"stage": 2, "space": small}), (1, {"replicate": 2, "stage": 2})]
     if program.habit.penalty:
-        kinds = [(weight, axes) for weight, axes in kinds if "stage" not in axes and axes.get("sharding", {}).get("zero", 1) == 1]
+        kinds = [
+            (weight, axes) for weight, axes in kinds if "stage" not in axes and axes.get("sharding", {}).get("zero", 1) == 1
+        ]
     plan = Plan(**rng.choices([axes for _, axes in kinds], [weight for weight, _ in kinds])[0])
     cut_sizes = program.shape[len(program.shape) - len(plan.space) :]
     cuts = tuple(tuple(cut(rng, size, ways)) for size, ways in zip(cut_sizes, plan.space, strict=True))

@@ -94,7 +94,14 @@ def new_scope() -> dict[str, Any]:
 
     import widefield as wf
 
-    return {"torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint, "wf_whole": wf.whole, "parametrizations": parametrizations}
+    return {
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "checkpoint": checkpoint,
+        "wf_whole": wf.whole,
+        "parametrizations": parametrizations,
+    }
 
 
 def defined(line: str) -> set[str]:

@@ -116,7 +116,13 @@ def _write(words: str) -> Draw:
     def draw(w: Workbench) -> str:
         y = w.value(lambda t: t.ndim > 1)
         made = w.new()
-        source = w.pick(f"{y}.clone()", f"{y} * 0.7", f"torch.zeros_like({y})", f"torch.empty_like({y}).fill_(0.2)", f"{y}.new_ones({y}.shape)")
+        source = w.pick(
+            f"{y}.clone()",
+            f"{y} * 0.7",
+            f"torch.zeros_like({y})",
+            f"torch.empty_like({y}).fill_(0.2)",
+            f"{y}.new_ones({y}.shape)",
+        )
         return f"!{made} = {source}\n!{words.format(v=made, y=y)}\n{made} * 1.0"
 
     return draw
@@ -178,7 +184,9 @@ def join(w: Workbench) -> str:
     x = w.image()
     y = w.value(lambda t: t.ndim == w.tensor(x).ndim and t.shape[0] == w.tensor(x).shape[0])
     ends = ", ".join(f":{min(a, b)}" for a, b in zip(w.tensor(x).shape[2:], w.tensor(y).shape[2:], strict=True))
-    return w.pick("torch.cat([{x}[:, :, {e}], {y}[:, :, {e}]], 1)", "{x}[:, :1, {e}] * {y}[:, :1, {e}]").format(x=x, y=y, e=ends)
+    return w.pick("torch.cat([{x}[:, :, {e}], {y}[:, :, {e}]], 1)", "{x}[:, :1, {e}] * {y}[:, :1, {e}]").format(
+        x=x, y=y, e=ends
+    )
 
 
 def product(w: Workbench) -> str:

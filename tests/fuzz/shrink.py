@@ -16,7 +16,9 @@ from .trial import Finding, pattern
 TRIES_MOST = 300
 
 
-def shrunk(program: Program, layout: Layout, found: Finding, verdict_on: Callable[[Program, Layout], Verdict]) -> tuple[Program, Layout]:
+def shrunk(
+    program: Program, layout: Layout, found: Finding, verdict_on: Callable[[Program, Layout], Verdict]
+) -> tuple[Program, Layout]:
     """The smallest program and layout that gives a finding of the same kind, one step after another."""
     tries, goes_on = 0, True
     while goes_on and tries < TRIES_MOST:

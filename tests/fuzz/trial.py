@@ -10,7 +10,6 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +174,9 @@ def compare(program: Program, layout: Layout, whole: Outcome, ranks: list[Outcom
     """What differs first, in words; None where nothing does beyond what rounding makes of this program."""
     copies, tolerance = layout.plan.replicate * layout.plan.shard, tolerance_of(program)
     expected = whole.numbers
-    scale = max((float(v.abs().max()) for n, v in expected.items() if v is not None and "gradient" in n and v.numel()), default=1.0)
+    scale = max(
+        (float(v.abs().max()) for n, v in expected.items() if v is not None and "gradient" in n and v.numel()), default=1.0
+    )
     wrong: list[tuple[str, float, Tensor | None, Tensor | None]] = []
     for rank, found in enumerate(ranks):
         for name, value in found.numbers.items():
@@ -255,7 +256,9 @@ def verdict_of_errors(errors: list[tuple[BaseException, str] | None]) -> Finding
     words = [(error, text) for error, text in raised if is_refusal(error)]
     if len(words) == len(errors):
         return Refusal(str(words[0][0]))
-    others = [(error, text) for error, text in raised if not is_refusal(error) and type(error).__name__ not in ("Stuck", "Mismatch")]
+    others = [
+        (error, text) for error, text in raised if not is_refusal(error) and type(error).__name__ not in ("Stuck", "Mismatch")
+    ]
     if others:
         return Finding("crashes", last_of(others[0][1]))
     if words:
@@ -268,7 +271,7 @@ def is_refusal(error: BaseException) -> bool:
     if not isinstance(error, (NotImplementedError, ValueError, TypeError)) or len(str(error)) < 40:
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return "/widefield/" in frames[-1].filename and (frames[-1].line or "").startswith(("raise", "f\"", "\""))
+    return "/widefield/" in frames[-1].filename and (frames[-1].line or "").startswith(("raise", 'f"', '"'))
 
 
 def last_of(text: str, frames: int = 4) -> str:

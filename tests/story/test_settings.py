@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,20 @@ def test_unreadable_images_are_left_out_counted_and_named_if_asked(tmp_path):
         (["precision=tf32"], "tf32 is a mode of NVIDIA GPUs"),
         (["data.read=[RandomCorp: {size: 8}]"], "did you mean 'RandomCrop'"),
         (["data.mean=[0.1, 0.2]"], "data.mean has 2 numbers"),
+        (["data.std=[0]"], "'data.std.0' is 0 "),
+        (["optimizer.lr=.inf"], "'optimizer.lr' is inf .*input should be a finite number"),
+        (["optimizer.options={dampening: -1}"], "optimizer.options {'dampening': -1} do not fit 'sgd'"),
+        (["optimizer.name=adamw", "optimizer.options={eps: -1}"], "optimizer.options {'eps': -1} do not fit 'adamw'"),
+        (["model.options={widths: [8, -8]}"], r"model.options.widths is \[8, -8\]; whole numbers above 0 are wanted"),
+        (["model.options={widths: []}"], r"model.options.widths is \[\]; whole"),
+        (["model.options={blocks: 0}"], "model.options.blocks is 0; whole"),
+        (["model.options={dropout: 1.5}"], "model.options.dropout is 1.5; a number from 0"),
+        (["model.name=unet", "model.options={widths: [0]}"], r"model.options.widths is \[0\]; whole"),
+        (
+            ["model.name=timm/resnet18", "model.options={cardinality: 0}"],
+            "timm/resnet18 cannot be built with model.options {'cardinality': 0}: AssertionError: BasicBlock only supports",
+        ),
+        (["schedule.length=0ep"], "schedule.length is 0ep, so there is nothing to train"),
         (["model.name=torchvision/resnet18", "model.options={}"], "reads images of 3 channels and the data has 1"),
         (["model.weights=nowhere.safetensors"], "there are no weights"),
         (["checkpoint.every=0ep"], "0ep never comes"),
@@ -322,6 +337,16 @@ def test_unreadable_images_are_left_out_counted_and_named_if_asked(tmp_path):
 def test_what_does_not_exist_or_fit_is_refused_in_words(settings, words, tmp_path):
     with pytest.raises((ValueError, NotImplementedError), match=words):
         go(tmp_path / "run", *settings)
+
+
+def test_a_format_whose_pixels_spread_by_nothing_is_refused(tmp_path, monkeypatch):
+    from widefield.data.formats import digits
+
+    opened = digits.open_dataset
+    monkeypatch.setattr(digits, "open_dataset", lambda config: replace(opened(config), std=[0.0]))
+    with pytest.raises(AgreedError, match=r"the standard deviations \[0.0\], and they are divided by these; set data.std"):
+        go(tmp_path / "run")
+    assert go(tmp_path / "run", "data.std=[1]").reason == "complete"
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_left_alone(tmp_path):

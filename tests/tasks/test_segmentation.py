@@ -147,3 +147,10 @@ def test_a_class_that_would_not_count_is_refused(label):
     told = f"ignore_index is {label}, which is one of the 4 classes; take a number outside 0..3"
     with pytest.raises(ValueError, match=re.escape(told)):
         segmentation(ignore_index=label)
+
+
+def test_an_ignored_label_that_is_no_whole_number_is_refused():
+    with pytest.raises(
+        ValueError, match=re.escape("ignore_index is 255.5, which is no whole number; take a number outside 0..3")
+    ):
+        segmentation(ignore_index=255.5)

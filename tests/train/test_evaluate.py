@@ -113,8 +113,12 @@ def test_the_counts_are_those_of_one_image_at_a_time(size, batch, count):
 
 
 def test_every_rank_gets_the_same_result_to_the_last_bit():
-    first, *others = (asdict(replace(found, seconds=0.0)) for found in on_ranks(3, whole, Noise(41), 7))
+    results = on_ranks(3, whole, Noise(41), 7)
+    first, *others = (asdict(replace(found, seconds=0.0, pictures=[])) for found in results)
     assert others == [first, first]
+    pictures = [{piece.index: piece.image.tolist() for piece in found.pictures} for found in results]
+    assert pictures[1:] == [pictures[0]] * 2
+    assert pictures[0] == {index: Noise(41).read(index)[0].tolist() for index in (one["index"] for one in first["mistakes"])}
 
 
 def test_the_worst_mistakes_are_listed_worst_first():

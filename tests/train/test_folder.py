@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 from widefield.config import parse_config, read_config
 from widefield.data import Dataset
+from widefield.data.batch import Batch
 from widefield.data.image import read_image
 from widefield.plan import Plan, from_text
 from widefield.train.evaluate import Evaluation, Mistake
@@ -35,6 +37,7 @@ from widefield.train.folder import (
     write_nan,
     write_weights,
 )
+from widefield.train.pieces import Piece, small_piece_of
 
 RECIPE = "model: {name: resnet}\ndata: {name: digits}\n"
 
@@ -131,6 +134,32 @@ def test_a_file_is_no_run_folder(tmp_path):
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "run"):
         assert refusal(claim, place).startswith(f"{place} cannot be a run folder (")
+
+
+HOLD_AND_FORK = """
+import os, sys, time
+from pathlib import Path
+from widefield.train.folder import lock
+held = lock(Path(sys.argv[1]))
+if os.fork() == 0:
+    print("forked", os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_folder(tmp_path):
+    """A loader's worker, say, after kill -9 of the run: it was forked with the open file."""
+    command = [sys.executable, "-c", HOLD_AND_FORK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        word, child = parent.stdout.readline().split()
+        try:
+            assert word == "forked" and f"process {parent.pid} is training" in refusal(lock, tmp_path)
+            parent.kill()
+            parent.wait()
+            os.kill(int(child), 0)  # it lives
+            lock(tmp_path).close()
+        finally:
+            os.kill(int(child), signal.SIGKILL)
 
 
 # ---------------------------------------------------------------------------------------------- config
@@ -280,7 +309,16 @@ def test_a_run_that_never_began_has_no_model(tmp_path):
 
 def evaluation(*mistakes: int) -> Evaluation:
     worst = [Mistake(index, truth=index % 2, prediction=1 - index % 2, probability=0.75, loss=2.5) for index in mistakes]
-    return Evaluation({"top1": 75.0}, [[3, 1], [0, 4]], 0.5, 8, 8, 0, [], "75.00 % top-1 on 8/8", 1.5, worst)
+    pictures = [picture_of(index) for index in mistakes]
+    told = {"mistakes": worst, "pictures": pictures}
+    return Evaluation({"top1": 75.0}, [[3, 1], [0, 4]], 0.5, 8, 8, 0, [], "75.00 % top-1 on 8/8", 1.5, **told)
+
+
+def picture_of(index: int) -> Piece:
+    image = Twelve().read(index)[0].unsqueeze(0)
+    piece = small_piece_of(Batch(image, torch.zeros(1), torch.tensor([index])), 0)
+    assert piece is not None
+    return piece
 
 
 def leave(folder: Path, *mistakes: int) -> dict:
@@ -301,7 +339,16 @@ def test_an_evaluation_is_left_with_its_worst_mistakes_as_pictures(tmp_path):
     }
     for picture, brightness in zip(left["mistakes"], (5, 2), strict=True):
         image = read_image(tmp_path / picture["picture"], 3)
-        assert image.shape == (3, 80, 160) and image.unique().tolist() == [brightness]
+        assert image.shape == (3, 67, 134) and image.unique().tolist() == [brightness]
+
+
+def test_a_mistake_whose_picture_is_missing_or_cannot_be_written_is_told_all_the_same(tmp_path):
+    told = evaluation(5, 2)
+    write_evaluation(tmp_path, replace(told, pictures=told.pictures[1:]), step=7, epoch=1.5, classes=["cat", "dog"],
+                     images=Twelve(), attempt=lambda what, work: None if "pictures" in what else work())  # fmt: skip
+    left = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [mistake["id"] for mistake in left["mistakes"]] == ["images/5.png", "images/2.png"]
+    assert [mistake["picture"] for mistake in left["mistakes"]] == ["", ""] and left["shown"] is None
 
 
 def test_pictures_of_earlier_mistakes_are_taken_away(tmp_path):

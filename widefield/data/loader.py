@@ -8,10 +8,12 @@ a stand-in image goes along so that the rank can join the collectives, marked as
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,42 +23,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from widefield.config import DataConfig
 from widefield.data import BadImageError, Images, Windowed
+from widefield.data.batch import Batch, Window
 from widefield.data.transforms import Transforms, seed_of
 from widefield.geometry import Interval, even_cut, parts_of
-
-Window = tuple[Interval, ...]
-"""The part of an image that a rank holds: an interval of pixels per dim."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one rank works on in one pass.  `image` is (B, C, H, W) uint8; `target` is (B,) class numbers, or (B, H, W).
-
-    Where a copy of the model lies on several ranks, each reads its window: `whole_shape` is (C, H, W) of the images that
-    it was cut from, `window` where in them; both None where the batch holds whole images.
-    `samples` counts the real ones: B, or 0 where the batch is a stand-in.  `index` (B,) numbers the images in their split.
-    `partner`, `share` and `box` say how mixup and cutmix blend image i with image partner[i]; None without mixing.
-    `skipped` names unreadable images left out; `problem` is why this rank cannot go on, for all ranks to raise together.
-    `idle` on every rank alike where a step has fewer samples than passes: then nobody runs this one.
-    """
-
-    image: Tensor
-    target: Tensor
-    index: Tensor
-    seeds: list[int] = field(default_factory=list)
-    samples: int = 0
-    partner: Tensor | None = None
-    share: Tensor | None = None
-    box: Tensor | None = None
-    skipped: list[str] = field(default_factory=list)
-    problem: str | None = None
-    idle: bool = False
-    whole_shape: tuple[int, ...] | None = None
-    window: Window | None = None
-
-    def pin_memory(self) -> Batch:
-        tensors = {name: value.pin_memory() for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)
@@ -199,7 +168,7 @@ class Reader(Dataset):
 
         No keys give an idle batch: a pass in which no rank has a sample.
         """
-        nothing = torch.zeros(0)
+        nothing, asked = torch.zeros(0), [key.index for key in keys]
         if not keys:
             return Batch(nothing, nothing, nothing, idle=True)
         try:
@@ -208,11 +177,12 @@ class Reader(Dataset):
             problem = str(error)
         except Exception:  # a transform's own failure, say; its traceback is what helps
             problem = f"reading a batch failed:\n{traceback.format_exc()}"
-        return Batch(nothing, nothing, nothing, problem=problem)
+        return Batch(nothing, nothing, nothing, problem=problem, asked=asked, readable=[False] * len(keys))
 
     def _batch(self, keys: Sequence[Key]) -> Batch:
         skipped: list[str] = []
-        read = [sample for key in keys if (sample := self._read(key, skipped)) is not None]
+        tried = [self._read(key, skipped) for key in keys]
+        read = [sample for sample in tried if sample is not None]
         real = bool(read) and keys[0].real
         if not read:
             read = [self._stand_in(keys[0])]
@@ -224,6 +194,8 @@ class Reader(Dataset):
             seeds=[seed_of(self.seed, "augment", key.epoch, key.index) for key in kept],
             samples=len(read) if real else 0,
             skipped=skipped,
+            asked=[key.index for key in keys],
+            readable=[sample is not None for sample in tried],
             whole_shape=None if self.window is None else read[0].shape,
             window=read[0].window,
         )
@@ -331,14 +303,21 @@ def _targets(targets: list[int | Tensor]) -> Tensor:
     return torch.stack([torch.as_tensor(target) for target in targets])
 
 
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of <sys/prctl.h>."""
+
+
 def _collate(batch: Any) -> Any:
     return batch
 
 
 def _start_worker(_: int) -> None:
     """A worker leaves signals to its rank, which ends it: launchers send them to all processes, and the rank goes on reading
-    until its step is done.  Should the rank be killed, torch's worker notices and ends by itself."""
+    until its step is done.  Should the rank be killed, its workers are too (torch's notice within 5 s, where this is no Linux):
+    they hold its connections open, and as long as they do other ranks wait for it."""
     torch.set_num_threads(1)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 

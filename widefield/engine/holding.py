@@ -7,7 +7,7 @@ the plain model's names, so that any plan takes up what another wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -268,6 +268,24 @@ def total_norm(model: nn.Module, mesh: Mesh, gradients: Mapping[str, Tensor]) ->
         ways = (told[name].ways if name in told else 1) * _shards(gradient)
         mine += torch.linalg.vector_norm(local(gradient)).double().square().to(mine.device) * ways
     return (mesh.sum_(mine) / mesh.size).sqrt()
+
+
+def sums_of_wholes(
+    model: nn.Module, mesh: Mesh, numbers: Mapping[str, Sequence[Tensor]], *, count: int, ways: int
+) -> dict[str, Tensor]:
+    """Numbers that add up over the elements of a parameter, of every one as a whole; (count,) in float64, on every rank alike.
+
+    numbers: by name, `count` of them of this rank's part; of the parameters that this rank answers for.
+    ways: how many ranks share out among themselves who answers for what they all have.
+    Cost: one message of `count` numbers per parameter.
+    """
+    told, parameters = _HOLDERS.get(model, {}), dict(model.named_parameters())
+    mine = torch.zeros(len(parameters), count, dtype=torch.float64, device=mesh.device)
+    for row, (name, parameter) in enumerate(parameters.items()):
+        if name in numbers:
+            share = ways * (told[name].ways if name in told else 1) * _shards(parameter)
+            mine[row] = torch.stack([number.to(mine) for number in numbers[name]]) * share
+    return dict(zip(parameters, mesh.sum_(mine) / mesh.size, strict=True))
 
 
 def _shards(tensor: Tensor) -> int:

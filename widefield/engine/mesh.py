@@ -14,7 +14,7 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from torch.distributed.distributed_c10d import _world
 
 from widefield.engine.layout import Grid
 from widefield.plan import Plan, check
+
+if TYPE_CHECKING:
+    from widefield.engine.failure import FailureWatch
 
 T = TypeVar("T")
 
@@ -53,7 +56,8 @@ class Mesh:
     training goes on and for parts of a model that rank 0 is sent.  `data_group` holds the ranks that have the same part of the
     model (replicate x shard x space) and average its gradients; all ranks, where no rank has a part alone.  So does
     `statistics_group`, for BatchNorm's small messages, which would wait behind gradient buckets of 25 MiB on the same group.
-    `channel_group` and `stage_group` hold the ranks along that axis, None where it is 1.
+    `channel_group` and `stage_group` hold the ranks along that axis, None where it is 1.  `copy_group` (gloo) holds the ranks
+    that share this one's images; None where a copy of the model is on one rank.
     `devices` is torch's DeviceMesh with the axes of more than one rank, `space0`, `space1`, ... among them; None on one rank.
     """
 
@@ -67,6 +71,7 @@ class Mesh:
     checkpoint_group: dist.ProcessGroup | None = None
     channel_group: dist.ProcessGroup | None = None
     stage_group: dist.ProcessGroup | None = None
+    copy_group: dist.ProcessGroup | None = None
     grid: Grid = Grid(())
     """The ranks that share this rank's images, cut in space."""
     shards: DeviceMesh | None = None
@@ -82,6 +87,8 @@ class Mesh:
     """Groups that came later, for `leave` to close."""
     lent: list[tuple[dist.ProcessGroup, weakref.ref]] = field(default_factory=list, compare=False)
     """Groups of the ranks of `data_group`, and who sends on each."""
+    watch: FailureWatch | None = None
+    """What tells ranks of each other's failures, where one is at work."""
 
     @property
     def rank(self) -> int:
@@ -143,6 +150,14 @@ class Mesh:
             dist.all_reduce(tensor, group=self.data_group)
             tensor.div_(self.data_size)
         return tensor
+
+    def least_of_copy(self, numbers: list[int]) -> list[int]:
+        """Number by number, the least that any rank has of those that share this one's images."""
+        if self.copy_group is None:
+            return numbers
+        least = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.copy_group)
+        return least.tolist()
 
     def start_sum(self, tensor: Tensor) -> Callable[[], list[float]]:
         """Begin to add `tensor` up over all ranks; the function given back waits and gives the sums as numbers.
@@ -216,6 +231,16 @@ class Mesh:
         if problems:
             raise AgreedError(problems[0])
 
+    def call_to_agree(self) -> None:
+        """Ask all ranks to come to the next `agree` soon, for this rank has a problem."""
+        if self.watch is not None:
+            self.watch.ask_to_stop()
+
+    @property
+    def is_called_to_agree(self) -> bool:
+        """Whether a rank has asked for that; ranks hear of it at different times."""
+        return self.watch is not None and self.watch.stops
+
     def together(self, work: Callable[[], T]) -> T:
         """`work()` on every rank; where a rank meets a ValueError or NotImplementedError, every rank raises AgreedError."""
         problem, result = None, None
@@ -285,6 +310,7 @@ def _laid_out(plan: Plan, world: World, device: torch.device) -> Mesh:
         checkpoint_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2)),
         channel_group=devices.get_group("channel") if plan.channel > 1 else None,
         stage_group=_line(devices, "stage") if plan.stage > 1 else None,
+        copy_group=_copy_group(plan, device),
         grid=_grid_of(plan, world, devices),
         shards=_shards_of(plan, devices) if plan.shard > 1 else None,
     )
@@ -346,6 +372,18 @@ def _data_group(plan: Plan) -> dist.ProcessGroup:
     inner = plan.channel * plan.stage
     group, _ = dist.new_subgroups_by_enumeration([list(range(part, plan.ranks, inner)) for part in range(inner)])
     return group
+
+
+def _copy_group(plan: Plan, device: torch.device) -> dist.ProcessGroup | None:
+    """The ranks of this rank's copy of the model, for messages that are no GPU's; every rank makes all groups."""
+    copies = plan.replicate * plan.shard
+    if plan.ranks == copies:
+        return None
+    if copies == 1 and device.type == "cpu":
+        return dist.group.WORLD
+    each = plan.ranks // copies
+    ranks = [list(range(first, first + each)) for first in range(0, plan.ranks, each)]
+    return dist.new_subgroups_by_enumeration(ranks, backend="gloo")[0]
 
 
 def _grid_of(plan: Plan, world: World, devices: DeviceMesh) -> Grid:

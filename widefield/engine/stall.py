@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,9 @@ from widefield.engine.mesh import Mesh
 
 _FLAG = "some rank's step does not end"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _WAITING = (
-    os.path.join(_TORCH, "distributed"), os.path.join(_TORCH, "autograd", "graph.py"),
+    os.path.join(TORCH, "distributed"), os.path.join(TORCH, "autograd", "graph.py"),
     *(os.path.join(_PACKAGE, "engine", name) for name in ("halo.py", "mesh.py", "normalization.py")),
 )  # fmt: skip
 """Files in which a rank waits for messages of others; the backward pass, too, stands still in one of them."""
@@ -130,11 +130,16 @@ def is_waiting(frame: FrameType | None) -> bool:
 
 def place_of(frame: FrameType | None) -> str:
     """`models/net.py:12 in forward`: the innermost line of a thread that is not torch's own."""
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
     if frame is None:
         return "an unknown place"
-    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return line_in_words(frame.f_code, frame.f_lineno)
+
+
+def line_in_words(code: CodeType, line: int) -> str:
+    """`models/net.py:12 in forward`."""
+    return f"{os.path.relpath(code.co_filename)}:{line} in {code.co_name}"
 
 
 # ---------------------------------------------------------------------------------------------- the verdict

@@ -27,6 +27,8 @@ from subprocess import Popen
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from widefield.refusal import FOLLOWED
+
 if TYPE_CHECKING:
     from widefield.engine.mesh import World
 
@@ -35,7 +37,8 @@ ASKED = 90
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """SIGUSR1 is how Slurm warns that a job's time is nearly over."""
 OWN_END_SECONDS = 1.0
-"""How long the other ranks may go on after one has failed, before SIGTERM and once more before SIGKILL."""
+"""How long the other ranks may go on after one has failed, before SIGTERM and once more before SIGKILL.  They hear of it and
+end by themselves, see engine/failure.py."""
 POLL_SECONDS = 0.05
 
 
@@ -113,6 +116,8 @@ class _Party:
         self.processes: dict[int, Popen[bytes]] = {}
         self.received: signal.Signals | None = None
         self.ended_at_once = False
+        self.well: tuple[int, ...] = (0,)
+        """Codes with which a rank has ended as it should."""
         self.status = 0
         self.verdict = ""
 
@@ -131,18 +136,27 @@ class _Party:
     def ended_well(self) -> bool:
         return all(process.poll() == 0 for process in self.processes.values())
 
-    def failed(self, well: tuple[int, ...] = (0,)) -> bool:
-        """Whether a rank has ended with a code not in `well`.
+    def failed(self) -> bool:
+        """Whether a rank has ended otherwise than it should.
 
-        The first one found gets the blame; of several found at once, one that a signal killed, for the others may have
-        failed on losing it.  (SIGABRT counts as an exit: Gloo's threads raise it in a rank that leaves by an exception.)
+        The first one found gets the blame, unless it says that it ends for another's sake; of several found at once, one
+        that a signal killed, for the others may have failed on losing it.  (SIGABRT counts as an exit: Gloo's threads raise
+        it in a rank that leaves by an exception.)
         """
+        codes = self._codes()
+        if not self.verdict:
+            self._blame({rank: code for rank, code in codes.items() if code != FOLLOWED})
+        return bool(codes)
+
+    def _codes(self) -> dict[int, int]:
+        """Of the ranks that have ended otherwise than they should."""
         ended = {rank: code for rank, process in self.processes.items() if (code := process.poll()) is not None}
-        codes = {rank: code for rank, code in ended.items() if code not in well}
-        if codes and not self.verdict:
+        return {rank: code for rank, code in ended.items() if code not in self.well}
+
+    def _blame(self, codes: dict[int, int]) -> None:
+        if codes:
             rank = min(codes, key=lambda rank: (codes[rank] > 0 or codes[rank] == -signal.SIGABRT, rank))
             self.status, self.verdict = _verdict(rank, codes[rank])
-        return bool(codes)
 
     def end_after_signal(self, received: signal.Signals) -> None:
         """Pass the signal on and wait for the ranks to save and end, as long as none of them fails."""
@@ -150,11 +164,11 @@ class _Party:
         text = f"{name}: the ranks save and end, in {self.grace_seconds:.0f} s at most; a second signal ends them at once"
         print(f"widefield: {text}", file=sys.stderr, flush=True)
         passed_on = signal.SIGINT if received == signal.SIGINT else signal.SIGTERM  # what a rank saves upon
-        well = (0, 128 + received, 128 + passed_on, -passed_on)
+        self.well = (0, 128 + received, 128 + passed_on, -passed_on)
         self.status = 128 + received
         self.send(passed_on)
-        self.wait(self.grace_seconds, unless=lambda: not self.ended_at_once and self.failed(well))
-        if self.ended_at_once or self.verdict:
+        self.wait(self.grace_seconds, unless=lambda: not self.ended_at_once and self.failed())
+        if self.ended_at_once or self.failed():
             self.end_after_failure()
         elif late := self.running():
             self.status = 128 + signal.SIGKILL
@@ -163,6 +177,10 @@ class _Party:
     def end_after_failure(self) -> None:
         """Give the ranks that are left a moment, then SIGTERM, then SIGKILL."""
         self.wait(OWN_END_SECONDS)
+        if (
+            not self.ended_at_once and self.failed() and not self.verdict
+        ):  # all ended for another's sake; now, before our signals
+            self._blame(self._codes())
         self.send(signal.SIGTERM)
         self.wait(OWN_END_SECONDS)
         self.kill()

@@ -35,6 +35,14 @@ def build(config: ModelConfig, *, in_channels: int, num_classes: int) -> nn.Modu
     return builders[library](name, config, shape)
 
 
+def check_counts(**options: Any) -> None:
+    """ValueError names an option that is neither a whole number above 0 nor a list of such."""
+    for name, value in options.items():
+        numbers = list(value) if isinstance(value, list | tuple) else [value]
+        if not numbers or not all(type(number) is int and number > 0 for number in numbers):
+            raise ValueError(f"model.options.{name} is {value!r}; whole numbers above 0 are wanted, as 2 or [16, 32]")
+
+
 def _torchvision(name: str, config: ModelConfig, shape: dict[str, int]) -> nn.Module:
     from torchvision import models
 
@@ -81,3 +89,8 @@ def _call(build: Callable[..., nn.Module], config: ModelConfig, sizes: dict[str,
         return build(**(sizes | config.options))
     except TypeError as error:
         raise ValueError(f"{config.name} does not take model.options {config.options}: {error}") from None
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError) as error:
+        if not config.options or ":" in config.name:  # the user's own model has a traceback to show
+            raise
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{config.name} cannot be built with model.options {config.options}: {told}") from None

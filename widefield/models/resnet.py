@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from widefield.models import check_counts
+
 
 class Block(nn.Module):
     """Two 3x3 convolutions and a shortcut; the shortcut is a 1x1 convolution where the shape changes."""
@@ -59,6 +61,9 @@ def build(
     in_channels: int, num_classes: int, *, widths: Sequence[int] = (16, 32, 64), blocks: int = 1, dropout: float = 0.0
 ) -> nn.Module:
     """widths: channels of each stage; blocks: residual blocks per stage; dropout: before the head."""
+    check_counts(widths=widths, blocks=blocks)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"model.options.dropout is {dropout}; a number from 0 to below 1 is wanted")
     return ResNet(in_channels, num_classes, widths=widths, blocks=blocks, dropout=dropout)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from widefield.models import check_counts
 from widefield.naming import did_you_mean
 
 GROUPS = 8
@@ -60,6 +61,7 @@ def build(in_channels: int, num_classes: int, *, widths: Sequence[int] = (16, 32
 
     norm: `batch` or `group`; the latter takes its statistics from each image alone, so it fits batches of one.
     """
+    check_counts(widths=widths)
     if norm not in ("batch", "group"):
         raise ValueError(
             f"model.options.norm is {norm!r}{did_you_mean(str(norm), ['batch', 'group'])} It can be batch or group"

@@ -27,8 +27,8 @@ from widefield.report.comparison import (
 )  # fmt: skip
 from widefield.report.filling import laid_out, of_files
 from widefield.report.page import count_of
+from widefield.train.disk import replace_text
 from widefield.train.folder import check_own
-from widefield.train.record import replace_text
 from widefield.train.terminal import MIB, memory_text, rate_text
 
 

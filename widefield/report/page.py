@@ -23,8 +23,9 @@ from markupsafe import Markup
 from widefield import plan as plans
 from widefield.report import mistakes, plots, samples, stages
 from widefield.report.filling import laid_out, of_files
+from widefield.train.disk import replace_text
 from widefield.train.folder import check_own
-from widefield.train.record import Line, read, replace_text
+from widefield.train.record import Line, read
 from widefield.train.terminal import memory_text, rate_text
 
 DATA_BOUND_SHARE = 0.10  # below a tenth, no change to the loader can make the run more than 1.11 times as fast
@@ -102,6 +103,7 @@ def _page(run: _Run) -> str:
         confusion=mistakes.confusion(run.evaluation),
         mistakes=mistakes.pictures(run.folder, run.evaluation),
         samples=samples.samples(run.folder, run.evaluation, _space(run.start)),
+        shown=(run.evaluation or {}).get("shown"),
         legend=samples.legend(run.evaluation),
         warnings=_warnings(run),
         skipped=_skipped(run),

@@ -93,9 +93,10 @@ class Segmentation:
 
 def build(num_classes: int, *, ignore_index: int = 255) -> Segmentation:
     """ignore_index: the label of pixels that do not count, outside the classes (255 fits labels of 8 bits, or -1)."""
-    if 0 <= ignore_index < num_classes:
+    if type(ignore_index) is not int or 0 <= ignore_index < num_classes:
+        why = f"one of the {num_classes} classes" if type(ignore_index) is int else "no whole number"
         raise ValueError(
-            f"task.options.ignore_index is {ignore_index}, which is one of the {num_classes} classes; "
+            f"task.options.ignore_index is {ignore_index!r}, which is {why}; "
             f"take a number outside 0..{num_classes - 1}, as -1 or 255"
         )
     return Segmentation(num_classes, ignore_index)

@@ -5,6 +5,7 @@ Every value that the program chooses comes back with its reason.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,23 +14,26 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import Sampler
 
 from widefield import models, tasks
 from widefield.config import RunConfig
 from widefield.data import Dataset, open_dataset
+from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, EvaluateSampler, Key, Reader, Steps, TrainSampler, Window, load_batches, reader_of
+from widefield.data.loader import EvaluateSampler, Key, Reader, Steps, TrainSampler, load_batches, reader_of
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.parallelize import follow, parallelize, share_states
 from widefield.engine.parallelize import reasons as parallel_reasons
 from widefield.engine.strategies import Rehearsal
 from widefield.tasks import Task, is_per_pixel
+from widefield.train.agreed import Agreed, spare_of
 from widefield.train.arithmetic import Arithmetic, arithmetic_of, choose_precision
 from widefield.train.average import average_of
 from widefield.train.folder import load_weights, write_model
 from widefield.train.loop import Learner
-from widefield.train.optimizer import build_optimizer, check_optimizer, learning_rate
+from widefield.train.optimizer import build_optimizer, learning_rate
 from widefield.train.placing import cuts_in_words, window_of
 from widefield.train.record import usable_cores
 from widefield.train.schedule import build_schedule
@@ -83,7 +87,14 @@ class Parts:
         batch = self.config.data.evaluate_batch_size or self.config.data.batch_size
         samples = len(self.dataset.evaluate)
         sampler = EvaluateSampler(samples, batch=batch, rank=self.mesh.copy, ranks=self.mesh.copies, even=together)
-        return iter(load_batches(self.reader(train=False), sampler, workers=self.workers, device=self.mesh.device))
+        reader = self.reader(train=False)
+        shared = together and self.mesh.copy_group is not None  # else a batch that nobody can use is not run
+        return self.agreed(reader, sampler, spare=spare_of(reader, self.mesh) if shared else None)
+
+    def agreed(self, reader: Reader, sampler: Sampler[list[Key]], *, spare: Batch | None) -> Iterator[Batch]:
+        """The sampler's batches, as all ranks of this copy can use them."""
+        batches = iter(load_batches(reader, sampler, workers=self.workers, device=self.mesh.device))
+        return Agreed(batches, self.mesh, spare=spare, name_of=reader.images.name_of)
 
 
 def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None) -> Parts:
@@ -124,7 +135,6 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     config, mesh, model = parts.config, parts.mesh, parts.model
     steps = Steps(len(parts.dataset.train), config.data.batch_size)
     lr, why_lr = learning_rate(config.optimizer, config.data.batch_size)
-    check_optimizer(config.optimizer, mesh.plan)
     _check_scaling(parts)
     learner = Learner(
         config=config,
@@ -138,7 +148,7 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
         scaler=parts.arithmetic.scaler(),
         prepare=parts.preparation(train=True),
         steps=steps,
-        spare=spare_of(parts),
+        spare=spare_of(parts.reader(train=True), mesh),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
     )
     if config.model.compile:
@@ -160,7 +170,7 @@ def _lay_out(learner: Learner) -> None:
         average = learner.ema.module
         follow(average, mesh, rehearse=Rehearsal(partial(learner.rehearse, average), share), sample=sample)
     learner.model = parallelize(learner.model, mesh, rehearse=Rehearsal(learner.rehearse, share), sample=sample)
-    learner.optimizer = share_states(build_optimizer(config.optimizer, learner.model, learner.lr), mesh)
+    learner.optimizer = share_states(build_optimizer(config.optimizer, learner.model, learner.lr, mesh), mesh)
 
 
 def _check_scaling(parts: Parts) -> None:
@@ -179,15 +189,11 @@ def _cuts_of(spare: Batch, mesh: Mesh) -> list[str]:
     return [] if spare.whole_shape is None else [cuts_in_words(spare.whole_shape[1:], mesh.grid.sizes)]
 
 
-def spare_of(parts: Parts) -> Batch:
-    """One training image as a stand-in batch; AgreedError on every rank where none can be read."""
-    batch = parts.reader(train=True).__getitems__([Key(0, 0, 0, real=False)])
-    parts.mesh.agree(batch.problem)
-    return batch
+def training_batches(parts: Parts, *, first: int, last: int, spare: Batch | None = None) -> Iterator[Batch]:
+    """The passes of this rank's copy of the model, of the steps from `first` to before `last`.  Every rank calls it.
 
-
-def training_batches(parts: Parts, *, first: int, last: int) -> Iterator[Batch]:
-    """The passes of this rank's copy of the model, of the steps from `first` to before `last`."""
+    spare: the learner's stand-in; read anew where None.
+    """
     config, mesh = parts.config, parts.mesh
     mixing = config.data.mixup > 0 or config.data.cutmix > 0
     sampler = TrainSampler(
@@ -200,14 +206,17 @@ def training_batches(parts: Parts, *, first: int, last: int) -> Iterator[Batch]:
         passes=config.gradient.accumulate,
         multiple=2 if mixing else 1,  # a pair that is mixed stays on one rank
     )
-    return iter(load_batches(parts.reader(train=True), sampler, workers=parts.workers, device=mesh.device))
+    reader = parts.reader(train=True)
+    return parts.agreed(reader, sampler, spare=spare or spare_of(reader, mesh))
 
 
 def write_model_of(folder: Path, parts: Parts) -> None:
     """Leave in the run folder what using the model takes beside its weights."""
     prepare = parts.preparation(train=False)
     batch = parts.reader(train=False).__getitems__([Key(0, 0, 0, real=False)])
-    shape, name = list(batch.whole_shape or batch.image.shape[1:]), parts.config.model.name
+    if batch.problem is not None:
+        raise ValueError(batch.problem)
+    shape, name = list(batch.shape), parts.config.model.name
     write_model(folder, parts.dataset, shape=shape, mean=list(prepare.mean), std=list(prepare.std), name=name)
 
 
@@ -217,6 +226,11 @@ def _check_channels(config: RunConfig, dataset: Dataset) -> None:
             raise ValueError(
                 f"data.{name} has {len(values)} numbers and the images have {dataset.channels} channels; give one per channel"
             )
+    if config.data.std is None and not all(1e-6 <= value < math.inf for value in dataset.std):
+        raise ValueError(
+            f"data.name={config.data.name} says that pixels, scaled to 0..1, have the standard deviations {dataset.std}, and "
+            "they are divided by these; set data.std to numbers above 0, as [1] for a channel that is the same everywhere"
+        )
 
 
 def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:

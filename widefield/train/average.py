@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -22,6 +23,13 @@ def average_of(model: nn.Module, decay: float) -> AveragedModel:
         move([local(tensor) for tensor in averages], [local(tensor) for tensor in weights], steps)
 
     return AveragedModel(model, multi_avg_fn=move_parts)
+
+
+@torch.no_grad()
+def follow_buffers(average: AveragedModel, model: nn.Module) -> None:
+    """Give the average the model's buffers as they are now: it has those of the last step, and ranks have agreed since."""
+    for own, buffer in zip(average.module.buffers(), model.buffers(), strict=True):
+        own.copy_(buffer)
 
 
 def weights_of(saved: Mapping[str, Any]) -> dict[str, Any]:

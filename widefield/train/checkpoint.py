@@ -21,6 +21,7 @@ from torch import Tensor
 from widefield.engine.mesh import Mesh
 from widefield.train import manifest, nested, shelf
 from widefield.train import tensors as files
+from widefield.train.disk import free_bytes, reason_of
 from widefield.train.shelf import ABOUT, PLAIN, About, Found, Warn, newest_sound_in
 
 T = TypeVar("T")
@@ -149,8 +150,8 @@ class Checkpoints:
         before = shelf.steps_in(self.folder)
         current = f"{before[-1].name} stays the newest" if before else "there is none before it"
         return (
-            f"the checkpoint of step {staged.about.step} was not saved: {_reason(error)}. It takes {needed:,} bytes and "
-            f"{_free_bytes(self.folder):,} are free in {self.folder}; {current}. Training goes on and saves again at the "
+            f"the checkpoint of step {staged.about.step} was not saved: {reason_of(error)}. It takes {needed:,} bytes and "
+            f"{free_bytes(self.folder):,} are free in {self.folder}; {current}. Training goes on and saves again at the "
             "next time; until then free some space there, or see to the disk"
         )
 
@@ -251,30 +252,13 @@ def _own_name(rank: int) -> str:
     return f"own_{rank}.json"
 
 
-def _free_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0
-
-
 def _problem_of(work: Callable[[], Any]) -> str | None:
     """Do `work`; what went wrong, in words, or None."""
     try:
         work()
     except Exception as error:
-        return _reason(error)
+        return reason_of(error)
     return None
-
-
-def _reason(error: BaseException) -> str:
-    """An error in words: the disk's own, where torch's serializer has put another on top of it."""
-    deepest: BaseException | None = error
-    while deepest is not None and not isinstance(deepest, OSError):
-        deepest = deepest.__cause__ or deepest.__context__
-    if deepest is not None or isinstance(error, ValueError):
-        return str(deepest or error)
-    return f"{type(error).__name__}: {error}"
 
 
 def _union(parts: Sequence[dict[str, T]]) -> dict[str, T]:

@@ -25,7 +25,7 @@ from widefield.engine.mesh import Mesh
 from widefield.engine.tiling import tile_of, whole
 from widefield.tasks import Task, is_per_pixel
 from widefield.train.arithmetic import Arithmetic
-from widefield.train.pieces import Piece, pieces_of, put_together
+from widefield.train.pieces import Piece, pieces_of, put_together, small_piece_of
 from widefield.train.placing import on_tiles
 
 
@@ -45,7 +45,7 @@ class Evaluation:
     """The result of one evaluation, the same on every rank; `mistakes` are the worst by loss over all ranks.
 
     `metrics` are in percent; `confusion` counts images or, where every pixel has a class, pixels: `unit` says which.
-    `pieces` are pictures of the first images, where every pixel has a class.
+    `pieces` are pictures of the first images, where every pixel has a class; `pictures` those of mistakes, of `channels`.
     """
 
     metrics: dict[str, float]
@@ -60,6 +60,9 @@ class Evaluation:
     mistakes: list[Mistake] = field(default_factory=list)
     unit: Literal["images", "pixels"] = "images"
     pieces: list[Piece] = field(default_factory=list)
+    pictures: list[Piece] = field(default_factory=list)
+    channels: int = 3
+    """Of the images, of which a picture shows one or three."""
 
 
 @torch.no_grad()
@@ -87,7 +90,7 @@ def evaluate(
     for batch in batches:
         seen.skipped += batch.skipped if seen.first else []
         problem = batch.problem
-        if _is_over(problem, mesh, together=together):
+        if _is_over(batch, mesh, together=together):
             break
         if batch.samples == 0 and not together:
             continue
@@ -104,11 +107,12 @@ def evaluate(
     return _total(task, seen, mesh, worst, time.monotonic() - start)
 
 
-def _is_over(problem: str | None, mesh: Mesh, *, together: bool) -> bool:
-    """Whether to stop before this batch: at a problem of this rank, or of any where the next pass takes all ranks."""
-    if not together:
-        return problem is not None
-    return bool(mesh.sum_(torch.tensor(float(problem is not None), device=mesh.device)))
+def _is_over(batch: Batch, mesh: Mesh, *, together: bool) -> bool:
+    """Whether to stop before this batch: at a problem of a rank of this copy, or of any where the next pass takes all ranks."""
+    if batch.problem is not None:
+        mesh.call_to_agree()  # copies send each other nothing until they are done
+    stops = batch.refused or batch.problem is not None
+    return bool(mesh.sum_(torch.tensor(float(stops), device=mesh.device))) if together else stops
 
 
 @dataclass
@@ -125,6 +129,9 @@ class _Seen:
     mistakes: list[Mistake] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    pictures: dict[int, Piece] = field(default_factory=dict)
+    """By the number of the image, of what may turn out to be among the worst: this rank's windows."""
+    channels: int = 0
 
     @classmethod
     def nothing(cls, metrics: MetricCollection, samples: int, mesh: Mesh) -> _Seen:
@@ -142,9 +149,19 @@ class _Seen:
             self.losses[1] += task.count(target)
         if pixels and self.counts:
             self.pieces += pieces_of(batch, answers, target, ignore=task.ignore_index)  # type: ignore[attr-defined]
-        elif self.first:
+        elif self.counts:
             mistakes = _mistakes(batch.index, target, answers, task.loss_each(output, target), worst)
             self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=_by_loss)
+            self._picture(batch)
+        self.channels = batch.shape[0]
+
+    def _picture(self, batch: Batch) -> None:
+        """Keep pictures of the worst so far, those of the batch among them."""
+        kept, rows = {}, {int(index): row for row, index in enumerate(batch.index)}
+        for index in (mistake.index for mistake in self.mistakes):
+            piece = small_piece_of(batch, rows[index]) if index in rows else self.pictures.get(index)
+            kept |= {} if piece is None else {index: piece}
+        self.pictures = kept
 
 
 def _mistakes(index: Tensor, target: Tensor, answers: Tensor, loss: Tensor, worst: int) -> list[Mistake]:
@@ -168,10 +185,12 @@ def _total(task: Task, seen: _Seen, mesh: Mesh, worst: int, seconds: float) -> E
         _add_up(metric, mesh)
     losses = mesh.sum_(seen.losses)
     tally = mesh.sum_(seen.tally.to(mesh.device)).cpu()
-    gathered = mesh.gather_objects((seen.mistakes, seen.skipped, seen.pieces))
+    gathered = mesh.gather_objects((seen.mistakes if seen.first else [], seen.skipped, seen.pieces, seen.channels))
+    mistakes = heapq.nlargest(worst, [one for some, *_ in gathered for one in some], key=_by_loss)
+    shown = [seen.pictures[one.index] for one in mistakes if one.index in seen.pictures]
     values = dict(seen.metrics.compute())
     confusion = values.pop("confusion").tolist() if "confusion" in values else None
-    images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names, _ in gathered for name in names]
+    images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names, *_ in gathered for name in names]
     duplicates = int(tally.sum()) - images
     numbers = {name: 100 * float(value) for name, value in values.items()}
     told = f", {len(skipped)} unreadable left out" if skipped else ""
@@ -185,9 +204,11 @@ def _total(task: Task, seen: _Seen, mesh: Mesh, worst: int, seconds: float) -> E
         skipped=skipped,
         sentence=f"{task.sentence(numbers)} on {images:,}/{of:,} images, {duplicates} duplicates{told}",
         seconds=seconds,
-        mistakes=heapq.nlargest(worst, [one for some, _, _ in gathered for one in some], key=_by_loss),
+        mistakes=mistakes,
         unit="pixels" if is_per_pixel(task) else "images",
-        pieces=put_together([piece for _, _, pieces in gathered for piece in pieces]),
+        pieces=put_together([piece for *_, pieces, _ in gathered for piece in pieces]),
+        pictures=put_together([piece for pieces in mesh.gather_objects(shown) for piece in pieces]),
+        channels=max(channels for *_, channels in gathered),
     )
 
 

@@ -10,15 +10,16 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakSet
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torchvision.transforms.v2 import functional as v2
 
 from widefield.config import RunConfig, read_config
 from widefield.data import Dataset, Images
@@ -26,9 +27,9 @@ from widefield.data.image import write_image, write_labels
 from widefield.naming import did_you_mean
 from widefield.plan import Plan, to_text
 from widefield.section import differences, to_yaml
-from widefield.train.evaluate import Evaluation
-from widefield.train.pieces import Piece
-from widefield.train.record import replace_text
+from widefield.train.disk import replace_text
+from widefield.train.evaluate import Evaluation, Mistake
+from widefield.train.pieces import Piece, shown_in_words
 from widefield.trust import check_links
 
 WEIGHTS = "weights.safetensors"
@@ -111,7 +112,7 @@ def check_fresh(folder: Path, *, passed_over: Sequence[str]) -> None:
 def lock(folder: Path) -> IO[str]:
     """Keep other processes from training into `folder` while the file given back is open.
 
-    The lock goes with the process, however it dies.  ValueError: somebody else trains there.
+    The lock goes with the process, however it dies, also where children of it live on.  ValueError: somebody else trains there.
     """
     file = (folder / ".lock").open("a+")
     try:
@@ -126,7 +127,20 @@ def lock(folder: Path) -> IO[str]:
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
+    _LOCKS.add(file)
     return file
+
+
+_LOCKS: WeakSet[IO[str]] = WeakSet()
+"""A child that a process forks, such as a loader's worker, has the open file too, and a lock lasts while any process has it."""
+
+
+def _let_go() -> None:
+    for file in list(_LOCKS):
+        file.close()  # the parent's stays open, and so does its lock
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def write_config(folder: Path, config: RunConfig, plan: Plan) -> list[str]:
@@ -196,10 +210,14 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Save parameters and buffers under the plain model's own names, whole or not at all; equal weights, equal bytes."""
     beside = path.with_suffix(".part")
     tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    safetensors.torch.save_file(_unshared(tensors), beside, metadata={"format": "pt"})
-    with beside.open("rb") as file:
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        safetensors.torch.save_file(_unshared(tensors), beside, metadata={"format": "pt"})
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except Exception:
+        beside.unlink(missing_ok=True)  # what there is of it takes room
+        raise
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -260,24 +278,57 @@ class Picture:
 
 
 def write_evaluation(
-    folder: Path, evaluation: Evaluation, *, step: int, epoch: float, classes: list[str], images: Images
+    folder: Path,
+    evaluation: Evaluation,
+    *,
+    step: int,
+    epoch: float,
+    classes: list[str],
+    images: Images,
+    attempt: Callable[[str, Callable[[], Any]], Any] = lambda what, work: work(),
 ) -> None:
-    """Leave an evaluation in the folder with pictures of its worst mistakes or, of labels per pixel, of some images."""
-    place = folder / "mistakes"
-    place.mkdir(exist_ok=True)
-    pictures = []
-    for number, mistake in enumerate(evaluation.mistakes):
-        picture = f"mistakes/{number:02}.png"
-        write_image(_thumbnail(images.read(mistake.index)[0]), folder / picture)
-        truth, prediction = classes[mistake.truth], classes[mistake.prediction]
-        name = images.name_of(mistake.index)
-        pictures.append(Picture(name, picture, truth, prediction, mistake.probability, mistake.loss))
-    for stale in sorted(place.glob("*.png"))[len(pictures) :]:
-        stale.unlink()
-    values = {key: value for key, value in asdict(evaluation).items() if key not in ("mistakes", "pieces", "seconds")}
-    values |= {"step": step, "epoch": epoch, "classes": classes, "mistakes": [asdict(picture) for picture in pictures]}
-    values["samples"] = [_write_sample(folder, piece, images.name_of(piece.index)) for piece in evaluation.pieces]
-    replace_text(folder / "evaluation.json", json.dumps(values) + "\n")
+    """Leave an evaluation in the folder with pictures of its worst mistakes or, of labels per pixel, of some images.
+
+    attempt: does what is to be written, by name; what it gives None for is left out.
+    """
+    pieces = {piece.index: piece for piece in evaluation.pictures}
+    left = ("mistakes", "pieces", "pictures", "channels", "seconds")
+    values = {key: value for key, value in vars(evaluation).items() if key not in left}
+    values |= {"step": step, "epoch": epoch, "classes": classes, "shown": shown_in_words(evaluation.channels)}
+    values["mistakes"] = [
+        asdict(_picture(folder, number, mistake, pieces.get(mistake.index), classes, images, attempt))
+        for number, mistake in enumerate(evaluation.mistakes)
+    ]
+    for stale in sorted((folder / "mistakes").glob("*.png"))[len(evaluation.mistakes) :]:
+        stale.unlink(missing_ok=True)
+    samples = [
+        attempt("the pictures of evaluated images", partial(_write_sample, folder, piece, images.name_of(piece.index)))
+        for piece in evaluation.pieces
+    ]
+    values["samples"] = [sample for sample in samples if sample is not None]
+    attempt("evaluation.json", lambda: replace_text(folder / "evaluation.json", json.dumps(values) + "\n"))
+
+
+def _picture(
+    folder: Path, number: int, mistake: Mistake, piece: Piece | None, classes: list[str], images: Images, attempt: Any
+) -> Picture:
+    """What the report wants to know of a mistake, its picture in mistakes/; "" where there is none."""
+    file = folder / f"mistakes/{number:02}.png"
+    written = None if piece is None else attempt("the pictures of mistakes", partial(_write_picture, piece, file))
+    return Picture(
+        images.name_of(mistake.index),
+        "" if written is None else f"mistakes/{file.name}",
+        classes[mistake.truth],
+        classes[mistake.prediction],
+        mistake.probability,
+        mistake.loss,
+    )
+
+
+def _write_picture(piece: Piece, file: Path) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    write_image(piece.image, file)
+    return file
 
 
 def _write_sample(folder: Path, piece: Piece, name: str) -> dict[str, Any]:
@@ -285,19 +336,10 @@ def _write_sample(folder: Path, piece: Piece, name: str) -> dict[str, Any]:
     place = folder / "samples"
     place.mkdir(exist_ok=True)
     files = {kind: f"samples/{piece.index:02}_{kind}.png" for kind in ("image", "truth", "prediction")}
-    write_image(piece.image[: 3 if len(piece.image) >= 3 else 1], folder / files["image"])
+    write_image(piece.image, folder / files["image"])
     write_labels(piece.truth, folder / files["truth"])
     write_labels(piece.prediction, folder / files["prediction"])
     return {"id": name, "size": list(piece.size), "right": piece.right, "counted": piece.counted, **files}
-
-
-def _thumbnail(image_CHW: Tensor, side: int = 160) -> Tensor:
-    """The image, at most `side` pixels long; small ones as they are."""
-    longest = max(image_CHW.shape[1:])
-    if longest <= side:
-        return image_CHW
-    size = [max(1, round(length * side / longest)) for length in image_CHW.shape[1:]]
-    return v2.resize(image_CHW, size, antialias=True)
 
 
 def write_nan(folder: Path, values: dict[str, Any]) -> Path:

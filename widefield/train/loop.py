@@ -36,6 +36,7 @@ from widefield.engine.normalization import ghost
 from widefield.engine.passes import backward_of, without_sync
 from widefield.tasks import Task, is_per_pixel
 from widefield.train.arithmetic import Arithmetic
+from widefield.train.optimizer import clip_gradients
 from widefield.train.placing import on_tiles
 from widefield.train.schedule import Schedule
 
@@ -170,7 +171,7 @@ class Learner:
 
         known: told the loss sum and the count as soon as this rank has them.
         """
-        image, target = self._placed(batch if batch.problem is None else self.spare)
+        image, target = self._placed(batch)
         count = self.task.count(target) if batch.samples else 0
         backward_of(
             self.model,
@@ -216,7 +217,7 @@ class Learner:
             torch._foreach_mul_(self._gradients_here(), scale)
         if self.config.optimizer.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            self._clip(self.config.optimizer.clip_norm)
+            clip_gradients(self.model, self.mesh, self._trained, self.config.optimizer.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
@@ -225,17 +226,6 @@ class Learner:
     def _gradients_here(self) -> list[Tensor]:
         """This rank's part of every gradient; they share the gradients' memory."""
         return [holding.local(p.grad) for p in self._trained if p.grad is not None]
-
-    def _clip(self, most: float) -> None:
-        """Scale the gradients down to a norm of `most` over all of them, whoever holds them."""
-        if not holding.is_parted(self.mesh):
-            nn.utils.clip_grad_norm_(self._trained, most)
-            return
-        trained = {id(p) for p in self._trained}
-        named = {name: p.grad for name, p in self.model.named_parameters() if id(p) in trained and p.grad is not None}
-        norm = holding.total_norm(self.model, self.mesh, named)
-        for gradient in self._gradients_here():
-            gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0).to(gradient.device, gradient.dtype))  # as torch clips
 
     def is_finite(self) -> bool:
         """Whether every weight is a finite number, on every rank; where ranks hold parts, every rank calls it."""

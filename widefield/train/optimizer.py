@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from widefield.config import OptimizerConfig
-from widefield.engine.holding import is_part
+from widefield.engine import holding
+from widefield.engine.mesh import Mesh
 from widefield.naming import did_you_mean
-from widefield.plan import Plan
+from widefield.train.trust import for_parts
 
 Groups = list[dict[str, Any]]
 
@@ -65,9 +66,10 @@ def learning_rate(config: OptimizerConfig, batch: int) -> tuple[float, str | Non
     return lr, f"optimizer.lr={lr:.6g}: {base:g} at batch {config.base_batch_size} by the {rule} rule, for batch {batch}"
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, mesh: Mesh | None = None) -> torch.optim.Optimizer:
     """The optimizer over the parameters of `model` that take gradients, in torch's fused form where it has one.
 
+    mesh: what the model is laid out over, if it is: where ranks hold parts, norms of tensors are taken of wholes.
     Weight decay spares parameters of one dim (biases, normalization) unless `decay_norm_and_bias`.
     ValueError: no such optimizer, arguments it does not take, or a model without parameters to train.
     """
@@ -75,28 +77,28 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float) -> tor
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("the model has no parameter that takes gradients, so there is nothing to train")
-    in_parts = any(is_part(p) for p in parameters)
+    in_parts = any(holding.is_part(p) for p in parameters)
     fused = all(p.is_floating_point() and p.device.type in ("cuda", "cpu") for p in parameters)
     if in_parts and config.name == "sgd":  # DTensors have fused Adam alone
         fused = False
         config = config.model_copy(update={"options": {"foreach": True} | config.options})
     try:
-        return build(_groups(parameters, config), config, lr, fused)
-    except TypeError as error:
+        optimizer = build(_groups(parameters, config), config, lr, fused)
+    except (TypeError, ValueError) as error:  # also a number that it will not have
         raise ValueError(f"optimizer.options {config.options} do not fit '{config.name}': {error}") from None
+    return optimizer if mesh is None else for_parts(optimizer, model, mesh)
 
 
-def check_optimizer(config: OptimizerConfig, plan: Plan) -> None:
-    """ValueError where the optimizer looks at norms of whole parameters, or of all of them, and ranks step parts."""
-    zero = plan.sharding.zero
-    wholes = {"lars": 1, "lamb": 0}.get(config.name, 3)
-    if plan.shard > 1 and zero > wholes:
-        cure = f"set sharding.zero={wholes}, or " if wholes else "set "
-        raise ValueError(
-            f"optimizer.name={config.name} scales steps by norms of {'whole weights' if wholes else 'all gradients'} and with "
-            f"mesh.shard={plan.shard}, sharding.zero={zero} no rank steps all of them; {cure}optimizer.name=sgd or adamw, or "
-            "mesh.shard=1"
-        )
+def clip_gradients(model: nn.Module, mesh: Mesh, trained: Sequence[nn.Parameter], most: float) -> None:
+    """Scale the gradients down to a norm of `most` over all of them, whoever holds them.  Every rank calls it."""
+    if not holding.is_parted(mesh):
+        nn.utils.clip_grad_norm_(trained, most)
+        return
+    ids = {id(p) for p in trained}
+    named = {name: p.grad for name, p in model.named_parameters() if id(p) in ids and p.grad is not None}
+    norm = holding.total_norm(model, mesh, named)
+    for gradient in map(holding.local, named.values()):
+        gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0).to(gradient.device, gradient.dtype))  # as torch clips
 
 
 def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> Groups:

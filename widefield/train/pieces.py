@@ -1,7 +1,10 @@
 """What does a network see of an image, small enough to show?  Thinned pictures that ranks make of their windows.
 
-A picture keeps every s-th row and column of the whole, counted from its corner.  So what a window shows of it depends on
-where the window lies and on nothing beside it, and pieces of several ranks put together are the picture of the whole.
+A picture with labels keeps every s-th row and column of the whole, counted from its corner; a small one of an image alone keeps
+blocks of s rows and columns, each by its mean.  So what a window shows of it depends on where the window lies and on nothing
+beside it, and pieces of several ranks put together are the picture of the whole.
+
+A picture has one channel, grey, or three, red, green and blue.  Its memory does not grow with the image.
 """
 
 from __future__ import annotations
@@ -11,19 +14,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from widefield.data.loader import Batch
+from widefield.data.batch import Batch
 from widefield.geometry import Interval
 
 SHOWN = 4
-"""So many images of the evaluation split are pictured, the first ones, so that evaluations show the same."""
+"""So many images of the evaluation split are pictured with their labels, the first ones, so that evaluations show the same."""
 LONGEST_PX = 700
+SMALL_PX = 160
+SAMPLED = 8
+"""So many rows and columns of a block count in its mean."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of image `index`, thinned: `image` (C, h, w) uint8, `truth` and `prediction` (h, w) class numbers.
+    """What one rank holds of image `index`, thinned: `image` (1 or 3, h, w) uint8.
 
+    `truth` and `prediction` (h, w) are class numbers, empty where the image has one class.
     `top` and `left` place it in the picture of the whole, which is `shape` (h, w); the whole has `size` (H, W) pixels.
     `right` of the `counted` pixels of the window, before thinning, were answered right.
     """
@@ -36,24 +44,47 @@ class Piece:
     image: Tensor
     truth: Tensor
     prediction: Tensor
-    right: int
-    counted: int
+    right: int = 0
+    counted: int = 0
+
+
+def channels_shown(image_CHW: Tensor) -> Tensor:
+    """The first three channels, or the first alone where there are fewer."""
+    return image_CHW[: 3 if len(image_CHW) >= 3 else 1]
+
+
+def shown_in_words(channels: int) -> str | None:
+    """Which channels a picture shows; None where these are all of an image's.
+
+    >>> shown_in_words(5)
+    'channels 1, 2 and 3 of 5, as red, green and blue'
+    >>> shown_in_words(2)
+    'channel 1 of 2, in grey'
+    """
+    if channels in (1, 3):
+        return None
+    return f"channel 1 of {channels}, in grey" if channels < 3 else f"channels 1, 2 and 3 of {channels}, as red, green and blue"
 
 
 def pieces_of(batch: Batch, answers: Tensor, target: Tensor, *, ignore: int) -> list[Piece]:
     """Pieces of those images of a batch that are shown; (B, H, W) `answers` and `target` as this rank holds them."""
     if target.ndim != 3:  # volumes have no picture
         return []
-    size = tuple((batch.whole_shape or batch.image.shape)[-2:])
-    window = batch.window or tuple(Interval(0, length) for length in size)
+    size, window = _place(batch)
     return [
-        _piece(int(index), size, window, batch.image[number], target[number].cpu(), answers[number].cpu(), ignore)
+        _labelled(int(index), size, window, batch.image[number], target[number].cpu(), answers[number].cpu(), ignore)
         for number, index in enumerate(batch.index)
         if index < SHOWN
     ]
 
 
-def _piece(index: int, size, window, image: Tensor, truth: Tensor, prediction: Tensor, ignore: int) -> Piece:
+def _place(batch: Batch) -> tuple[tuple[int, int], tuple[Interval, ...]]:
+    """Pixels of the whole images, and this rank's window of them."""
+    height, width = batch.shape[-2:]
+    return (height, width), batch.window or (Interval(0, height), Interval(0, width))
+
+
+def _labelled(index: int, size, window, image: Tensor, truth: Tensor, prediction: Tensor, ignore: int) -> Piece:
     every = -(-max(size) // LONGEST_PX)
     start = [-(-run.start // every) for run in window]
     rows, columns = (slice(first * every - run.start, None, every) for first, run in zip(start, window, strict=True))
@@ -64,12 +95,38 @@ def _piece(index: int, size, window, image: Tensor, truth: Tensor, prediction: T
         shape=(-(-size[0] // every), -(-size[1] // every)),
         top=start[0],
         left=start[1],
-        image=image[:, rows, columns].cpu().clone(),
+        image=channels_shown(image)[:, rows, columns].cpu().clone(),
         truth=truth[rows, columns].clone(),
         prediction=prediction[rows, columns].clone(),
         right=int(((prediction == truth) & counted).sum()),
         counted=int(counted.sum()),
     )
+
+
+def small_piece_of(batch: Batch, row: int) -> Piece | None:
+    """What this rank holds of one image of a batch, for a picture SMALL_PX long at most; None of a volume."""
+    if batch.image.ndim != 4:
+        return None
+    size, window = _place(batch)
+    every = -(-max(size) // SMALL_PX)
+    step = -(-every // SAMPLED)
+    every = -(-every // step) * step
+    start = [-(-run.start // every) for run in window]
+    rows, columns = (slice(first * every - run.start, None, step) for first, run in zip(start, window, strict=True))
+    sampled = channels_shown(batch.image[row])[:, rows, columns]
+    shape = (-(-size[0] // every), -(-size[1] // every))
+    nothing = torch.zeros(0, 0, dtype=torch.uint8)
+    return Piece(int(batch.index[row]), size, shape, *start, _means(sampled, every // step).cpu(), nothing, nothing)
+
+
+def _means(image_CHW: Tensor, side: int) -> Tensor:
+    """Means of blocks of `side` rows and columns, what there is of the last ones too."""
+    if image_CHW.numel() == 0:
+        return image_CHW.new_zeros(len(image_CHW), *(-(-length // side) for length in image_CHW.shape[1:]))
+    if side == 1:
+        return image_CHW.clone()
+    means = F.avg_pool2d(image_CHW.float(), side, ceil_mode=True, count_include_pad=False)
+    return means.round().clamp(0, 255).to(torch.uint8)
 
 
 def put_together(pieces: Sequence[Piece]) -> list[Piece]:
@@ -78,7 +135,7 @@ def put_together(pieces: Sequence[Piece]) -> list[Piece]:
     for index in sorted({piece.index for piece in pieces}):
         parts = [piece for piece in pieces if piece.index == index]
         whole = _join(parts)
-        if sum(part.truth.numel() for part in parts) == whole.truth.numel():
+        if sum(part.image[0].numel() for part in parts) == whole.image[0].numel():
             wholes.append(whole)
     return wholes
 
@@ -86,9 +143,14 @@ def put_together(pieces: Sequence[Piece]) -> list[Piece]:
 def _join(parts: list[Piece]) -> Piece:
     first = parts[0]
     image = torch.zeros(len(first.image), *first.shape, dtype=first.image.dtype)
-    truth, prediction = (torch.zeros(first.shape, dtype=part.dtype) for part in (first.truth, first.prediction))
+    labelled = any(part.truth.numel() for part in parts)
+    shape = first.shape if labelled else (0, 0)
+    truth, prediction = (torch.zeros(shape, dtype=part.dtype) for part in (first.truth, first.prediction))
     for part in parts:
-        place = (..., slice(part.top, part.top + len(part.truth)), slice(part.left, part.left + part.truth.shape[1]))
-        image[place], truth[place], prediction[place] = part.image, part.truth, part.prediction
+        height, width = part.image.shape[1:]
+        place = (..., slice(part.top, part.top + height), slice(part.left, part.left + width))
+        image[place] = part.image
+        if labelled:
+            truth[place], prediction[place] = part.truth, part.prediction
     right, counted = sum(part.right for part in parts), sum(part.counted for part in parts)
     return Piece(first.index, first.size, first.shape, 0, 0, image, truth, prediction, right, counted)

@@ -26,16 +26,17 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from widefield.config import LogConfig
-from widefield.train.scalars import check_log, scalar_logs
+from widefield.train.disk import MOST_BYTES, Attempts, Lines, in_words, replace_text
+from widefield.train.scalars import ScalarLog, check_log, scalar_logs
 from widefield.train.terminal import GIB, Pace, clock_text, memory_text, printable, rate_text, terminal
 
 Line = dict[str, Any]
-FILE = "record.jsonl"
+FILE, SUMMARY = "record.jsonl", "summary.csv"
 
 
 def read(folder: str | Path) -> list[Line]:
@@ -55,16 +56,6 @@ def read(folder: str | Path) -> list[Line]:
         elif row.strip() and number < len(rows):
             raise ValueError(f"{path}, line {number} is not a JSON object: {row[:60]!r}; delete that line to read the others")
     return lines
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Give `path` this text or leave it as it was: written beside, synced, renamed.  UTF-8; lone surrogates are escaped."""
-    beside = path.with_name(path.name + ".part")
-    with beside.open("wb") as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def versions() -> dict[str, str]:
@@ -95,7 +86,8 @@ def machine() -> dict[str, Any]:
 class Record:
     """The open record of a run; rank 0 alone holds one.  Call it from one thread; `close` it, or use it in a `with`.
 
-    Every line is handed to the operating system before the call returns, so a kill loses none.
+    Every line is handed to the operating system before the call returns, so a kill loses none.  Where the disk is full lines
+    wait until it is not; views of the record are left out, with a warning.
     """
 
     def __init__(self, folder: Path, log: LogConfig, resumed_step: int | None, stream: TextIO) -> None:
@@ -103,10 +95,16 @@ class Record:
         self._folder, self._log, self._resumed_step = folder, log, resumed_step
         self._evaluations = [line for line in kept if line.get("kind") == "evaluation"]
         self._terminal = terminal(stream)
-        self._scalars = scalar_logs(folder, log, resumed_step)
         self._pace = Pace()
         self._steps = 0
-        self._file = (folder / FILE).open("a", encoding="utf-8")
+        self._lines, self._told_of_lines = Lines(folder / FILE), False
+        self.attempt = Attempts(folder, self.warning)
+        """For what a run writes beside its record and can do without."""
+        self._summarize()
+        self._scalars: list[tuple[str, ScalarLog]] = []
+        for name, begin in scalar_logs(folder, log, resumed_step).items():
+            begun = self.attempt(name, begin)
+            self._scalars += [] if begun is None else [(name, begun)]
 
     @classmethod
     def open(
@@ -133,8 +131,7 @@ class Record:
             "start", versions=versions(), machine=machine(), ranks=ranks, plan=plan, reasons=list(reasons),
             resumed_from=self._resumed_step, steps=steps, samples_per_epoch=samples_per_epoch, parameters=parameters,
         )  # fmt: skip
-        for log in self._scalars:
-            log.describe(line)
+        self._tell_scalars(lambda log: log.describe(line))
         self._terminal.begin(self._resumed_step or 0, steps)
 
     def step(
@@ -183,7 +180,7 @@ class Record:
             loss=loss, metrics=dict(metrics), seconds=seconds,
         )  # fmt: skip
         self._evaluations.append(line)
-        replace_text(self._folder / "summary.csv", _summary(self._evaluations))
+        self._summarize()
         self._log_scalars(step, {"val/loss": loss, **{f"val/{name}": value for name, value in metrics.items()}})
         self._pace.also(seconds)
         self.say(f"step {step}  ep {epoch:.2f}".removesuffix(".00") + f"  {text}  loss {loss:.4g}")
@@ -206,15 +203,26 @@ class Record:
         self._write("end", reason=reason, step=step, text=text)
         self.say(text)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether more lines wait for room on the disk than memory should hold."""
+        return self._lines.waiting_bytes > MOST_BYTES
+
     def close(self) -> None:
         """Give files and terminal back; a second call does nothing."""
-        if self._file.closed:
+        if not self._lines.is_open:
             return
-        os.fsync(self._file.fileno())
-        self._file.close()
+        self._tell_scalars(lambda log: log.close())
+        self._lines.close()
         self._terminal.close()
-        for log in self._scalars:
-            log.close()
+
+    @property
+    def missing(self) -> str | None:
+        """What the closed record lacks, in words; None where it is whole."""
+        if self._lines.error is None:
+            return None
+        what = f"the last {self._lines.waiting_bytes:,} bytes of {self._lines.path}"
+        return f"{in_words(what, self._lines.error, self._folder)}. What they told is lost; free some space there"
 
     def __enter__(self) -> Record:
         return self
@@ -224,9 +232,16 @@ class Record:
 
     def _write(self, kind: str, **values: Any) -> Line:
         line = {"kind": kind, "time": time.time(), **values}
-        self._file.write(_encoded(line))
-        self._file.flush()  # into the kernel: a kill -9 of this process cannot take it back
+        self._lines.add(_encoded(line))  # into the kernel: a kill -9 of this process cannot take it back
+        if self._lines.error is not None and not self._told_of_lines:
+            self._told_of_lines = True
+            told = in_words(self._lines.path, self._lines.error, self._folder)
+            self.warning(f"{told}. Its lines wait in memory until they can; free some space there, or see to the disk")
         return line
+
+    def _summarize(self) -> None:
+        if self._evaluations or (self._folder / SUMMARY).exists():
+            self.attempt(SUMMARY, lambda: replace_text(self._folder / SUMMARY, _summary(self._evaluations)))
 
     def _report_interval(self, line: Line, eta: str) -> None:
         """Print and log what is averaged since the last printed line.  TensorBoard's five calls take 0.13 ms."""
@@ -243,8 +258,13 @@ class Record:
         )
 
     def _log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for log in self._scalars:
-            log.scalars(step, values)
+        self._tell_scalars(lambda log: log.scalars(step, values))
+
+    def _tell_scalars(self, tell: Callable[[ScalarLog], None]) -> None:
+        """A log that fails is told no more."""
+        for name, log in list(self._scalars):
+            if self.attempt(name, lambda log=log: (tell(log), True)) is None:  # type: ignore[misc]
+                self._scalars.remove((name, log))
 
 
 # ---------------------------------------------------------------------------------------------- lines
@@ -287,14 +307,14 @@ def _cut_back(folder: Path, resumed_step: int | None) -> list[Line]:
     last, lines = -1 if resumed_step is None else resumed_step, read(folder)
     try:
         kept = [line for line in lines if line.get("step", -1) <= last]
-        text, summary = "".join(map(_encoded, kept)), _summary([line for line in kept if line.get("kind") == "evaluation"])
+        text = "".join(map(_encoded, kept))
+        _summary([line for line in kept if line.get("kind") == "evaluation"])
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{folder / FILE} holds values that widefield does not write ({type(error).__name__}: {error}); take it from where "
             "it was written, or begin a run of its own with another --run folder"
         ) from None
     replace_text(folder / FILE, text)
-    replace_text(folder / "summary.csv", summary)
     return kept
 
 

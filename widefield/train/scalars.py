@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import socket
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,30 +33,47 @@ class ScalarLog(Protocol):
     def close(self) -> None: ...
 
 
-def scalar_logs(folder: Path, log: LogConfig, resumed_step: int | None) -> list[ScalarLog]:
-    logs: list[ScalarLog] = []
+def scalar_logs(folder: Path, log: LogConfig, resumed_step: int | None) -> dict[str, Callable[[], ScalarLog]]:
+    """What the config asks for, by name: each is called to begin it."""
+    logs: dict[str, Callable[[], ScalarLog]] = {}
     if log.wandb is not None:
-        logs.append(_WeightsAndBiases(folder, log.wandb))
+        logs["Weights & Biases' log"] = partial(_WeightsAndBiases, folder, log.wandb)
     if log.tensorboard:
-        logs.append(_TensorBoard(folder / "tensorboard", purge_step=0 if resumed_step is None else resumed_step + 1))
+        purge_step = 0 if resumed_step is None else resumed_step + 1
+        logs["TensorBoard's file"] = partial(_TensorBoard, folder / "tensorboard", purge_step=purge_step)
     return logs
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, purge_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here: importing it takes a second
+    """Writes events itself: torch's SummaryWriter has a thread for it, whose traceback nobody catches on a full disk."""
 
-        # purge_step makes the reader forget what a killed run wrote for that step and later ones
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # here: importing it takes a second
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # the reader takes files in the order of their names, so a run that goes on within a second comes after
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._event, self._file = Event, (folder / name).open("wb")
+        self._writer = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        # a session that starts makes the reader forget what a killed run wrote for that step and later ones
+        self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def describe(self, start: Mapping[str, Any]) -> None: ...
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        from torch.utils.tensorboard.summary import scalar
+
         for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
+            self._write(step=step, summary=scalar(tag, value))
+        self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _write(self, **of_event: Any) -> None:
+        self._writer.write(self._event(wall_time=time.time(), **of_event).SerializeToString())
 
 
 class _WeightsAndBiases:

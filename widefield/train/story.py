@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,15 +11,18 @@ from typing import Literal
 from torch import nn
 
 from widefield.config import Duration, RunConfig
+from widefield.engine.failure import PeerFailedError, in_words
 from widefield.engine.holding import wholes_on_main
 from widefield.engine.mesh import AgreedError, Mesh
 from widefield.engine.normalization import average_running_statistics, broadcast_buffers
 from widefield.engine.parallelize import evaluates_together
 from widefield.plan import to_text
+from widefield.train import disk
 from widefield.train.assemble import Parts
+from widefield.train.average import follow_buffers
 from widefield.train.checkpoint import About, Checkpoints
 from widefield.train.evaluate import Evaluation, evaluate
-from widefield.train.folder import peak_memory_bytes, write_evaluation, write_nan, write_weights
+from widefield.train.folder import WEIGHTS, peak_memory_bytes, write_evaluation, write_nan, write_weights
 from widefield.train.interrupt import Interrupt
 from widefield.train.loop import Learner, NonFiniteLossError, Passes
 from widefield.train.record import Record, versions
@@ -63,10 +67,10 @@ class Story:
         learner, config, stopped = self.learner, self.config, False
         evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
         while learner.step < self.last and not stopped:
-            stopped = self.step(passes, stop=interrupt.asked)
+            stopped = self.step(passes, stop=interrupt.asked or (self.record is not None and self.record.is_lost))
             due = learner.step == self.last
             if learner.step % learner.steps.per_epoch == 0 and config.batch_norm == "averaged":
-                average_running_statistics(learner.model, self.mesh)
+                self._agree_on_buffers()
             if due or (learner.step % evaluate_every == 0 and not stopped):
                 self._evaluate()
                 passes.skip_lap()
@@ -139,15 +143,24 @@ class Story:
             text=evaluation.sentence,
         )
         write_evaluation(
-            self.folder, evaluation, step=learner.step, epoch=learner.epoch, classes=dataset.classes, images=dataset.evaluate
+            self.folder,
+            evaluation,
+            step=learner.step,
+            epoch=learner.epoch,
+            classes=dataset.classes,
+            images=dataset.evaluate,
+            attempt=record.attempt,
         )
 
     def _agree_on_buffers(self) -> None:
-        """Where batch normalization is not synchronized, make its running statistics equal on all ranks."""
+        """Where batch normalization is not synchronized, make its running statistics equal on all ranks, the average's too."""
+        learner = self.learner
         if self.config.batch_norm == "averaged":
-            average_running_statistics(self.learner.model, self.mesh)
+            average_running_statistics(learner.model, self.mesh)
         elif self.config.batch_norm == "broadcast":
-            broadcast_buffers(self.learner.model, self.mesh)
+            broadcast_buffers(learner.model, self.mesh)
+        if learner.ema is not None:
+            follow_buffers(learner.ema, learner.model)
 
     def _save(self, *, wait: bool) -> None:
         """Save all that a resumed run needs; in the background unless the run is about to end."""
@@ -195,28 +208,52 @@ class Story:
         if not complete and self.mesh.world.launcher != "torchrun":  # elastic takes any other status for a crash
             status = 128 + (interrupt.signal or signal.SIGTERM)
         weights = wholes_on_main(self._answering, self.mesh, dict(self._answering.state_dict()))
+        self.mesh.together(lambda: self._leave(weights) if self.record is not None else None)
         if self.record is not None:
-            write_weights(self.folder, weights)
             at = f"step {learner.step} of {self.last}"
             text = "trained to the end" if complete else f"stopped at {at}; the same command goes on from there"
             if complete and self.evaluation is not None:
                 text += f": {self.evaluation.sentence}"
             self.record.end("complete" if complete else "interrupted", step=learner.step, text=text)
-            self.record.close()
+            status = self._close(self.record) or status
         return Outcome("complete" if complete else "interrupted", learner.step, status, self.evaluation)
 
-    def fail(self, error: AgreedError) -> None:
-        """Write down why the run ends here."""
+    def _leave(self, weights: dict) -> None:
+        """Write the run's weights; ValueError, in words, where the disk refuses them."""
+        try:
+            write_weights(self.folder, weights)
+        except Exception as error:
+            saved = self.checkpoints.failure is None
+            where = "The last checkpoint has them" if saved else "The last checkpoint was not saved either; older ones stand"
+            needed = sum(value.nbytes for value in weights.values())
+            told = disk.in_words(self.folder / WEIGHTS, error, self.folder)
+            raise ValueError(
+                f"{told}, and the weights take {needed:,}. {where}: free some space there and give the same command again"
+            ) from None
+
+    @staticmethod
+    def _close(record: Record) -> int:
+        """Close the record; the status of a run whose record lacks something."""
+        record.close()
+        if record.missing is None:
+            return 0
+        print(f"widefield: {record.missing}", file=sys.stderr, flush=True)
+        return 1
+
+    def fail(self, error: Exception | str) -> None:
+        """Write down why the run ends here: an error of this rank, one that all raise, or words on another rank."""
         if self.record is None:
             return
-        text = str(error)
+        known = isinstance(error, str | AgreedError | PeerFailedError)
+        text = str(error) if known else f"rank {self.mesh.rank} {in_words(error)}"
         if isinstance(error, NonFiniteLossError):
             images = self.parts.dataset.train
             values = {"step": error.step, "epoch": self.learner.epoch, "index": error.index}
-            path = write_nan(self.folder, values | {"images": [images.name_of(index) for index in error.index]})
-            text += f". Its {len(error.index)} images are listed in {path}"
+            values |= {"images": [images.name_of(index) for index in error.index]}
+            path = self.record.attempt("nan.json", lambda: write_nan(self.folder, values))
+            text += "" if path is None else f". Its {len(error.index)} images are listed in {path}"
         self.record.end("failed", step=self.learner.step, text=text)
-        self.record.close()
+        self._close(self.record)
 
 
 def evaluate_parts(parts: Parts, model: nn.Module) -> Evaluation:

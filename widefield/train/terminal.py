@@ -9,6 +9,8 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
@@ -30,6 +32,16 @@ def terminal(stream: TextIO) -> Terminal:
     return _Bar(stream) if redraws else _Plain(stream)
 
 
+@contextmanager
+def heard(stream: TextIO) -> Iterator[None]:
+    """Inside, what is written to a stream that takes no more (a full disk, a reader who left) goes nowhere, from then on."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def printable(text: str) -> str:
     """`text` with control characters (as file names may hold) spelled out."""
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
@@ -47,8 +59,9 @@ class _Plain:
 
     def say(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"  # under LANG=C it is ASCII, and a path may not be
-        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        self._stream.flush()
+        with heard(self._stream):
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+            self._stream.flush()
 
     def close(self) -> None: ...
 
@@ -65,7 +78,7 @@ class _Bar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        ours = stream is sys.stdout
+        self._stream, ours = stream, stream is sys.stdout
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[facts]}"),
             console=Console(file=stream, force_terminal=True), auto_refresh=False, expand=True,
@@ -83,11 +96,13 @@ class _Bar:
         self._progress.update(self._task, completed=step, facts=facts)
         now = time.monotonic()
         if now - self._drawn >= self.REDRAW_SECONDS:
-            self._progress.refresh()
+            with heard(self._stream):
+                self._progress.refresh()
             self._drawn = now
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with heard(self._stream):
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()

@@ -1,7 +1,7 @@
 """Class folders, as ImageNet is commonly laid out: `path/train/CLASS/image.jpg` and `path/val/CLASS/image.jpg`.
 
 Without train/ and val/, `path/CLASS/image.jpg` is read and `data.hold_out` of it is evaluated; which images those are
-depends on their names alone.  Folders may be nested below a class.
+depends on their names alone.  Folders may be nested below a class, and be links to folders elsewhere.
 """
 
 from __future__ import annotations
@@ -101,12 +101,24 @@ def _files(folder: Path, classes: list[str]) -> Files:
 
 
 def _images_below(folder: Path, root: Path) -> list[str]:
-    return [
-        os.path.relpath(os.path.join(place, name), root)
-        for place, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if name.lower().endswith(SUFFIXES)
-    ]
+    """Paths of the images below a folder, links to other folders followed; ValueError where one leads back."""
+    found = []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        for name in folders:
+            if os.path.islink(os.path.join(place, name)):
+                _refuse_circle(Path(place, name), folder)
+        found += [os.path.relpath(os.path.join(place, name), root) for name in names if name.lower().endswith(SUFFIXES)]
+    return found
+
+
+def _refuse_circle(link: Path, folder: Path) -> None:
+    """ValueError where a link leads to a folder through which the walk from `folder` has come to it, or to one around that."""
+    came_through = [place.resolve() for place in link.parents if place.is_relative_to(folder)]
+    if link.resolve() in (*came_through, *folder.resolve().parents):
+        raise ValueError(
+            f"data.path leads in a circle: {link} is a link to {link.resolve()}, in which it lies, so the same images would be "
+            "read again and again; remove the link"
+        )
 
 
 def _split(files: Files, share: float) -> tuple[Files, Files]:

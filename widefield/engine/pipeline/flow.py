@@ -344,7 +344,10 @@ class _Pass:
         try:
             self.schedule.step(*([own_of(image)] if self.has_first else []), target=self.positions, **self._options)
         except RuntimeError as error:
-            raise _cause(error) from error
+            cause = _cause(error)
+            if cause is error:
+                raise
+            raise cause from cause.__cause__
         finally:
             self._job = None
         return torch.stack(self._losses).double().sum() if self._losses else torch.zeros((), dtype=torch.float64)

@@ -1,0 +1,80 @@
+"""Do all ranks of a copy of the model have the same batch?  They agree on what of it all of them could read.
+
+Where a copy lies on several ranks, each reads the images itself, or its window of them, and a disk may fail on one of them
+alone.  Its batch would have other samples than its peers', and the messages of a pass other sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from widefield.data.batch import Batch
+from widefield.data.loader import Key, Reader, close
+from widefield.data.transforms import seed_of
+from widefield.engine.mesh import AgreedError, Mesh
+
+_NO_SHAPE = 2**63 - 1
+
+
+class Agreed:
+    """A loader's batches as every rank of this copy of the model can use them; all of them take as many.
+
+    What one rank could not read, none of them has.  `spare` takes the place of a batch that none can use, as a stand-in; None
+    where such a batch is not run.
+    Cost per batch: one message of a few numbers over the ranks of the copy; none where it is on one rank.
+    """
+
+    def __init__(self, batches: Iterator[Batch], mesh: Mesh, *, spare: Batch | None, name_of: Callable[[int], str]) -> None:
+        self._batches, self._mesh, self._spare, self._name_of = batches, mesh, spare, name_of
+
+    def __iter__(self) -> Agreed:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        return batch if batch.idle else self._agreed(batch)
+
+    def _shutdown_workers(self) -> None:  # as torch's own iterator has it, see loader.close
+        close(self._batches)
+
+    def _agreed(self, batch: Batch) -> Batch:
+        fine = batch.problem is None and not self._mesh.is_called_to_agree
+        shape = seed_of(*batch.shape) if batch.problem is None and any(batch.readable) else None
+        told = [int(fine), *([_NO_SHAPE] * 2 if shape is None else [shape, -shape]), *map(int, batch.readable)]
+        all_fine, least, most, *readable = self._mesh.least_of_copy(told)
+        if least not in (_NO_SHAPE, -most):
+            problem = f"this rank read images of {batch.shape} (C, H, W) and another rank the same images of another size"
+            return self._stand_in(replace(batch, problem=batch.problem or f"{problem}; let all machines see the same files"))
+        return self._of_all(batch, readable) if all_fine else self._stand_in(batch)
+
+    def _stand_in(self, batch: Batch) -> Batch:
+        told = {"problem": batch.problem, "skipped": batch.skipped, "asked": batch.asked}
+        return replace(self._spare or batch, samples=0, refused=True, **told)
+
+    def _of_all(self, batch: Batch, readable: list[int]) -> Batch:
+        """What all ranks could read of it."""
+        if all(readable):
+            return batch
+        is_real = batch.samples > 0 or bool(batch.skipped)  # a stand-in that could not be read is nobody's loss
+        lost = [self._name_of(index) for index, could in zip(batch.asked, readable, strict=True) if not could and is_real]
+        here = [number for number, could in enumerate(batch.readable) if could]
+        rows = [row for row, number in enumerate(here) if readable[number]]
+        found = batch if rows == list(range(batch.samples)) and rows else batch.only(rows) if rows else self._spare or batch
+        return replace(found, samples=len(rows), skipped=lost, asked=batch.asked)
+
+
+def spare_of(reader: Reader, mesh: Mesh) -> Batch:
+    """The first image that every rank can read, as a stand-in batch: the same on all of them.  Every rank calls it.
+
+    AgreedError on every rank where there is none, or, unless data.bad_images=skip, where any rank cannot read the first.
+    """
+    first, count = 0, len(reader)
+    while first < count:
+        batch = reader.__getitems__([Key(0, 0, first, real=False)])
+        mesh.agree(batch.problem)
+        found = mesh.gather_objects((int(batch.index[0]) - first) % count)
+        if not any(found):
+            return batch
+        first += max(found)
+    raise AgreedError(f"none of the {count} images can be read on every rank; the first is {reader.images.name_of(0)}")

@@ -1,0 +1,123 @@
+"""What of a run may fail to be written, and how is it told?  A full disk ends nothing that can go on without it.
+
+A run needs its checkpoints, its record and, at its end, its weights.  All else it writes are views of these: one that fails is
+warned of once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+MOST_BYTES = 16 * 2**20
+"""Of lines that wait for room on the disk: those of some fifty thousand steps."""
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk that holds a folder, which need not be there yet; 0 where that cannot be told."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
+    return 0
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in words: the disk's own, where a serializer has put another on top of it."""
+    deepest: BaseException | None = error
+    while deepest is not None and not isinstance(deepest, OSError):
+        deepest = deepest.__cause__ or deepest.__context__
+    if deepest is not None or isinstance(error, ValueError):
+        return str(deepest or error)
+    return f"{type(error).__name__}: {error}"
+
+
+def in_words(what: str | Path, error: BaseException, folder: Path) -> str:
+    """`runs/1/config.yaml cannot be written: [Errno 28] No space left on device; 0 bytes are free in runs/1`."""
+    return f"{what} cannot be written: {reason_of(error)}; {free_bytes(folder):,} bytes are free in {folder}"
+
+
+class Attempts:
+    """Tries what a run can do without: `attempt("summary.csv", work)` gives what `work` gives, or warns and gives None.
+
+    Each thing is warned of once, however often it fails.
+    """
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        self._folder, self._warn = folder, warn
+        self._told: set[str] = set()
+
+    def __call__(self, what: str, work: Callable[[], T]) -> T | None:
+        try:
+            return work()
+        except Exception as error:
+            if what not in self._told:
+                self._told.add(what)
+                cure = "The run goes on without; free some space there, or see to the disk"
+                self._warn(f"{in_words(what, error, self._folder)}. {cure}")
+            return None
+
+
+class Lines:
+    """A file that lines are added to.  What the disk refuses waits in memory and is tried again with the next line.
+
+    Whole lines, in order: a line that was written in part is written to its end before the next one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.error: OSError | None = None
+        """Why lines wait; None where none do."""
+        self._waiting = bytearray()
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    @property
+    def waiting_bytes(self) -> int:
+        return len(self._waiting)
+
+    def add(self, text: str) -> None:
+        """Hand the text to the operating system, or keep it for the next time."""
+        assert self._file is not None, "lines are added to an open file"
+        self._waiting += text.encode("utf-8", "backslashreplace")
+        try:
+            while self._waiting:
+                del self._waiting[: os.write(self._file, self._waiting)]
+            self.error = None
+        except OSError as error:
+            self.error = error
+
+    def close(self) -> None:
+        """Put the lines on the disk; a second call does nothing.  `error` says what it refuses."""
+        if self._file is None:
+            return
+        self.add("")
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self.error = self.error or error
+        os.close(self._file)
+        self._file = None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give `path` this text or leave it as it was: written beside, synced, renamed.  UTF-8; lone surrogates are escaped."""
+    beside = path.with_name(path.name + ".part")
+    try:
+        with beside.open("wb") as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()  # what there is of it takes room
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
