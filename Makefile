@@ -1,17 +1,21 @@
 # make demo      trains on scikit-learn's digits, then on pages cut into tiles, and writes a report of each
-# make test      runs every test
+# make test      runs the tests that are not marked long: 15 minutes on two cores
+# make test-all  runs every test
 # make coverage  the same, and which lines no test runs
 # make docs      builds the documentation into site/
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test coverage docs clean
+.PHONY: demo test test-all coverage docs clean
 demo: $(VENV)/installed
 	$(BIN)/widefield train recipes/digits.yaml mesh.replicate=2
 	$(BIN)/widefield train recipes/page.yaml 'data.options.pages=[64,8]' schedule.length=4ep schedule.warmup=1ep
 
 test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m "not long"
+
+test-all: $(VENV)/installed-test
 	$(BIN)/python -m pytest
 
 coverage: $(VENV)/installed-test
