@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import widefield as wf
-from widefield.engine.holding import wholes_on_main
+from widefield.engine.holding import local, wholes_on_main
 from widefield.engine.mesh import Mesh
 from widefield.engine.parity import TOLERANCE, rows_of
 from widefield.engine.passes import backward_of
@@ -97,7 +97,9 @@ class Trial:
         images = [image[part.start : part.stop] for image in self._images()]
         model = copy.deepcopy(self.model)
         laid = wf.parallelize(model, mesh, sample=images[0].to("meta"))
-        return train(model, laid, images, lambda image: wf.tile(image, mesh) if mesh.grid.sizes else image, mesh, part.start)
+        found = train(model, laid, images, lambda image: wf.tile(image, mesh) if mesh.grid.sizes else image, mesh, part.start)
+        _free(model)
+        return found
 
     def _compared(self, ranks: list[Numbers]) -> Found:
         errors = self._errors(ranks)
@@ -193,6 +195,12 @@ def _holds_wholes(mesh: Mesh) -> bool:
 def _wholes(model: nn.Module, mesh: Mesh | None, tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
     held = tensors if mesh is None or _holds_wholes(mesh) else wholes_on_main(model, mesh, tensors)
     return {name: wf.whole(tensor.detach()).clone() for name, tensor in held.items() if isinstance(tensor, Tensor)}
+
+
+def _free(model: nn.Module) -> None:
+    """Give a model's memory back at once: it lives on in the pictures that captures keep of what they read."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        local(tensor.detach()).untyped_storage().resize_(0)
 
 
 def _said(errors: list[BaseException], ranks: int = 1) -> Found:
