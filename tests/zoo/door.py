@@ -97,7 +97,8 @@ class Trial:
         images = [image[part.start : part.stop] for image in self._images()]
         model = copy.deepcopy(self.model)
         laid = wf.parallelize(model, mesh, sample=images[0].to("meta"))
-        found = train(model, laid, images, lambda image: wf.tile(image, mesh) if mesh.grid.sizes else image, mesh, part.start)
+        lay = lambda image: wf.tile(image, mesh) if mesh.grid.sizes else image  # noqa: E731
+        found = train(model, laid, images, lay, mesh, first=part.start, samples=self.shape[0])
         _free(model)
         return found
 
@@ -145,14 +146,16 @@ def train(
     images: list[Tensor],
     lay: Callable[[Tensor], Tensor],
     mesh: Mesh | None = None,
+    *,
     first: int = 0,
+    samples: int | None = None,
 ) -> Numbers:
-    """SGD steps, one for each batch of images, the first of which is sample number `first`; empty on ranks with parts alone.
+    """SGD steps, one for each batch of images, the first of which is number `first` of `samples`; empty on ranks with parts alone.
 
     What the last step leaves of weights is what its gradients and the steps before leave, so they are not compared.
     """
     copies = 1 if mesh is None else mesh.copies
-    samples = len(images[0]) * copies
+    samples = samples or len(images[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     found: Numbers = {"loss": {}, "gradient": {}, "buffer": {}}
     for step, image in enumerate(images):
@@ -171,7 +174,7 @@ def train(
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         found["gradient"] |= {f"of step {step}, {name}": grad for name, grad in _wholes(model, mesh, gradients).items()}
     optimizer.zero_grad()
-    weights = {name for name, _ in model.named_parameters()}
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found["buffer"] = _wholes(model, mesh, {name: t for name, t in model.state_dict().items() if name not in weights})
     return found if mesh is None or mesh.is_main or _holds_wholes(mesh) else {}
 
