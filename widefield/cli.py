@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from widefield import manual
 from widefield.config import RunConfig, json_schema, read_config
 from widefield.plan import check, plan_of, ranks_asked_for
-from widefield.refusal import say
+from widefield.refusal import printable, say
 from widefield.section import to_yaml
 
 if TYPE_CHECKING:
@@ -205,7 +205,6 @@ def _refuse_unused(overrides: Sequence[str]) -> None:
 
 def _predict(options: argparse.Namespace) -> int:
     from widefield.inference import predict
-    from widefield.train.terminal import printable
 
     answers = predict(Path(options.run), options.images, top=options.top, weights=options.weights, trust=options.trust)
     for answer in answers:

@@ -37,8 +37,12 @@ def say(error: Exception, *, is_rank: bool) -> int | None:
 def _refuse(error: Exception, rank: int) -> int:
     """Say what is wrong, once: of an error that all ranks raise together, rank 0 speaks."""
     from widefield.engine.mesh import AgreedError
-    from widefield.train.terminal import printable
 
     if rank == 0 or not isinstance(error, AgreedError):
         print(printable(f"widefield: {'' if rank == 0 else f'rank {rank}: '}{error}"), file=sys.stderr, flush=True)
     return 2
+
+
+def printable(text: str) -> str:
+    """`text` with control characters (as file names may hold) spelled out."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)

@@ -9,9 +9,9 @@ Calls that seed a generator, ask the system for random bytes, or take a tensor's
 
 from __future__ import annotations
 
+import copy
 import dis
 import gc
-import pickle
 import random
 import sys
 import sysconfig
@@ -80,7 +80,7 @@ class Watch:
         """Calls that seed generators."""
         self.reads: list[Tensor] = []
         """Tensors whose numbers were taken into Python."""
-        self.generators: list[tuple[str, Any, bytes]] = []
+        self.generators: list[tuple[str, Any, Any]] = []
         """Of Python and NumPy, with where they stood; draws from torch's are operations of the graph."""
         self._seen: set[Any] = set()
         self._within: set[types.CodeType] = set()
@@ -186,7 +186,7 @@ class Watch:
 
     def drawn(self) -> list[str]:
         """The generators of Python and NumPy that were drawn from."""
-        return [path for path, generator, state in self.generators if _standing(generator) != state]
+        return [path for path, generator, state in self.generators if _has_moved(generator, state)]
 
     def cached(self) -> list[tuple[str, Tensor]]:
         """Tensors of the capture that functools keeps as results of functions, with their paths."""
@@ -209,7 +209,7 @@ class Watch:
         """Python's state and its generators' as they were before the forward."""
         self.state.restore()
         for _, generator, state in self.generators:
-            if _standing(generator) != state:
+            if _has_moved(generator, state):
                 _put(generator, state)
 
 
@@ -299,18 +299,29 @@ def _globals_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[tuple[str,
 # ---------------------------------------------------------------------------------------------- generators
 
 
-def _standing(generator: Any) -> bytes:
+def _standing(generator: Any) -> Any:
     """Where a generator of Python or NumPy stands; the system's own has no place."""
     if isinstance(generator, random.SystemRandom):
-        return b""
-    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else _source(generator).state)
+        return None
+    return copy.deepcopy(generator.getstate() if isinstance(generator, random.Random) else _source(generator).state)
 
 
-def _put(generator: Any, state: bytes) -> None:
+def _has_moved(generator: Any, state: Any) -> bool:
+    return _plain(_standing(generator)) != _plain(state)
+
+
+def _plain(state: Any) -> Any:
+    """Of a state, what can be compared: NumPy's hold arrays."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+def _put(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
+        generator.setstate(state)
     else:
-        _source(generator).state = pickle.loads(state)
+        _source(generator).state = state
 
 
 def _source(generator: Any) -> Any:
