@@ -135,7 +135,7 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
     part = parts_of(even_cut(program.shape[0], mesh.copies))[mesh.copy]
     mine = slice(part.start, part.stop)
     laid = lambda image: wf.tile(image, mesh, layout.cuts)  # noqa: E731
-    rehearse = (lambda: loss_of(program, wf.whole(model(laid(program.images(9)[mine]))), 1)) if layout.rehearsed else None
+    rehearse = (lambda: loss_of(program, wf.whole(model(laid(program.images(9)[mine].requires_grad_()))), 1)) if layout.rehearsed else None
     model = wf.parallelize(model, mesh, rehearse=rehearse, sample=program.images(0)[mine].to("meta"))
     optimizer = share_states(optimizer_of(model), mesh)
     samples = program.shape[0] / mesh.copies
