@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 import widefield as wf
 from widefield import models
 from widefield.config import ModelConfig
+from widefield.engine.ghost import ghost
 from widefield.engine.holding import local, wholes_on_main
-from widefield.engine.normalization import SyncBatchNorm, ghost
+from widefield.engine.normalization import SyncBatchNorm
 from widefield.engine.parallelize import evaluates_together, parallelize, share_states
 from widefield.engine.strategies.fully_shard import CASES, SMALLEST_BYTES, steps, units_of
 from widefield.plan import Plan

@@ -14,7 +14,8 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from widefield.engine.normalization import SyncBatchNorm, average_running_statistics, broadcast_buffers, ghost
+from widefield.engine.ghost import ghost
+from widefield.engine.normalization import SyncBatchNorm, average_running_statistics, broadcast_buffers
 from widefield.engine.tiling import tile, whole
 from widefield.geometry.interval import parts_of
 from widefield.plan import Plan

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
 from widefield.engine.executed import flow_of
+from widefield.engine.ghost import ghost
 from widefield.engine.holding import parts, shapes, total_norm, wholes_on_main
-from widefield.engine.normalization import ghost
 from widefield.engine.parallelize import parallelize, reasons
 from widefield.engine.passes import backward_of, without_sync
 from widefield.engine.pipeline.flow import _schedule

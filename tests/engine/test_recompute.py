@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import widefield as wf
 from widefield import models
 from widefield.config import ModelConfig
+from widefield.engine.ghost import ghost
 from widefield.engine.holding import wholes_on_main
 from widefield.engine.layout import Grid
 from widefield.engine.mesh import World, join
-from widefield.engine.normalization import ghost
 from widefield.engine.parallelize import follow, parallelize, reasons
 from widefield.engine.strategies import Rehearsal
 from widefield.engine.strategies._saved import costs_of

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import widefield as wf
+from widefield.engine.ghost import ghost
 from widefield.engine.holding import wholes_on_main
-from widefield.engine.normalization import ghost
 from widefield.engine.parallelize import share_states
 from widefield.engine.strategies import _rows
 from widefield.geometry.interval import even_cut, parts_of

@@ -153,17 +153,18 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
         found.note(f"step {step}", {"loss": loss})
         if mesh.plan.stage == 1 or mesh.plan.channel > 1:
             wholes = wholes_on_main(model, mesh, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-            found.note(f"step {step}, gradient", {name: wholes.get(name) for name, _ in model.named_parameters()})
+            if mesh.is_main:
+                found.note(f"step {step}, gradient", {name: wholes.get(name) for name, _ in model.named_parameters()})
         optimizer.step()
-    found.note("at the end", wholes_on_main(model, mesh, dict(model.state_dict())))
-    if not mesh.is_main:
-        found.numbers = {name: value for name, value in found.numbers.items() if "image's" in name or "loss" in name}
+    wholes = wholes_on_main(model, mesh, dict(model.state_dict()))
+    if mesh.is_main:
+        found.note("at the end", wholes)
     return found
 
 
 def _in_stages(program: Program, model: nn.Module, x: Tensor, samples: float) -> Tensor:
     return backward_of(
-        model, x, torch.zeros(len(x), 1), loss_of=lambda outputs, _: loss_of(program, outputs, 1), scaled=lambda l: l / samples
+        model, x, torch.zeros(len(x), 1), loss_of=lambda outputs, _: loss_of(program, outputs, 1), scaled=lambda loss: loss / samples
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import math
 import os
 import socket
 import weakref
@@ -19,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
+from widefield.engine.groups import copy_group, data_group, device_mesh, grid_of, grid_of_rows, line, shards_of
 from widefield.engine.layout import Grid
 from widefield.plan import Plan, check
 
@@ -201,7 +201,7 @@ class Mesh:
             gc.collect()  # models that hold themselves are there until then
             idle = self._idle_everywhere()
         number = min(idle, default=len(self.lent))
-        group = self.lent[number][0] if idle else _data_group(self.plan)
+        group = self.lent[number][0] if idle else data_group(self.plan)
         self.lent[number : number + 1] = [(group, weakref.ref(holder))]
         return group
 
@@ -216,7 +216,9 @@ class Mesh:
         Every rank calls it, the first time to make its groups.
         """
         if not self.rows:
-            self.rows.append(_grid_of_rows(self))
+            grid, made = grid_of_rows(self.plan, self.grid, copy=self.copy)
+            self.rows.append(grid)
+            self.further.extend(made)
         return self.rows[0]
 
     def barrier(self) -> None:
@@ -298,21 +300,21 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
 
 
 def _laid_out(plan: Plan, world: World, device: torch.device) -> Mesh:
-    devices = _device_mesh(plan, device)
+    devices = device_mesh(plan, device)
     return Mesh(
         plan,
         world,
         device,
         devices,
         group=dist.group.WORLD,
-        data_group=_data_group(plan) if plan.channel * plan.stage > 1 else dist.group.WORLD,
-        statistics_group=_data_group(plan),
+        data_group=data_group(plan) if plan.channel * plan.stage > 1 else dist.group.WORLD,
+        statistics_group=data_group(plan),
         checkpoint_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2)),
         channel_group=devices.get_group("channel") if plan.channel > 1 else None,
-        stage_group=_line(devices, "stage") if plan.stage > 1 else None,
-        copy_group=_copy_group(plan, device),
-        grid=_grid_of(plan, world, devices),
-        shards=_shards_of(plan, devices) if plan.shard > 1 else None,
+        stage_group=line(devices, "stage") if plan.stage > 1 else None,
+        copy_group=copy_group(plan, device),
+        grid=grid_of(plan, devices, rank=world.rank),
+        shards=shards_of(plan, devices) if plan.shard > 1 else None,
     )
 
 
@@ -336,92 +338,6 @@ def leave(mesh: Mesh) -> None:
     for group in (*mesh.made, *mesh.further, *(group for group, _ in mesh.lent)):
         if group in _world.pg_map:
             dist.destroy_process_group(group)
-
-
-def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    sizes = {"replicate": plan.replicate, "shard": plan.shard} | {f"space{axis}": size for axis, size in enumerate(plan.space)}
-    return _with_axes(device.type, sizes | {"channel": plan.channel, "stage": plan.stage})
-
-
-def _with_axes(device: str, sizes: dict[str, int]) -> DeviceMesh:
-    """A mesh with the axes of more than one rank: a process group of one would cost threads and sockets too."""
-    large = {name: size for name, size in sizes.items() if size > 1}
-    return init_device_mesh(device, tuple(large.values()), mesh_dim_names=tuple(large))
-
-
-def _line(devices: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """The ranks along an axis, for messages between two of them: never the group of all ranks.
-
-    Their messages would wait behind those of others there, and torch counts them among its collectives, of which a watch for
-    missing ranks expects that all ranks count alike.
-    """
-    return devices.get_group(axis) if devices.ndim > 1 else dist.new_group()
-
-
-def _shards_of(plan: Plan, devices: DeviceMesh) -> DeviceMesh:
-    """The mesh that weights are cut over; every rank makes its groups."""
-    tiles, inner = math.prod(plan.space), plan.channel * plan.stage
-    if tiles > 1:  # which share weights as well
-        sizes = {"replicate": plan.replicate, "shard": plan.shard * tiles, "inner": inner}
-        devices = _with_axes(devices.device_type, sizes)
-    return devices["replicate", "shard"] if plan.replicate > 1 else devices["shard"]
-
-
-def _data_group(plan: Plan) -> dist.ProcessGroup:
-    """A new group of the ranks that have the same part of the model as this one; every rank makes all of them."""
-    inner = plan.channel * plan.stage
-    group, _ = dist.new_subgroups_by_enumeration([list(range(part, plan.ranks, inner)) for part in range(inner)])
-    return group
-
-
-def _copy_group(plan: Plan, device: torch.device) -> dist.ProcessGroup | None:
-    """The ranks of this rank's copy of the model, for messages that are no GPU's; every rank makes all groups."""
-    copies = plan.replicate * plan.shard
-    if plan.ranks == copies:
-        return None
-    if copies == 1 and device.type == "cpu":
-        return dist.group.WORLD
-    each = plan.ranks // copies
-    ranks = [list(range(first, first + each)) for first in range(0, plan.ranks, each)]
-    return dist.new_subgroups_by_enumeration(ranks, backend="gloo")[0]
-
-
-def _grid_of(plan: Plan, world: World, devices: DeviceMesh) -> Grid:
-    """The space axes of this rank's copy, with a process group for every set of them; every rank makes all groups."""
-    grid = Grid(tuple(plan.space))
-    if grid.size == 1:
-        return grid
-    inner = plan.channel * plan.stage
-    index, groups = world.rank // inner % grid.size, []
-    for axes in grid.names():
-        if len(axes) == 1:
-            groups.append((axes, _line(devices, f"space{axes[0]}").group_name))
-            continue
-        others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
-        lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
-        starts = [copy + part for copy in range(0, world.size, grid.size * inner) for part in range(inner)]
-        ranks = [[start + r * inner for r in line] for start in starts for line in lines]
-        group, _ = dist.new_subgroups_by_enumeration(ranks)
-        groups.append((axes, group.group_name))
-    return Grid(tuple(plan.space), index, tuple(groups))
-
-
-def _grid_of_rows(mesh: Mesh) -> Grid:
-    """See Mesh.grid_of_rows."""
-    plan, inner = mesh.plan, mesh.plan.channel * mesh.plan.stage
-    grid = Grid((mesh.copies, *mesh.grid.sizes), mesh.copy * mesh.grid.size + mesh.grid.index)
-    groups = [(tuple(axis + 1 for axis in axes), name) for axes, name in mesh.grid.groups]
-    for axes in grid.names():
-        if 0 not in axes:
-            continue
-        others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
-        lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
-        ranks = [[r * inner + part for r in line] for part in range(inner) for line in lines]
-        group, _ = dist.new_subgroups_by_enumeration(ranks)
-        mesh.further.append(group)
-        groups.append((axes, group.group_name))
-    assert plan.ranks == mesh.size, "a mesh has the ranks of its plan"
-    return replace(grid, groups=tuple(sorted(groups)))
 
 
 def _copy_aside(tensor: Tensor, work: dist.Work | None) -> Callable[[], list[float]]:

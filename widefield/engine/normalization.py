@@ -5,16 +5,13 @@
 different numbers of samples, or tiles of different sizes, none too.  torch's own SyncBatchNorm refuses CPU tensors and reads
 the counts back per layer.
 
-`ghost(model)` is for the rank that has no samples left and runs a stand-in, so that the others' messages find a partner.
+A rank that has no samples left runs a stand-in, see `ghost.py`; it adds nothing to the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -355,49 +352,6 @@ def _mixed(ours: type[SyncBatchNorm], theirs: type) -> type[SyncBatchNorm]:
 
 
 # ---------------------------------------------------------------------------------------------- around training
-
-
-@contextmanager
-def ghost(model: nn.Module) -> Iterator[None]:
-    """Inside, this rank's batch is a stand-in that counts nothing: run forward and backward of a rank without samples here.
-
-    SyncBatchNorm adds zero values to the whole's statistics, normalizes the stand-in with them and sends back no gradient;
-    any other BatchNorm or InstanceNorm leaves its running statistics alone.  The loss of a stand-in must be multiplied by 0
-    for the layers behind the last SyncBatchNorm.  Recomputed activations (checkpointing) need backward inside as well.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, _NormBase)]
-    ours = [layer for layer in layers if isinstance(layer, SyncBatchNorm)]
-    others = [(layer, dict(layer._buffers)) for layer in layers if not isinstance(layer, SyncBatchNorm)]
-    for layer in ours:
-        layer.ghost = True
-    _GHOSTS[model] = others
-    for layer, buffers in others:  # they write into copies, which are dropped
-        layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
-    try:
-        yield
-    finally:
-        for layer in ours:
-            del layer.ghost
-        for layer, buffers in others:
-            layer._buffers.update(buffers)
-        _GHOSTS.pop(model, None)
-
-
-_GHOSTS: WeakKeyDictionary[nn.Module, list[tuple[nn.Module, dict[str, Any]]]] = WeakKeyDictionary()
-"""Models whose batch is a stand-in now, and the buffers that they are not to write to."""
-
-
-def is_ghost(model: nn.Module) -> bool:
-    """Whether a model's batch is a stand-in now."""
-    return model in _GHOSTS
-
-
-def real_buffers(model: nn.Module) -> None:
-    """Let a stand-in's pass write to the model's own buffers: where copies share a batch, all write the same."""
-    others = _GHOSTS[model]
-    for layer, buffers in others:
-        layer._buffers.update(buffers)
-    others.clear()
 
 
 def average_running_statistics(model: nn.Module, mesh: Mesh) -> None:

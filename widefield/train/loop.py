@@ -31,8 +31,8 @@ from widefield.config import RunConfig
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch, Steps, close
 from widefield.engine import holding
+from widefield.engine.ghost import ghost
 from widefield.engine.mesh import AgreedError, Mesh
-from widefield.engine.normalization import ghost
 from widefield.engine.passes import backward_of, without_sync
 from widefield.tasks import Task, is_per_pixel
 from widefield.train.arithmetic import Arithmetic

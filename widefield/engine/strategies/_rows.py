@@ -25,9 +25,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from widefield.engine import halo
+from widefield.engine.ghost import is_ghost, real_buffers
 from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.mesh import Mesh, device_of_words
-from widefield.engine.normalization import is_ghost, real_buffers
 from widefield.engine.partial import settled
 from widefield.engine.places import on_layout, recut
 from widefield.engine.stream.streamed import Streamed

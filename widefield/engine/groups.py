@@ -1,0 +1,104 @@
+"""Which ranks send to each other?  The process groups of a plan's axes, of one model's parts, and of one image's tiles.
+
+Making a group takes every rank of the run, in the same order, whether it is in the group or not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from widefield.engine.layout import Grid
+from widefield.plan import Plan
+
+
+def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    sizes = {"replicate": plan.replicate, "shard": plan.shard} | {f"space{axis}": size for axis, size in enumerate(plan.space)}
+    return _with_axes(device.type, sizes | {"channel": plan.channel, "stage": plan.stage})
+
+
+def _with_axes(device: str, sizes: dict[str, int]) -> DeviceMesh:
+    """A mesh with the axes of more than one rank: a process group of one would cost threads and sockets too."""
+    large = {name: size for name, size in sizes.items() if size > 1}
+    return init_device_mesh(device, tuple(large.values()), mesh_dim_names=tuple(large))
+
+
+def line(devices: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """The ranks along an axis, for messages between two of them: never the group of all ranks.
+
+    Their messages would wait behind those of others there, and torch counts them among its collectives, of which a watch for
+    missing ranks expects that all ranks count alike.
+    """
+    return devices.get_group(axis) if devices.ndim > 1 else dist.new_group()
+
+
+def shards_of(plan: Plan, devices: DeviceMesh) -> DeviceMesh:
+    """The mesh that weights are cut over; every rank makes its groups."""
+    tiles, inner = math.prod(plan.space), plan.channel * plan.stage
+    if tiles > 1:  # which share weights as well
+        sizes = {"replicate": plan.replicate, "shard": plan.shard * tiles, "inner": inner}
+        devices = _with_axes(devices.device_type, sizes)
+    return devices["replicate", "shard"] if plan.replicate > 1 else devices["shard"]
+
+
+def data_group(plan: Plan) -> dist.ProcessGroup:
+    """A new group of the ranks that have the same part of the model as this one; every rank makes all of them."""
+    inner = plan.channel * plan.stage
+    group, _ = dist.new_subgroups_by_enumeration([list(range(part, plan.ranks, inner)) for part in range(inner)])
+    return group
+
+
+def copy_group(plan: Plan, device: torch.device) -> dist.ProcessGroup | None:
+    """The ranks of this rank's copy of the model, for messages that are no GPU's; every rank makes all groups."""
+    copies = plan.replicate * plan.shard
+    if plan.ranks == copies:
+        return None
+    if copies == 1 and device.type == "cpu":
+        return dist.group.WORLD
+    each = plan.ranks // copies
+    ranks = [list(range(first, first + each)) for first in range(0, plan.ranks, each)]
+    return dist.new_subgroups_by_enumeration(ranks, backend="gloo")[0]
+
+
+def grid_of(plan: Plan, devices: DeviceMesh, *, rank: int) -> Grid:
+    """The space axes of this rank's copy, with a process group for every set of them; every rank makes all groups."""
+    grid = Grid(tuple(plan.space))
+    if grid.size == 1:
+        return grid
+    inner = plan.channel * plan.stage
+    index, groups = rank // inner % grid.size, []
+    for axes in grid.names():
+        if len(axes) == 1:
+            groups.append((axes, line(devices, f"space{axes[0]}").group_name))
+            continue
+        others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
+        lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
+        starts = [copy + part for copy in range(0, plan.ranks, grid.size * inner) for part in range(inner)]
+        ranks = [[start + r * inner for r in line] for start in starts for line in lines]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+        groups.append((axes, group.group_name))
+    return Grid(tuple(plan.space), index, tuple(groups))
+
+
+def grid_of_rows(plan: Plan, tiles: Grid, *, copy: int) -> tuple[Grid, list[dist.ProcessGroup]]:
+    """The ranks that have the same part of the model as a grid, copies first, then those of `tiles`; and its new groups.
+
+    tiles: the ranks that share this rank's images.  copy: which copy of the model this rank is of.  Every rank calls it.
+    """
+    inner = plan.channel * plan.stage
+    grid = Grid((plan.replicate * plan.shard, *tiles.sizes), copy * tiles.size + tiles.index)
+    groups, made = [(tuple(axis + 1 for axis in axes), name) for axes, name in tiles.groups], []
+    for axes in grid.names():
+        if 0 not in axes:
+            continue
+        others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
+        lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
+        ranks = [[r * inner + part for r in line] for part in range(inner) for line in lines]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+        made.append(group)
+        groups.append((axes, group.group_name))
+    return replace(grid, groups=tuple(sorted(groups))), made
