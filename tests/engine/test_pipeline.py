@@ -459,7 +459,7 @@ def test_what_cannot_be_is_refused_in_words(build, plan, words):
 
 @pytest.mark.parametrize(("plan", "words"), [
     (plan_of(2, "interleaved", 5), "works in rounds of 2 micro-batches.* set 4 or 6 micro-batches"),
-    (Plan(stage=2, compression="bf16"), "gradient.compression=bf16 is DDP's"),
+    (Plan(stage=2, compression="bf16"), "gradient.compression=bf16 is for whole copies"),
 ])  # fmt: skip
 def test_a_plan_that_cannot_be_is_refused_before_ranks_meet(plan, words):
     with pytest.raises(ValueError, match=words):

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,6 +129,17 @@ class Board:
             group.begin()
 
 
+REDUCED: dict[Any, Callable[[Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: lambda parts: parts.sum(0),
+    dist.ReduceOp.AVG: lambda parts: parts.sum(0) / len(parts),
+    dist.ReduceOp.MAX: lambda parts: parts.amax(0),
+    dist.ReduceOp.MIN: lambda parts: parts.amin(0),
+    dist.ReduceOp.PRODUCT: lambda parts: parts.prod(0),
+    dist.ReduceOp.BAND: lambda parts: reduce(torch.bitwise_and, parts),
+    dist.ReduceOp.BOR: lambda parts: reduce(torch.bitwise_or, parts),
+    dist.ReduceOp.BXOR: lambda parts: reduce(torch.bitwise_xor, parts),
+}
+
 _HERE = threading.local()
 """Of a rank's thread: `rank`, `board`, `turns`."""
 
@@ -192,15 +204,11 @@ class Group(dist.ProcessGroup):
     def _reduced(self, parts: list[Tensor], opts: Any) -> Tensor:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         stacked = torch.stack(parts)
-        if op == dist.ReduceOp.MAX:
-            return stacked.amax(0)
-        total = stacked.sum(0)
-        if op == dist.ReduceOp.SUM:
-            return total
-        if op == dist.ReduceOp.AVG:
-            return total / self.ranks
+        for known, reduced in REDUCED.items():
+            if op == known:
+                return reduced(stacked)
         assert op.op == dist.ReduceOp.PREMUL_SUM, f"{op} is not carried out here"
-        return total * op.factor
+        return stacked.sum(0) * op.factor
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         root = opts.rootRank
@@ -293,12 +301,13 @@ def installed() -> Iterator[None]:
 
     torch_threads._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    dist.new_group = without_backend
+    dist.new_group = distributed_c10d.new_group = without_backend
     distributed_c10d._store_based_barrier = lambda *_, **__: None
     try:
         yield
     finally:
-        dist.new_group, distributed_c10d._store_based_barrier = new_group, barrier
+        dist.new_group = distributed_c10d.new_group = new_group
+        distributed_c10d._store_based_barrier = barrier
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         torch_threads._uninstall_threaded_pg()
 

@@ -142,7 +142,7 @@ def refused(mesh, folder: Path, settings: list[str]) -> str:
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    (["gradient.compression=bf16"], "gradient.compression=bf16 is what DDP's buckets travel as and sharding.zero=3 has none"),
+    (["gradient.compression=bf16"], "gradient.compression=bf16 is for whole copies and sharding.zero=3 has none"),
     (["sharding.offload=true"], "the device is the CPU already; set sharding.offload=false"),
     (["sharding.units=[dwon.*]"], "sharding.units names 'dwon.*', which no module of UNet fits"),
 ])  # fmt: skip

@@ -118,8 +118,8 @@ class Record:
         stream: where lines for people go, standard output if left out; a progress bar is drawn where it is a terminal.
         ValueError, with no file touched: see `check_log`, and `read` for a damaged record.
         """
-        check_log(log)
         folder = Path(folder)
+        check_log(log, folder)
         folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, log, resumed_step, stream or sys.stdout)
 

@@ -1,9 +1,9 @@
 """Fully sharded data parallelism: copies of a model that see samples of their own and share what they remember.
 
 ZeRO-3 and ZeRO-2 are torch's FSDP2: weights, gradients and optimizer state lie in parts (DTensors, cut along their first dim)
-and a unit's weights are gathered where it runs; 3 frees them between forward and backward, 2 does not.  ZeRO-1 is DDP with
-an optimizer that steps a share of the parameters on each rank.  Weights are cut over shard x space; over replicate, parts
-are copied (hybrid).  The gradient is the mean over all of these ranks, as with DDP.
+and a unit's weights are gathered where it runs; 3 frees them between forward and backward, 2 does not.  ZeRO-1 is `data.py`
+with an optimizer that steps a share of the parameters on each rank.  Weights are cut over shard x space; over replicate, parts
+are copied (hybrid).  The gradient is the mean over all of these ranks.
 
 FSDP2 asks for more than a model promises: that units are called as they are, and gradients are there on every rank alike; see
 `_unit_calls.py`.
@@ -93,7 +93,7 @@ def _check(mesh: Mesh) -> None:
     plan, asked = mesh.plan, mesh.plan.sharding
     if asked.zero > 1 and plan.compression != "none":
         raise ValueError(
-            f"gradient.compression={plan.compression} is what DDP's buckets travel as and sharding.zero={asked.zero} has none; "
+            f"gradient.compression={plan.compression} is for whole copies and sharding.zero={asked.zero} has none; "
             "set gradient.compression=none, or sharding.zero=1"
         )
     if asked.offload and mesh.device.type == "cpu":

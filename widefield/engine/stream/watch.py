@@ -9,7 +9,6 @@ Calls that seed a generator, ask the system for random bytes, or take a tensor's
 
 from __future__ import annotations
 
-import copy
 import dis
 import gc
 import random
@@ -17,6 +16,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -186,7 +186,7 @@ class Watch:
 
     def drawn(self) -> list[str]:
         """The generators of Python and NumPy that were drawn from."""
-        return [path for path, generator, state in self.generators if _has_moved(generator, state)]
+        return [path for path, generator, state in self.generators if not _same(_standing(generator), state)]
 
     def cached(self) -> list[tuple[str, Tensor]]:
         """Tensors of the capture that functools keeps as results of functions, with their paths."""
@@ -209,7 +209,7 @@ class Watch:
         """Python's state and its generators' as they were before the forward."""
         self.state.restore()
         for _, generator, state in self.generators:
-            if _has_moved(generator, state):
+            if not _same(_standing(generator), state):
                 _put(generator, state)
 
 
@@ -300,21 +300,17 @@ def _globals_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[tuple[str,
 
 
 def _standing(generator: Any) -> Any:
-    """Where a generator of Python or NumPy stands; the system's own has no place."""
+    """Where a generator of Python or NumPy stands, which no later draw changes; the system's own has no place."""
     if isinstance(generator, random.SystemRandom):
         return None
-    return copy.deepcopy(generator.getstate() if isinstance(generator, random.Random) else _source(generator).state)
+    return deepcopy(generator.getstate() if isinstance(generator, random.Random) else _source(generator).state)
 
 
-def _has_moved(generator: Any, state: Any) -> bool:
-    return _plain(_standing(generator)) != _plain(state)
-
-
-def _plain(state: Any) -> Any:
-    """Of a state, what can be compared: NumPy's hold arrays."""
-    if isinstance(state, dict):
-        return {name: _plain(value) for name, value in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states of a generator, NumPy's being mappings with arrays in them, are the same."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 def _put(generator: Any, state: Any) -> None:
