@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from widefield.engine.executed import flow_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.strategies import Phase, data, fully_shard
 from widefield.naming import load
@@ -31,10 +32,11 @@ def parallelize(
     out (mesh.channel, mesh.stage), for which the model is followed on it without pixels.
     Gradients are averaged over the data ranks: a loss summed over samples wants the factor copies / samples of all
     copies of the model (on tiles in space, several ranks are one copy).
-    ValueError, on every rank: ranks have different models.  NotImplementedError: parameters without a shape yet, layers with
-    sparse gradients; and whatever a strategy refuses.
+    ValueError, on every rank: ranks have different models, or hold parts of this one already.  NotImplementedError: parameters
+    without a shape yet, layers with sparse gradients; and whatever a strategy refuses.
     """
     if mesh.size > 1:
+        _refuse_parts(model)
         _check_alike(model, mesh)
     found = []
     for strategy in _strategies(mesh):
@@ -74,12 +76,22 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
     return fully_shard.without_sync(model) if fully_shard.is_sharded(model) else data.without_sync(model)
 
 
+def _refuse_parts(model: nn.Module) -> None:
+    """A model whose copies are whole may be laid out anew."""
+    if fully_shard.is_sharded(model) or flow_of(model) is not None:
+        raise ValueError(
+            f"{type(model).__qualname__} is laid out already and each rank holds a part of its weights; build a new "
+            "model, load its weights from a checkpoint, and lay that out"
+        )
+
+
 def _check_alike(model: nn.Module, mesh: Mesh) -> None:
-    """See that ranks which are to have the same part of the model have it; one message."""
+    """See that all ranks have the same model, which no strategy has cut yet; one message."""
     mine = [_told(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta]
     sparse = [name for name, layer in model.named_modules() if getattr(layer, "sparse", False) is True]
-    of_ranks = mesh.gather_objects((mesh.channel, mesh.stage, mine, sparse))
-    for rank, (*place, theirs, sparse) in enumerate(of_ranks):
+    of_ranks = mesh.gather_objects((mine, sparse))
+    expected = of_ranks[0][0]
+    for rank, (theirs, sparse) in enumerate(of_ranks):
         lazy = next((name for name, shape, _ in theirs if shape is None), None)
         if lazy is not None:
             raise NotImplementedError(
@@ -90,7 +102,6 @@ def _check_alike(model: nn.Module, mesh: Mesh) -> None:
             raise NotImplementedError(
                 f"the layer '{sparse[0]}' has sparse gradients, which are not averaged over ranks; make it with sparse=False"
             )
-        expected = next(others for *there, others, _ in of_ranks if there == place)
         if theirs != expected:
             pairs = [(a, b) for a, b in zip(expected, theirs, strict=False) if a != b]
             told = f"{pairs[0][1]} on rank {rank} where rank 0 has {pairs[0][0]}" if pairs else (
