@@ -37,6 +37,8 @@ from widefield.engine.stream.stand_ins import (
 from widefield.engine.stream.watch import Guards, Watch
 
 aten = torch.ops.aten
+NO_MEMORY = "its data is not allocated yet"
+"""What torch says where its own code looks at the memory of a tensor without any."""
 
 
 def follow(
@@ -148,14 +150,21 @@ def _called(
             with watch:
                 return forward(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise NotImplementedError(
-            f"{name_of(module)} cannot be {aim}: {error.func} in it asks for values of a tensor, on which "
-            f"shapes, branches "
-            "or numbers of its forward depend (so does BatchNorm with momentum=None), and what is to be "
-            f"{aim} is laid out before there are any; take the parts before and after it alone"
-        ) from error
+        raise _asks_for_values(module, str(error.func), aim) from error
+    except RuntimeError as error:
+        if NO_MEMORY not in str(error):
+            raise
+        raise _asks_for_values(module, "an operation", aim) from error  # torch's own code, which looks at a tensor's memory
     finally:
         log.setLevel(level)
+
+
+def _asks_for_values(module: nn.Module, what: str, aim: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name_of(module)} cannot be {aim}: {what} in it asks for values of a tensor, on which shapes, branches or numbers of "
+        f"its forward depend (so does BatchNorm with momentum=None), and what is to be {aim} is laid out before there are any; "
+        "take the parts before and after it alone"
+    )
 
 
 def _refuse_python_gradients(out: Any) -> None:
