@@ -52,8 +52,8 @@ class Rows:
         self.mesh, self.group = mesh, group
         self.together: dict[bool, bool] = {}
         """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
-        self.alone: dict[bool, tuple[int, list[Any]]] = {}
-        """In each mode, how many samples a copy ran by itself, and the shapes of what they gave."""
+        self.rows_each: dict[bool, list[int | None]] = {}
+        """In each mode, how many rows of each output belong to a sample; 0 of one of all samples, None of what is no tensor."""
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
@@ -78,12 +78,18 @@ class Rows:
         before = _State(model, with_numbers=True)
         with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # not those around, which count what is saved
             output = run(*args, **kwargs)
-            shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(output)]
-            self.alone[model.training] = len(_samples_in(args, kwargs)[0]), shapes
+            self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
             meets = self._some(before.has_changed())
             before.restore()
             self.together[model.training] = meets or self._mixes(model, run, args, kwargs, output)
             before.restore()
+
+    def _rows_each(self, leaves: list[Any], count: int) -> list[int | None]:
+        """How many rows of each output belong to a sample, by what `count` samples alone gave on any copy that has some."""
+        found = [divmod(len(leaf), count) if isinstance(leaf, Tensor) and leaf.ndim and count else (0, 0) for leaf in leaves]
+        told = torch.tensor([0 if more else each for each, more in found], device=device_of_words(self.group))
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        return [each if isinstance(leaf, Tensor) else None for leaf, each in zip(leaves, told.tolist(), strict=True)]
 
     def _some(self, holds: bool) -> bool:
         """Whether something holds on some rank; RuntimeError where not all come to ask."""
@@ -135,7 +141,8 @@ class Rows:
             return _Enter.apply(leaf, rows, rows.of_batch(leaf), 1) if any(leaf is each for each in samples) else leaf
 
         leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
-        pairs = zip(leaves, _per_sample(leaves, *self.alone[model.training], rows), strict=True)
+        known = self.rows_each[model.training]
+        pairs = zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True)
         return tree_unflatten([_left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
 
     def _rows_of(self, sample: Tensor, count: int) -> _Share:
@@ -350,20 +357,6 @@ class _Mean(torch.autograd.Function):
         return _OfAll.apply(grad, ctx.rows, ctx.layout), None, None
 
 
-def _per_sample(leaves: list[Any], count: int, shapes: list[Any], rows: _Share) -> list[int | None]:
-    """How many rows of each output belong to a sample, 0 where it is of all; by its shape for `count` samples alone."""
-    if len(leaves) != len(shapes):
-        return [None] * len(leaves)
-    found: list[int | None] = []
-    for whole, alone in zip(leaves, shapes, strict=True):
-        each, more = divmod(alone[0], count) if alone else (0, 0)
-        if not isinstance(whole, Tensor) or not alone or more:
-            found.append(0 if isinstance(whole, Tensor) else None)
-        else:
-            found.append(each if len(whole) == each * rows.bounds[-1] else 0)
-    return found
-
-
 def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
     """What this copy gets of a result.
 
@@ -377,7 +370,7 @@ def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
     cuts = [None if cut is not None and 0 in cut.axes else cut for cut in layout.cuts]
     if each is None and first is not None and first.axes == (0,):
         return _Leave.apply(tensor, rows, layout, count, 1)
-    if each:
+    if each and len(tensor) == each * rows.bounds[-1]:
         by_samples = Cut((0,), tuple(bound * each for bound in rows.bounds))
         return _Leave.apply(tensor, rows, layout_of(layout.shape, (by_samples, *cuts[1:]), layout.grid), count * each, 1)
     return _OfAll.apply(tensor, rows, layout_of(layout.shape, tuple(cuts), layout.grid))
