@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import datetime
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -110,7 +111,7 @@ class Rows:
         try:
             among_all = self._run(model, run, args, kwargs)
         except NotImplementedError:  # raised on every rank, before any message
-            return self._some(_mix_among_themselves(run, args, kwargs, output) and not is_ghost(model))
+            return self._some(_mix_among_themselves(model, run, args, kwargs) and not is_ghost(model))
         pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
         return self._some(any(_differ(alone, found) for alone, found in pairs) and not is_ghost(model))
 
@@ -169,28 +170,41 @@ def _samples_in(args: tuple, kwargs: dict) -> list[Tensor]:
     return [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
 
 
-def _mix_among_themselves(run: Callable, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Whether samples, and as many others behind them, give something else than each half alone."""
+def _mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether samples, and as many others behind them, give something else than each half alone; BatchNorms aside."""
     samples = _samples_in(args, kwargs)
 
-    def others(leaf: Any, *, with_first: bool) -> Any:
+    def given(leaf: Any, *, first: bool, second: bool) -> Any:
         if not any(leaf is sample for sample in samples):
             return leaf
         more = leaf.flip(0) * 0.5 if leaf.is_floating_point() else leaf.flip(0)
-        return torch.cat([leaf, more]) if with_first else more
+        return torch.cat([leaf, more]) if first and second else leaf if first else more
 
-    with torch.no_grad():
-        both, second = (
+    with torch.no_grad(), _without_statistics(model):
+        one, other, both = (
             tree_leaves(run(*tree_map(change, args), **tree_map(change, kwargs)))
-            for change in (partial(others, with_first=True), partial(others, with_first=False))
+            for change in (partial(given, first=a, second=b) for a, b in ((True, False), (False, True), (True, True)))
         )
-        for one, other, found in zip(tree_leaves(output), second, both, strict=True):
-            if isinstance(one, Tensor) and one.ndim and len(found) == 2 * len(one):
-                if _differ(one, found[: len(one)]) or _differ(other, found[len(one) :]):
-                    return True
-            elif isinstance(one, Tensor) and one.shape == found.shape and _differ((one + other) / 2, found):
+    for alone, behind, found in zip(one, other, both, strict=True):
+        if isinstance(alone, Tensor) and alone.ndim and len(found) == 2 * len(alone):
+            if _differ(alone, found[: len(alone)]) or _differ(behind, found[len(alone) :]):
                 return True
+        elif isinstance(alone, Tensor) and alone.shape == found.shape and _differ((alone + behind) / 2, found):
+            return True
     return False
+
+
+@contextmanager
+def _without_statistics(model: nn.Module) -> Iterator[None]:
+    """Inside, BatchNorms take no statistics of the batch: those of all copies are synchronized anyway."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.training]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
 
 
 def _differ(alone: Any, among_all: Any) -> bool:
