@@ -135,7 +135,7 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
     part = parts_of(even_cut(program.shape[0], mesh.copies))[mesh.copy]
     mine = slice(part.start, part.stop)
     laid = lambda image: wf.tile(image, mesh, layout.cuts)  # noqa: E731
-    rehearse = (lambda: loss_of(program, wf.whole(model(laid(program.images(9)[mine]))), 1)) if layout.rehearsed else None
+    rehearse = (lambda: loss_of(program, wf.whole(model(laid(program.images(9)[mine].requires_grad_()))), 1)) if layout.rehearsed else None
     model = wf.parallelize(model, mesh, rehearse=rehearse, sample=program.images(0)[mine].to("meta"))
     optimizer = share_states(optimizer_of(model), mesh)
     samples = program.shape[0] / mesh.copies
@@ -260,11 +260,18 @@ def verdict_of_errors(errors: list[tuple[BaseException, str] | None]) -> Finding
     others = [
         (error, text) for error, text in raised if not is_refusal(error) and type(error).__name__ not in ("Stuck", "Mismatch")
     ]
+    if others and all(has_too_few_samples(error) for error, _ in others):
+        return Refusal("a copy has fewer samples than the program names")
     if others:
         return Finding("crashes", last_of(others[0][1]))
     if words:
         return Finding("refuses on some ranks", last_of(words[0][1]))
     return Finding("hangs", last_of(stuck[0]))
+
+
+def has_too_few_samples(error: BaseException) -> bool:
+    """Whether the program asks for a sample that this copy's share of the batch has not: its own fault."""
+    return isinstance(error, IndexError) and "<program>" in traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 def is_refusal(error: BaseException) -> bool:
