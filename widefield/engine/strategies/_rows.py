@@ -110,7 +110,7 @@ class Rows:
         try:
             among_all = self._run(model, run, args, kwargs)
         except NotImplementedError:  # raised on every rank, before any message
-            return self._some(_mix_among_themselves(run, args, kwargs, output) and not is_ghost(model))
+            return self._some(_mix_among_themselves(model, run, args, kwargs) and not is_ghost(model))
         pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
         return self._some(any(_differ(alone, found) for alone, found in pairs) and not is_ghost(model))
 
@@ -169,9 +169,13 @@ def _samples_in(args: tuple, kwargs: dict) -> list[Tensor]:
     return [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
 
 
-def _mix_among_themselves(run: Callable, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Whether samples, and as many others behind them, give something else than each half alone."""
+def _mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether samples, and as many others behind them, give something else than each half alone.
+
+    BatchNorms, whose statistics are of all copies anyway, take their running ones meanwhile.
+    """
     samples = _samples_in(args, kwargs)
+    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
 
     def others(leaf: Any, *, with_first: bool) -> Any:
         if not any(leaf is sample for sample in samples):
@@ -179,18 +183,25 @@ def _mix_among_themselves(run: Callable, args: tuple, kwargs: dict, output: Any)
         more = leaf.flip(0) * 0.5 if leaf.is_floating_point() else leaf.flip(0)
         return torch.cat([leaf, more]) if with_first else more
 
-    with torch.no_grad():
-        both, second = (
-            tree_leaves(run(*tree_map(change, args), **tree_map(change, kwargs)))
-            for change in (partial(others, with_first=True), partial(others, with_first=False))
-        )
-        for one, other, found in zip(tree_leaves(output), second, both, strict=True):
-            if isinstance(one, Tensor) and one.ndim and len(found) == 2 * len(one):
-                if _differ(one, found[: len(one)]) or _differ(other, found[len(one) :]):
-                    return True
-            elif isinstance(one, Tensor) and one.shape == found.shape and _differ((one + other) / 2, found):
-                return True
-    return False
+    changes = (_same, partial(others, with_first=False), partial(others, with_first=True))
+    for norm in norms:
+        norm.training = False
+    try:
+        with torch.no_grad():
+            found = [tree_leaves(run(*tree_map(change, args), **tree_map(change, kwargs))) for change in changes]
+    finally:
+        for norm in norms:
+            norm.training = True
+    return any(_is_mixed(*leaves) for leaves in zip(*found, strict=True))
+
+
+def _is_mixed(first: Any, second: Any, both: Any) -> bool:
+    """Whether what both halves of a batch give together is not theirs behind each other, nor the mean of theirs."""
+    if not isinstance(first, Tensor):
+        return False
+    if first.ndim and len(both) == 2 * len(first):
+        return _differ(first, both[: len(first)]) or _differ(second, both[len(first) :])
+    return first.shape == both.shape and _differ((first + second) / 2, both)
 
 
 def _differ(alone: Any, among_all: Any) -> bool:
@@ -205,7 +216,7 @@ def _differ(alone: Any, among_all: Any) -> bool:
     return bool(apart > TOLERANCE.get(alone.dtype, 0.1) * alone.detach().abs().max())
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _same(tensor: Any) -> Any:
     """(A result that is saved as it is would hold the operation that saves it, and neither would ever go.)"""
     return tensor
 
