@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import DIGITS, fingerprint, losses, record
+from marks import few
 from ranks import on_ranks
 
 from widefield.config import read_config
@@ -43,7 +44,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", few(SETTINGS, "plain", "powersgd", "dropout on three ranks"))
 def test_a_resumed_run_equals_one_that_was_not_stopped(name, tmp_path):
     ranks, settings = SETTINGS[name]
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -87,8 +87,8 @@ def claim(folder: Path) -> IO[str]:
         return lock(folder)
     except OSError as error:
         raise ValueError(
-            f"{folder} cannot be a run folder ({error}), and {free_bytes(folder):,} bytes are free in it; name another one with "
-            "--run"
+            f"{folder} cannot be a run folder ({error}), and {free_bytes(folder):,} bytes are free in it; name another "
+            "one with --run"
         ) from None
 
 
