@@ -229,7 +229,8 @@ def said_by(mesh, body) -> str | None:
 def seeded_apart(mesh):
     model = wf.parallelize(built("dropout"), mesh)
     torch.manual_seed(mesh.rank)
-    model(images(0))
+    for _ in range(2):  # it is found at the next draw at the latest
+        model(images(0))
 
 
 def sizes_apart(mesh):
@@ -255,7 +256,8 @@ REFUSALS = {
 
 @pytest.mark.parametrize("body", REFUSALS, ids=lambda body: body.__name__)
 def test_what_copies_cannot_share_is_refused_on_every_rank(body):
-    assert all(said is not None and REFUSALS[body] in said for said in on_ranks(2, said_by, body))
+    for said in on_ranks(2, said_by, body):
+        assert said is not None and REFUSALS[body] in said, said
 
 
 def drawing_apart(mesh):

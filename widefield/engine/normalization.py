@@ -142,7 +142,7 @@ class SyncBatchNorm(_BatchNorm):
         self.num_batches_tracked.add_(1)
         for running, batch in ((self.running_mean, whole.mean), (self.running_var, whole.unbiased)):
             if self.momentum is None:  # a mean over all batches; its weight stays on the device
-                running.lerp_(batch.to(running.dtype), (1.0 / self.num_batches_tracked).to(running.dtype))
+                running.lerp_(batch.to(running.dtype), 1.0 / self.num_batches_tracked.to(running.dtype))
             else:
                 running.lerp_(batch.to(running.dtype), self.momentum)
 

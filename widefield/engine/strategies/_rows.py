@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import datetime
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -171,40 +170,38 @@ def _samples_in(args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def _mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether samples, and as many others behind them, give something else than each half alone; BatchNorms aside."""
-    samples = _samples_in(args, kwargs)
+    """Whether samples, and as many others behind them, give something else than each half alone.
 
-    def given(leaf: Any, *, first: bool, second: bool) -> Any:
+    BatchNorms, whose statistics are of all copies anyway, take their running ones meanwhile.
+    """
+    samples = _samples_in(args, kwargs)
+    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
+
+    def others(leaf: Any, *, with_first: bool) -> Any:
         if not any(leaf is sample for sample in samples):
             return leaf
         more = leaf.flip(0) * 0.5 if leaf.is_floating_point() else leaf.flip(0)
-        return torch.cat([leaf, more]) if first and second else leaf if first else more
+        return torch.cat([leaf, more]) if with_first else more
 
-    with torch.no_grad(), _without_statistics(model):
-        one, other, both = (
-            tree_leaves(run(*tree_map(change, args), **tree_map(change, kwargs)))
-            for change in (partial(given, first=a, second=b) for a, b in ((True, False), (False, True), (True, True)))
-        )
-    for alone, behind, found in zip(one, other, both, strict=True):
-        if isinstance(alone, Tensor) and alone.ndim and len(found) == 2 * len(alone):
-            if _differ(alone, found[: len(alone)]) or _differ(behind, found[len(alone) :]):
-                return True
-        elif isinstance(alone, Tensor) and alone.shape == found.shape and _differ((alone + behind) / 2, found):
-            return True
-    return False
-
-
-@contextmanager
-def _without_statistics(model: nn.Module) -> Iterator[None]:
-    """Inside, BatchNorms take no statistics of the batch: those of all copies are synchronized anyway."""
-    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.training]
-    for layer in layers:
-        layer.training = False
+    changes = (_same, partial(others, with_first=False), partial(others, with_first=True))
+    for norm in norms:
+        norm.training = False
     try:
-        yield
+        with torch.no_grad():
+            found = [tree_leaves(run(*tree_map(change, args), **tree_map(change, kwargs))) for change in changes]
     finally:
-        for layer in layers:
-            layer.training = True
+        for norm in norms:
+            norm.training = True
+    return any(_is_mixed(*leaves) for leaves in zip(*found, strict=True))
+
+
+def _is_mixed(first: Any, second: Any, both: Any) -> bool:
+    """Whether what both halves of a batch give together is not theirs behind each other, nor the mean of theirs."""
+    if not isinstance(first, Tensor):
+        return False
+    if first.ndim and len(both) == 2 * len(first):
+        return _differ(first, both[: len(first)]) or _differ(second, both[len(first) :])
+    return first.shape == both.shape and _differ((first + second) / 2, both)
 
 
 def _differ(alone: Any, among_all: Any) -> bool:
@@ -219,7 +216,7 @@ def _differ(alone: Any, among_all: Any) -> bool:
     return bool(apart > TOLERANCE.get(alone.dtype, 0.1) * alone.detach().abs().max())
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _same(tensor: Any) -> Any:
     """(A result that is saved as it is would hold the operation that saves it, and neither would ever go.)"""
     return tensor
 

@@ -175,7 +175,8 @@ def trial_passes(model: nn.Module, rehearse: Callable[[], Tensor], count: int) -
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
     """Buffers, random states and training flags come back as they were; gradients are None after."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    held = [(part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items() if buffer is not None]
+    buffers = [(part, name, buffer, buffer.detach().clone()) for part, name, buffer in held]
     training = [(module, module.training) for module in model.modules()]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
@@ -186,8 +187,9 @@ def without_trace(model: nn.Module) -> Iterator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         model.zero_grad(set_to_none=True)
-        for buffer, before in buffers:
+        for part, name, buffer, before in buffers:
             buffer.detach().copy_(before)
+            part._buffers[name] = buffer
         for module, flag in training:
             module.training = flag
 

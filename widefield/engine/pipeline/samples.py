@@ -1,0 +1,68 @@
+"""Which operations of a model look at several samples at once?  Found out without pixels, before a batch is cut up.
+
+The graph runs on tensors of torch's meta device whose batch lies on two ranks that cannot talk to each other.  Where the rules
+of tiles want to send something, samples meet; where there is no rule, they may.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from widefield.engine.layout import Cut, Grid, layout_of
+from widefield.engine.stream.graph import Graph, Node, Value
+from widefield.engine.tiled import wrap
+
+_APART = Grid((2,), 0, (((0,), "ranks that cannot talk"),))
+
+
+def where_samples_meet(graph: Graph) -> list[str]:
+    """The operations, by torch's names, each once; none where no input has two samples."""
+    rows = max((value.shape[0] for value in graph.inputs if value.shape), default=0)
+    if rows < 2:
+        return []
+    known: dict[Value, Tensor] = {value: _cut(value, rows) for value in graph.inputs}
+    found: dict[str, None] = {}
+    with torch.no_grad():
+        for node in graph.nodes:
+            if not any(type(known.get(value)) is not Tensor for value in node.reads if value in known):
+                made = None  # of weights alone
+            else:
+                made = None if node.draws else _run(node, known, found)
+            for out, tensor in zip(node.outs, made or [None] * len(node.outs), strict=True):
+                if out is not None:
+                    known[out] = tensor if isinstance(tensor, Tensor) else _after(out, node, known, rows)
+    return list(found)
+
+
+def _run(node: Node, known: dict[Value, Tensor], found: dict[str, None]) -> list[Any] | None:
+    """What the operation gives; None where it wanted to send something."""
+    try:
+        made = node.call(iter([known[value] if value in known else _plain(value) for value in node.reads]))
+    except Exception:  # of ranks that cannot talk, or of an operation without a rule
+        found[str(node.op).removesuffix(".default")] = None
+        return None
+    leaves = [made] if node.is_single else tree_leaves(made, is_leaf=lambda leaf: leaf is None)
+    fits = len(leaves) == len(node.outs)
+    return leaves if fits else None
+
+
+def _after(out: Value, node: Node, known: dict[Value, Tensor], rows: int) -> Tensor:
+    """A result that was not made: with rows for samples, where the operation read some and the sizes say so."""
+    reads_rows = any(type(known[value]) is not Tensor for value in node.reads if value in known)
+    return _cut(out, rows) if reads_rows else _plain(out)
+
+
+def _plain(value: Value) -> Tensor:
+    return torch.empty_permuted(value.shape, value.order, dtype=value.dtype, device="meta")
+
+
+def _cut(value: Value, rows: int) -> Tensor:
+    """The first half of the samples, as the first of two ranks has it; plain where there are none."""
+    if not value.shape or value.shape[0] != rows:
+        return _plain(value)
+    layout = layout_of(value.shape, (Cut((0,), (0, rows // 2, rows)), *[None] * (value.ndim - 1)), _APART)
+    return wrap(_plain(value)[: rows // 2].contiguous(), layout)
