@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -311,7 +310,7 @@ def draws(mesh):
 
 
 def test_stages_draw_apart_and_ranks_stand_alike_afterwards():
-    (state, _), (other, outputs) = on_ranks(2, draws, plan=replace(plan_of(2, micro=1), independent=True))
+    (state, _), (other, outputs) = on_ranks(2, draws, plan=Plan(stage=2, independent=True, pipeline={"micro_batches": 1}))
     assert torch.equal(state, other)
     assert not torch.equal(outputs[0], outputs[1]), "every pass draws anew"
     kept = (outputs[0] != 0).double().mean().item()  # 1/16 of 128 survive four layers; 1/4 where stages drew the same twice
