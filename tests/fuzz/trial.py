@@ -176,7 +176,8 @@ def compare(program: Program, layout: Layout, whole: Outcome, ranks: list[Outcom
     copies, tolerance = layout.plan.replicate * layout.plan.shard, tolerance_of(program)
     expected = whole.numbers
     scale = max(
-        (float(v.abs().max()) for n, v in expected.items() if v is not None and "gradient" in n and v.numel()), default=1.0
+        (float(v.abs().max()) for n, v in expected.items() if v is not None and ("gradient" in n or "loss" in n) and v.numel()),
+        default=1.0,
     )
     wrong: list[tuple[str, float, Tensor | None, Tensor | None]] = []
     for rank, found in enumerate(ranks):
