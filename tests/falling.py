@@ -110,7 +110,7 @@ def raising(who: int, place: str, name: str, error: Exception, after: int, rank:
 
 
 def in_backward(who: int, error: Exception, after: int, rank: int) -> None:
-    """On rank `who`, the backward of the loss raises in its middle, in the step after so many."""
+    """On rank `who`, the backward of the loss raises in its middle, in the pass after so many; trial passes count."""
     if rank != who:
         return
     from widefield.tasks.segmentation import Segmentation
@@ -118,7 +118,7 @@ def in_backward(who: int, error: Exception, after: int, rank: int) -> None:
     original, left = Segmentation.loss_sum, [after]
 
     def planted(self: Any, output: Any, target: Any) -> Any:
-        left[0] -= 1
+        left[0] -= output.requires_grad  # an evaluation has no backward
         if left[0] < 0:
             nodes = [output.grad_fn]
             for _ in range(20):  # twenty operations before the loss

@@ -202,6 +202,7 @@ def test_verify_says_that_a_model_is_exact():
     assert "of these gradients are zero on one device" in lines[-2]  # residual branches of timm's begin at zero
 
 
+@pytest.mark.long
 def test_verify_says_which_layers_differ_and_ends_with_status_1(tmp_path):
     (tmp_path / "cheats.py").write_text(CHEATS)
     told = run("verify", "cheats:build", "--image", "3x20x12", "--space", "1x2", status=1, cwd=tmp_path)

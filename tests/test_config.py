@@ -8,16 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from widefield.config import (
-    Duration,
-    OptimizerConfig,
-    RunConfig,
-    json_schema,
-    parse_config,
-    read_config,
-    read_duration,
-    read_memory,
-)
+from widefield.config import OptimizerConfig, RunConfig, json_schema, parse_config, read_config
+from widefield.quantity import Duration, read_duration, read_memory
 from widefield.section import differences, to_yaml
 
 RECIPE = """\

@@ -87,7 +87,7 @@ def test_every_choice_of_the_config_reaches_the_plan():
         "batch_norm=averaged", "gradient.accumulate=3", "gradient.bucket_mib=7", "gradient.compression=bf16",
         "gradient.powersgd_rank=2", "gradient.powersgd_start_step=50", "mesh.replicate=5", "stream.tiles=[2, 2]",
         "sharding.zero=1", "pipeline.schedule=gpipe", "recompute.keep=convolutions", "gradient.agreement=adasum",
-        "batch_norm_group=2",
+        "batch_norm_group=2", "mesh.independent=true",
     ]  # fmt: skip
     changed = plan(*overrides).model_dump()
     defaults = Plan().model_dump()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from widefield import manual
 from widefield.config import RunConfig, json_schema, read_config
 from widefield.plan import check, plan_of, ranks_asked_for
-from widefield.refusal import say
+from widefield.refusal import FOLLOWED, is_ours, printable
 from widefield.section import to_yaml
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("widefield: ended at once; the newest checkpoint stands", file=sys.stderr)
         status = 130
     except Exception as error:
-        told = say(error, is_rank=options.is_rank)
+        told = _say(error, is_rank=options.is_rank)
         if told is None:
             raise
         status = told
@@ -205,7 +206,6 @@ def _refuse_unused(overrides: Sequence[str]) -> None:
 
 def _predict(options: argparse.Namespace) -> int:
     from widefield.inference import predict
-    from widefield.train.terminal import printable
 
     answers = predict(Path(options.run), options.images, top=options.top, weights=options.weights, trust=options.trust)
     for answer in answers:
@@ -333,3 +333,40 @@ def _shared_fresh_folder(world: World) -> Path:
             "add --run-dir DIR"
         )
     return _fresh()
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+def _say(error: Exception, *, is_rank: bool) -> int | None:
+    """Say what an error is; the status for the shell.  None, and not a word, where Python's own traceback says it best."""
+    told = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = int(told) if told.isdecimal() else 0
+    if isinstance(error, (ValueError, NotImplementedError)) and is_ours(error):
+        return _refuse(error, rank)
+    if not is_rank:
+        return None
+    from widefield.engine.failure import PeerFailedError, in_words
+
+    if isinstance(error, PeerFailedError):
+        _print_error(f"rank {rank}: {error}")
+        return FOLLOWED
+    traceback.print_exception(error)
+    _print_error(f"rank {rank} {in_words(error)}")
+    return 1
+
+
+def _refuse(error: Exception, rank: int) -> int:
+    """Say what is wrong, once: of an error that all ranks raise together, rank 0 speaks."""
+    if rank == 0:
+        _print_error(str(error))
+        return 2
+    from widefield.engine.mesh import AgreedError
+
+    if not isinstance(error, AgreedError):
+        _print_error(f"rank {rank}: {error}")
+    return 2
+
+
+def _print_error(text: str) -> None:
+    print(printable(f"widefield: {text}"), file=sys.stderr, flush=True)

@@ -69,6 +69,11 @@ class Plan(Section):
         }
 
     @property
+    def is_one_batch(self) -> bool:
+        """Whether copies' samples are one batch where they meet; else a copy draws, writes to buffers and mixes by itself."""
+        return self.batch_norm == "synchronized" and not self.independent
+
+    @property
     def ranks(self) -> int:
         """How many ranks the plan needs."""
         return math.prod(self.axes.values())
@@ -181,7 +186,7 @@ def stage_problems(plan: Plan) -> list[str]:
         ),
         (
             plan.compression != "none",
-            f"{stage} averages gradients itself, as they are, and gradient.compression={plan.compression} is DDP's; "
+            f"{stage} averages gradients itself, as they are, and gradient.compression={plan.compression} is for whole copies; "
             "set gradient.compression=none",
         ),
         (

@@ -133,7 +133,7 @@ def build(in_channels, num_classes):
 @pytest.mark.parametrize(
     ("breaks", "state", "words", "status"),
     [
-        ("yes", "failed", "RuntimeError: a kernel that is no good", 1),
+        pytest.param("yes", "failed", "RuntimeError: a kernel that is no good", 1, marks=pytest.mark.long),
         ("no", "refused", "linalg_qr.default cannot run on an image cut into tiles", 0),
     ],
 )
@@ -156,6 +156,7 @@ def test_ranks_of_a_launcher_are_told_that_bench_starts_its_own(monkeypatch):
         bench(Order(DIGITS))
 
 
+@pytest.mark.long
 def test_the_trap_runs_one_plan_with_few_and_many_workers(tmp_path):
     text = run("bench", DIGITS, "--ranks", "1", "--steps", "2", "--plans", "one rank", "--trap", "--out", tmp_path)
     rows = json.loads((tmp_path / "bench.json").read_text())["trap"]
@@ -163,6 +164,7 @@ def test_the_trap_runs_one_plan_with_few_and_many_workers(tmp_path):
     assert "Trap: " in text
 
 
+@pytest.mark.long
 def test_where_no_plan_can_run_the_status_says_so(tmp_path):
     text = run("bench", DIGITS, "model.options.blocks=none", "--plans", "one rank", "--out", tmp_path, status=2)
     assert "No plan could run" in text and "Traceback" not in text

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from marks import few
 from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -117,7 +118,7 @@ def plan_of(name, size, options):
     return Plan(**{axis: size}, **options)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", few([2, 3], 2))
 @pytest.mark.parametrize(("name", "index"), CASES, ids=[f"{n}: {case_at(n, i).name}" for n, i in CASES])
 def test_three_steps_over_ranks_equal_one_device(name, index, size):
     on_ranks(size, compare_with_one_device, name, index, plan=plan_of(name, size, case_at(name, index).options))

@@ -51,7 +51,7 @@ def _one(threads: Threads, seed: int, counts: Counts, options: argparse.Namespac
     if not isinstance(verdict, Finding):
         return
     if not options.whole:
-        program, layout = shrunk(program, layout, verdict, lambda p, l: again(threads, p, l))
+        program, layout = shrunk(program, layout, verdict, lambda small, laid: again(threads, small, laid))
         smaller = again(threads, program, layout)
         verdict = smaller if isinstance(smaller, Finding) else verdict
     print(as_test(program, layout, verdict, seed), flush=True)

@@ -135,7 +135,11 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
     part = parts_of(even_cut(program.shape[0], mesh.copies))[mesh.copy]
     mine = slice(part.start, part.stop)
     laid = lambda image: wf.tile(image, mesh, layout.cuts)  # noqa: E731
-    rehearse = (lambda: loss_of(program, wf.whole(model(laid(program.images(9)[mine]))), 1)) if layout.rehearsed else None
+    rehearse = (
+        (lambda: loss_of(program, wf.whole(model(laid(program.images(9)[mine].requires_grad_()))), 1))
+        if layout.rehearsed
+        else None
+    )
     model = wf.parallelize(model, mesh, rehearse=rehearse, sample=program.images(0)[mine].to("meta"))
     optimizer = share_states(optimizer_of(model), mesh)
     samples = program.shape[0] / mesh.copies
@@ -153,17 +157,22 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
         found.note(f"step {step}", {"loss": loss})
         if mesh.plan.stage == 1 or mesh.plan.channel > 1:
             wholes = wholes_on_main(model, mesh, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-            found.note(f"step {step}, gradient", {name: wholes.get(name) for name, _ in model.named_parameters()})
+            if mesh.is_main:
+                found.note(f"step {step}, gradient", {name: wholes.get(name) for name, _ in model.named_parameters()})
         optimizer.step()
-    found.note("at the end", wholes_on_main(model, mesh, dict(model.state_dict())))
-    if not mesh.is_main:
-        found.numbers = {name: value for name, value in found.numbers.items() if "image's" in name or "loss" in name}
+    wholes = wholes_on_main(model, mesh, dict(model.state_dict()))
+    if mesh.is_main:
+        found.note("at the end", wholes)
     return found
 
 
 def _in_stages(program: Program, model: nn.Module, x: Tensor, samples: float) -> Tensor:
     return backward_of(
-        model, x, torch.zeros(len(x), 1), loss_of=lambda outputs, _: loss_of(program, outputs, 1), scaled=lambda l: l / samples
+        model,
+        x,
+        torch.zeros(len(x), 1),
+        loss_of=lambda outputs, _: loss_of(program, outputs, 1),
+        scaled=lambda loss: loss / samples,
     )
 
 
@@ -175,7 +184,8 @@ def compare(program: Program, layout: Layout, whole: Outcome, ranks: list[Outcom
     copies, tolerance = layout.plan.replicate * layout.plan.shard, tolerance_of(program)
     expected = whole.numbers
     scale = max(
-        (float(v.abs().max()) for n, v in expected.items() if v is not None and "gradient" in n and v.numel()), default=1.0
+        (float(v.abs().max()) for n, v in expected.items() if v is not None and ("gradient" in n or "loss" in n) and v.numel()),
+        default=1.0,
     )
     wrong: list[tuple[str, float, Tensor | None, Tensor | None]] = []
     for rank, found in enumerate(ranks):
@@ -259,11 +269,18 @@ def verdict_of_errors(errors: list[tuple[BaseException, str] | None]) -> Finding
     others = [
         (error, text) for error, text in raised if not is_refusal(error) and type(error).__name__ not in ("Stuck", "Mismatch")
     ]
+    if others and all(has_too_few_samples(error) for error, _ in others):
+        return Refusal("a copy has fewer samples than the program names")
     if others:
         return Finding("crashes", last_of(others[0][1]))
     if words:
         return Finding("refuses on some ranks", last_of(words[0][1]))
     return Finding("hangs", last_of(stuck[0]))
+
+
+def has_too_few_samples(error: BaseException) -> bool:
+    """Whether the program asks for a sample that this copy's share of the batch has not: its own fault."""
+    return isinstance(error, IndexError) and "<program>" in traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 def is_refusal(error: BaseException) -> bool:

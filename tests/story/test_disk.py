@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from command import DIGITS, losses, record
+from marks import few
 from ranks import on_ranks
 
 from widefield.config import read_config
@@ -259,7 +260,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("limit", [600, 4000])
+@pytest.mark.parametrize("limit", few([600, 4000], 600))
 def test_files_that_the_kernel_cuts_off_end_no_training(tmp_path, limit):
     """No file may grow beyond so many bytes, as if the disk were full by then."""
     folder = tmp_path / "run"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from command import RECIPES, record, run
 from falling import away, fall, in_backward, killed, nothing, raising, worker_killed
+from marks import few
 
 PAGE = RECIPES / "page.yaml"
 SMALL = ["data.options.size=[48, 40]", "data.options.pages=[6, 3]", "data.batch_size=4", "data.evaluate_batch_size=1",
@@ -37,7 +38,7 @@ BEFALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BEFALLS)
+@pytest.mark.parametrize("name", few(BEFALLS, *list(BEFALLS)[:2]))
 def test_what_befalls_one_rank_ends_all_and_each_names_it(tmp_path, name):
     mesh, plant, culprit, reason = BEFALLS[name]
     ended = fall(2, ["train", PAGE, "--run", tmp_path / "run", *SMALL, *mesh], plant, folder=tmp_path / "said")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from command import RECIPES
+from marks import few
 from ranks import on_ranks
 
 from widefield.config import read_config
@@ -75,10 +78,10 @@ def under(name: str, source: Path | None, target: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> dict[str, tuple[Path, list[float]]]:
-    """What each plan saved after its first steps, and its own next losses."""
+def written(tmp_path_factory) -> Callable[[str], tuple[Path, list[float]]]:
+    """What a plan saved after its first steps, and its own next losses."""
     folder = tmp_path_factory.mktemp("written")
-    return {name: (folder / name, under(name, None, folder / name)) for name in dict.fromkeys(writer for writer, _ in PAIRS)}
+    return cache(lambda name: (folder / name, under(name, None, folder / name)))
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -86,9 +89,12 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return take_apart(state)[1]
 
 
-@pytest.mark.parametrize(("writer", "reader"), PAIRS, ids=[f"{writer} to {reader}" for writer, reader in PAIRS])
+FIRST = ("one", "zero3"), ("zero3", "channel"), ("channel", "stage"), ("stage", "space"), ("space", "one")
+
+
+@pytest.mark.parametrize(("writer", "reader"), few(PAIRS, *FIRST), ids=[f"{writer} to {reader}" for writer, reader in PAIRS])
 def test_state_is_equal_bit_for_bit_and_so_are_the_next_losses_but_for_rounding(written, tmp_path, writer, reader):
-    source, expected = written[writer]
+    source, expected = written(writer)
     losses = under(reader, source, tmp_path / "again")
     before, after = tensors_in(source), tensors_in(tmp_path / "again")
     assert sorted(before) == sorted(after) and len(before) > 90

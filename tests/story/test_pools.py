@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import DIGITS, fingerprint, losses, record
+from marks import few
 from ranks import on_ranks
 
 from widefield.config import read_config
@@ -43,7 +44,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", few(SETTINGS, "plain", "powersgd", "dropout on three ranks"))
 def test_a_resumed_run_equals_one_that_was_not_stopped(name, tmp_path):
     ranks, settings = SETTINGS[name]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -55,12 +56,13 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(name, tmp_path):
     assert fingerprint(whole, ranks=ranks) == fingerprint(cut, ranks=ranks)
 
 
-def test_dropout_over_ranks_is_told(tmp_path):
-    for rate, layers in (("0.3", 1), ("0", 0)):
-        folder = tmp_path / rate
-        on_ranks(2, go, folder, [f"model.options.dropout={rate}", "schedule.length=2step"])
-        told = [reason for reason in record(folder, "start")[0]["reasons"] if reason.startswith("dropout: 1 layers draw")]
-        assert len(told) == layers
+def test_dropout_over_ranks_is_one_devices_unless_copies_are_independent(tmp_path):
+    settings, found = ["model.options.dropout=0.3", "schedule.length=2step", "precision=float64"], {}
+    for name, ranks, more in (("one", 1, []), ("two", 2, []), ("independent", 2, ["mesh.independent=true"])):
+        on_ranks(ranks, go, tmp_path / name, [*settings, *more])
+        found[name] = losses(tmp_path / name)
+    assert found["two"] == pytest.approx(found["one"], rel=1e-12)
+    assert abs(found["independent"][0] - found["one"][0]) > 1e-4
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command import DIGITS, fingerprint, kill_rank, losses, ranks_of, record, run, start, wait_for_step
+from marks import few
 
 KILLS = int(os.environ.get("WIDEFIELD_KILLS", "4"))
 
@@ -47,6 +48,7 @@ def test_a_last_step_with_fewer_images_than_passes_changes_nothing(tmp_path):
     assert [line["samples"] for line in record(tmp_path / "2", "step")] == [359, 359, 359, 359, 1, 359, 359]
 
 
+@pytest.mark.long
 def test_accumulation_and_mixing_change_no_loss_with_ranks(tmp_path):
     """Batches of 70 in 3 passes leave every share uneven, and the last batch of an epoch short."""
     settings = ["precision=float64", "schedule.length=25step", "gradient.accumulate=3", "data.batch_size=70"]
@@ -58,13 +60,14 @@ def test_accumulation_and_mixing_change_no_loss_with_ranks(tmp_path):
     assert max(abs(a - b) for a, b in pairs) < 1e-10
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", few([1, 2], 2))
 def test_evaluation_counts_are_equal_on_any_number_of_ranks(runs, ranks):
     sentence = run("evaluate", runs[3], f"mesh.replicate={ranks}", "data.evaluate_batch_size=37").splitlines()[-1]
     last = record(runs[1], "evaluation")[-1]
     assert sentence.startswith(f"{last['metrics']['top1']:.2f} % top-1 on 360/360 images, 0 duplicates")
 
 
+@pytest.mark.long
 def test_killed_runs_end_as_if_nothing_had_happened(tmp_path):
     """SIGKILL to any rank at random steps, then the same command: same weights, optimizer, sample order and losses."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -81,7 +84,7 @@ def test_killed_runs_end_as_if_nothing_had_happened(tmp_path):
     assert fingerprint(whole, ranks=2) == fingerprint(cut, ranks=2)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), few([(signal.SIGINT, 130), (signal.SIGTERM, 143)], (signal.SIGTERM, 143)))
 def test_a_signal_saves_and_leaves_nothing_behind(tmp_path, number, status):
     folder, shared = tmp_path / "run", set(os.listdir("/dev/shm"))
     process = start("train", DIGITS, "--run", folder, "mesh.replicate=2", "checkpoint.every=1000step", "data.workers=1")

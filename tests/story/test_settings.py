@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from command import DIGITS, fingerprint, forget_after, losses, record
+from marks import few
 from photos import photo_folder
 from torch import nn
 
@@ -57,7 +58,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+FIRST = ("float64", "float16", "ema", "lamb", "accumulate", "mixing", "workers", "unsynchronized")
+
+
+@pytest.mark.parametrize("name", few(SETTINGS, *FIRST))
 def test_a_resumed_run_equals_one_that_was_not_stopped(name, tmp_path):
     settings = SETTINGS[name]
     if name == "compile":

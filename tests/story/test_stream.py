@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command import DIGITS, RECIPES, assert_same, fingerprint, forget_after, record, run
+from marks import few
 from ranks import on_ranks
 from torch import nn
 
@@ -130,6 +131,7 @@ def test_an_average_clipping_and_accumulation_change_nothing(tmp_path):
     assert_same(trained(tmp_path / "streamed", *TILES, *settings), one)
 
 
+@pytest.mark.long
 def test_a_compiled_stream_trains_as_the_whole(tmp_path):
     pytest.importorskip("torch._inductor")
     small = ["model.options.widths=[4]", "schedule.length=2step", "schedule.warmup=1step"]
@@ -137,6 +139,7 @@ def test_a_compiled_stream_trains_as_the_whole(tmp_path):
     assert_same(trained(tmp_path / "streamed", *TILES, "stream.compile=true", *small), one)
 
 
+@pytest.mark.long
 def test_a_classifier_equals_the_whole_run_with_its_dropout_and_mixing(tmp_path):
     """Masks are drawn as in the whole run; 8 x 8 scans become 4 x 4 pixels in the net."""
     settings = ["model.options.dropout=0.3", "data.mixup=0.2", "data.cutmix=1.0", "mesh.replicate=1"]
@@ -151,7 +154,7 @@ LAYOUTS = {"rows": ["mesh.space=[2, 1]"], "copies": ["mesh.replicate=2"],
            "copies of rows": ["mesh.space=[2, 1]", "mesh.replicate=2"]}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", few(LAYOUTS, "rows", "copies"))
 def test_each_rank_streams_what_it_holds(tmp_path, whole, name):
     """Of each page its half, of the batch its page; statistics are of all."""
     assert_same(trained(tmp_path / "run", *TILES, *LAYOUTS[name], *OFTEN, ranks=4 if " of " in name else 2), whole)
@@ -163,6 +166,7 @@ def test_copies_with_statistics_of_their_own_are_streamed(tmp_path):
     assert_same(trained(tmp_path / "streamed", *TILES, *settings, ranks=2), copies)
 
 
+@pytest.mark.long
 def test_a_wrong_number_of_tiles_is_refused_on_every_rank_in_one_message(tmp_path):
     told = run("train", STREAMED, "--run", tmp_path / "run", *PAGES, "stream.tiles=[2]", "mesh.replicate=2", status=2)
     assert told.count("stream.tiles=[2] has 1 numbers and images have 2 dims") == 1 and "Traceback" not in told

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import DIGITS, RECIPES, assert_same, fingerprint, forget_after, record, run
+from marks import few
 from ranks import on_ranks
 
 from widefield import inference
@@ -60,7 +61,7 @@ def test_the_pages_tell_classes_apart(whole):
     assert sum(sum(column) > 0 for column in zip(*counts, strict=True)) >= 3
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", few(LAYOUTS, "rows", "copies of rows"))
 def test_tiles_train_and_count_as_one_rank(whole, tmp_path, name):
     assert_same(trained(tmp_path / "run", *LAYOUTS[name], ranks=2 if name == "rows" else 4), whole)
 
@@ -74,7 +75,9 @@ def test_a_run_on_tiles_says_how_images_are_cut(cut):
 # ---------------------------------------------------------------------------------------------- resumed
 
 
-@pytest.mark.parametrize(("before", "after"), [("rows", "rows"), ("rows", "one rank"), ("one rank", "rows")])
+@pytest.mark.parametrize(
+    ("before", "after"), few([("rows", "rows"), ("rows", "one rank"), ("one rank", "rows")], ("rows", "one rank"))
+)
 def test_a_resumed_run_equals_one_that_was_not_stopped_also_under_another_plan(whole, cut, tmp_path, before, after):
     folder = tmp_path / "run"
     ranks = {"one rank": 1, "rows": 2}
@@ -99,6 +102,7 @@ def test_an_average_clipping_and_accumulation_change_nothing(tmp_path):
     assert_same(trained(tmp_path / "cut", *ALTOGETHER, *LAYOUTS["rows"], ranks=2), one)
 
 
+@pytest.mark.long
 def test_a_compiled_model_trains_on_tiles_as_one_that_is_not(tmp_path):
     pytest.importorskip("torch._inductor")
     small = [*ALTOGETHER, "model.options.widths=[4]", "schedule.length=2step", "schedule.warmup=1step"]
@@ -107,7 +111,7 @@ def test_a_compiled_model_trains_on_tiles_as_one_that_is_not(tmp_path):
     assert_same(trained(tmp_path / "cut", *small, *compiled, ranks=2, timeout_seconds=400), one)
 
 
-@pytest.mark.parametrize("batch_norm", ["averaged", "broadcast"])
+@pytest.mark.parametrize("batch_norm", few(["averaged", "broadcast"], "averaged"))
 def test_other_batch_norms_are_of_copies_and_never_of_tiles(tmp_path, batch_norm):
     """The tiles of one image have one statistic, whatever a recipe asks for; what copies do is up to the recipe."""
     settings = [f"batch_norm={batch_norm}", "mesh.replicate=2", "schedule.length=4step"]
@@ -133,6 +137,7 @@ def test_a_run_of_one_rank_is_evaluated_on_tiles(whole, tmp_path):
         assert one.confusion == told["confusion"] and one.sentence == told["sentence"]
 
 
+@pytest.mark.long
 def test_the_command_evaluates_on_tiles(whole):
     told = json.loads((whole / "evaluation.json").read_text())
     assert run("evaluate", whole, "mesh.space=[2,1]").splitlines()[-1].startswith(told["sentence"])

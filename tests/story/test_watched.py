@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from command import DIGITS, losses, run
 
 SLEEPY = """
@@ -45,6 +46,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_steps_are_a_timeline(tmp_pat
         assert names.count("gloo:all_reduce") >= 6
 
 
+@pytest.mark.long
 def test_a_watch_that_is_off_says_nothing(tmp_path):
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     text = run(

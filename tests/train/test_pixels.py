@@ -209,9 +209,10 @@ def test_every_image_and_every_pixel_is_counted_once(size, copies, single):
         assert [mistake.index for mistake in found.mistakes] == [mistake.index for mistake in one.mistakes]
 
 
-def order_and_windows(mesh: Mesh) -> list[tuple[list[int], Interval]]:
+def order_and_windows(mesh: Mesh) -> list[tuple[list[int], Interval | None]]:
+    """Images and rows of them, None being all: a grid of one tile is none."""
     batches = training_batches(parts_on(mesh), first=0, last=2)
-    return [(batch.index.tolist(), batch.window[0]) for batch in batches]
+    return [(batch.index.tolist(), None if batch.window is None else batch.window[0]) for batch in batches]
 
 
 def test_ranks_of_a_copy_read_other_windows_of_the_same_images():
@@ -237,6 +238,20 @@ def test_copies_share_images_out():
     alone = on_ranks(1, order_and_windows, plan=tiled(1, 1))[0]
     shared = [a + b for (a, _), (b, _) in zip(first, second, strict=True)]
     assert shared == [index for index, _ in alone]
+
+
+def numbers_drawn(mesh: Mesh) -> list[float]:
+    learner_of(parts_on(mesh))
+    return torch.rand(3).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "alike"), [({}, True), ({"independent": True}, False), ({"batch_norm": "averaged"}, False)], ids=str
+)
+def test_copies_draw_as_one_device_or_each_by_itself(settings, alike):
+    """Copies whose samples are rows of one batch draw for all of them; others must not draw the same masks twice."""
+    first, second = on_ranks(2, numbers_drawn, plan=Plan(replicate=2, **settings))
+    assert (first == second) == alike
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from widefield.config import Duration, ScheduleConfig
+from widefield.config import ScheduleConfig
 from widefield.data.loader import Steps
+from widefield.quantity import Duration
 from widefield.train.schedule import build_schedule
 
 EPOCH = Steps(samples=100, batch=10)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from marks import few
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -94,7 +95,10 @@ def farthest(mesh: Mesh) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+FIRST = PLANS[0], PLANS[1], PLANS[2], PLANS[-1]
+
+
+@pytest.mark.parametrize("plan", few(PLANS, *FIRST), ids=str)
 def test_three_steps_on_parts_are_one_devices(plan):
     """A trust ratio of a slice, or of one stage's gradients, shows at 1e-2."""
     found = on_ranks(plan.ranks, farthest, plan=plan)[0]

@@ -150,9 +150,9 @@ def train(
     first: int = 0,
     samples: int | None = None,
 ) -> Numbers:
-    """SGD steps, one for each batch of images, the first of which is number `first` of `samples`; empty on ranks with parts alone.
+    """SGD steps, one for each batch of images, the first of which is number `first` of `samples`.
 
-    What the last step leaves of weights is what its gradients and the steps before leave, so they are not compared.
+    Empty on ranks that have parts alone.  Weights are not compared: the last step's follow from its gradients, others show there.
     """
     copies = 1 if mesh is None else mesh.copies
     samples = samples or len(images[0])

@@ -45,5 +45,3 @@ def test_a_model_is_exact_under_every_strategy_or_refused_in_words(name, threads
             assert CHANCE in found.text, str(found)
         else:
             assert found.kind == "exact", f"{name}, {strategy}: {found}"
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import few
 from zoo.models import MODELS
 
 from widefield.engine import kept
@@ -46,6 +47,8 @@ NAMES: dict[tuple[int, ...], tuple[str, ...]] = {
 }  # fmt: skip
 """Models by the pixels of the images that they are trained on, odd where they take such; as many images as `MODELS` says."""
 
+FIRST = ["timm/resnet18", "timm/vit_tiny", "smp/Unet", "monai/SegResNet 3-D", "widefield/unet batch", "DCGAN generator"]
+"""A model of each kind."""
 TRAINED = {name: pixels for pixels, names in NAMES.items() for name in names}
 MANY = [
     "timm/resnet50", "timm/densenet121", "timm/efficientnet_b0", "timm/convnext_atto", "timm/hrnet_w18_small", "timm/pvt_v2_b0",
@@ -81,27 +84,27 @@ def check(name: str, tiles: tuple[int, ...], *, batch: int | None = None, train:
     assert verdict.zero_gradients <= 0.1 * len(gradients)  # ReLUs that are off for every pixel
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", few(TRAINED, *FIRST))
 def test_a_whole_model_is_exact_tile_after_tile(name):
     check(name, (2,) * len(TRAINED[name]))
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("name", few(MANY, "timm/convnext_atto", "widefield/unet group"))
 def test_many_tiles_are_exact(name):
     check(name, (3, 5))
 
 
-@pytest.mark.parametrize("name", MANY_OF_VOLUMES)
+@pytest.mark.parametrize("name", few(MANY_OF_VOLUMES, "monai/DynUNet 3-D"))
 def test_many_tiles_of_a_volume_are_exact(name):
     check(name, MANY_OF_VOLUMES[name])
 
 
-@pytest.mark.parametrize("name", ONE_BY_ONE)
+@pytest.mark.parametrize("name", few(ONE_BY_ONE, "widefield/unet batch"))
 def test_an_image_alone_is_exact(name):
     check(name, (2, 2), batch=1)
 
 
-@pytest.mark.parametrize("name", EVALUATED)
+@pytest.mark.parametrize("name", few(EVALUATED, "timm/vit_tiny", "monai/SegResNet 3-D"))
 def test_evaluation_is_exact(name):
     check(name, (3,) * len(TRAINED[name]), train=False)
 
@@ -120,7 +123,7 @@ def _unread(window: tuple[slice, ...]) -> None:
     raise AssertionError("no pixel is read before a program runs")
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONAL)
+@pytest.mark.parametrize("name", few(CONVOLUTIONAL, "timm/convnext_atto", "smp/DeepLabV3Plus", "widefield/unet batch"))
 def test_no_layer_of_a_convolutional_net_runs_on_the_whole_image(name):
     """It would hold the whole image; small ones, as of squeeze-and-excite, do and may."""
     program = planned(name, train=True)
@@ -131,7 +134,7 @@ def test_no_layer_of_a_convolutional_net_runs_on_the_whole_image(name):
     assert whole == []
 
 
-@pytest.mark.parametrize("name", IN_ONE_PASS)
+@pytest.mark.parametrize("name", few(IN_ONE_PASS, "widefield/unet batch"))
 def test_evaluation_without_sums_over_the_image_need_keep_its_outputs_alone(name):
     program = planned(name, train=False)
     (image,) = program.graph.inputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import few
 from ranks import on_ranks
 from zoo.models import MODELS
 
@@ -11,6 +12,11 @@ from widefield.engine import halo
 from widefield.engine.parity import Verdict, compare
 from widefield.plan import Plan
 
+FIRST = [
+    "timm/resnet18", "timm/efficientnet_b0", "timm/convnext_atto", "timm/vit_tiny", "timm/swin_tiny",
+    "torchvision/squeezenet1_1", "smp/Unet", "monai/UNet 3-D", "widefield/unet batch", "DCGAN generator",
+]  # fmt: skip
+"""A model of each kind."""
 AT_LEAST = 60
 AT_MOST_REFUSED = 3
 
@@ -60,7 +66,7 @@ def check(name: str, *tiles: int, cuts=None, train: bool = True) -> None:
     assert {row.kind for row in verdict.rows} >= ({"output", "layer", "gradient"} if train else {"output", "layer"})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, *FIRST))
 def test_a_whole_model_is_exact_or_refuses_in_words(name):
     check(name, 2)
 
@@ -70,22 +76,22 @@ def test_few_models_refuse():
     assert sum(model.refuses is not None for model in MODELS.values()) <= AT_MOST_REFUSED
 
 
-@pytest.mark.parametrize("name", BY_TWO + VOLUMES_BY_TWO)
+@pytest.mark.parametrize("name", few(BY_TWO + VOLUMES_BY_TWO, "timm/ghostnet_050", "monai/SegResNet 3-D"))
 def test_tiles_two_by_two_are_exact(name):
     check(name, 2, 2)
 
 
-@pytest.mark.parametrize("name", IN_THREE)
+@pytest.mark.parametrize("name", few(IN_THREE, "timm/regnety_002", "monai/AttentionUnet"))
 def test_three_tiles_are_exact(name):
     check(name, 3)
 
 
-@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("name", few(UNEVEN, "timm/resnet18", "monai/UNet 3-D"))
 def test_uneven_tiles_are_exact(name):
     check(name, 2, cuts=UNEVEN[name])
 
 
-@pytest.mark.parametrize("name", EVALUATED)
+@pytest.mark.parametrize("name", few(EVALUATED, "DCGAN generator", "timm/vit_tiny"))
 def test_evaluation_is_exact(name):
     check(name, 2, train=False)
 

@@ -156,7 +156,7 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     check_tiles(mesh.plan.stream, learner.spare)
     _lay_out(learner)
     why_stream = look_ahead(learner)
-    seed_everything(seed_of(config.seed, "rank", mesh.copy if mesh.plan.independent else 0))
+    seed_everything(seed_of(config.seed, "rank", 0 if mesh.plan.is_one_batch else mesh.copy))
     reasons = [*([why_lr] if why_lr else []), *_cuts_of(learner.spare, mesh), *parallel_reasons(learner.model)]
     return learner, [*reasons, *why_stream]
 

@@ -27,7 +27,7 @@ from widefield.data.image import write_image, write_labels
 from widefield.naming import did_you_mean
 from widefield.plan import Plan, to_text
 from widefield.section import differences, to_yaml
-from widefield.train.disk import replace_text
+from widefield.train.disk import free_bytes, replace_text
 from widefield.train.evaluate import Evaluation, Mistake
 from widefield.train.pieces import Piece, shown_in_words
 from widefield.trust import check_links
@@ -86,7 +86,10 @@ def claim(folder: Path) -> IO[str]:
             _check_free(folder)
         return lock(folder)
     except OSError as error:
-        raise ValueError(f"{folder} cannot be a run folder ({error}); name another one with --run") from None
+        raise ValueError(
+            f"{folder} cannot be a run folder ({error}), and {free_bytes(folder):,} bytes are free in it; name another "
+            "one with --run"
+        ) from None
 
 
 def _check_free(folder: Path) -> None:

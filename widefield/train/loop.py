@@ -8,7 +8,7 @@
         gradients -> clip -> optimizer -> average;  record
         at the end of an epoch, or as asked: evaluate;  save
 
-DDP averages gradients over ranks, so a loss scaled by copies of the model / count gives the gradient of the mean over the
+Gradients are averaged over ranks, so a loss scaled by copies of the model / count gives the gradient of the mean over the
 whole batch, however unevenly it is shared.  The count is known when the backward has begun; so first it is taken for the
 nominal one, of all samples (or all their pixels), and where fewer counted the gradients are scaled by nominal / count.
 """

@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from widefield.config import LogConfig
+from widefield.refusal import printable
 from widefield.train.disk import MOST_BYTES, Attempts, Lines, in_words, replace_text
 from widefield.train.scalars import ScalarLog, check_log, scalar_logs
-from widefield.train.terminal import GIB, Pace, clock_text, memory_text, printable, rate_text, terminal
+from widefield.train.terminal import GIB, Pace, clock_text, memory_text, rate_text, terminal
 
 Line = dict[str, Any]
 FILE, SUMMARY = "record.jsonl", "summary.csv"
@@ -117,8 +118,8 @@ class Record:
         stream: where lines for people go, standard output if left out; a progress bar is drawn where it is a terminal.
         ValueError, with no file touched: see `check_log`, and `read` for a damaged record.
         """
-        check_log(log)
         folder = Path(folder)
+        check_log(log, folder)
         folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, log, resumed_step, stream or sys.stdout)
 

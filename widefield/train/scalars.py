@@ -17,14 +17,22 @@ import yaml
 
 from widefield.config import LogConfig
 
+_RUN_ID = "wandb_run_id.txt"
 
-def check_log(log: LogConfig) -> None:
-    """ValueError where the log asks for a package that is not installed.  Sends nothing: every rank may call it first."""
-    if log.wandb is not None and importlib.util.find_spec("wandb") is None:
+
+def check_log(log: LogConfig, folder: Path) -> None:
+    """ValueError where the log asks for a package that is not installed, or the folder names no run of it.  Touches no file."""
+    if log.wandb is None:
+        return
+    if importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"log.wandb={log.wandb} needs the package wandb, which is not installed; "
             "run `pip install 'widefield[wandb]'`, or set log.wandb=null"
         )
+    kept = folder / _RUN_ID
+    told = kept.read_text(encoding="utf-8", errors="replace") if kept.is_file() else None
+    if told is not None and not re.fullmatch(r"[\w-]{1,64}", told):  # it goes into names of files, and may be anybody's
+        raise ValueError(f"{kept} holds no id of a W&B run: {told[:80]!r}; write it there, or delete the file")
 
 
 class ScalarLog(Protocol):
@@ -82,11 +90,9 @@ class _WeightsAndBiases:
     def __init__(self, folder: Path, project: str) -> None:
         import wandb
 
-        kept = folder / "wandb_run_id.txt"
+        kept = folder / _RUN_ID
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:12])
-        if not re.fullmatch(r"[\w-]{1,64}", kept.read_text()):  # it goes into names of files, and may be anybody's
-            raise ValueError(f"{kept} holds no id of a W&B run: {kept.read_text()[:80]!r}; write it there, or delete the file")
         config = folder / "config.yaml"
         values = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
         self._run = wandb.init(project=project, dir=str(folder), id=kept.read_text(), resume="allow")

@@ -10,13 +10,14 @@ from typing import Literal
 
 from torch import nn
 
-from widefield.config import Duration, RunConfig
+from widefield.config import RunConfig
 from widefield.engine.failure import PeerFailedError, in_words
 from widefield.engine.holding import wholes_on_main
 from widefield.engine.mesh import AgreedError, Mesh
 from widefield.engine.normalization import average_running_statistics, broadcast_buffers
 from widefield.engine.parallelize import evaluates_together
 from widefield.plan import to_text
+from widefield.quantity import Duration
 from widefield.train import disk
 from widefield.train.assemble import Parts
 from widefield.train.average import follow_buffers

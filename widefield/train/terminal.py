@@ -42,11 +42,6 @@ def heard(stream: TextIO) -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def printable(text: str) -> str:
-    """`text` with control characters (as file names may hold) spelled out."""
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
-
-
 class _Plain:
     """Lines on a file or a pipe, as under Slurm: no control characters."""
 

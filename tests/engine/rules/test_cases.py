@@ -40,7 +40,7 @@ def cases_of(family: str) -> list[Case]:
     return importlib.import_module(f"{rules.__name__}.{family}").CASES
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("grid", [(2,), (3,), *(pytest.param(grid, marks=pytest.mark.long) for grid in GRIDS[2:])], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiles_together_equal_the_whole(family, grid):
     ranks = torch.Size(grid).numel()

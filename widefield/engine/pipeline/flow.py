@@ -28,6 +28,7 @@ from widefield.engine.partial import partial_of
 from widefield.engine.pipeline.cutting import Division
 from widefield.engine.pipeline.held import average_gradients
 from widefield.engine.pipeline.parts import Part, parts_of
+from widefield.engine.pipeline.samples import where_samples_meet
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK
 from widefield.engine.pipeline.stage import StageModule
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta
@@ -262,16 +263,17 @@ def refuse_batchwise(module: nn.Module, graph: Graph, micro_batches: int) -> Non
     layers = batchwise(module, graph)
     if layers:
         raise NotImplementedError(
-            f"pipeline.micro_batches={micro_batches} cannot give the statistics of the whole batch, which {len(layers)} layers "
-            f"take in training ({', '.join(layers[:3])}); set pipeline.micro_batches=1, or batch_norm=per_micro_batch for the "
+            f"pipeline.micro_batches={micro_batches} cannot give what {len(layers)} layers or operations make of the whole "
+            f"batch in training ({', '.join(layers[:3])}); set pipeline.micro_batches=1, or batch_norm=per_micro_batch for the "
             "statistics of each micro-batch, which are not one device's"
         )
 
 
 def batchwise(module: nn.Module, graph: Graph) -> list[str]:
-    """The layers that in training look at all samples at once, or that remember something of each pass."""
+    """The layers that in training look at all samples at once, or that remember something of each pass; else the operations."""
     found = {name: None for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
-    return list(found | {name.rpartition(".")[0]: None for name in graph.updates})
+    found |= {name.rpartition(".")[0]: None for name in graph.updates}
+    return list(found) or where_samples_meet(graph)
 
 
 def _filled(image: Tensor, rows: int) -> Tensor:

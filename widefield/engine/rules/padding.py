@@ -244,6 +244,9 @@ def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
 _circular_pad.register_autograd(
     lambda ctx, grad: (torch.ops.widefield.circular_pad_backward(grad, *ctx.sides), None, None, None), setup_context=_remember
 )
+_circular_pad_backward.register_autograd(  # linear, so each is the other's
+    lambda ctx, grad: (torch.ops.widefield.circular_pad(grad, *ctx.sides), None, None, None), setup_context=_remember
+)
 
 
 def _box(shape: Sequence[int]) -> Box:

@@ -16,6 +16,7 @@ import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from widefield.engine.ghost import is_ghost, real_buffers
 from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.mesh import Mesh, device_of_words
 from widefield.engine.partial import settled
-from widefield.engine.places import on_layout, recut
+from widefield.engine.places import on_layout
+from widefield.engine.strategies._route import Compiled
 from widefield.engine.stream.streamed import Streamed
 from widefield.engine.tiled import TiledTensor, wrap, wrap_view
 
@@ -49,27 +51,28 @@ class Rows:
     """
 
     def __init__(self, mesh: Mesh, group: dist.ProcessGroup) -> None:
-        self.mesh, self.group = mesh, group
+        self.mesh, self.group, self.has_said = mesh, group, False
         self.together: dict[bool, bool] = {}
         """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
-        self.alone: dict[bool, tuple[int, list[Any]]] = {}
-        """In each mode, how many samples a copy ran by itself, and the shapes of what they gave."""
+        self.rows_each: dict[bool, list[int | None]] = {}
+        """In each mode, how many rows of each output belong to a sample; 0 of one of all samples, None of what is no tensor."""
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
         if not (model.training or torch.is_grad_enabled()) or not _samples_in(args, kwargs):
             return run(*args, **kwargs)
+        plain = run.uncompiled if isinstance(run, Compiled) else run
         if model.training not in self.together:
-            self._find_out(model, run, args, kwargs)
+            self._find_out(model, plain, args, kwargs)
         if self.together[model.training]:
-            return self._on_rows(model, run, args, kwargs)
+            return self._on_rows(model, plain, args, kwargs, is_slower=plain is not run)
         before = _State(model, with_numbers=False)
         output = run(*args, **kwargs)
         if not before.has_changed() or not self._some(True):
             return output
         before.restore()
         self.together[model.training] = True
-        return self._on_rows(model, run, args, kwargs)
+        return self._on_rows(model, plain, args, kwargs, is_slower=plain is not run)
 
     # ------------------------------------------------------------------------------------------ finding out
 
@@ -78,12 +81,18 @@ class Rows:
         before = _State(model, with_numbers=True)
         with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # not those around, which count what is saved
             output = run(*args, **kwargs)
-            shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(output)]
-            self.alone[model.training] = len(_samples_in(args, kwargs)[0]), shapes
-            meets = self._some(before.has_changed())
+            self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
+            meets = self._some(before.has_changed(by_value=True))
             before.restore()
             self.together[model.training] = meets or self._mixes(model, run, args, kwargs, output)
             before.restore()
+
+    def _rows_each(self, leaves: list[Any], count: int) -> list[int | None]:
+        """How many rows of each output belong to a sample, by what `count` samples alone gave on any copy that has some."""
+        found = [divmod(len(leaf), count) if isinstance(leaf, Tensor) and leaf.ndim and count else (0, 0) for leaf in leaves]
+        told = torch.tensor([0 if more else each for each, more in found], device=device_of_words(self.group))
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        return [each if isinstance(leaf, Tensor) else None for leaf, each in zip(leaves, told.tolist(), strict=True)]
 
     def _some(self, holds: bool) -> bool:
         """Whether something holds on some rank; RuntimeError where not all come to ask."""
@@ -103,20 +112,22 @@ class Rows:
         """Whether this copy's samples give something else among all than alone, on any copy."""
         try:
             among_all = self._run(model, run, args, kwargs)
-        except NotImplementedError as error:  # raised on every rank, before any message
-            warnings.warn(
-                f"whether layers of {type(model).__qualname__} mix samples, which {self.mesh.copies} copies of it would do for "
-                f"themselves, could not be seen: {error}",
-                stacklevel=2,
-            )
-            return False
+        except NotImplementedError:  # raised on every rank, before any message
+            return self._some(_mix_among_themselves(model, run, args, kwargs) and not is_ghost(model))
         pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
         return self._some(any(_differ(alone, found) for alone, found in pairs) and not is_ghost(model))
 
     # ------------------------------------------------------------------------------------------ on rows
 
-    def _on_rows(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """What `_run` gives, and why it has to be so where it cannot."""
+    def _on_rows(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, *, is_slower: bool) -> Any:
+        """What `_run` gives, and why it has to be so where it cannot.  is_slower: than the compiled model, as is said once."""
+        if is_slower and not self.has_said:
+            self.has_said = True
+            warnings.warn(
+                f"{type(model).__qualname__} draws random numbers, writes to buffers or mixes samples, so its "
+                f"{self.mesh.copies} copies share a batch, of which each rank has its rows, and run uncompiled; {ADVICE}",
+                stacklevel=2,
+            )
         try:
             return self._run(model, run, args, kwargs)
         except NotImplementedError as error:
@@ -137,10 +148,11 @@ class Rows:
             real_buffers(model)
 
         def entered(leaf: Any) -> Any:
-            return _Enter.apply(leaf, rows) if any(leaf is sample for sample in samples) else leaf
+            return _Enter.apply(leaf, rows, rows.of_batch(leaf), 1) if any(leaf is each for each in samples) else leaf
 
         leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
-        pairs = zip(leaves, _per_sample(leaves, *self.alone[model.training], rows), strict=True)
+        known = self.rows_each[model.training]
+        pairs = zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True)
         return tree_unflatten([_left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
 
     def _rows_of(self, sample: Tensor, count: int) -> _Share:
@@ -167,10 +179,47 @@ def _samples_in(args: tuple, kwargs: dict) -> list[Tensor]:
     return [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
 
 
+def _mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether samples, and as many others behind them, give something else than each half alone.
+
+    BatchNorms, whose statistics are of all copies anyway, take their running ones meanwhile.
+    """
+    samples = _samples_in(args, kwargs)
+    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
+
+    def others(leaf: Any, *, with_first: bool) -> Any:
+        if not any(leaf is sample for sample in samples):
+            return leaf
+        more = leaf.flip(0) * 0.5 if leaf.is_floating_point() else leaf.flip(0)
+        return torch.cat([leaf, more]) if with_first else more
+
+    changes = (_same, partial(others, with_first=False), partial(others, with_first=True))
+    for norm in norms:
+        norm.training = False
+    try:
+        with torch.no_grad():
+            found = [tree_leaves(run(*tree_map(change, args), **tree_map(change, kwargs))) for change in changes]
+    finally:
+        for norm in norms:
+            norm.training = True
+    return any(_is_mixed(*leaves) for leaves in zip(*found, strict=True))
+
+
+def _is_mixed(first: Any, second: Any, both: Any) -> bool:
+    """Whether what both halves of a batch give together is not theirs behind each other, nor the mean of theirs."""
+    if not isinstance(first, Tensor):
+        return False
+    if first.ndim and len(both) == 2 * len(first):
+        return _differ(first, both[: len(first)]) or _differ(second, both[len(first) :])
+    return first.shape == both.shape and _differ((first + second) / 2, both)
+
+
 def _differ(alone: Any, among_all: Any) -> bool:
     """Whether two outputs are farther apart than rounding goes."""
     if not isinstance(alone, Tensor) or not alone.is_floating_point():
         return False
+    if alone.shape != among_all.shape:
+        return True
     if type(alone) is TiledTensor:
         alone, among_all = alone.own, on_layout(among_all, alone.laid)
     if not alone.numel():
@@ -179,7 +228,7 @@ def _differ(alone: Any, among_all: Any) -> bool:
     return bool(apart > TOLERANCE.get(alone.dtype, 0.1) * alone.detach().abs().max())
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _same(tensor: Any) -> Any:
     """(A result that is saved as it is would hold the operation that saves it, and neither would ever go.)"""
     return tensor
 
@@ -203,11 +252,14 @@ class _State:
     def _random(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
 
-    def has_changed(self) -> bool:
-        """Whether numbers were drawn, or a buffer written that is not a BatchNorm's, which are synchronized."""
+    def has_changed(self, *, by_value: bool = False) -> bool:
+        """Whether numbers were drawn, or a buffer written that is not a BatchNorm's, which are synchronized.
+
+        by_value: looks at what buffers hold, too, since `F.batch_norm` writes without a word.
+        """
         return not all(map(torch.equal, self.random, self._random())) or any(
-            part._buffers.get(name) is not buffer or buffer._version != version
-            for part, name, buffer, version in self.buffers
+            part._buffers.get(name) is not buffer or buffer._version != version or by_value and not torch.equal(buffer, value)
+            for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True)
             if not isinstance(part, _BatchNorm)
         )
 
@@ -217,7 +269,7 @@ class _State:
         for device, state in zip(self.devices, self.random[1:], strict=True):
             torch.cuda.set_rng_state(state, device)
         for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True):
-            if buffer._version != version:
+            if buffer._version != version or not torch.equal(buffer, value):
                 buffer.copy_(value)
             part._buffers[name] = buffer
         for part, numbers in self.numbers:
@@ -249,8 +301,8 @@ class _Share:
         further = [None if cut is None else Cut(tuple(axis + 1 for axis in cut.axes), cut.bounds) for cut in cuts]
         return layout_of((self.bounds[-1], *tensor.shape[1:]), (Cut((0,), self.bounds), *further), self.grid)
 
-    def local(self, layout: Layout) -> Layout | None:
-        """What a tile is a tile of, on this copy alone; None where it is plain."""
+    def local(self, layout: Layout, count: int) -> Layout | None:
+        """What a tile with `count` rows is a tile of, on this copy alone; None where it is plain."""
         if not self.tiles.sizes:
             return None
         cuts = [
@@ -258,43 +310,77 @@ class _Share:
             for cut in layout.cuts
         ]
         whole = [n if cut is not None else here for n, here, cut in zip(layout.shape, layout.tile_shape, cuts, strict=True)]
-        return layout_of(tuple(whole), tuple(cuts), self.tiles)
+        return layout_of((count, *whole[1:]), tuple(cuts), self.tiles)
 
 
 class _Enter(torch.autograd.Function):
-    """This copy's samples as their rows of the batch.
+    """This copy's samples, times a factor, as their rows of the batch.
 
     A loss of this copy's counts by its mean over copies, so the gradient of the batch's is that share of it, and back.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: _Share) -> Tensor:
-        ctx.rows, ctx.layout, ctx.laid = rows, rows.of_batch(tensor), getattr(tensor, "laid", None)
-        ctx.shape = tensor.shape
-        own = tensor.own if type(tensor) is TiledTensor else tensor
-        return wrap(own[: ctx.layout.tile_shape[0]], ctx.layout)
+    def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout, factor: float) -> Tensor:
+        ctx.rows, ctx.layout, ctx.count, ctx.factor = rows, layout, len(tensor), factor
+        local, tensor = rows.local(layout, len(tensor)), settled(tensor)
+        own = (tensor if local is None else on_layout(tensor, local))[: layout.tile_shape[0]]
+        return wrap(own if factor == 1 else own * factor, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        part = on_layout(settled(grad), ctx.layout) * ctx.rows.copies
-        if ctx.laid is not None:
-            part = part if part.shape == ctx.laid.tile_shape else part.new_zeros(ctx.laid.tile_shape)
-            return wrap(part, ctx.laid), None
-        return part if part.shape == ctx.shape else part.new_zeros(ctx.shape), None
+        rows = ctx.rows
+        return _Leave.apply(grad, rows, ctx.layout, ctx.count, ctx.factor * rows.copies), None, None, None
 
 
-def _per_sample(leaves: list[Any], count: int, shapes: list[Any], rows: _Share) -> list[int | None]:
-    """How many rows of each output belong to a sample, 0 where it is of all; by its shape for `count` samples alone."""
-    if len(leaves) != len(shapes):
-        return [None] * len(leaves)
-    found: list[int | None] = []
-    for whole, alone in zip(leaves, shapes, strict=True):
-        each, more = divmod(alone[0], count) if alone else (0, 0)
-        if not isinstance(whole, Tensor) or not alone or more:
-            found.append(0 if isinstance(whole, Tensor) else None)
-        else:
-            found.append(each if len(whole) == each * rows.bounds[-1] else 0)
-    return found
+class _Leave(torch.autograd.Function):
+    """The rows of this copy's samples, times a factor; zeros for the `count` samples of a stand-in, which count nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout, count: int, factor: float) -> Tensor:
+        ctx.rows, ctx.layout, ctx.factor = rows, layout, factor
+        own = on_layout(settled(tensor), layout)
+        if len(own) != count:
+            own = own.new_zeros(count, *own.shape[1:])
+        own = own.view_as(own) if factor == 1 else own * factor
+        local = rows.local(layout, count)
+        return own if local is None else wrap_view(own, local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Enter.apply(grad, ctx.rows, ctx.layout, ctx.factor / ctx.rows.copies), None, None, None, None
+
+
+class _OfAll(torch.autograd.Function):
+    """What all samples give together, as a mean over the batch: every copy has it, and its gradient is the mean of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout | None) -> Tensor:
+        ctx.rows, ctx.layout = rows, layout
+        if layout is None:
+            return tensor.view_as(tensor)
+        own, local = on_layout(settled(tensor), layout), rows.local(layout, layout.tile_shape[0])
+        own = own.view_as(own)
+        return own if local is None else wrap_view(own, local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Mean.apply(grad, ctx.rows, ctx.layout), None, None
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over copies, as what all samples give together."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout | None) -> Tensor:
+        ctx.rows, ctx.layout = rows, layout
+        local = None if layout is None else rows.local(layout, layout.tile_shape[0])
+        part = settled(tensor) if local is None else on_layout(settled(tensor), local)
+        mean = halo.add_sums(part.contiguous(), rows.grid.group_name((0,))) / rows.copies
+        return mean if layout is None else wrap(mean, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _OfAll.apply(grad, ctx.rows, ctx.layout), None, None
 
 
 def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
@@ -304,55 +390,13 @@ def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
     all; where that is not known, a result that is cut by samples is theirs.
     """
     if type(tensor) is not TiledTensor:
-        return _OfAll.apply(tensor, rows) if tensor.requires_grad else tensor
+        return _OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
     layout = tensor.laid
     first = layout.cuts[0]
     cuts = [None if cut is not None and 0 in cut.axes else cut for cut in layout.cuts]
     if each is None and first is not None and first.axes == (0,):
-        return _Leave.apply(tensor, rows, layout, count)
-    if each:
+        return _Leave.apply(tensor, rows, layout, count, 1)
+    if each and len(tensor) == each * rows.bounds[-1]:
         by_samples = Cut((0,), tuple(bound * each for bound in rows.bounds))
-        return _Leave.apply(tensor, rows, layout_of(layout.shape, (by_samples, *cuts[1:]), layout.grid), count * each)
+        return _Leave.apply(tensor, rows, layout_of(layout.shape, (by_samples, *cuts[1:]), layout.grid), count * each, 1)
     return _OfAll.apply(tensor, rows, layout_of(layout.shape, tuple(cuts), layout.grid))
-
-
-class _Leave(torch.autograd.Function):
-    """The rows of this copy's samples."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: TiledTensor, rows: _Share, layout: Layout, count: int) -> Tensor:
-        ctx.rows, ctx.layout = rows, layout
-        own = recut(tensor, layout)
-        own = own.view_as(own) if own is tensor.own else own
-        if own.shape[0] == 0 < count:  # a stand-in's, which counts nothing
-            return own.new_zeros(count, *own.shape[1:])
-        local = rows.local(layout)
-        return own if local is None else wrap_view(own, local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        local, grad = ctx.rows.local(ctx.layout), settled(grad)
-        part = grad if local is None else on_layout(grad, local)
-        part = part if part.shape == ctx.layout.tile_shape else part.new_zeros(ctx.layout.tile_shape)
-        return wrap(part / ctx.rows.copies, ctx.layout), None, None, None
-
-
-class _OfAll(torch.autograd.Function):
-    """What all samples give together, as a mean over the batch: every copy has it, and its gradient is the mean of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout | None = None) -> Tensor:
-        ctx.rows, ctx.layout = rows, layout
-        if layout is None or type(tensor) is not TiledTensor:
-            return tensor.view_as(tensor)
-        own, local = recut(tensor, layout), rows.local(layout)
-        own = own.view_as(own) if own is tensor.own else own
-        return own if local is None else wrap_view(own, local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        rows, grad = ctx.rows, settled(grad)
-        local = None if ctx.layout is None else rows.local(ctx.layout)
-        part = grad if local is None else on_layout(grad, local)
-        mean = halo.add_sums(part.contiguous(), rows.grid.group_name((0,))) / rows.copies
-        return mean if ctx.layout is None else wrap(mean, ctx.layout), None, None

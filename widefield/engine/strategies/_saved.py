@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from widefield.config import RecomputeConfig, read_memory
+from widefield.config import RecomputeConfig
 from widefield.engine.mesh import Mesh
 from widefield.engine.strategies import data
 from widefield.engine.tiled import TiledTensor
+from widefield.quantity import read_memory
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """Fully sharded data parallelism: copies of a model that see samples of their own and share what they remember.
 
 ZeRO-3 and ZeRO-2 are torch's FSDP2: weights, gradients and optimizer state lie in parts (DTensors, cut along their first dim)
-and a unit's weights are gathered where it runs; 3 frees them between forward and backward, 2 does not.  ZeRO-1 is DDP with
-an optimizer that steps a share of the parameters on each rank.  Weights are cut over shard x space; over replicate, parts
-are copied (hybrid).  The gradient is the mean over all of these ranks, as with DDP.
+and a unit's weights are gathered where it runs; 3 frees them between forward and backward, 2 does not.  ZeRO-1 is `data.py`
+with an optimizer that steps a share of the parameters on each rank.  Weights are cut over shard x space; over replicate, parts
+are copied (hybrid).  The gradient is the mean over all of these ranks.
 
 FSDP2 asks for more than a model promises: that units are called as they are, and gradients are there on every rank alike; see
 `_unit_calls.py`.
@@ -11,6 +11,7 @@ FSDP2 asks for more than a model promises: that units are called as they are, an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +33,8 @@ from widefield.engine.strategies._route import watch
 from widefield.engine.strategies._unit_calls import SENDS_ZEROS, UnitCalls
 
 PHASE = Phase.AVERAGE
-_CALLS: WeakKeyDictionary[nn.Module, UnitCalls] = WeakKeyDictionary()
+_CALLS: WeakKeyDictionary[nn.Module, weakref.ref[UnitCalls]] = WeakKeyDictionary()
+"""They hold the model, whose hooks hold them: so neither is held here."""
 SMALLEST_BYTES = 2**20
 """A unit of less is gathered with the root: at 100 GB/s its message would take less than its start does (10 us)."""
 LARGEST_SHARE = 1 / 8
@@ -59,7 +61,8 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     reasons += _look(model, mesh, rehearse)
     watched = watch(model)
     _shard(model, [units[name] for name in sorted(units, key=lambda name: -name.count("."))], mesh)
-    calls = _CALLS[model] = UnitCalls(model, {"": model, **units})
+    calls = UnitCalls(model, {"": model, **units})
+    _CALLS[model] = weakref.ref(calls)
     calls.group = mesh.lend_group(calls)
     data.share_rows(watched, mesh, calls.group)
     if plan.batch_norm == "broadcast":
@@ -72,13 +75,15 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
 def without_sync(model: nn.Module) -> Iterator[None]:
     """Inside, backward keeps this rank's whole gradients and sends none; for a model that FSDP2 holds."""
     assert isinstance(model, FSDPModule)
+    calls = _CALLS[model]()
+    assert calls is not None, "the model's hooks hold them"
     model.set_requires_gradient_sync(False)
-    _CALLS[model].is_on = False
+    calls.is_on = False
     try:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-        _CALLS[model].is_on = True
+        calls.is_on = True
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -93,7 +98,7 @@ def _check(mesh: Mesh) -> None:
     plan, asked = mesh.plan, mesh.plan.sharding
     if asked.zero > 1 and plan.compression != "none":
         raise ValueError(
-            f"gradient.compression={plan.compression} is what DDP's buckets travel as and sharding.zero={asked.zero} has none; "
+            f"gradient.compression={plan.compression} is for whole copies and sharding.zero={asked.zero} has none; "
             "set gradient.compression=none, or sharding.zero=1"
         )
     if asked.offload and mesh.device.type == "cpu":

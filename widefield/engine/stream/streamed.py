@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from widefield.config import read_memory
 from widefield.engine.kept import PLACES
 from widefield.engine.layout import Cuts, Grid
 from widefield.engine.partial import partial_of, settled
@@ -33,6 +32,7 @@ from widefield.engine.stream.ways import Units, units_of
 from widefield.engine.tiled import TiledTensor, wrap, wrap_uncut
 from widefield.engine.wrapping import Wrapping, wrap_class
 from widefield.geometry.box import size_of
+from widefield.quantity import read_memory
 
 
 def stream(

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dis
 import gc
-import pickle
 import random
 import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -80,7 +80,7 @@ class Watch:
         """Calls that seed generators."""
         self.reads: list[Tensor] = []
         """Tensors whose numbers were taken into Python."""
-        self.generators: list[tuple[str, Any, bytes]] = []
+        self.generators: list[tuple[str, Any, Any]] = []
         """Of Python and NumPy, with where they stood; draws from torch's are operations of the graph."""
         self._seen: set[Any] = set()
         self._within: set[types.CodeType] = set()
@@ -186,7 +186,7 @@ class Watch:
 
     def drawn(self) -> list[str]:
         """The generators of Python and NumPy that were drawn from."""
-        return [path for path, generator, state in self.generators if _standing(generator) != state]
+        return [path for path, generator, state in self.generators if not _same(_standing(generator), state)]
 
     def cached(self) -> list[tuple[str, Tensor]]:
         """Tensors of the capture that functools keeps as results of functions, with their paths."""
@@ -209,7 +209,7 @@ class Watch:
         """Python's state and its generators' as they were before the forward."""
         self.state.restore()
         for _, generator, state in self.generators:
-            if _standing(generator) != state:
+            if not _same(_standing(generator), state):
                 _put(generator, state)
 
 
@@ -299,18 +299,25 @@ def _globals_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[tuple[str,
 # ---------------------------------------------------------------------------------------------- generators
 
 
-def _standing(generator: Any) -> bytes:
-    """Where a generator of Python or NumPy stands; the system's own has no place."""
+def _standing(generator: Any) -> Any:
+    """Where a generator of Python or NumPy stands, which no later draw changes; the system's own has no place."""
     if isinstance(generator, random.SystemRandom):
-        return b""
-    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else _source(generator).state)
+        return None
+    return deepcopy(generator.getstate() if isinstance(generator, random.Random) else _source(generator).state)
 
 
-def _put(generator: Any, state: bytes) -> None:
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states of a generator, NumPy's being mappings with arrays in them, are the same."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def _put(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
+        generator.setstate(state)
     else:
-        _source(generator).state = pickle.loads(state)
+        _source(generator).state = state
 
 
 def _source(generator: Any) -> Any:

@@ -1,0 +1,88 @@
+"""Which operations of a model look at several samples at once?  Found out without pixels, before a batch is cut up.
+
+The graph runs on tensors of torch's meta device whose batch lies on two ranks that cannot talk to each other.  Where the rules
+of tiles want to send something, samples meet; where there is no rule, they may.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from widefield.engine.layout import Cut, Grid, layout_of
+from widefield.engine.stream.graph import Graph, Node, Value
+from widefield.engine.tiled import TiledTensor, wrap
+
+ROW_BY_ROW = {"linear", "aten.native_group_norm", "aten.native_layer_norm", "aten.view", "aten._unsafe_view", "aten.reshape"}
+"""Operations that mix no samples, though rules may send something for them: sums of groups, rows that come to lie elsewhere."""
+PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
+"""Those that mix none as long as one factor alone is made of samples."""
+_APART = Grid((2,), 0, (((0,), "ranks that cannot talk"),))
+
+
+def where_samples_meet(graph: Graph) -> list[str]:
+    """The operations, by torch's names, each once; none where no input has two samples."""
+    rows = max((value.shape[0] for value in graph.inputs if value.shape), default=0)
+    if rows < 2:
+        return []
+    known = {value: _cut(value, 0) if value.shape and value.shape[0] == rows else _plain(value) for value in graph.inputs}
+    found: dict[str, None] = {}
+    with torch.no_grad():
+        for node in graph.nodes:
+            reads_samples = any(type(known.get(value)) is TiledTensor for value in node.reads)
+            made = _run(node, known, found) if reads_samples and not node.draws else None
+            for out, tensor in zip(node.outs, made or [None] * len(node.outs), strict=True):
+                if out is not None:
+                    known[out] = tensor if isinstance(tensor, Tensor) else _after(out, node, known, rows)
+    return list(found)
+
+
+def _run(node: Node, known: dict[Value, Tensor], found: dict[str, None]) -> list[Any] | None:
+    """What the operation gives; None where it wanted to send something."""
+    try:
+        made = node.call(iter([known[value] if value in known else _plain(value) for value in node.reads]))
+    except Exception:  # of ranks that cannot talk, or of an operation without a rule
+        if _may_mix(node, known):
+            found[_name_of(node)] = None
+        return None
+    leaves = [made] if node.is_single else tree_leaves(made, is_leaf=lambda leaf: leaf is None)
+    fits = len(leaves) == len(node.outs)
+    return leaves if fits else None
+
+
+def _may_mix(node: Node, known: dict[Value, Tensor]) -> bool:
+    """Whether an operation for which ranks would have to talk mixes samples, as far as its kind tells."""
+    if isinstance(node.op, torch._ops.OpOverload) and torch.Tag.pointwise in node.op.tags:
+        return False
+    if _name_of(node) in PRODUCTS:
+        return sum(type(known.get(value)) is TiledTensor for value in node.reads) > 1
+    return _name_of(node) not in ROW_BY_ROW
+
+
+def _name_of(node: Node) -> str:
+    name = str(node.op) if isinstance(node.op, torch._ops.OpOverload) else getattr(node.op, "__name__", str(node.op))
+    return name.removesuffix(".default")
+
+
+def _after(out: Value, node: Node, known: dict[Value, Tensor], rows: int) -> Tensor:
+    """A result that was not made: with rows for samples, where the operation read some and the sizes say so."""
+    layouts = [known[value].laid for value in node.reads if value in known and type(known[value]) is TiledTensor]
+    dims = [0] if layouts else []
+    dims += [dim for layout in layouts for dim, cut in enumerate(layout.cuts) if cut is not None]
+    dims = [dim for dim in dims if dim < out.ndim and out.shape[dim] and out.shape[dim] % rows == 0]
+    dim = min(dims, key=lambda each: out.shape[each], default=None)
+    return _plain(out) if dim is None else _cut(out, dim)
+
+
+def _plain(value: Value) -> Tensor:
+    return torch.empty_permuted(value.shape, value.order, dtype=value.dtype, device="meta")
+
+
+def _cut(value: Value, dim: int) -> Tensor:
+    """The first half of the samples, as the first of two ranks has it."""
+    rows = value.shape[dim]
+    cuts = [Cut((0,), (0, rows // 2, rows)) if each == dim else None for each in range(value.ndim)]
+    return wrap(_plain(value).narrow(dim, 0, rows // 2).contiguous(), layout_of(value.shape, tuple(cuts), _APART))
