@@ -6,18 +6,24 @@ Ranks are threads of this process (`fuzz.threads`), so that hundreds of models c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import multiprocessing
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from fuzz.session import Threads
-from fuzz.threads import Failed
+from fuzz.threads import Failed, installed
 from fuzz.trial import is_refusal, last_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from zoo.models import Model
 
 import widefield as wf
 from widefield.engine.holding import local, wholes_on_main
@@ -128,6 +134,26 @@ class Trial:
         return {name: max(errors[name] for errors in each) for name in each[0]}
 
 
+def found_of(model: Model, plans: Mapping[str, Plan]) -> dict[str, Found]:
+    """What becomes of a model under each plan, by its name; `stream` without ranks is tile after tile on this one device."""
+    warnings.simplefilter("ignore")  # of the libraries
+    torch.set_num_threads(1)
+    trial, found = Trial(model.make(), (max(2, model.shape[0]), *model.shape[1:])), {}
+    with installed():
+        threads = Threads()
+        for how, plan in plans.items():
+            found[how] = trial.streamed(plan.stream.tiles) if plan.stream else trial.under(plan, threads)
+    return found
+
+
+@contextmanager
+def apart() -> Iterator[Callable[[Model, Mapping[str, Plan]], dict[str, Found]]]:
+    """`found_of` in a process that is replaced after some models: what captures hold is not given back at once."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=6) as pool:
+        yield lambda model, plans: pool.submit(found_of, model, plans).result()
+
+
 class _Precision(TorchDispatchMode):
     """Whether some operation inside gives floating-point numbers coarser than float64."""
 
@@ -152,7 +178,7 @@ def train(
 ) -> Numbers:
     """SGD steps, one for each batch of images, the first of which is number `first` of `samples`.
 
-    Empty on ranks that have parts alone.  Weights are not compared: the last step's follow from its gradients, others show there.
+    Empty on ranks that have parts alone.  Weights are not compared: they follow from gradients.
     """
     copies = 1 if mesh is None else mesh.copies
     samples = samples or len(images[0])
@@ -211,8 +237,6 @@ def _said(errors: list[BaseException], ranks: int = 1) -> Found:
     if len(errors) == ranks and all(is_refusal(error) for error in errors):
         return Found("refused", str(errors[0]))
     first = next((error for error in errors if type(error).__name__ not in ("Stuck", "Mismatch")), errors[0])
-    import traceback
-
     return Found("crashes", last_of("".join(traceback.format_exception(first))))
 
 

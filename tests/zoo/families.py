@@ -63,6 +63,7 @@ OTHERS = {
 OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["beit", "deepseek_vit", "gemma4_vit", "naflexvit", "qwen3_vit", "vision_transformer_sam"], TRANSFORMER),
     "mobilenetv5": {"channel_multiplier": 0.25},
+    "sequencer": {"layers": (1, 1, 1, 1)},
     "vgg": {"mlp_ratio": 1 / 16},
 }
 """Which make small what is large in every size."""

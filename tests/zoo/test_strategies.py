@@ -8,9 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from fuzz.session import Threads
-from fuzz.threads import installed
-from zoo.door import Trial
+from zoo.door import apart
 from zoo.models import EVEN, MODELS, Model, _timm
 
 from widefield.plan import Plan
@@ -26,21 +24,16 @@ QUICK = ["DCGAN discriminator", "pix2pixHD discriminator", "timm/vit_tiny"]
 """What `make test` runs: small ones, one of which gives a nest of tensors."""
 CHANCE = "the model draws random numbers, as dropout does, and with mesh.stage=2 every stage draws for itself"
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
-
 
 @pytest.fixture(scope="module")
-def threads():
-    with installed():
-        yield Threads()
+def tried():
+    with apart() as run:
+        yield run
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ALL])
-def test_a_model_is_exact_under_every_strategy_or_refused_in_words(name, threads):
-    shape = ALL[name].shape
-    trial = Trial(ALL[name].make(), (max(2, shape[0]), *shape[1:]))
-    for strategy, plan in PLANS.items():
-        found = trial.under(plan, threads)
+def test_a_model_is_exact_under_every_strategy_or_refused_in_words(name, tried):
+    for strategy, found in tried(ALL[name], PLANS).items():
         if strategy == "stage" and found.kind == "refused":
             assert CHANCE in found.text, str(found)
         else:
