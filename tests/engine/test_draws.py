@@ -254,7 +254,7 @@ def _compiled_and_apart(mesh) -> tuple[bool, str]:
     return same, _said(lambda: compiled(image))
 
 
-@pytest.mark.parametrize("plan", [Plan(space=[2, 1]), Plan(channel=2), Plan(channel=2, stage=2)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(space=[2, 1]), Plan(channel=2), Plan(channel=2, stage=2, independent=True)], ids=str)
 @pytest.mark.parametrize("own", [False, True], ids=["torch's", "their own"])
 def test_captured_draws_are_compared_too(plan, own):
     """Streams in space and cut channels draw for the whole on every rank; stages take a seed that is one on all their ranks."""

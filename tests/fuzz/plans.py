@@ -50,8 +50,8 @@ def draw_layout(rng: random.Random, program: Program) -> Layout:
         (5, {"space": small} | stream(rng, dims)),
         (6, {"channel": rng.choice([2, 2, 3])}),
         (2, {"space": small, "channel": 2}),
-        (1, {"recompute": {}}),
-        (1, {"space": small, "recompute": {}}),
+        (0.3, {"recompute": {}}),
+        (0.3, {"space": small, "recompute": {}}),
     ]
     if is_per_sample(program):
         kinds += [
@@ -64,7 +64,7 @@ def draw_layout(rng: random.Random, program: Program) -> Layout:
             (1, zero(rng) | {"replicate": 2}),
             (1, zero(rng) | stream(rng, dims)),
         ]
-        if program.habit.forwards == program.habit.backwards == 1 and not program.habit.penalty:
+        if all(program.per_sample) and program.habit.forwards == program.habit.backwards == 1 and not program.habit.penalty:
             kinds += [(4, {"stage": 2}), (1, {"stage": 2, "space": small}), (1, {"replicate": 2, "stage": 2})]
     if program.habit.penalty:
         kinds = [

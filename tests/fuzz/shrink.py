@@ -51,6 +51,8 @@ def _verdict(program: Program, layout: Layout, verdict_on: Callable[[Program, La
         return None
     if layout.plan.replicate * layout.plan.shard > 1 and None in program.per_sample:
         return None
+    if layout.plan.stage > 1 and not all(program.per_sample):  # its loss is no sum over micro-batches
+        return None
     return verdict_on(program, layout)
 
 

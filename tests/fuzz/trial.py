@@ -135,7 +135,11 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
     part = parts_of(even_cut(program.shape[0], mesh.copies))[mesh.copy]
     mine = slice(part.start, part.stop)
     laid = lambda image: wf.tile(image, mesh, layout.cuts)  # noqa: E731
-    rehearse = (lambda: loss_of(program, wf.whole(model(laid(program.images(9)[mine].requires_grad_()))), 1)) if layout.rehearsed else None
+    rehearse = (
+        (lambda: loss_of(program, wf.whole(model(laid(program.images(9)[mine].requires_grad_()))), 1))
+        if layout.rehearsed
+        else None
+    )
     model = wf.parallelize(model, mesh, rehearse=rehearse, sample=program.images(0)[mine].to("meta"))
     optimizer = share_states(optimizer_of(model), mesh)
     samples = program.shape[0] / mesh.copies
@@ -164,7 +168,11 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
 
 def _in_stages(program: Program, model: nn.Module, x: Tensor, samples: float) -> Tensor:
     return backward_of(
-        model, x, torch.zeros(len(x), 1), loss_of=lambda outputs, _: loss_of(program, outputs, 1), scaled=lambda loss: loss / samples
+        model,
+        x,
+        torch.zeros(len(x), 1),
+        loss_of=lambda outputs, _: loss_of(program, outputs, 1),
+        scaled=lambda loss: loss / samples,
     )
 
 
@@ -176,7 +184,8 @@ def compare(program: Program, layout: Layout, whole: Outcome, ranks: list[Outcom
     copies, tolerance = layout.plan.replicate * layout.plan.shard, tolerance_of(program)
     expected = whole.numbers
     scale = max(
-        (float(v.abs().max()) for n, v in expected.items() if v is not None and "gradient" in n and v.numel()), default=1.0
+        (float(v.abs().max()) for n, v in expected.items() if v is not None and ("gradient" in n or "loss" in n) and v.numel()),
+        default=1.0,
     )
     wrong: list[tuple[str, float, Tensor | None, Tensor | None]] = []
     for rank, found in enumerate(ranks):

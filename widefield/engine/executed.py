@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from widefield.engine.normalization import batch_norm_over
+from widefield.engine.batch_statistics import batch_norm_over
 from widefield.engine.stream.apart import BATCH_NORM_OVER
 from widefield.engine.stream.follow import without_autocast
 from widefield.engine.stream.graph import Graph, Node, Value, put_in

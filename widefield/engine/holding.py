@@ -149,12 +149,12 @@ def wholes_on_main(model: nn.Module, mesh: Mesh, state: dict) -> dict:
     if not is_parted(mesh):
         return state
     found = dict(_gather(model, mesh, state, spread=False))
-    having = mesh.gather_objects([path for path, value in found.items() if isinstance(value, Tensor)])
+    having = mesh.gather_objects({path: _dense_strides(value) for path, value in found.items() if isinstance(value, Tensor)})
     united = _united(mesh, found)
     for path, value in united.items():
-        ranks = [rank for rank, paths in enumerate(having) if path in paths]
+        ranks = [rank for rank, strides in enumerate(having) if path in strides]
         if ranks and ranks[0] > 0:
-            united[path] = _sent(value, mesh, source=ranks[0])
+            united[path] = _sent(value, mesh, source=ranks[0], strides=having[ranks[0]][path])
     return _nested(united)
 
 
@@ -225,11 +225,16 @@ def _united(mesh: Mesh, found: dict[Path, Any]) -> dict[Path, Any]:
     return united
 
 
-def _sent(value: Any, mesh: Mesh, *, source: int) -> Any:
-    """A tensor that `source` has, on rank 0 too; what the others have stays."""
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """How a tensor's elements lie in a message: as in its memory where that has no gaps."""
+    return tensor.stride() if is_dense(tensor) else tensor.contiguous().stride()
+
+
+def _sent(value: Any, mesh: Mesh, *, source: int, strides: tuple[int, ...]) -> Any:
+    """A tensor that `source` has, on rank 0 too; what the others have stays.  strides: the source's, see `_dense_strides`."""
     group = mesh.checkpoint_group  # in `mesh.group` it would count among the collectives, see engine/mesh.py
     if mesh.rank == 0:
-        value = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+        value = torch.empty_strided(value.shape, strides, dtype=value.dtype)
         dist.recv(memory_of(value), src=source, group=group)
     elif mesh.rank == source:
         dist.send(memory_of(value if is_dense(value) else value.contiguous()).cpu(), dst=0, group=group)

@@ -10,22 +10,16 @@ A rank that has no samples left runs a stand-in, see `ghost.py`; it adds nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from widefield.engine import moments
-from widefield.engine.layout import Layout
+from widefield.engine.batch_statistics import Normalize, Share, Statistics, merged, share_of
 from widefield.engine.mesh import Mesh
-from widefield.engine.partial import partial_of, settled
-from widefield.engine.places import moved, on_layout
-from widefield.engine.tiled import TiledTensor, wrap
 
 
 class _Held:
@@ -102,9 +96,9 @@ class SyncBatchNorm(_BatchNorm):
 
     def _over_ranks(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        share = _share_of(input, self.held.alike, is_ghost=getattr(self, "ghost", False))
+        share = share_of(input, self.held.alike, is_ghost=getattr(self, "ghost", False))
         whole = self._statistics_of_the_whole(input, share)
-        return _Normalize.apply(input, self.weight, self.bias, whole, self.eps, self.group, share)
+        return Normalize.apply(input, self.weight, self.bias, whole, self.eps, self.group, share)
 
     def _written_down(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
@@ -130,15 +124,15 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     @torch.no_grad()
-    def _statistics_of_the_whole(self, input: Tensor, share: _Share) -> _Statistics:
+    def _statistics_of_the_whole(self, input: Tensor, share: Share) -> Statistics:
         """Merge this rank's statistics with the others' (one message) and move the running ones."""
         assert self.group is not None
-        whole = _merged(input, share, self.running_mean, self.group)
+        whole = merged(input, share, self.running_mean, self.group)
         if self.track_running_stats and self.running_mean is not None:
             self._move_running_statistics(whole)
         return whole
 
-    def _move_running_statistics(self, whole: _Statistics) -> None:
+    def _move_running_statistics(self, whole: Statistics) -> None:
         self.num_batches_tracked.add_(1)
         for running, batch in ((self.running_mean, whole.mean), (self.running_var, whole.unbiased)):
             if self.momentum is None:  # a mean over all batches; its weight stays on the device
@@ -172,142 +166,6 @@ class _SyncBatchNormAct(SyncBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.act(self.drop(super().forward(input)))
-
-
-# ---------------------------------------------------------------------------------------------- arithmetic
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What this rank adds to the whole: its pixels, those of a tile whose channels are all there, or a ghost's none.
-
-    alike: how many ranks hold the same pixels, each of which counts them in part.  tiles: how many parts the image has.
-    """
-
-    layout: Layout | None
-    alike: int
-    tiles: int
-    is_ghost: bool
-
-    def tile_of(self, tensor: Tensor) -> Tensor:
-        """This rank's pixels of the input, or of a gradient of its shape."""
-        return tensor if self.layout is None else on_layout(tensor, self.layout)
-
-    def wrapped(self, tile: Tensor) -> Tensor:
-        """The tensor of the input's kind and shape that has this tile."""
-        return tile if self.layout is None else wrap(tile, self.layout)
-
-    def partial(self, sums: Tensor) -> Tensor:
-        """What is summed over this rank's pixels as a gradient of which it has a part."""
-        return sums if self.layout is None else partial_of(sums * self.tiles, self.layout.grid)
-
-
-def _share_of(input: Tensor, alike: int, *, is_ghost: bool) -> _Share:
-    if type(input) is not TiledTensor:
-        return _Share(None, alike, 1, is_ghost)
-    layout = moved(input.laid, [1])
-    return _Share(layout, layout.grid.size // layout.ways, layout.ways, is_ghost)
-
-
-@dataclass(frozen=True)
-class _Statistics:
-    """Of one batch, per channel; all on the device.  `count` is one number: values per channel."""
-
-    mean: Tensor
-    var: Tensor
-    unbiased: Tensor
-    count: Tensor
-
-
-def _merged(input: Tensor, share: _Share, running_mean: Tensor | None, group: dist.ProcessGroup) -> _Statistics:
-    """The statistics of all ranks' inputs: one message.  ValueError, on every rank, for one value per channel or none."""
-    # A NaN in the running mean must not reach the output: plain BatchNorm never reads it in training.
-    origin = None if running_mean is None else running_mean.double().nan_to_num(0, 0, 0)
-    tile = share.tile_of(input)
-    sums = _sums_about(origin, tile, empty=share.is_ghost or tile.numel() == 0) / share.alike
-    dist.all_reduce(sums, group=group)
-    if not sums.is_cuda and sums[-1] <= 1:
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {group.size()} ranks "
-            f"(this rank's input: {tuple(input.shape)}); use a larger batch or larger images"
-        )
-    return _finish(sums, origin, moments.statistics_dtype(input.dtype))
-
-
-def batch_norm_over(
-    image: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    momentum: float, eps: float, group_name: str, alike: int, is_ghost: bool,
-) -> list[Tensor]:  # fmt: skip
-    """What `widefield::batch_norm_over` names, with its gradient: the output, and what the running statistics become."""
-    group = dist.distributed_c10d._resolve_process_group(group_name)
-    share = _share_of(image, alike, is_ghost=is_ghost)
-    with torch.no_grad():
-        whole = _merged(image.detach(), share, running_mean, group)
-        pairs = ((running_mean, whole.mean), (running_var, whole.unbiased))
-        new = [running.lerp(batch.to(running.dtype), momentum) for running, batch in pairs if running is not None]
-    return [_Normalize.apply(image, weight, bias, whole, eps, group, share), *new]
-
-
-def _sums_about(origin: Tensor | None, input: Tensor, *, empty: bool) -> Tensor:
-    """What this rank adds to the whole: n * (mean - origin), squared deviations from the origin, n; 2C + 1 float64 numbers."""
-    channels = input.size(1)
-    if empty:
-        return input.new_zeros(2 * channels + 1, dtype=torch.float64)
-    mean, var = (statistic.double() for statistic in moments.moments_of(input))
-    count = input.numel() // channels
-    shift = mean if origin is None else mean - origin
-    return torch.cat([shift * count, (var + shift * shift) * count, shift.new_full((1,), count)])
-
-
-def _finish(sums: Tensor, origin: Tensor | None, dtype: torch.dtype) -> _Statistics:
-    """Statistics of the whole from the added-up sums, in `dtype`."""
-    channels = (sums.numel() - 1) // 2
-    count = sums[-1]
-    shift = sums[:channels] / count.clamp(min=1)
-    squares = (sums[channels:-1] - count * shift * shift).clamp_(min=0)
-    mean = shift if origin is None else origin + shift
-    var, unbiased = squares / count.clamp(min=1), squares / (count - 1).clamp(min=1)
-    return _Statistics(mean.to(dtype), var.to(dtype), unbiased.to(dtype), count)
-
-
-class _Normalize(torch.autograd.Function):
-    """(input - mean) / sqrt(var + eps) * weight + bias, with the gradient that flows through the whole batch's statistics.
-
-    A ghost adds nothing to the sums of the backward pass and gets a gradient of zero.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        whole: _Statistics,
-        eps: float,
-        group: dist.ProcessGroup,
-        share: _Share,
-    ) -> Tensor:
-        ctx.save_for_backward(input, weight, whole.mean, whole.var, whole.count)
-        ctx.eps, ctx.group, ctx.share = eps, group, share
-        return share.wrapped(moments.normalized(share.tile_of(input), whole.mean, whole.var, weight, bias, eps))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, var, count = ctx.saved_tensors
-        share, invstd = ctx.share, moments.invstd_of(var, ctx.eps)
-        tile = share.tile_of(input)
-        grad = moments.laid_out_as(tile, share.tile_of(settled(grad)))
-        sums = mean.new_zeros(2, mean.numel()) if share.is_ghost else moments.gradient_sums(grad, tile, mean, invstd)
-        grad_input = None
-        if ctx.needs_input_grad[0]:
-            whole = sums / share.alike  # weight and bias take this rank's part, the input takes the whole's
-            dist.all_reduce(whole, group=ctx.group)
-            means = (whole if weight is None else whole * weight.to(whole.dtype)) / count.to(whole.dtype)
-            arguments = (grad, tile, mean, invstd, weight, means)
-            grad_input = share.wrapped(torch.zeros_like(tile) if share.is_ghost else moments.input_gradient(*arguments))
-        parts = [share.partial(sums[n]).to(weight.dtype) if ctx.needs_input_grad[1 + n] else None for n in (0, 1)]
-        return grad_input, *parts, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------- converting

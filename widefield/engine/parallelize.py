@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from widefield.engine.executed import flow_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.strategies import Phase, data, fully_shard
 from widefield.naming import load
@@ -31,7 +32,12 @@ def parallelize(
     out (mesh.channel, mesh.stage), for which the model is followed on it without pixels.
     Gradients are averaged over the data ranks: a loss summed over samples wants the factor copies / samples of all
     copies of the model (on tiles in space, several ranks are one copy).
+    ValueError, on every rank: ranks have different models, or hold parts of this one already.  NotImplementedError: parameters
+    without a shape yet, layers with sparse gradients; and whatever a strategy refuses.
     """
+    if mesh.size > 1:
+        _refuse_parts(model)
+        _check_alike(model, mesh)
     found = []
     for strategy in _strategies(mesh):
         more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}
@@ -68,6 +74,45 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
     Forward and backward both belong inside.  Does nothing for a model that averages no gradients.
     """
     return fully_shard.without_sync(model) if fully_shard.is_sharded(model) else data.without_sync(model)
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    """A model whose copies are whole may be laid out anew."""
+    if fully_shard.is_sharded(model) or flow_of(model) is not None:
+        raise ValueError(
+            f"{type(model).__qualname__} is laid out already and each rank holds a part of its weights; build a new "
+            "model, load its weights from a checkpoint, and lay that out"
+        )
+
+
+def _check_alike(model: nn.Module, mesh: Mesh) -> None:
+    """See that all ranks have the same model, which no strategy has cut yet; one message."""
+    mine = [_told(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta]
+    sparse = [name for name, layer in model.named_modules() if getattr(layer, "sparse", False) is True]
+    of_ranks = mesh.gather_objects((mine, sparse))
+    expected = of_ranks[0][0]
+    for rank, (theirs, sparse) in enumerate(of_ranks):
+        lazy = next((name for name, shape, _ in theirs if shape is None), None)
+        if lazy is not None:
+            raise NotImplementedError(
+                f"'{lazy}' is lazy: it has no shape yet, so ranks cannot begin with the same; run the model once before it is "
+                "laid out"
+            )
+        if sparse:
+            raise NotImplementedError(
+                f"the layer '{sparse[0]}' has sparse gradients, which are not averaged over ranks; make it with sparse=False"
+            )
+        if theirs != expected:
+            pairs = [(a, b) for a, b in zip(expected, theirs, strict=False) if a != b]
+            told = f"{pairs[0][1]} on rank {rank} where rank 0 has {pairs[0][0]}" if pairs else (
+                f"{len(theirs)} parameters and buffers on rank {rank} where rank 0 has {len(expected)}"
+            )  # fmt: skip
+            raise ValueError(f"ranks have different models: {told}; build the same model on every rank")
+
+
+def _told(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...] | None, str]:
+    is_lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
+    return name, None if is_lazy else tuple(tensor.shape), str(tensor.dtype)
 
 
 def evaluates_together(model: nn.Module) -> bool:

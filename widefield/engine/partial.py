@@ -27,9 +27,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from widefield.engine import halo
 from widefield.engine.alike import is_in_place, repeats_places
 from widefield.engine.homes import version_of
+from widefield.engine.in_place import each
 from widefield.engine.layout import Grid
 from widefield.engine.places import space_group, whole_of
 from widefield.engine.tiled import OTHER_KINDS, TiledTensor, wrap_uncut
+from widefield.engine.writes import targets_of
 
 aten = torch.ops.aten
 _make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -180,6 +182,9 @@ def into_leaf(func: Any, args: tuple, kwargs: dict) -> Any:
     take: Callable[[Any], Any] = part_of_mean if is_managed else plain_value
     if func is aten.new_empty_strided.default:  # which asks for a dtype and a device alone
         take = _own
+    for target in targets_of(func, args, kwargs):
+        if type(target) is PartialGradient:
+            target.writes[0] += 1
     grids = [value.grid for value in args if type(value) is PartialGradient]
     args, kwargs = tree_map(lambda value: take(value) if isinstance(value, Tensor) else value, (args, kwargs))
     out = func(*args, **kwargs)
@@ -199,18 +204,29 @@ def run_partial(func: Any, args: tuple, kwargs: dict) -> Any:
     """`func`, one of whose tensor arguments is a partial gradient."""
     if func in INTO_LEAF and is_for_leaf():
         return into_leaf(func, args, kwargs)
-    check = _AFFINE.get(func) or (_is_backward_of_plain if _is_backward(func) else None)
+    if func._schema.name.startswith("aten::_foreach_"):
+        return each(func, args, kwargs)
+    check = _affine_if(func)
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    if is_in_place(func) and type(args[0]) is PartialGradient:
-        is_affine = check is not None and check(args, kwargs) and all(map(_is_alike, tensors))
-        return _in_place(func, args, kwargs, is_affine=is_affine)
+    is_affine = check is not None and check(args, kwargs) and all(map(_is_alike, tensors))
+    if any(type(target) is PartialGradient for target in targets_of(func, args, kwargs)):
+        return _in_place(func, args, kwargs, is_affine=is_affine and is_in_place(func))
     grid = next(tensor.grid for tensor in tensors if type(tensor) is PartialGradient)
-    if check is not None and check(args, kwargs) and all(map(_is_alike, tensors)):
+    if is_affine:
         out = func(*tree_map(_own, args), **tree_map(_own, kwargs))
         return tree_map(lambda leaf: _made(leaf, grid, args[0] if func.is_view else None), out)
     if func in _SUMS and _have_one_shape(tensors):
         return partial_of(func(*tree_map(_part, args), **kwargs), grid)
     return func(*tree_map(settled, args), **tree_map(settled, kwargs))
+
+
+def _affine_if(func: Any) -> Callable[[tuple, dict], bool] | None:
+    """When an operation is affine in its partial arguments; None where it never is.  Every view but of bits is."""
+    if func in _AFFINE:
+        return _AFFINE[func]
+    if _is_backward(func) or (func.is_view and func is not aten.view.dtype):
+        return _first_alone
+    return None
 
 
 def _made(leaf: Any, grid: Grid, shown: Any) -> Any:
@@ -224,20 +240,26 @@ def _made(leaf: Any, grid: Grid, shown: Any) -> Any:
 
 
 def _in_place(func: Any, args: tuple, kwargs: dict, *, is_affine: bool) -> Any:
-    """Write to the part; unless it is affine in parts, to the value, which every rank then has as its part."""
-    target, take = args[0], _own
+    """Write to parts; unless that is affine in them, to the values, which every rank then has as its part."""
+    targets = [target for target in targets_of(func, args, kwargs) if type(target) is PartialGradient]
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    if repeats_places(target.part):
-        target.part, target.writes = target.part.contiguous(), [0]
+    for target in targets:
+        if repeats_places(target.part):
+            target.part, target.writes, target.known = target.part.contiguous(), [0], None
+    take: Callable[[Any], Any] = _own
     if func in _SUMS_IN_PLACE and _have_one_shape(tensors):
         take = _part
     elif not is_affine:
-        target.part.copy_(plain_value(target))
+        for target in targets:
+            target.part.copy_(plain_value(target))
         take = lambda value: plain_value(value) if isinstance(value, Tensor) else value  # noqa: E731
-    others = tree_map(take, (args[1:], kwargs))
-    func(target.part, *others[0], **others[1])
-    target.writes[0] += 1
-    return target
+    kept = {id(target): target for target in targets}
+    args, kwargs = tree_map(lambda value: value.part if id(value) in kept else take(value), (args, kwargs))
+    out = func(*args, **kwargs)
+    for target in targets:
+        target.writes[0] += 1
+    of_parts = {id(target.part): target for target in targets}
+    return tree_map(lambda leaf: of_parts.get(id(leaf), leaf), out)
 
 
 def _have_one_shape(tensors: list[Tensor]) -> bool:
@@ -272,18 +294,19 @@ def _is_backward(func: Any) -> bool:
     return "_backward" in name and not func._schema.is_mutable
 
 
-def _is_backward_of_plain(args: tuple, kwargs: dict) -> bool:
-    """A backward operation is linear in the gradient that it is given first."""
-    return type(args[0]) is PartialGradient and _count((args[1:], kwargs)) == 0
-
-
 def _first_alone(args: tuple, kwargs: dict) -> bool:
+    """Of the arguments the first alone is partial: what a view shows, or the gradient that a backward operation is given."""
     return type(args[0]) is PartialGradient and _count((args[1:], kwargs)) == 0
 
 
 def _one_factor(args: tuple, kwargs: dict) -> bool:
     """Of two factors one is partial."""
     return _count((args, kwargs)) == 1
+
+
+def _into_part(args: tuple, kwargs: dict) -> bool:
+    """What is written to is partial."""
+    return type(args[0]) is PartialGradient
 
 
 def _any_number(args: tuple, kwargs: dict) -> bool:
@@ -301,12 +324,14 @@ _AFFINE: dict[Any, Callable[[tuple, dict], bool]] = {
         aten.split_with_sizes.default, aten.unbind.int, aten.flip.default, aten.roll.default,
         aten.neg.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
         aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.as_strided.default,
-        aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default,
+        aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default, aten.zero_.default,
+        aten.fill_.Scalar,
     ], _first_alone),
     **dict.fromkeys([
         aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default,
     ], _one_factor),
     **dict.fromkeys([aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default], _any_number),
+    **dict.fromkeys([aten.copy_.default, aten.add_.Tensor, aten.sub_.Tensor], _into_part),
 }  # fmt: skip
 """Operations that are affine in their partial arguments, where the others are alike on every rank, and when they are."""
 

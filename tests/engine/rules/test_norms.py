@@ -9,6 +9,7 @@ from torch import nn
 
 from widefield.engine import dispatch
 from widefield.engine.halo import TRAFFIC
+from widefield.engine.partial import manage
 from widefield.engine.tiled import TiledTensor
 from widefield.engine.tiling import tile, whole
 from widefield.plan import Plan
@@ -98,7 +99,8 @@ def test_a_layer_wholly_in_bfloat16_stays_so(kind):
 
 
 def messages(mesh, layer, shape):
-    """(messages of sums, numbers in them, messages of pixels), forward and backward."""
+    """(messages of sums, numbers in them, messages of pixels), forward and backward, of a layer that a reducer cares for."""
+    manage(layer.parameters())
     x = tile(torch.randn(shape), mesh).requires_grad_()
     TRAFFIC.clear()
     y = layer(x)

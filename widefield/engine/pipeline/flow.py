@@ -263,8 +263,8 @@ def refuse_batchwise(module: nn.Module, graph: Graph, micro_batches: int) -> Non
     layers = batchwise(module, graph)
     if layers:
         raise NotImplementedError(
-            f"pipeline.micro_batches={micro_batches} cannot give what {len(layers)} layers or operations make of the whole batch "
-            f"in training ({', '.join(layers[:3])}); set pipeline.micro_batches=1, or batch_norm=per_micro_batch for the "
+            f"pipeline.micro_batches={micro_batches} cannot give what {len(layers)} layers or operations make of the whole "
+            f"batch in training ({', '.join(layers[:3])}); set pipeline.micro_batches=1, or batch_norm=per_micro_batch for the "
             "statistics of each micro-batch, which are not one device's"
         )
 

@@ -14,8 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from widefield.engine.layout import Cut, Grid, layout_of
 from widefield.engine.stream.graph import Graph, Node, Value
-from widefield.engine.tiled import wrap
+from widefield.engine.tiled import TiledTensor, wrap
 
+ROW_BY_ROW = {"linear", "aten.native_group_norm", "aten.native_layer_norm", "aten.view", "aten._unsafe_view", "aten.reshape"}
+"""Operations that mix no samples, though rules may send something for them: sums of groups, rows that come to lie elsewhere."""
+PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
+"""Those that mix none as long as one factor alone is made of samples."""
 _APART = Grid((2,), 0, (((0,), "ranks that cannot talk"),))
 
 
@@ -24,14 +28,12 @@ def where_samples_meet(graph: Graph) -> list[str]:
     rows = max((value.shape[0] for value in graph.inputs if value.shape), default=0)
     if rows < 2:
         return []
-    known: dict[Value, Tensor] = {value: _cut(value, rows) for value in graph.inputs}
+    known = {value: _cut(value, 0) if value.shape and value.shape[0] == rows else _plain(value) for value in graph.inputs}
     found: dict[str, None] = {}
     with torch.no_grad():
         for node in graph.nodes:
-            if not any(type(known.get(value)) is not Tensor for value in node.reads if value in known):
-                made = None  # of weights alone
-            else:
-                made = None if node.draws else _run(node, known, found)
+            reads_samples = any(type(known.get(value)) is TiledTensor for value in node.reads)
+            made = _run(node, known, found) if reads_samples and not node.draws else None
             for out, tensor in zip(node.outs, made or [None] * len(node.outs), strict=True):
                 if out is not None:
                     known[out] = tensor if isinstance(tensor, Tensor) else _after(out, node, known, rows)
@@ -43,26 +45,44 @@ def _run(node: Node, known: dict[Value, Tensor], found: dict[str, None]) -> list
     try:
         made = node.call(iter([known[value] if value in known else _plain(value) for value in node.reads]))
     except Exception:  # of ranks that cannot talk, or of an operation without a rule
-        found[str(node.op).removesuffix(".default")] = None
+        if _may_mix(node, known):
+            found[_name_of(node)] = None
         return None
     leaves = [made] if node.is_single else tree_leaves(made, is_leaf=lambda leaf: leaf is None)
     fits = len(leaves) == len(node.outs)
     return leaves if fits else None
 
 
+def _may_mix(node: Node, known: dict[Value, Tensor]) -> bool:
+    """Whether an operation for which ranks would have to talk mixes samples, as far as its kind tells."""
+    if isinstance(node.op, torch._ops.OpOverload) and torch.Tag.pointwise in node.op.tags:
+        return False
+    if _name_of(node) in PRODUCTS:
+        return sum(type(known.get(value)) is TiledTensor for value in node.reads) > 1
+    return _name_of(node) not in ROW_BY_ROW
+
+
+def _name_of(node: Node) -> str:
+    name = str(node.op) if isinstance(node.op, torch._ops.OpOverload) else getattr(node.op, "__name__", str(node.op))
+    return name.removesuffix(".default")
+
+
 def _after(out: Value, node: Node, known: dict[Value, Tensor], rows: int) -> Tensor:
     """A result that was not made: with rows for samples, where the operation read some and the sizes say so."""
-    reads_rows = any(type(known[value]) is not Tensor for value in node.reads if value in known)
-    return _cut(out, rows) if reads_rows else _plain(out)
+    layouts = [known[value].laid for value in node.reads if value in known and type(known[value]) is TiledTensor]
+    dims = [0] if layouts else []
+    dims += [dim for layout in layouts for dim, cut in enumerate(layout.cuts) if cut is not None]
+    dims = [dim for dim in dims if dim < out.ndim and out.shape[dim] and out.shape[dim] % rows == 0]
+    dim = min(dims, key=lambda each: out.shape[each], default=None)
+    return _plain(out) if dim is None else _cut(out, dim)
 
 
 def _plain(value: Value) -> Tensor:
     return torch.empty_permuted(value.shape, value.order, dtype=value.dtype, device="meta")
 
 
-def _cut(value: Value, rows: int) -> Tensor:
-    """The first half of the samples, as the first of two ranks has it; plain where there are none."""
-    if not value.shape or value.shape[0] != rows:
-        return _plain(value)
-    layout = layout_of(value.shape, (Cut((0,), (0, rows // 2, rows)), *[None] * (value.ndim - 1)), _APART)
-    return wrap(_plain(value)[: rows // 2].contiguous(), layout)
+def _cut(value: Value, dim: int) -> Tensor:
+    """The first half of the samples, as the first of two ranks has it."""
+    rows = value.shape[dim]
+    cuts = [Cut((0,), (0, rows // 2, rows)) if each == dim else None for each in range(value.ndim)]
+    return wrap(_plain(value).narrow(dim, 0, rows // 2).contiguous(), layout_of(value.shape, tuple(cuts), _APART))

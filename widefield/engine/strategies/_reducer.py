@@ -60,7 +60,8 @@ class Reducer:
         self.is_on, self.optimizer_steps = True, 0
         self._layouts: dict[bytes, Layout] = {}
         self._backward: _Backward | None = None
-        self._unchecked: tuple[Any, Tensor] | None = None
+        self._last: tuple[Any, Tensor] | None = None
+        """A message that nobody waited for, which is to stay until it is there."""
         manage(parameters.values())
         self._handles = [
             handle for number, p in enumerate(parameters.values()) if _may_learn(p) for handle in self._hooked(number, p)
@@ -135,7 +136,7 @@ class Reducer:
         if not self.is_on:
             return None
         if self._backward is None or not self._backward.is_running:
-            self._check_last()
+            self._compare()
             self._backward = _Backward(self)
         return self._backward
 
@@ -186,19 +187,15 @@ class Reducer:
 
     # ------------------------------------------------------------------------------------------ what ranks say
 
-    def said(self) -> Tensor:
-        """Which parameters have a gradient here, and what every rank must have alike, with its squares."""
-        same = [zlib.crc32(self._key()) % 2**20, self.optimizer_steps % 2**20]
-        has = [parameter.grad is not None for parameter in self.parameters]
-        device = device_of_words(self.group)
-        return torch.tensor([*has, *same, *(value * value for value in same)], dtype=torch.int64, device=device)
+    def _compare(self) -> None:
+        """Before a backward: see that ranks are at the same step of training the same, in one small message.
 
-    def check(self, said: Tensor) -> list[int]:
-        """How many ranks have a gradient of each parameter, from the sum of what they said.
-
-        RuntimeError, on every rank: they are not doing the same.
+        RuntimeError, on every rank, where they are not.  A rank cannot know that another has changed, so all of them ask.
         """
-        *counts, trained, steps, trained_squared, steps_squared = said.tolist()
+        same = [zlib.crc32(self._key()) % 2**20, self.optimizer_steps % 2**20]
+        said = torch.tensor([*same, *(value * value for value in same)], dtype=torch.int64, device=device_of_words(self.group))
+        dist.all_reduce(said, group=self.group)
+        trained, steps, trained_squared, steps_squared = said.tolist()
         size = self.group.size()
         if size * trained_squared != trained * trained:
             raise RuntimeError(
@@ -212,17 +209,14 @@ class Reducer:
                 "next one met another step's gradients; run backward on every rank in every step, of a loss times 0 where a "
                 "rank has nothing to learn from"
             )
-        return counts
 
-    def check_later(self, work: Any, said: Tensor) -> None:
-        self._unchecked = work, said
+    def has(self) -> Tensor:
+        """Which parameters have a gradient here; summed over ranks, how many have one of each."""
+        has = [parameter.grad is not None for parameter in self.parameters]
+        return torch.tensor(has, dtype=torch.int64, device=device_of_words(self.group))
 
-    def _check_last(self) -> None:
-        """What ranks said in the last backward, where nothing had to wait for it."""
-        if self._unchecked is not None:
-            (work, said), self._unchecked = self._unchecked, None
-            work.wait()
-            self.check(said)
+    def keep(self, work: Any, message: Tensor) -> None:
+        self._last = work, message
 
     def ended(self) -> None:
         self._backward = None
@@ -319,15 +313,15 @@ class _Backward:
         with torch.no_grad():
             is_new = self.layout is None
             layout = self._learnt() if self.layout is None else self.layout
-            said = self.reducer.said()
+            has = self.reducer.has()
             self._send(layout.buckets, only_complete=False)
-            work = dist.all_reduce(said, group=self.reducer.group, async_op=True)
+            work = dist.all_reduce(has, group=self.reducer.group, async_op=True)
             is_missing = [layout_bucket.take() for layout_bucket in layout.buckets]
             if not (is_new or layout.late or any(is_missing)):
-                self.reducer.check_later(work, said)
+                self.reducer.keep(work, has)
                 return
             work.wait()
-            self._settle(layout, self.reducer.check(said))
+            self._settle(layout, has.tolist())
 
     def _settle(self, layout: Layout, counts: list[int]) -> None:
         """Parameters without a gradient on this rank have one where another rank has, and none where no rank has."""
@@ -364,10 +358,10 @@ class _Backward:
     def _average_with_history(self) -> None:
         """Of backward(create_graph=True): means that are differentiated in their turn, one message each."""
         reducer = self.reducer
-        said = reducer.said()
-        dist.all_reduce(said, group=reducer.group)
+        has = reducer.has()
+        dist.all_reduce(has, group=reducer.group)
         with torch.enable_grad():
-            for parameter, count in zip(reducer.parameters, reducer.check(said), strict=False):
+            for parameter, count in zip(reducer.parameters, has.tolist(), strict=True):
                 if count:
                     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     value = settle(gradient) if type(gradient) is PartialGradient else gradient

@@ -79,7 +79,7 @@ class Rows:
         with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # not those around, which count what is saved
             output = run(*args, **kwargs)
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
-            meets = self._some(before.has_changed())
+            meets = self._some(before.has_changed(by_value=True))
             before.restore()
             self.together[model.training] = meets or self._mixes(model, run, args, kwargs, output)
             before.restore()
@@ -208,6 +208,8 @@ def _differ(alone: Any, among_all: Any) -> bool:
     """Whether two outputs are farther apart than rounding goes."""
     if not isinstance(alone, Tensor) or not alone.is_floating_point():
         return False
+    if alone.shape != among_all.shape:
+        return True
     if type(alone) is TiledTensor:
         alone, among_all = alone.own, on_layout(among_all, alone.laid)
     if not alone.numel():
@@ -240,11 +242,14 @@ class _State:
     def _random(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
 
-    def has_changed(self) -> bool:
-        """Whether numbers were drawn, or a buffer written that is not a BatchNorm's, which are synchronized."""
+    def has_changed(self, *, by_value: bool = False) -> bool:
+        """Whether numbers were drawn, or a buffer written that is not a BatchNorm's, which are synchronized.
+
+        by_value: looks at what buffers hold, too, since `F.batch_norm` writes without a word.
+        """
         return not all(map(torch.equal, self.random, self._random())) or any(
-            part._buffers.get(name) is not buffer or buffer._version != version
-            for part, name, buffer, version in self.buffers
+            part._buffers.get(name) is not buffer or buffer._version != version or by_value and not torch.equal(buffer, value)
+            for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True)
             if not isinstance(part, _BatchNorm)
         )
 
@@ -254,7 +259,7 @@ class _State:
         for device, state in zip(self.devices, self.random[1:], strict=True):
             torch.cuda.set_rng_state(state, device)
         for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True):
-            if buffer._version != version:
+            if buffer._version != version or not torch.equal(buffer, value):
                 buffer.copy_(value)
             part._buffers[name] = buffer
         for part, numbers in self.numbers:

@@ -163,13 +163,14 @@ class UnitCalls:
                 if parameter is not None and parameter.requires_grad and parameter not in self._hooked:
                     full = f"{prefixes[part]}.{key}" if prefixes[part] else key
                     manage([parameter])
-                    self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(partial(self._came, full))
+                    came = partial(_came, weakref.ref(self), full)
+                    self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(came)
 
     def _is_new(self, name: str) -> bool:
         weights = (p for part in self._parts[name] for p in part._parameters.values() if p is not None and p.requires_grad)
         return any(parameter not in self._hooked for parameter in weights)
 
-    def _came(self, name: str, parameter: Tensor) -> None:
+    def came(self, name: str, parameter: Tensor) -> None:
         if type(parameter.grad) is not Tensor and not torch.is_grad_enabled():
             parameter.grad = part_of_mean(parameter.grad)  # type: ignore[arg-type]
         self.used.add(name)
@@ -206,6 +207,13 @@ class UnitCalls:
         for name, count in zip(trained, has.tolist(), strict=True):
             if not count and name in without:
                 self.shards[name].grad = None
+
+
+def _came(calls: weakref.ref[UnitCalls], name: str, parameter: Tensor) -> None:
+    """(A hook that held them would be held by the model that they hold, where no garbage collector looks.)"""
+    held = calls()
+    if held is not None:
+        held.came(name, parameter)
 
 
 class _Backward:

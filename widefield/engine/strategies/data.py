@@ -40,10 +40,8 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
 
     The gradient is the mean over ranks, so a loss summed over this rank's samples wants the factor copies / samples of all.
     Weights and buffers become rank 0's.  A model that was laid out before is laid out anew.
-    ValueError, on every rank: ranks have different models.  NotImplementedError: a parameter without a shape yet.
     """
     plan = mesh.plan
-    _check_alike(model, mesh)
     reasons = []
     if plan.batch_norm == "synchronized" and mesh.copies > 1:  # tiles of one image share statistics by the engine's rules
         reasons += synchronize(model, mesh)
@@ -81,25 +79,6 @@ def share_rows(watched: Watched, mesh: Mesh, group: dist.ProcessGroup) -> None:
     """Let the copies' samples be one batch where they meet, but where the plan gives that up."""
     if mesh.copies > 1 and mesh.plan.is_one_batch:
         watched.around = Rows(mesh, group).call
-
-
-def _check_alike(model: nn.Module, mesh: Mesh) -> None:
-    lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise NotImplementedError(
-            f"the parameter '{lazy[0]}' is lazy: it has no shape yet, so nobody can average its gradient; run the model once "
-            "before it is laid out"
-        )
-    mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters() if not p.is_meta]
-    of_ranks = mesh.gather_objects((mesh.channel, mesh.stage, mine))
-    for rank, (*_, theirs) in enumerate(of_ranks):
-        expected = next(others for *place, others in of_ranks if place == list(of_ranks[rank][:2]))
-        if theirs != expected:
-            pairs = [(a, b) for a, b in zip(expected, theirs, strict=False) if a != b]
-            told = f"{pairs[0][1]} on rank {rank} where rank 0 has {pairs[0][0]}" if pairs else (
-                f"{len(theirs)} parameters on rank {rank} where rank 0 has {len(expected)}"
-            )  # fmt: skip
-            raise ValueError(f"ranks have different models: {told}; build the same model on every rank")
 
 
 def send_buffers(mesh: Mesh, model: nn.Module, *_: Any) -> None:

@@ -11,6 +11,7 @@ FSDP2 asks for more than a model promises: that units are called as they are, an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +34,8 @@ from widefield.engine.strategies._unit_calls import SENDS_ZEROS, UnitCalls
 from widefield.engine.stream.streamed import Streamed
 
 PHASE = Phase.AVERAGE
-_CALLS: WeakKeyDictionary[nn.Module, UnitCalls] = WeakKeyDictionary()
+_CALLS: WeakKeyDictionary[nn.Module, weakref.ref[UnitCalls]] = WeakKeyDictionary()
+"""They hold the model, whose hooks hold them: so neither is held here."""
 SMALLEST_BYTES = 2**20
 """A unit of less is gathered with the root: at 100 GB/s its message would take less than its start does (10 us)."""
 LARGEST_SHARE = 1 / 8
@@ -60,7 +62,8 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     reasons += _look(model, mesh, rehearse)
     watched = watch(model)
     _shard(model, [units[name] for name in sorted(units, key=lambda name: -name.count("."))], mesh)
-    calls = _CALLS[model] = UnitCalls(model, {"": model, **units})
+    calls = UnitCalls(model, {"": model, **units})
+    _CALLS[model] = weakref.ref(calls)
     calls.group = mesh.lend_group(calls)
     data.share_rows(watched, mesh, calls.group)
     if plan.batch_norm == "broadcast":
@@ -73,13 +76,15 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
 def without_sync(model: nn.Module) -> Iterator[None]:
     """Inside, backward keeps this rank's whole gradients and sends none; for a model that FSDP2 holds."""
     assert isinstance(model, FSDPModule)
+    calls = _CALLS[model]()
+    assert calls is not None, "the model's hooks hold them"
     model.set_requires_gradient_sync(False)
-    _CALLS[model].is_on = False
+    calls.is_on = False
     try:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-        _CALLS[model].is_on = True
+        calls.is_on = True
 
 
 def is_sharded(model: nn.Module) -> bool:

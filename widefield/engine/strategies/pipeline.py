@@ -100,8 +100,8 @@ def _micro_batches(model: nn.Module, graph: Graph, plan: Plan) -> tuple[int, str
         return asked, f"pipeline.micro_batches={asked}, as asked"
     if layers and exact:
         return 1, (
-            f"pipeline.micro_batches=1: {len(layers)} layers or operations look at the whole batch ({', '.join(layers[:2])}), so "
-            "stages work one after another; batch_norm=per_micro_batch lets them work at the same time, with other numbers"
+            f"pipeline.micro_batches=1: {len(layers)} layers or operations look at the whole batch ({', '.join(layers[:2])}), "
+            "so stages work one after another; batch_norm=per_micro_batch lets them work at the same time, with other numbers"
         )
     count = 2 * plan.stage
     return count, f"pipeline.micro_batches={count}: 2 per stage, so that stages work at the same time"

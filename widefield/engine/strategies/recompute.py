@@ -276,8 +276,10 @@ def to_host(tensor: Tensor) -> Any:
     """
     is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
     tile = tensor.own if type(tensor) is TiledTensor else tensor
-    if is_weight or tensor.numel() * tensor.element_size() < SMALLEST_BYTES or type(tile) is not Tensor:
+    if isinstance(tensor, nn.Parameter):
         return tensor
+    if is_weight or tensor.numel() * tensor.element_size() < SMALLEST_BYTES or type(tile) is not Tensor:
+        return tensor.detach()  # a result that is saved as it is would hold the operation that saves it, for ever
     values = torch.empty_like(tile, device="cpu", pin_memory=tile.is_cuda, memory_format=torch.preserve_format)
     values.copy_(tile.detach(), non_blocking=tile.is_cuda)
     return _Away(values, tile.device, tensor.laid if type(tensor) is TiledTensor else None)

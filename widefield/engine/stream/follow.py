@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from widefield.engine.stream.apart import with_linears
 from widefield.engine.stream.graph import Graph, Value, link
 from widefield.engine.stream.left_behind import GIVEN, Left, left_by, seen_by, settle
-from widefield.engine.stream.recorder import Functional, Recorder
+from widefield.engine.stream.recorder import Functional, Recorder, backward_inside
 from widefield.engine.stream.stand_ins import (
     is_tensor,
     name_of,
@@ -37,6 +37,8 @@ from widefield.engine.stream.stand_ins import (
 from widefield.engine.stream.watch import Guards, Watch
 
 aten = torch.ops.aten
+NO_MEMORY = "its data is not allocated yet"
+"""What torch says where its own code looks at the memory of a tensor without any."""
 
 
 def follow(
@@ -72,11 +74,14 @@ def _captured(
     """The graph, and what the forward left behind in Python's state."""
     refuse_scripts(module, aim)
     watch = Watch(seen_by(module, []))
+    recorder = Recorder(watch)
     try:
-        graph, left = _recorded(Recorder(watch), module, forward, args, kwargs, likes, aim)
+        graph, left = _recorded(recorder, module, forward, args, kwargs, likes, aim)
     except BaseException:
         watch.put_back()
         raise
+    finally:
+        recorder.close()
     guards.places |= watch.places
     return link(with_linears(link(graph))), left
 
@@ -136,26 +141,36 @@ def without_autocast() -> ExitStack:
 def _called(
     module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor], args: tuple, kwargs: dict, watch: Watch, aim: str
 ) -> Any:
-    plain = torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: tensor, lambda tensor: tensor
-    )  # not those around, as checkpoint's
+    saved = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward)  # not those around, as checkpoint's
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints the errors that are raised, too
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with with_weights(module, fakes), without_weights_cache(), refusing_hooks(), plain, warnings.catch_warnings():
+        with with_weights(module, fakes), without_weights_cache(), refusing_hooks(), saved, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # one that the module holds
             with watch:
                 return forward(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise NotImplementedError(
-            f"{name_of(module)} cannot be {aim}: {error.func} in it asks for values of a tensor, on which "
-            f"shapes, branches "
-            "or numbers of its forward depend (so does BatchNorm with momentum=None), and what is to be "
-            f"{aim} is laid out before there are any; take the parts before and after it alone"
-        ) from error
+        raise _asks_for_values(module, str(error.func), aim) from error
+    except RuntimeError as error:
+        if NO_MEMORY not in str(error):
+            raise
+        raise _asks_for_values(module, "an operation", aim) from error  # torch's own code, which looks at a tensor's memory
     finally:
         log.setLevel(level)
+
+
+def _refuse_backward(_: Any) -> Tensor:
+    """Nothing is saved: an operation that saved its own result would be held by it, for ever."""
+    raise backward_inside("of what it has computed so far")
+
+
+def _asks_for_values(module: nn.Module, what: str, aim: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name_of(module)} cannot be {aim}: {what} in it asks for values of a tensor, on which shapes, branches or numbers of "
+        f"its forward depend (so does BatchNorm with momentum=None), and what is to be {aim} is laid out before there are any; "
+        "take the parts before and after it alone"
+    )
 
 
 def _refuse_python_gradients(out: Any) -> None:

@@ -87,6 +87,11 @@ class Recorder(FakeTensorMode):
         self._values: dict[int, tuple[Tensor, Value]] = {}
         self._count = 0
 
+    def close(self) -> None:
+        """Forget what was recorded: tensors know this mode, which functional ones hold where no garbage collector looks."""
+        self._values.clear()
+        del self.watch
+
     # ------------------------------------------------------------------------------------------ values
 
     def source(self, like: Any, kind: str, name: str) -> Tensor:
@@ -143,11 +148,7 @@ class Recorder(FakeTensorMode):
 
     def _note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
-            raise NotImplementedError(
-                f"a backward ({func}) runs inside of the forward that is to be streamed, and what autograd keeps for "
-                f"its own backward "
-                "is not among the operations; take gradient penalties of what the stream returns apart, without a stream"
-            )
+            raise backward_inside(str(func))
         if func is aten.copy.default:  # all that is left of a write once the tensor written to is a new one
             func, args, kwargs = _copied, args[:2], {}
         named = tree_map(lambda leaf: self.value_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -197,6 +198,13 @@ class Recorder(FakeTensorMode):
                     f"{func} writes to a tensor of {list(value.shape)} that the module holds and that is no buffer; "
                     "register_buffer it, so that a stream knows it as state"
                 )
+
+
+def backward_inside(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"a backward ({what}) runs inside of the forward that is to be streamed, and what autograd keeps for its own backward "
+        "is not among the operations; take gradient penalties of what the stream returns apart, without a stream"
+    )
 
 
 _STOPS = {aten.detach.default}

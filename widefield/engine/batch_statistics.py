@@ -1,0 +1,225 @@
+"""The arithmetic of a batch norm over ranks: statistics, the output, its gradient and the gradient of that.
+
+What it is used for and what it sends: see normalization.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from widefield.engine import moments
+from widefield.engine.layout import Layout
+from widefield.engine.partial import partial_of, settled
+from widefield.engine.places import moved, on_layout, whole_of
+from widefield.engine.tiled import TiledTensor, wrap
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank adds to the whole: its pixels, those of a tile whose channels are all there, or a ghost's none.
+
+    alike: how many ranks hold the same pixels, each of which counts them in part.  tiles: how many parts the image has.
+    """
+
+    layout: Layout | None
+    alike: int
+    tiles: int
+    is_ghost: bool
+
+    def tile_of(self, tensor: Tensor) -> Tensor:
+        """This rank's pixels of the input, or of a gradient of its shape."""
+        return tensor if self.layout is None else on_layout(tensor, self.layout)
+
+    def wrapped(self, tile: Tensor) -> Tensor:
+        """The tensor of the input's kind and shape that has this tile."""
+        return tile if self.layout is None else wrap(tile, self.layout)
+
+    def partial(self, sums: Tensor) -> Tensor:
+        """What is summed over this rank's pixels as a gradient of which it has a part."""
+        return sums if self.layout is None else partial_of(sums * self.tiles, self.layout.grid)
+
+
+def share_of(input: Tensor, alike: int, *, is_ghost: bool) -> Share:
+    if type(input) is not TiledTensor:
+        return Share(None, alike, 1, is_ghost)
+    layout = moved(input.laid, [1])
+    return Share(layout, layout.grid.size // layout.ways, layout.ways, is_ghost)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one batch, per channel; all on the device.  `count` is one number: values per channel."""
+
+    mean: Tensor
+    var: Tensor
+    unbiased: Tensor
+    count: Tensor
+
+
+def merged(input: Tensor, share: Share, running_mean: Tensor | None, group: dist.ProcessGroup) -> Statistics:
+    """The statistics of all ranks' inputs: one message.  ValueError, on every rank, for one value per channel or none."""
+    # A NaN in the running mean must not reach the output: plain BatchNorm never reads it in training.
+    origin = None if running_mean is None else running_mean.double().nan_to_num(0, 0, 0)
+    tile = share.tile_of(input)
+    sums = _sums_about(origin, tile, empty=share.is_ghost or tile.numel() == 0) / share.alike
+    dist.all_reduce(sums, group=group)
+    if not sums.is_cuda and sums[-1] <= 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {group.size()} ranks "
+            f"(this rank's input: {tuple(input.shape)}); use a larger batch or larger images"
+        )
+    return _finish(sums, origin, moments.statistics_dtype(input.dtype))
+
+
+def batch_norm_over(
+    image: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    momentum: float, eps: float, group_name: str, alike: int, is_ghost: bool,
+) -> list[Tensor]:  # fmt: skip
+    """What `widefield::batch_norm_over` names, with its gradient: the output, and what the running statistics become."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    share = share_of(image, alike, is_ghost=is_ghost)
+    with torch.no_grad():
+        whole = merged(image.detach(), share, running_mean, group)
+        pairs = ((running_mean, whole.mean), (running_var, whole.unbiased))
+        new = [running.lerp(batch.to(running.dtype), momentum) for running, batch in pairs if running is not None]
+    return [Normalize.apply(image, weight, bias, whole, eps, group, share), *new]
+
+
+def _sums_about(origin: Tensor | None, input: Tensor, *, empty: bool) -> Tensor:
+    """What this rank adds to the whole: n * (mean - origin), squared deviations from the origin, n; 2C + 1 float64 numbers."""
+    channels = input.size(1)
+    if empty:
+        return input.new_zeros(2 * channels + 1, dtype=torch.float64)
+    mean, var = (statistic.double() for statistic in moments.moments_of(input))
+    count = input.numel() // channels
+    shift = mean if origin is None else mean - origin
+    return torch.cat([shift * count, (var + shift * shift) * count, shift.new_full((1,), count)])
+
+
+def _finish(sums: Tensor, origin: Tensor | None, dtype: torch.dtype) -> Statistics:
+    """Statistics of the whole from the added-up sums, in `dtype`."""
+    channels = (sums.numel() - 1) // 2
+    count = sums[-1]
+    shift = sums[:channels] / count.clamp(min=1)
+    squares = (sums[channels:-1] - count * shift * shift).clamp_(min=0)
+    mean = shift if origin is None else origin + shift
+    var, unbiased = squares / count.clamp(min=1), squares / (count - 1).clamp(min=1)
+    return Statistics(mean.to(dtype), var.to(dtype), unbiased.to(dtype), count)
+
+
+class Normalize(torch.autograd.Function):
+    """(input - mean) / sqrt(var + eps) * weight + bias, with the gradient that flows through the whole batch's statistics.
+
+    A ghost adds nothing to the sums of the backward pass and gets a gradient of zero.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        whole: Statistics,
+        eps: float,
+        group: dist.ProcessGroup,
+        share: Share,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, whole.mean, whole.var, whole.count)
+        ctx.eps, ctx.group, ctx.share = eps, group, share
+        return share.wrapped(moments.normalized(share.tile_of(input), whole.mean, whole.var, weight, bias, eps))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_NormalizeBackward.apply(grad, *ctx.saved_tensors, ctx.eps, ctx.group, ctx.share, ctx.needs_input_grad), *[
+            None
+        ] * 4
+
+
+class _NormalizeBackward(torch.autograd.Function):
+    """The gradients of input, weight and bias; two messages at most.  Its own gradient takes the same sums over ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, count: Tensor,
+        eps: float, group: dist.ProcessGroup, share: Share, needed: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        ctx.save_for_backward(grad, input, weight, count)
+        ctx.eps, ctx.group, ctx.share = eps, group, share
+        invstd = moments.invstd_of(var, eps)
+        tile = share.tile_of(input)
+        grad = moments.laid_out_as(tile, share.tile_of(settled(grad)))
+        sums = mean.new_zeros(2, mean.numel()) if share.is_ghost else moments.gradient_sums(grad, tile, mean, invstd)
+        grad_input = None
+        if needed[0]:
+            whole = sums / share.alike  # weight and bias take this rank's part, the input takes the whole's
+            dist.all_reduce(whole, group=group)
+            means = (whole if weight is None else whole * weight.to(whole.dtype)) / count.to(whole.dtype)
+            arguments = (grad, tile, mean, invstd, weight, means)
+            grad_input = share.wrapped(torch.zeros_like(tile) if share.is_ghost else moments.input_gradient(*arguments))
+        return grad_input, *(share.partial(sums[n]).to(weight.dtype) if needed[1 + n] else None for n in (0, 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *pulled: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, input, weight, count = ctx.saved_tensors
+        share = ctx.share
+        dtype = moments.statistics_dtype(input.dtype)
+        with torch.enable_grad():
+            tile, grad = (share.tile_of(settled(t)).detach().to(dtype).requires_grad_() for t in (input, grad))
+            factor = None if weight is None else weight.detach().to(dtype).requires_grad_()
+            made = _gradients(tile, grad, factor, count.to(dtype), ctx.eps, partial(_SumOverRanks.apply, ctx.group, share))
+            pulls = [None if pull is None else _whole_or_tile(pull, share, n).to(dtype) for n, pull in enumerate(pulled)]
+            score = sum((part * pull).sum() for part, pull in zip(made, pulls, strict=True) if pull is not None)
+            wanted = [tile, grad, *([] if factor is None else [factor])]
+            of_tile, of_grad, *of_factor = torch.autograd.grad(score, wanted, allow_unused=True, materialize_grads=True)
+        if share.is_ghost:
+            of_tile, of_grad, of_factor = of_tile * 0, of_grad * 0, [part * 0 for part in of_factor]
+        wrapped = [share.wrapped(part.to(input.dtype)) for part in (of_grad, of_tile)]
+        of_weight = share.partial(of_factor[0]).to(weight.dtype) if of_factor else None
+        return *wrapped, of_weight, *[None] * 7
+
+
+def _gradients(tile: Tensor, grad: Tensor, weight: Tensor | None, count: Tensor, eps: float, total: Callable) -> list[Tensor]:
+    """Of input, weight and bias, the latter two summed over this rank's pixels, in operations that have gradients.
+
+    total: adds up over all ranks.  Source: the derivative of a batch norm (Ioffe and Szegedy, 2015, section 3).
+    """
+    dims, shape = [dim for dim in range(tile.ndim) if dim != 1], [-1 if dim == 1 else 1 for dim in range(tile.ndim)]
+    centered = tile - (total(tile.sum(dims)) / count).view(shape)
+    invstd = (total(centered.square().sum(dims)) / count + eps).rsqrt().view(shape)
+    normalized = centered * invstd
+    of_weight, of_bias = (grad * normalized).sum(dims), grad.sum(dims)
+    means = [(total(sums) / count).view(shape) for sums in (of_bias, of_weight)]
+    of_input = invstd * (grad - means[0] - normalized * means[1])
+    return [of_input if weight is None else of_input * weight.view(shape), of_weight, of_bias]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over all pixels of a sum over each rank's; so is its gradient, since every rank goes on with the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, share: Share, part: Tensor) -> Tensor:
+        ctx.group, ctx.share = group, share
+        whole = part * (0 if share.is_ghost else 1 / share.alike)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, _SumOverRanks.forward(ctx, ctx.group, ctx.share, grad)
+
+
+def _whole_or_tile(pull: Tensor, share: Share, place: int) -> Tensor:
+    """What comes back for the gradient of the input, this rank's pixels of it; for those of weight and bias, all of it."""
+    pull = settled(pull)
+    if place == 0:
+        return share.tile_of(pull)
+    return whole_of(pull) if type(pull) is TiledTensor else pull
