@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import widefield as wf
 from widefield.engine.holding import wholes_on_main
 from widefield.engine.parallelize import share_states
+from widefield.engine.passes import backward_of
 from widefield.plan import Plan
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, three steps of small nets
@@ -98,6 +99,21 @@ def a_step_without_a_backward(mesh: Any) -> None:
         optimizer.step()
 
 
+class Picks(nn.Module):
+    """Takes another BatchNorm on each rank, whose messages are of one size."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.norms = rank, nn.ModuleList([nn.BatchNorm2d(3), nn.BatchNorm2d(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norms[self.rank](x)
+
+
+def another_batch_norm(mesh: Any) -> None:
+    wf.parallelize(Picks(mesh.rank).double(), mesh)(mine(mesh, images()))
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,6 +157,7 @@ REFUSALS = {
     frozen_apart_later: "RuntimeError: the 2 ranks that average gradients do not train the same parameters",
     frozen_apart_as_before: "RuntimeError: the 2 ranks that average gradients do not train the same parameters",
     a_step_without_a_backward: "RuntimeError: the 2 ranks that average gradients have made unequally many optimizer steps",
+    another_batch_norm: "RuntimeError: the 2 ranks that share statistics are at different BatchNorms, this one at number",
     sparse: "NotImplementedError: the layer '0' has sparse gradients, which are not averaged over ranks",
     sparse_by_a_function: "NotImplementedError: the gradient of 'table' is torch.sparse_coo, which is not averaged over ranks",
     added: "RuntimeError: the parameter '4.weight' came after the model was laid out, so nobody averages its gradient",
@@ -251,6 +268,37 @@ def test_a_model_laid_out_twice_is_right_or_refused(plan):
         assert "is laid out already" in said
     else:
         assert not said, "\n".join(said)
+
+
+def with_torchs_synchronized(mesh: Any) -> list[str]:
+    alone, model = net(), nn.SyncBatchNorm.convert_sync_batchnorm(net())
+    wf.parallelize(model, mesh, sample=images().to("meta"))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (alone, model)]
+    target = torch.zeros(4, 2, 5, 4, dtype=torch.float64)
+    for step in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        alone(images(step)).square().mean().backward()
+        if mesh.plan.stage > 1:
+            backward_of(model, images(step), target, loss_of=F.mse_loss)
+        else:
+            model(mine(mesh, images(step))).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return difference(mesh, model, dict(model.state_dict()), dict(alone.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(replicate=2), Plan(space=[2, 1]), sharded(3), Plan(channel=2), Plan(replicate=2, space=[2, 1]),
+        Plan(stage=2, pipeline={"micro_batches": 1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_torchs_synchronized_batch_norm_is_one_devices(plan):
+    wrong = on_ranks(plan.ranks, with_torchs_synchronized, plan=plan)[0]
+    assert not wrong, "\n".join(wrong)
 
 
 def without_parameters(mesh: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -177,6 +178,48 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_copies_give_one_devices_numbers(plan):
     wrong = on_ranks(plan.ranks, every_net, sorted(NETS), plan=plan)[0]
+    assert not wrong, "\n\n".join(wrong)
+
+
+# ---------------------------------------------------------------------------------------------- compiled
+
+
+COMPILED = ["dropout", "BatchNorm and dropout", "minibatch deviation", "nothing of that"]
+
+
+def compiled(mesh, way: str) -> list[str]:
+    """What differs from one device, not compiled; in two steps."""
+    wrong = []
+    for name in COMPILED:
+        torch._dynamo.reset()
+        alone, model = built(name), built(name)
+        if way == "before":
+            model.compile(backend="aot_eager")
+        call = wf.parallelize(model, mesh)
+        if way == "after":
+            model.compile(backend="aot_eager")
+        if way == "a wrapper":
+            call = torch.compile(model, backend="aot_eager")
+        part = parts_of(even_cut(SHAPE[0], mesh.copies))[mesh.copy]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step in range(2):
+                alone.zero_grad(), model.zero_grad()
+                torch.manual_seed(step)
+                loss_of(alone(images(step)), SHAPE[0]).backward()
+                torch.manual_seed(step)
+                loss_of(call(images(step)[part.start : part.stop]), SHAPE[0] / mesh.copies).backward()
+                found, expected = ({n: p.grad for n, p in net.named_parameters()} for net in (model, alone))
+                wrong += differences(mesh, found, expected, f"{name}, step {step}")
+        slower = sum("uncompiled" in str(warning.message) for warning in said)
+        if bool(slower) != (way == "a wrapper" or name != "nothing of that"):
+            wrong.append(f"{name} was said {slower} times to run uncompiled")
+    return wrong
+
+
+@pytest.mark.parametrize("way", ["before", "after", "a wrapper"])
+def test_compiled_copies_draw_and_mix_as_one_device_does(way):
+    wrong = on_ranks(2, compiled, way, plan=Plan(replicate=2))[0]
     assert not wrong, "\n\n".join(wrong)
 
 

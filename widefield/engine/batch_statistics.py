@@ -64,19 +64,39 @@ class Statistics:
     count: Tensor
 
 
-def merged(input: Tensor, share: Share, running_mean: Tensor | None, group: dist.ProcessGroup) -> Statistics:
-    """The statistics of all ranks' inputs: one message.  ValueError, on every rank, for one value per channel or none."""
+def merged(
+    input: Tensor, share: Share, running_mean: Tensor | None, group: dist.ProcessGroup, *, number: int = 0
+) -> Statistics:
+    """The statistics of all ranks' inputs: one message.
+
+    number: of the layer in its model.  ValueError, on every rank, for one value per channel or none; RuntimeError for ranks
+    that are at different layers.  Neither on a GPU, where nobody waits for the answer.
+    """
     # A NaN in the running mean must not reach the output: plain BatchNorm never reads it in training.
     origin = None if running_mean is None else running_mean.double().nan_to_num(0, 0, 0)
     tile = share.tile_of(input)
     sums = _sums_about(origin, tile, empty=share.is_ghost or tile.numel() == 0) / share.alike
+    sums = torch.cat([sums, sums.new_tensor([number, number * number])])
     dist.all_reduce(sums, group=group)
+    sums, asked = sums[:-2], sums[-2:]
+    if not sums.is_cuda:
+        _check_numbers(*asked.tolist(), number, group)
     if not sums.is_cuda and sums[-1] <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {group.size()} ranks "
             f"(this rank's input: {tuple(input.shape)}); use a larger batch or larger images"
         )
     return _finish(sums, origin, moments.statistics_dtype(input.dtype))
+
+
+def _check_numbers(total: float, squares: float, number: int, group: dist.ProcessGroup) -> None:
+    """All ranks have one number where the mean of squares is the square of the mean."""
+    if group.size() * squares != total * total:
+        raise RuntimeError(
+            f"the {group.size()} ranks that share statistics are at different BatchNorms, this one at number {number}, "
+            "so their statistics would be mixed up: the forward goes another way on each, by its samples or by chance; let it "
+            "call the same layers in the same order on every rank, or set batch_norm=averaged"
+        )
 
 
 def batch_norm_over(

@@ -1,6 +1,6 @@
 """BatchNorm whose statistics are those of the whole batch, however it is shared out over ranks.
 
-`SyncBatchNorm.convert(model, group)` is the one-liner.  Forward sends one message per layer (2C + 1 numbers), backward one
+`SyncBatchNorm.convert(model, group)` is the one-liner.  Forward sends one message per layer (2C + 3 numbers), backward one
 (2C numbers).  The counts travel with the sums and stay on the device, so nothing waits for the GPU and ranks may hold
 different numbers of samples, or tiles of different sizes, none too.  torch's own SyncBatchNorm refuses CPU tensors and reads
 the counts back per layer.
@@ -25,8 +25,8 @@ from widefield.engine.mesh import Mesh
 class _Held:
     """A process group as a module attribute: copies share it, and a pickle leaves it behind (then the layer stands alone)."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, alike: int = 1) -> None:
-        self.group, self.alike = group, alike
+    def __init__(self, group: dist.ProcessGroup | None = None, alike: int = 1, number: int = 0) -> None:
+        self.group, self.alike, self.number = group, alike, number
 
     def __deepcopy__(self, memo: dict) -> _Held:
         return self
@@ -76,10 +76,18 @@ class SyncBatchNorm(_BatchNorm):
         NotImplementedError, before anything is changed: another forward (it would be lost), or a lazy BatchNorm.
         """
         kinds = {layer: _synchronized_kind(layer, name) for name, layer in module.named_modules() if _is_batch_norm(layer)}
-        for layer, kind in kinds.items():
+        for number, (layer, kind) in enumerate(kinds.items(), start=1):
             layer.__class__ = kind
-            layer.held = _Held(group, alike)
+            layer.held = _Held(group, alike, number)
         return module
+
+    @classmethod
+    def adopt(cls, module: nn.Module) -> None:
+        """Turn torch's own nn.SyncBatchNorm, which refuses a CPU's tensors and knows no tiles, into this one, of no group."""
+        for layer in module.modules():
+            if type(layer).forward is nn.SyncBatchNorm.forward:
+                layer.__class__ = _synchronized_kind(layer, "")
+                layer.held = _Held()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -127,7 +135,7 @@ class SyncBatchNorm(_BatchNorm):
     def _statistics_of_the_whole(self, input: Tensor, share: Share) -> Statistics:
         """Merge this rank's statistics with the others' (one message) and move the running ones."""
         assert self.group is not None
-        whole = merged(input, share, self.running_mean, self.group)
+        whole = merged(input, share, self.running_mean, self.group, number=self.held.number)
         if self.track_running_stats and self.running_mean is not None:
             self._move_running_statistics(whole)
         return whole

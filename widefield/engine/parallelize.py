@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from widefield.engine.executed import flow_of
 from widefield.engine.mesh import Mesh
+from widefield.engine.normalization import SyncBatchNorm
 from widefield.engine.strategies import Phase, data, fully_shard
 from widefield.naming import load
 from widefield.plan import STRATEGY_OF_AXIS, Plan
@@ -38,6 +39,7 @@ def parallelize(
     if mesh.size > 1:
         _refuse_parts(model)
         _check_alike(model, mesh)
+        SyncBatchNorm.adopt(model)
     found = []
     for strategy in _strategies(mesh):
         more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}

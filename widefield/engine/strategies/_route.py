@@ -6,6 +6,7 @@ Calls can be watched, before and after, or run a wrapper of the model in its pla
 from __future__ import annotations
 
 import copyreg
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,14 +38,36 @@ class Inside(nn.Module):
         return super(_Routed, self.model).forward(*args, **kwargs)  # type: ignore[misc]
 
 
+class Compiled:
+    """A compiled forward; `uncompiled` runs the same as it is."""
+
+    def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
+        self.call, self.uncompiled = call, torch.compiler.disable(plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
 class _Routed(nn.Module):
     """Mixed in before the model's class."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Of a compiled model, what is around its forward runs as it is, and the compiler sees the forward alone."""
+        is_compiled = self._compiled_call_impl is not None and not torch.compiler.is_compiling()
+        if is_compiled and not getattr(self, _INSIDE, False):
+            return self._run_watched(Compiled(super().__call__, super()._call_impl), args, kwargs)
+        return super().__call__(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.__dict__.get(_INSIDE):  # a model may call itself
+        if getattr(self, _INSIDE, False):  # a model may call itself
             return super().forward(*args, **kwargs)
         wrapper = self.__dict__.get(_WRAPPER)
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs) if wrapper is not None else _uncompiled(self, super().forward, args, kwargs)
         run = super().forward if wrapper is None or not (self.training and torch.is_grad_enabled()) else wrapper
+        return self._run_watched(run, args, kwargs)
+
+    def _run_watched(self, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         watched: Watched = self.__dict__.get(_WATCHED) or Watched()
         for call in watched.before:
             call(self)
@@ -66,6 +89,17 @@ class _Routed(nn.Module):
         plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in (_WRAPPER, _WATCHED, _INSIDE)})
         made, *rest = plain.__reduce_ex__(protocol)
         return _new if made is copyreg.__newobj__ else made, *rest  # type: ignore[attr-defined]  # pickle wants that of its own class
+
+
+@torch.compiler.disable
+def _uncompiled(model: _Routed, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """The forward of a model that somebody else's compiled code calls, who would see nothing of what is around it."""
+    warnings.warn(
+        f"{type(model).__qualname__} is laid out over ranks and runs uncompiled inside of torch.compile, which does not see "
+        "what ranks tell each other; call model.compile() on it in place of torch.compile(model)",
+        stacklevel=2,
+    )
+    return model._run_watched(run, args, kwargs)
 
 
 def _new(kind: type[nn.Module], *args: Any) -> nn.Module:

@@ -12,6 +12,7 @@ the rows give is compared with what this copy's samples gave alone.
 from __future__ import annotations
 
 import datetime
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.mesh import Mesh, device_of_words
 from widefield.engine.partial import settled
 from widefield.engine.places import on_layout
+from widefield.engine.strategies._route import Compiled
 from widefield.engine.stream.streamed import Streamed
 from widefield.engine.tiled import TiledTensor, wrap, wrap_view
 
@@ -49,7 +51,7 @@ class Rows:
     """
 
     def __init__(self, mesh: Mesh, group: dist.ProcessGroup) -> None:
-        self.mesh, self.group = mesh, group
+        self.mesh, self.group, self.has_said = mesh, group, False
         self.together: dict[bool, bool] = {}
         """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
         self.rows_each: dict[bool, list[int | None]] = {}
@@ -59,17 +61,18 @@ class Rows:
         """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
         if not (model.training or torch.is_grad_enabled()) or not _samples_in(args, kwargs):
             return run(*args, **kwargs)
+        plain = run.uncompiled if isinstance(run, Compiled) else run
         if model.training not in self.together:
-            self._find_out(model, run, args, kwargs)
+            self._find_out(model, plain, args, kwargs)
         if self.together[model.training]:
-            return self._on_rows(model, run, args, kwargs)
+            return self._on_rows(model, plain, args, kwargs, is_slower=plain is not run)
         before = _State(model, with_numbers=False)
         output = run(*args, **kwargs)
         if not before.has_changed() or not self._some(True):
             return output
         before.restore()
         self.together[model.training] = True
-        return self._on_rows(model, run, args, kwargs)
+        return self._on_rows(model, plain, args, kwargs, is_slower=plain is not run)
 
     # ------------------------------------------------------------------------------------------ finding out
 
@@ -116,8 +119,15 @@ class Rows:
 
     # ------------------------------------------------------------------------------------------ on rows
 
-    def _on_rows(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """What `_run` gives, and why it has to be so where it cannot."""
+    def _on_rows(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, *, is_slower: bool) -> Any:
+        """What `_run` gives, and why it has to be so where it cannot.  is_slower: than the compiled model, as is said once."""
+        if is_slower and not self.has_said:
+            self.has_said = True
+            warnings.warn(
+                f"{type(model).__qualname__} draws random numbers, writes to buffers or mixes samples, so its "
+                f"{self.mesh.copies} copies share a batch, of which each rank has its rows, and run uncompiled; {ADVICE}",
+                stacklevel=2,
+            )
         try:
             return self._run(model, run, args, kwargs)
         except NotImplementedError as error:
