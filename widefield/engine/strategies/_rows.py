@@ -31,6 +31,7 @@ from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.mesh import Mesh, device_of_words
 from widefield.engine.partial import settled
 from widefield.engine.places import on_layout
+from widefield.engine.strategies._forward_state import ForwardState
 from widefield.engine.strategies._route import Compiled
 from widefield.engine.stream.streamed import Streamed
 from widefield.engine.tiled import TiledTensor, wrap, wrap_view
@@ -66,7 +67,7 @@ class Rows:
             self._find_out(model, plain, args, kwargs)
         if self.together[model.training]:
             return self._on_rows(model, plain, args, kwargs, is_slower=plain is not run)
-        before = _State(model, with_numbers=False)
+        before = ForwardState(model, with_numbers=False)
         output = run(*args, **kwargs)
         if not before.has_changed() or not self._some(True):
             return output
@@ -78,7 +79,7 @@ class Rows:
 
     def _find_out(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> None:
         """Run the model by itself, and on rows where that tells more, and leave no trace."""
-        before = _State(model, with_numbers=True)
+        before = ForwardState(model, with_numbers=True)
         with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # not those around, which count what is saved
             output = run(*args, **kwargs)
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
@@ -88,7 +89,14 @@ class Rows:
             before.restore()
 
     def _rows_each(self, leaves: list[Any], count: int) -> list[int | None]:
-        """How many rows of each output belong to a sample, by what `count` samples alone gave on any copy that has some."""
+        """How many rows of each output belong to a sample, by what `count` samples alone gave on any copy that has some.
+
+        Not known where copies give unequally many outputs.
+        """
+        many = torch.tensor([len(leaves), -len(leaves)], device=device_of_words(self.group))
+        dist.all_reduce(many, dist.ReduceOp.MAX, group=self.group)
+        if many.sum():
+            return [None] * len(leaves)
         found = [divmod(len(leaf), count) if isinstance(leaf, Tensor) and leaf.ndim and count else (0, 0) for leaf in leaves]
         told = torch.tensor([0 if more else each for each, more in found], device=device_of_words(self.group))
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
@@ -231,53 +239,6 @@ def _differ(alone: Any, among_all: Any) -> bool:
 def _same(tensor: Any) -> Any:
     """(A result that is saved as it is would hold the operation that saves it, and neither would ever go.)"""
     return tensor
-
-
-# ---------------------------------------------------------------------------------------------- what a forward changes
-
-
-class _State:
-    """Random states and buffers before a forward; with_numbers: plain attributes of modules, too."""
-
-    def __init__(self, model: nn.Module, *, with_numbers: bool) -> None:
-        self.devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
-        self.random = self._random()
-        held = [
-            (part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items() if buffer is not None
-        ]
-        self.buffers = [(part, name, buffer, buffer._version) for part, name, buffer in held]
-        self.values = [buffer.detach().clone() for *_, buffer in held]
-        self.numbers = [(part, _numbers_of(part)) for part in model.modules()] if with_numbers else []
-
-    def _random(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
-
-    def has_changed(self, *, by_value: bool = False) -> bool:
-        """Whether numbers were drawn, or a buffer written that is not a BatchNorm's, which are synchronized.
-
-        by_value: looks at what buffers hold, too, since `F.batch_norm` writes without a word.
-        """
-        return not all(map(torch.equal, self.random, self._random())) or any(
-            part._buffers.get(name) is not buffer or buffer._version != version or by_value and not torch.equal(buffer, value)
-            for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True)
-            if not isinstance(part, _BatchNorm)
-        )
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        torch.set_rng_state(self.random[0])
-        for device, state in zip(self.devices, self.random[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
-        for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True):
-            if buffer._version != version or not torch.equal(buffer, value):
-                buffer.copy_(value)
-            part._buffers[name] = buffer
-        for part, numbers in self.numbers:
-            part.__dict__.update(numbers)
-
-
-def _numbers_of(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in part.__dict__.items() if isinstance(value, (bool, int, float, str, type(None)))}
 
 
 # ---------------------------------------------------------------------------------------------- into rows and out of them
