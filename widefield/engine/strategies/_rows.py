@@ -214,12 +214,12 @@ def _mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: 
 
 
 def _is_mixed(first: Any, second: Any, both: Any) -> bool:
-    """Whether what both halves of a batch give together is not theirs behind each other, nor the mean of theirs."""
+    """Whether what both halves of a batch give together is not theirs behind each other; of one number, the mean of theirs."""
     if not isinstance(first, Tensor):
         return False
     if first.ndim and len(both) == 2 * len(first):
         return _differ(first, both[: len(first)]) or _differ(second, both[len(first) :])
-    return first.shape == both.shape and _differ((first + second) / 2, both)
+    return first.shape == both.shape and _differ(first if first.ndim else (first + second) / 2, both)
 
 
 def _differ(alone: Any, among_all: Any) -> bool:
@@ -262,8 +262,8 @@ class _Share:
         further = [None if cut is None else Cut(tuple(axis + 1 for axis in cut.axes), cut.bounds) for cut in cuts]
         return layout_of((self.bounds[-1], *tensor.shape[1:]), (Cut((0,), self.bounds), *further), self.grid)
 
-    def local(self, layout: Layout, count: int) -> Layout | None:
-        """What a tile with `count` rows is a tile of, on this copy alone; None where it is plain."""
+    def local(self, layout: Layout, count: int | None = None) -> Layout | None:
+        """What a tile is a tile of, on this copy alone; None where it is plain.  count: of its rows, where these are cut."""
         if not self.tiles.sizes:
             return None
         cuts = [
@@ -271,7 +271,7 @@ class _Share:
             for cut in layout.cuts
         ]
         whole = [n if cut is not None else here for n, here, cut in zip(layout.shape, layout.tile_shape, cuts, strict=True)]
-        return layout_of((count, *whole[1:]), tuple(cuts), self.tiles)
+        return layout_of(tuple(whole) if count is None else (count, *whole[1:]), tuple(cuts), self.tiles)
 
 
 class _Enter(torch.autograd.Function):
@@ -319,7 +319,7 @@ class _OfAll(torch.autograd.Function):
         ctx.rows, ctx.layout = rows, layout
         if layout is None:
             return tensor.view_as(tensor)
-        own, local = on_layout(settled(tensor), layout), rows.local(layout, layout.tile_shape[0])
+        own, local = on_layout(settled(tensor), layout), rows.local(layout)
         own = own.view_as(own)
         return own if local is None else wrap_view(own, local)
 
@@ -334,7 +334,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout | None) -> Tensor:
         ctx.rows, ctx.layout = rows, layout
-        local = None if layout is None else rows.local(layout, layout.tile_shape[0])
+        local = None if layout is None else rows.local(layout)
         part = settled(tensor) if local is None else on_layout(settled(tensor), local)
         mean = halo.add_sums(part.contiguous(), rows.grid.group_name((0,))) / rows.copies
         return mean if layout is None else wrap(mean, layout)
