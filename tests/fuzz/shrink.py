@@ -8,7 +8,7 @@ from dataclasses import replace
 from widefield.plan import Plan
 
 from .grammar import finished
-from .plans import Layout
+from .plans import Layout, can_run
 from .program import Habit, Program, defined, used
 from .session import Verdict
 from .trial import Finding, pattern
@@ -49,11 +49,7 @@ def _verdict(program: Program, layout: Layout, verdict_on: Callable[[Program, La
         program = finished(program)[0]
     except Exception:
         return None
-    if layout.plan.replicate * layout.plan.shard > 1 and None in program.per_sample:
-        return None
-    if layout.plan.stage > 1 and not all(program.per_sample):  # its loss is no sum over micro-batches
-        return None
-    return verdict_on(program, layout)
+    return verdict_on(program, layout) if can_run(program, layout.plan) else None
 
 
 def _smaller(program: Program, layout: Layout) -> Iterator[tuple[Program, Layout]]:

@@ -279,8 +279,9 @@ def verdict_of_errors(errors: list[tuple[BaseException, str] | None]) -> Finding
 
 
 def has_too_few_samples(error: BaseException) -> bool:
-    """Whether the program asks for a sample that this copy's share of the batch has not: its own fault."""
-    return isinstance(error, IndexError) and "<program>" in traceback.extract_tb(error.__traceback__)[-1].filename
+    """Whether the program itself asks for more samples than this copy's share of the batch has."""
+    of_torch = isinstance(error, IndexError) or "torch.gradient expected each dimension size" in str(error)
+    return of_torch and "<program>" in traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 def is_refusal(error: BaseException) -> bool:

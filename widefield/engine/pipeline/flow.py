@@ -299,7 +299,7 @@ class Job:
         start, size = int(positions[0]), len(positions)
         count = min(size, self.rows - start)
         if count <= 0:
-            nothing = sum(tensor.sum() * 0.0 for tensor in tensors_of(output) if tensor.requires_grad)
+            nothing = sum((tensor.sum() * 0.0 for tensor in tensors_of(output)), torch.zeros((), device=positions.device))
             return nothing, nothing.detach()  # type: ignore[return-value, union-attr]
         mine = output if count == size else tree_map(lambda leaf: leaf[:count] if isinstance(leaf, Tensor) else leaf, output)
         target = tree_map(lambda leaf: leaf[start : start + count] if isinstance(leaf, Tensor) else leaf, self.target)
