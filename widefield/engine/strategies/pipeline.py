@@ -195,7 +195,7 @@ def _micro(count: int, schedule: str = "1f1b") -> dict[str, Any]:
 
 _GROUPS = partial(_conv_net, partial(nn.GroupNorm, 1))
 CASES = [
-    Case("batch norm", _conv_net, (7, 2, 6, 5), reason="micro_batches=1: 2 layers take statistics of the whole batch"),
+    Case("batch norm", _conv_net, (7, 2, 6, 5), reason="micro_batches=1: 2 layers or operations look at the whole batch"),
     Case("no batch norm", _GROUPS, (7, 2, 6, 5), reason=r"micro_batches=\d: 2 per stage"),
     Case("a batch that micro-batches do not divide", _GROUPS, (7, 2, 6, 5), _micro(3)),
     Case("skips", _Skips, (5, 2, 6, 4), _micro(4), "skips to later stages included"),
