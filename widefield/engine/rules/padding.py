@@ -342,7 +342,9 @@ def _conv_case(mode: str, padding=(1, 2), stride: int = 1):
 
 CASES = [
     case(
-        "replicate, all of a dim cut away", lambda x: F.pad(x, (-4, 3, 2, 1), mode="replicate"), (1, 4, 5, 3),
+        "replicate, all of a dim cut away",
+        lambda x: F.pad(x, (-4, 3, 2, 1), mode="replicate"),
+        (1, 4, 5, 3),
         refuses="cuts away all 3 px of dim 3",
     ),
     case("constant", lambda x: F.pad(x, (1, 2, 3, 4), value=2.5), (2, 3, 17, 13)),
