@@ -117,15 +117,14 @@ def _renamed(program: Program, lines: tuple[str, ...], made: str, other: str) ->
     return replace(program, lines=tuple(map(swap, lines)), outputs=outputs).without_what_is_unused()
 
 
-def as_test(program: Program, layout: Layout, verdict: Finding, seed: int) -> str:
-    """The finding as text that a test file can hold."""
-    text = "\n".join(f"    {line}" for line in program.text().rstrip().splitlines())
-    return (
-        f"# seed {seed}: {verdict.kind}: " + "\n# ".join(verdict.text.splitlines()) + "\n"
-        f"def test_{verdict.kind.split()[0]}_{seed}():\n{text}\n\n"
-        f"    # images {program.shape}, {program.habit}, outputs of samples: {program.per_sample}\n"
-        f"    same_as_one_device(Net, {program.shape}, Plan({_words_of(layout.plan)}), cuts={layout.cuts})\n"
-    )
+def as_case(program: Program, layout: Layout, verdict: Finding, seed: int) -> str:
+    """The finding as an entry of findings.py, above it the class and what was found."""
+    told = [f"seed {seed}: {verdict.kind}", *verdict.text.splitlines(), *program.text().rstrip().splitlines()]
+    members = ", ".join(f"{name!r}: {words!r}" for name, words in program.members.items())
+    more = "" if program.habit == Habit() else f", {program.habit!r}"
+    made = f"Program({program.shape}, {{{members}}}, {program.lines!r}, {program.outputs!r}{more})"
+    laid = f"Layout(Plan({_words_of(layout.plan)}), {layout.cuts}, {layout.rehearsed})"
+    return "".join(f"# {line}\n" for line in told) + f"({made}, {laid}),\n"
 
 
 def _words_of(plan: Plan) -> str:

@@ -57,6 +57,8 @@ class Rows:
         """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
         self.rows_each: dict[bool, list[int | None]] = {}
         """In each mode, how many rows of each output belong to a sample; 0 of one of all samples, None of what is no tensor."""
+        self.gives_sums = False
+        """Whether the last forward on rows gave something of all samples together."""
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
@@ -123,7 +125,8 @@ class Rows:
         except NotImplementedError:  # raised on every rank, before any message
             return self._some(_mix_among_themselves(model, run, args, kwargs) and not is_ghost(model))
         pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
-        return self._some(any(_differ(alone, found) for alone, found in pairs) and not is_ghost(model))
+        mixes = self.gives_sums or any(_differ(alone, found) for alone, found in pairs)
+        return self._some(mixes and not is_ghost(model))
 
     # ------------------------------------------------------------------------------------------ on rows
 
@@ -160,7 +163,8 @@ class Rows:
 
         leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
         known = self.rows_each[model.training]
-        pairs = zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True)
+        pairs = list(zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True))
+        self.gives_sums = any(_is_of_all(leaf, each, rows) for leaf, each in pairs)
         return tree_unflatten([_left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
 
     def _rows_of(self, sample: Tensor, count: int) -> _Share:
@@ -342,6 +346,11 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _OfAll.apply(grad, ctx.rows, ctx.layout), None, None
+
+
+def _is_of_all(leaf: Any, each: int | None, rows: _Share) -> bool:
+    """Whether a result, which is no number, is of all samples of a batch together; by chance it may be what one copy gives."""
+    return type(leaf) is TiledTensor and leaf.ndim > 0 and each is not None and len(leaf) != each * rows.bounds[-1]
 
 
 def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
