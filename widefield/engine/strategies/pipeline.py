@@ -85,8 +85,8 @@ def _refuse_mixing(model: nn.Module, graph: Graph, mesh: Mesh) -> None:
     if mixing:
         raise NotImplementedError(
             f"{type(model).__qualname__} mixes the samples of a batch ({', '.join(mixing[:3])}), and {mesh.copies} copies "
-            f"of it in mesh.stage={mesh.plan.stage} stages have each their own; set mesh.independent=true to let each mix its own, "
-            "which is not one device's, or train without copies, or without stages"
+            f"of it in mesh.stage={mesh.plan.stage} stages have each their own; set mesh.independent=true to let each mix its "
+            "own, which is not one device's, or train without copies, or without stages"
         )
 
 
