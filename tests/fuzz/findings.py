@@ -158,6 +158,24 @@ FINDINGS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=2)),
     ),
+    # What stages gave with several rows for a sample was cut as if it had one, where a micro-batch was filled up.
+    (
+        Program(
+            (5, 3, 5, 7),
+            {
+                "p0": "nn.Parameter(torch.randn(3))",
+                "p1": "nn.Parameter(torch.randn(5, 3))",
+                "m2": "nn.Conv2d(3, 3, (2, 1), 1, 'valid', (1, 1), 3, True, 'circular')",
+            },
+            (
+                "v1 = F.pad(x, [-1, -1, -1, -1], mode='reflect')",
+                "v2 = torch.addmm(self.p0, v1.flatten(0, -2), self.p1, beta=0.7, alpha=1.2)",
+                "v4 = self.m2(v1)",
+            ),
+            ("v4", "v2"),
+        ),
+        Layout(Plan(stage=2)),
+    ),
     # Torch's own synchronized BatchNorm refuses tensors of the CPU.
     (
         Program(
@@ -167,6 +185,10 @@ FINDINGS: list[tuple[Program, Layout]] = [
             ("v2",),
         ),
         Layout(Plan(replicate=2)),
+    ),
+    (
+        Program((1, 4, 8, 9), {"m3": "nn.SyncBatchNorm(4)"}, ("v4 = self.m3(x)",), ("v4",)),
+        Layout(Plan(stream={"tiles": [2, 3], "keep": "file"})),
     ),
 ]
 """Each with the layout that showed it."""
