@@ -1,4 +1,7 @@
-"""`python -m tests.fuzz --seed 7 --minutes 10`: draw programs, run each whole and in parallel, print what is found as entries of findings.py."""
+"""`python -m tests.fuzz --seed 7 --minutes 10`: draw programs, run each whole and in parallel, print what is found.
+
+Each finding is made as small as it can be, and is printed as an entry of findings.py.
+"""
 
 from __future__ import annotations
 

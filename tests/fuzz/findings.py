@@ -8,7 +8,7 @@ from .plans import Layout
 from .program import Habit, Program
 
 FINDINGS: list[tuple[Program, Layout]] = [
-    # An output that reads no pixel hid those behind it that need a halo: a transposed convolution of stride 2 with a kernel of 1.
+    # An output that reads no pixel hid those behind it that need a halo: transposed, of stride 2 with a kernel of 1.
     (
         Program(
             (1, 3, 9, 5),

@@ -20,7 +20,8 @@ def told_by(*options: str) -> tuple[int, str]:
 def test_random_programs_give_one_devices_numbers():
     status, text = told_by("--seed", "0", "--programs", "150", "--minutes", "8")
     assert status == 0, text
-    programs, exact, refused = map(int, re.search(r"(\d+) programs: (\d+) exact, (\d+) refused in words, no finding", text).groups())
+    counts = re.search(r"(\d+) programs: (\d+) exact, (\d+) refused in words, no finding", text)
+    programs, exact, refused = map(int, counts.groups())
     assert programs >= 140 and exact >= 0.8 * programs and exact + refused == programs, text
 
 

@@ -251,7 +251,8 @@ def _most_of(one: Outcome, other: Outcome, scale: float) -> float:
 def _words(value: Tensor | None) -> str:
     if value is None:
         return "nothing"
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} [{', '.join(f'{n:.6g}' for n in value.flatten()[:4].tolist())}...]"
+    first = ", ".join(f"{number:.6g}" for number in value.flatten()[:4].tolist())
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} [{first}...]"
 
 
 # ---------------------------------------------------------------------------------------------- errors

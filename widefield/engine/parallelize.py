@@ -26,9 +26,9 @@ def parallelize(
 ) -> nn.Module:
     """Make `model`, which is on the mesh's device, train over the ranks of `mesh` as its plan says; the same module back.
 
-    Names, hooks and `state_dict()` stay the model's, and `model(...)` runs in parallel where gradients are wanted and alone elsewhere
-    (but together where its weights lie in parts, see `evaluates_together`).  On one rank the model stays untouched, unless
-    the plan recomputes.  Make the optimizer afterwards: where ranks share weights, parameters become new objects.
+    Names, hooks and `state_dict()` stay the model's, and `model(...)` runs in parallel where gradients are wanted and alone
+    elsewhere (but together where its weights lie in parts, see `evaluates_together`).  On one rank the model stays untouched,
+    unless the plan recomputes.  Make the optimizer afterwards: where ranks share weights, parameters become new objects.
     rehearse: runs the model on a small batch of this rank and returns a scalar loss; every rank gives one or none.
     sample: a batch such as a pass of this rank has, or a tensor on meta of its shape; asked for where layers are cut or dealt
     out (mesh.channel, mesh.stage), for which the model is followed on it without pixels.
