@@ -189,6 +189,29 @@ def _channels_last_draws_are_the_same(mesh) -> bool:
     return torch.equal(whole(F.dropout(tile(image, mesh), 0.3)), expected)
 
 
+@pytest.mark.parametrize("shape", [(2, 6, 9, 7), (2, 6, 3, 4)], ids=str)
+def test_a_reshape_keeps_the_order_in_memory_where_one_device_makes_no_copy(shape):
+    """Which is the order of the next draw; tiles of (3, 4) px are one pixel thin."""
+    torch.manual_seed(0)
+    image = torch.randn(shape, dtype=torch.float64)
+    torch.manual_seed(1)
+    expected = _by_heads(image)
+    for found in on_ranks(2, _dropped_by_heads, image, plan=Plan(space=[2, 1])):
+        assert torch.equal(found, expected)
+
+
+def _by_heads(image):
+    """Dropout of an image with channels last whose heads were taken apart, and put side by side again."""
+    heads = image.contiguous(memory_format=torch.channels_last).flatten(2).unflatten(1, (3, -1)).transpose(2, 3) * 2
+    return F.dropout(heads.transpose(2, 3).reshape(image.shape), 0.5)
+
+
+def _dropped_by_heads(mesh, image):
+    draws.forget()
+    torch.manual_seed(1)
+    return whole(_by_heads(tile(image, mesh)))
+
+
 def test_a_refusal_of_one_rank_is_not_hidden():
     """The comparison fails on all ranks or none: nobody goes on to draw."""
     with pytest.raises(RankFailed, match="different random numbers"):

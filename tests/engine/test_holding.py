@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
 
+from widefield.engine.channel import choose
 from widefield.engine.holding import Absent, are_finite, local, part, parts, shapes, tell, total_norm, wholes, wholes_on_main
 from widefield.engine.parallelize import parallelize, share_states
 from widefield.plan import Plan
@@ -144,3 +146,30 @@ def norms(mesh):
 @pytest.mark.parametrize("plan", [*LAYOUTS[::2], Plan(shard=3, sharding={"zero": 1})], ids=str)
 def test_the_norm_is_the_wholes_and_every_rank_hears_of_a_nan(plan):
     assert on_ranks(plan.ranks, norms, plan=plan) == [False] * plan.ranks
+
+
+class _Twice(nn.Module):
+    """Its layer is registered under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3)])
+        self.last = nn.ModuleList([self.layers[1]])
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.last[0](self.layers[0](image))
+
+
+def _wholes_by_name(mesh):
+    torch.manual_seed(0)
+    alone = _Twice()
+    before = {name: tensor.clone() for name, tensor in alone.state_dict().items()}
+    with mock.patch.multiple(choose, WEIGHT_COST=1e5, WEIGHT_LEAST=0):
+        model = parallelize(alone, mesh, sample=torch.empty(2, 64, 9, 9, device="meta"))
+    found = wholes_on_main(model, mesh, dict(model.state_dict()))
+    return [name for name, tensor in before.items() if mesh.is_main and not torch.equal(found[name], tensor)]
+
+
+@pytest.mark.parametrize("plan", [Plan(channel=2), Plan(stage=2)], ids=str)
+def test_a_layer_of_several_names_is_whole_under_all_of_them(plan):
+    assert on_ranks(2, _wholes_by_name, plan=plan) == [[], []]

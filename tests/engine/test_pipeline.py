@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -184,6 +185,37 @@ def test_three_steps_in_micro_batches_equal_one_device(name, micro):
 @pytest.mark.parametrize("name", few(["resnet", "unet", "vit"], "unet"))
 def test_every_schedule_gives_the_same_numbers(name, schedule):
     on_ranks(2, compare_with_one_device, name, plan=plan_of(2, schedule, 4))
+
+
+class _Nested(nn.Module):
+    """Gives its features and its answer, as detectors and supervised decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = resnet()
+
+    def forward(self, x: Tensor) -> dict[str, list[Tensor] | Tensor]:
+        features = [x := layer(x) for layer in self.layers]
+        return {"features": [features[3], features[6]], "answer": x}
+
+
+def _nested_steps(mesh) -> None:
+    torch.manual_seed(1)
+    alone = _Nested().double()
+    model = parallelize(copy.deepcopy(alone), mesh, sample=batch("resnet", 0, 4)[0].to("meta"))
+    x, y = batch("resnet", 0, 4)
+
+    def loss_of_all(output, target: Tensor) -> Tensor:
+        return loss_of(output["answer"], target) + sum(f.square().sum() for f in output["features"])
+
+    loss_of_all(alone(x), y).backward()
+    backward_of(model, x, y, loss_of=loss_of_all)
+    same_where_here(model, alone)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_model_may_return_any_nest_of_tensors(schedule):
+    on_ranks(2, _nested_steps, plan=plan_of(2, schedule, 2))
 
 
 @pytest.mark.parametrize("name", few(["unet 3d", "vit", "convnext", "batch norm"], "vit", "batch norm"))

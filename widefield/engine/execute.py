@@ -145,9 +145,5 @@ def _layouts_wanted(d: Reduced | Local, layout: Layout) -> list[tuple[int, Layou
 
 
 def _wrapper(d: Local) -> Callable[[Tensor, Layout], Tensor]:
-    """Results as tiled tensors, a single number as a plain one.
-
-    Their strides follow from the tiles', but where some were too thin to lie in an order that all ranks' tiles have.
-    """
-    make = wrap if any(meta.layout is not None and meta.layout.is_thin for meta in d.reads) else wrap_view
-    return lambda value, to: value if value.ndim == 0 else make(value, to)
+    """Results as tiled tensors, a single number as a plain one."""
+    return lambda value, to: value if value.ndim == 0 else wrap(value, to)

@@ -61,8 +61,14 @@ _HOLDERS: WeakKeyDictionary[nn.Module, dict[str, Holder]] = WeakKeyDictionary()
 
 
 def tell(model: nn.Module, holders: Mapping[str, Holder]) -> None:
-    """Say of which parameters and buffers of `model`, by name, this rank has a part only, or another rank all."""
-    _HOLDERS.setdefault(model, {}).update(holders)
+    """Say of which parameters and buffers of `model`, by name, this rank has a part only, or another rank all.
+
+    What has several names, as a layer that is registered twice, is held alike under all of them.
+    """
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    held = {id(tensor): holders[name] for name, tensor in named if name in holders}
+    others = {name: held[id(tensor)] for name, tensor in named if id(tensor) in held}
+    _HOLDERS.setdefault(model, {}).update(others | dict(holders))
 
 
 def told(model: nn.Module) -> Mapping[str, Holder]:

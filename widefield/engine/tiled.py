@@ -95,17 +95,16 @@ class TiledTensor(Tensor):
 
 
 def wrap(tile: Tensor, layout: Layout) -> TiledTensor:
-    """The tiled tensor of which this rank holds `tile`; AssertionError where the tile is not of the layout's size."""
+    """The tiled tensor of which this rank holds `tile`; AssertionError where the tile is not of the layout's size.
+
+    Its dims lie in memory in the tile's order, for torch asks for that: a reshape is a view or a copy by it.
+    """
     assert tile.shape == layout.tile_shape, f"a tile of {tuple(tile.shape)} for {layout}, which wants {layout.tile_shape}"
-    _replay_views(True)
-    made = _make(TiledTensor, layout.shape, dtype=tile.dtype, device=tile.device)
-    made.own = tile
-    made.laid = layout
-    return made
+    return wrap_view(tile, layout)
 
 
 def wrap_view(tile: Tensor, layout: Layout, strides: tuple[int, ...] | None = None) -> TiledTensor:
-    """`wrap` with the whole's strides, or in the tile's order, so that torch does not take it for contiguous."""
+    """`wrap` with the whole's strides, or in the tile's order."""
     _replay_views(True)
     strides = _strides(tile, layout) if strides is None else strides
     made = _make(TiledTensor, layout.shape, strides=strides, dtype=tile.dtype, device=tile.device)
@@ -125,14 +124,29 @@ def _strides(tile: Tensor, layout: Layout) -> tuple[int, ...]:
     strides = tile.stride()
     known = layout.strides.get(strides)
     if known is None:
-        order = _row_major(layout) if layout.is_thin else strides
+        order = _order_of_thin(layout, strides) if layout.is_thin else strides
         known = layout.strides[strides] = whole_strides(layout, order)
     return known
 
 
-def _row_major(layout: Layout) -> tuple[int, ...]:
-    """Autograd picks formulas by a tensor's strides, and all ranks must pick the same: a thin whole passes for row-major."""
-    return tuple(range(len(layout.shape), 0, -1))
+def _order_of_thin(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Like strides, of a whole of which some tiles are one pixel thin, whose own strides do not tell where that dim lies.
+
+    Autograd picks formulas by a tensor's strides, and all ranks must pick the same.  So only dims of which all ranks have two
+    pixels tell; a thin one lies beside the next, or else the last, as in row-major memory and with channels last.  Where that
+    does not say, a thin whole passes for row-major.
+    """
+    shape, boxes = layout.shape, layout.boxes
+    least = [min(len(box[dim]) for box in boxes) for dim in range(len(shape))]
+    thin = [dim for dim, extent in enumerate(shape) if least[dim] < 2 <= extent]
+    order = [dim for dim, pixels in enumerate(least) if pixels > 1 and strides[dim]]
+    order.sort(key=lambda dim: -strides[dim])
+    for dim in thin:
+        if least[dim] == 0 or not {dim - 1, dim + 1} & set(order):
+            return tuple(range(len(shape), 0, -1))
+        order.insert(order.index(dim + 1) if dim + 1 in order else order.index(dim - 1) + 1, dim)
+    places = {dim: len(order) - place for place, dim in enumerate(order)}
+    return tuple(places.get(dim, len(order) + 1 if shape[dim] == 1 else 0) for dim in range(len(shape)))
 
 
 def whole_strides(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:

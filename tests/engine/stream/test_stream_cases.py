@@ -76,8 +76,8 @@ ON_THE_WHOLE = {
     "index", "index_select", "index_add", "index_fill", "index_copy", "index_put", "embedding", "masked_scatter",
     "grid_sampler_2d", "grid_sampler_3d", "fractional_max_pool2d", "upsample_bilinear2d", "upsample_bicubic2d",
     "amax", "amin", "aminmax", "max", "min", "median", "nanmedian", "histc", "any", "_safe_softmax",
-    "view", "_unsafe_view", "squeeze", "as_strided", "unfold", "im2col", "diagonal", "diagonal_scatter", "slice_scatter",
-    "native_layer_norm", "nll_loss2d_forward",
+    "view", "_unsafe_view", "transpose", "squeeze", "as_strided", "unfold", "im2col", "diagonal", "diagonal_scatter",
+    "slice_scatter", "native_layer_norm", "nll_loss2d_forward",
 }  # fmt: skip
 """All operations that in some case run once, on the whole of an image whose rows and columns are cut: any other that did
 would hold images in memory without a word."""

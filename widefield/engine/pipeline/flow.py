@@ -337,7 +337,7 @@ class _Pass:
         for stage in mine:
             splits = kind == "zero_bubble"
             place = {"stage": stage, "stages": count, "splits": splits, "laid": self.laid}
-            made = StageModule(self.parts[stage], self.graph, weights, **place)
+            made = StageModule(self.parts[stage], weights, **place)
             takes, gives = made.metas(like)
             self.modules.append(made)
             stages.append(
@@ -362,9 +362,10 @@ class _Pass:
             self._job = None
         return torch.stack(self._losses).double().sum() if self._losses else torch.zeros((), dtype=torch.float64)
 
-    def _loss(self, output: Any, positions: Tensor) -> Tensor:
+    def _loss(self, outputs: tuple[Tensor, ...], positions: Tensor) -> Tensor:
         assert self._job is not None, "a loss is asked for in a step alone"
-        pulled, loss = self._job.loss(output, positions)
+        returned = put_in(self.graph.outputs, dict(zip(self.parts[-1].gives, outputs, strict=True)))
+        pulled, loss = self._job.loss(returned, positions)
         self._losses.append(loss)
         return pulled
 

@@ -13,12 +13,12 @@ from widefield.engine.layout import Layout
 from widefield.engine.pipeline.parts import Part
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta, with_zeros_for
 from widefield.engine.stream.follow import without_autocast
-from widefield.engine.stream.graph import Graph, Value, put_in
+from widefield.engine.stream.graph import Value
 from widefield.engine.tiling import as_tile
 
 
 class StageModule(nn.Module):
-    """Stage `stage` of `stages`.  The first takes the model's inputs and the last gives its output; others talk by wire.py.
+    """Stage `stage` of `stages`.  The first takes the model's inputs and the last gives its outputs; others talk by wire.py.
 
     weights: the model's own parameters and buffers, by name.  splits: its backward runs in two halves.
     laid: how values that lie in tiles are cut; what comes in and goes out are this rank's parts of them.
@@ -27,7 +27,6 @@ class StageModule(nn.Module):
     def __init__(
         self,
         part: Part,
-        graph: Graph,
         weights: Mapping[str, Tensor],
         *,
         stage: int,
@@ -36,7 +35,7 @@ class StageModule(nn.Module):
         laid: Mapping[Value, Layout] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self.part, self.outputs, self.splits, self.laid = part, graph.outputs, splits, laid
+        self.part, self.splits, self.laid = part, splits, laid
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.weights = {name: weights[name] for name in part.weights.keys() | part.updates.keys()}
         for name, tensor in self.weights.items():
@@ -66,13 +65,13 @@ class StageModule(nn.Module):
         # Torch detaches in place what it still has of these after the first half; the second may want it, as a ReLU's output.
         return tuple(tensor.clone() for tensor in sent) if self.splits else tuple(sent)
 
-    def _returned(self, gives: Iterable[Tensor], idle: list[Tensor]) -> Any:
-        """What the model returns."""
-        found = dict(zip(self.part.gives, gives, strict=True))
-        first = next((value for value in self.part.gives if value.wants_grad), None)
+    def _returned(self, gives: Iterable[Tensor], idle: list[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors that the model returns, in a row: torch's schedules know no other nest of them."""
+        found = list(gives)
+        first = next((place for place, value in enumerate(self.part.gives) if value.wants_grad), None)
         if first is not None:
             found[first] = with_zeros_for(found[first], idle)
-        return put_in(self.outputs, found)
+        return tuple(found)
 
 
 def _tiled(tensor: Tensor, value: Value, laid: Layout | None) -> Tensor:

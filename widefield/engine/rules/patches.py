@@ -278,6 +278,7 @@ CASES = [
     case("patches, odd", lambda x: F.unfold(x, (3, 2), dilation=(2, 1), padding=(3, 1), stride=(2, 3)), (2, 2, 17, 10)),
     case("patches apart", lambda x: F.unfold(x, 2, stride=4), (2, 2, 17, 10)),
     case("patches of ViT", lambda x: F.unfold(x, 4, stride=4), (2, 3, 16, 12)),
+    case("patches as tokens", lambda x: F.unfold(x, 4, stride=4).transpose(1, 2) ** 2, (2, 3, 16, 12)),
     case("patches, channels cut", lambda x: F.unfold(x.transpose(1, 2), 3), (2, 7, 6, 8)),
     case("patches without a batch", lambda x: F.unfold(x, 3), (3, 12, 9), refuses=r"add image\[None\]"),
     case("patch does not fit", lambda x: F.unfold(x, 9), (1, 2, 7, 12), refuses="does not fit"),

@@ -119,13 +119,21 @@ def new_empty_strided(x: Meta, size: Sequence[int], stride: Sequence[int], **kwa
 @composed(aten.as_strided.default)
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
     """The tensor itself, as some of torch's operations ask for it to name a memory format; anything else is refused."""
+    return x.view_as(x) if _is_as(x, size, stride, offset) else _refused(x)
+
+
+@composed(aten.as_strided_.default)
+def as_strided_(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+    return x if _is_as(x, size, stride, offset) else _refused(x)
+
+
+def _is_as(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
+    """Whether a tensor is of this size and has these strides, wherever they matter."""
     same = [extent < 2 or ours == step for extent, ours, step in zip(x.shape, x.stride(), stride, strict=False)]
-    if tuple(size) == tuple(x.shape) and all(same) and not offset:
-        return x.view_as(x)
-    return _refused(x)
+    return tuple(size) == tuple(x.shape) and all(same) and not offset
 
 
-@composed(aten.as_strided_.default, aten.as_strided_scatter.default, aten.as_strided_copy.default)
+@composed(aten.as_strided_scatter.default, aten.as_strided_copy.default)
 def _refused(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     raise NotImplementedError(
         "as_strided speaks of places in memory, which an image cut into tiles does not have; use slices or views"
@@ -236,6 +244,8 @@ CASES = [
     case("seen as bytes", lambda x: x.detach().view(torch.uint8), _IMAGE, refuses="would change the shape"),
     case("as_strided to what it is", lambda x: x.exp().as_strided(x.shape, x.stride()) ** 2, _IMAGE),
     case("as_strided", lambda x: x.as_strided((2, 3), (1, 1)), _IMAGE, refuses="places in memory"),
+    case("as_strided in place to what it is", lambda x: (y := x * 2).as_strided_(y.shape, y.stride()) ** 2, _IMAGE),
+    case("as_strided in place", lambda x: (x * 2).as_strided_((2, 3), (1, 1)), _IMAGE, refuses="places in memory"),
     case("unsqueezed in place", lambda x: (x * 1).unsqueeze_(0).sin(), _IMAGE),
     case("sum unsqueezed in place", lambda x: x * x.sum((2, 3)).unsqueeze_(-1).unsqueeze_(2), _IMAGE),
     case("squeezed and transposed in place", lambda x: x[:, :1].mul(2).squeeze_(1).transpose_(1, 2).sin(), _IMAGE),

@@ -168,6 +168,8 @@ class _Reader:
         for count in range(len(used), 0, -1):
             for axes in combinations(used, count):
                 kept = [_only(layout, axes) for layout in layouts]
+                if not any(kept):  # a dim that is cut along several axes is not cut along one of them
+                    continue
                 description = asked(node, kept)
                 if description is not None and self._described(node, layouts, kept, description, set(axes)):
                     return True
