@@ -150,10 +150,10 @@ def test_weights_in_channels_last_are_sharded_too():
     on_ranks(2, in_another_memory_format, plan=sharding(3))
 
 
-def streamed(mesh):
+def streamed(mesh, widths):
     """Tiles in time on each copy; the batch's statistics are taken in a pass of their own."""
-    alone = models.build(ModelConfig(name="unet", options={"widths": [4, 6]}), in_channels=2, num_classes=3).double()
-    model = models.build(ModelConfig(name="unet", options={"widths": [4, 6]}), in_channels=2, num_classes=3).double()
+    alone = models.build(ModelConfig(name="unet", options={"widths": widths}), in_channels=2, num_classes=3).double()
+    model = models.build(ModelConfig(name="unet", options={"widths": widths}), in_channels=2, num_classes=3).double()
     model.load_state_dict(alone.state_dict())
     model = parallelize(wf.stream(model, tiles=(2, 2)), mesh)
     image = torch.randn(2, 2, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -161,8 +161,19 @@ def streamed(mesh):
     check_gradients(mesh, model, alone)
 
 
-def test_a_streamed_model_is_sharded_as_any():
-    on_ranks(2, streamed, plan=sharding(3))
+@pytest.mark.parametrize("widths", [[4, 6], [64, 96]], ids=["small", "whose blocks would be units"])
+def test_a_streamed_model_is_sharded_as_any(widths):
+    on_ranks(2, streamed, widths, plan=sharding(3))
+
+
+def streamed_in_units(mesh):
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 3)).double()
+    with pytest.raises(ValueError, match=r"with a stream the model runs as operations.*; leave sharding.units out"):
+        parallelize(wf.stream(net, tiles=(2, 2)), mesh)
+
+
+def test_a_streamed_model_has_no_units():
+    on_ranks(2, streamed_in_units, plan=Plan(shard=2, sharding={"units": ["1"]}))
 
 
 def start_values(mesh):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import pickle
 import re
 import warnings
 from functools import partial
@@ -22,6 +23,7 @@ from widefield.engine.parallelize import parallelize, reasons, share_states, wit
 from widefield.engine.passes import backward_of
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies.data import hook_state, load_hook_state
+from widefield.engine.stream.streamed import stream
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.naming import load, names_in
 from widefield.plan import STRATEGY_OF_AXIS, Plan
@@ -220,6 +222,33 @@ def pickled(mesh):
 
 def test_a_pickle_is_the_plain_model():
     assert on_ranks(2, pickled) == [True, True]
+
+
+def copied_from(mesh, is_streamed):
+    """Whether copies of a model that several strategies have wrapped are plain models, with its weights; but for a stream's."""
+    case, found = case_at("data", 1), []
+    alone = net(case).eval()
+    model = stream(net(case), tiles=(2, 2)) if is_streamed else net(case)
+    image = batch(case, 0)[0]
+    parallelize(model, mesh, sample=image.to("meta"))
+    model.eval()
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))):
+        kind = type(made).__mro__[3] if is_streamed else type(made)  # the stream's own classes come before
+        same = mesh.plan.channel > 1 or torch.allclose(made(image), alone(image), rtol=1e-10)
+        found.append((kind is nn.Sequential, same, set(vars(made)) - set(vars(nn.Sequential())) <= {"_stream"}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_streamed"),
+    [
+        (Plan(replicate=2), True), (Plan(replicate=2, recompute={"blocks": ["0"]}), False),
+        (Plan(replicate=2, channel=2), False), (Plan(shard=2, sharding={"zero": 1}), True), (Plan(space=[2, 1]), True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_copies_of_what_several_strategies_wrapped_are_plain(plan, is_streamed):
+    assert on_ranks(plan.ranks, copied_from, is_streamed, plan=plan) == [[(True, True, True)] * 3] * plan.ranks
 
 
 def alone_in(mesh, mode):

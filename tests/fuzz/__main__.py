@@ -1,4 +1,7 @@
-"""`python -m tests.fuzz --seed 7 --minutes 10`: draw programs, run each whole and in parallel, print what is found as tests."""
+"""`python -m tests.fuzz --seed 7 --minutes 10`: draw programs, run each whole and in parallel, print what is found.
+
+Each finding is made as small as it can be, and is printed as an entry of findings.py.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import warnings
 
 import torch
 
+from .findings import FINDINGS
+from .grammar import finished
 from .session import Counts, Threads, again, drawn
-from .shrink import as_test, shrunk
+from .shrink import as_case, shrunk
 from .threads import installed
 from .trial import Finding, Uninteresting
 
@@ -22,6 +27,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--programs", type=int, default=10**9, help="end after so many")
     parser.add_argument("--refusals", type=int, default=10, help="how many of the commonest refusals to show")
+    parser.add_argument("--findings", action="store_true", help="run what was found before, in place of what is drawn")
     parser.add_argument("--whole", action="store_true", help="print findings as they were drawn")
     options = parser.parse_args()
     faulthandler.enable()
@@ -30,7 +36,9 @@ def main() -> int:
     counts = Counts()
     with installed():
         threads, until = Threads(), time.monotonic() + 60 * options.minutes
-        for seed in range(options.seed, options.seed + options.programs):
+        if options.findings:
+            _run_findings(threads, counts)
+        for seed in () if options.findings else range(options.seed, options.seed + options.programs):
             if time.monotonic() > until:
                 break
             _one(threads, seed, counts, options)
@@ -39,6 +47,14 @@ def main() -> int:
     for text, number in counts.refused.most_common(options.refusals):
         print(f"{number:6} x refused: {text}")
     return 1 if counts.found else 0
+
+
+def _run_findings(threads: Threads, counts: Counts) -> None:
+    for number, (program, layout) in enumerate(FINDINGS):
+        verdict = again(threads, finished(program)[0], layout)
+        counts.add(verdict)
+        if verdict is not None:
+            print(f"finding {number} on {layout}: {verdict}")
 
 
 def _one(threads: Threads, seed: int, counts: Counts, options: argparse.Namespace) -> None:
@@ -54,7 +70,7 @@ def _one(threads: Threads, seed: int, counts: Counts, options: argparse.Namespac
         program, layout = shrunk(program, layout, verdict, lambda small, laid: again(threads, small, laid))
         smaller = again(threads, program, layout)
         verdict = smaller if isinstance(smaller, Finding) else verdict
-    print(as_test(program, layout, verdict, seed), flush=True)
+    print(as_case(program, layout, verdict, seed), flush=True)
 
 
 if __name__ == "__main__":

@@ -82,12 +82,12 @@ def finished(program: Program) -> tuple[Program, Outcome]:
 
 
 def _per_sample(program: Program) -> tuple[bool | None, ...]:
-    """Of each output, whether its rows belong to samples, by its shape for one more of them and for one less."""
+    """Of each output, whether its rows belong to samples, by its shape for one more of them, one less and one alone."""
     if not any("x" in used(line) for line in program.lines):
         raise Uninteresting("no image")
     count = program.shape[0]
     shapes_of = []
-    for batch in (count, count + 1, max(1, count - 1)):
+    for batch in (count, count + 1, max(1, count - 1), 1):
         model = program.build().train(program.habit.train)
         try:
             outputs = model(program.images(0, batch))
@@ -96,7 +96,7 @@ def _per_sample(program: Program) -> tuple[bool | None, ...]:
         if any(not isinstance(out, Tensor) or not out.requires_grad or not out.numel() for out in outputs):
             raise Uninteresting("an output that does not learn")
         shapes_of.append([out.shape for out in outputs])
-    return tuple(_belongs(*shapes, count) for shapes in zip(*shapes_of, strict=True))
+    return tuple(_belongs(*shapes[:3], count) for shapes in zip(*shapes_of, strict=True))
 
 
 def _belongs(shape: torch.Size, larger: torch.Size, smaller: torch.Size, count: int) -> bool | None:

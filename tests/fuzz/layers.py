@@ -51,7 +51,8 @@ def transposed(w: Workbench) -> str:
     stride, dilation = _each(w, dims, 1, 2, 3), _each(w, dims, 1, 1, 2)
     more = _each(w, dims, 0, 0, 1)
     words = (
-        f"nn.ConvTranspose{dims}d({channels}, {out}, {_each(w, dims, 1, 2, 3, 4)}, {stride}, {_each(w, dims, 0, 1, 2)}, {more}, "
+        f"nn.ConvTranspose{dims}d({channels}, {out}, {_each(w, dims, 1, 2, 3, 4)}, {stride}, "
+        f"{_each(w, dims, 0, 1, 2)}, {more}, "
         f"{_groups(w, channels, out)}, {w.chance(0.7)}, {dilation})"
     )
     size = f", output_size={[s * 2 for s in sizes]}" if w.chance(0.2) else ""
@@ -194,15 +195,19 @@ def sampling(w: Workbench) -> str:
 
 CHANCE = [
     "F.dropout({x}, {p}, self.training)", "F.dropout{n}d({x}, {p}, self.training)", "F.alpha_dropout({x}, {p}, self.training)",
-    "F.feature_alpha_dropout({x}, {p}, self.training)", "{x} * (torch.rand_like({x}) < 0.7)", "{x} + torch.randn_like({x}) * 0.1",
+    "F.feature_alpha_dropout({x}, {p}, self.training)", "{x} * (torch.rand_like({x}) < 0.7)",
+    "{x} + torch.randn_like({x}) * 0.1",
     "{x} + torch.randn({x}.shape, dtype=torch.float64) * 0.1", "{x} * torch.empty_like({x}).bernoulli_(0.8)",
-    "{x} * torch.bernoulli(torch.full_like({x}, 0.6))", "{x} * {x}.new_empty({x}.shape[0], *[1] * ({x}.ndim - 1)).bernoulli_(0.7)",
+    "{x} * torch.bernoulli(torch.full_like({x}, 0.6))",
+    "{x} * {x}.new_empty({x}.shape[0], *[1] * ({x}.ndim - 1)).bernoulli_(0.7)",
     "{x}[:, torch.randperm({x}.shape[1])]", "F.rrelu({x}, 0.1, 0.3, self.training)", "torch.normal({x}, 0.1)",
     "{x} + torch.rand({x}.shape[1], *[1] * ({x}.ndim - 2), dtype=torch.float64)", "{x} * torch.rand((), dtype=torch.float64)",
     "{x} + torch.empty({x}.shape, dtype=torch.float64).uniform_(-0.1, 0.1)", "{x} + torch.randint_like({x}, 3) * 0.1",
     "torch.poisson({x}.abs()) * 0.1 + {x}", "F.dropout({x}, {p}, True)", "{x} + torch.randint(0, 3, {x}.shape) * 0.1",
-    "{x} * torch.empty({x}.shape[0], *[1] * ({x}.ndim - 1)).bernoulli_(0.6) / 0.6", "{x} + torch.empty_like({x}).exponential_() * 0.1",
-    "{x}.roll(int(torch.randint(0, 3, ())), -1)", "{x} if torch.rand(()) < 0.5 else {x}.flip(-1)", "F.gumbel_softmax({x}, dim=1)",
+    "{x} * torch.empty({x}.shape[0], *[1] * ({x}.ndim - 1)).bernoulli_(0.6) / 0.6",
+    "{x} + torch.empty_like({x}).exponential_() * 0.1",
+    "{x}.roll(int(torch.randint(0, 3, ())), -1)", "{x} if torch.rand(()) < 0.5 else {x}.flip(-1)",
+    "F.gumbel_softmax({x}, dim=1)",
 ]  # fmt: skip
 
 
@@ -218,6 +223,7 @@ def chance_layer(w: Workbench) -> str:
 
 
 DRAWS: list[tuple[float, Draw]] = [
-    (26, convolution), (8, transposed), (14, pool), (10, resize), (14, normalization), (6, attention), (7, linear), (4, sampling),
+    (26, convolution), (8, transposed), (14, pool), (10, resize), (14, normalization),
+    (6, attention), (7, linear), (4, sampling),
     (3, chance), (2, chance_layer),
 ]  # fmt: skip

@@ -22,7 +22,7 @@ class Habit:
     """How a training step uses the module.
 
     forwards: calls per step, of images and of their mirror images, with one backward.  backwards: of the same graph.
-    penalty: on the gradient of the images.  frozen: members whose parameters do not learn; late: they do from the second step on.
+    penalty: on the gradient of the images.  frozen: members whose parameters do not learn; late: not before the second step.
     """
 
     train: bool = True

@@ -8,7 +8,7 @@ from dataclasses import replace
 from widefield.plan import Plan
 
 from .grammar import finished
-from .plans import Layout
+from .plans import Layout, can_run
 from .program import Habit, Program, defined, used
 from .session import Verdict
 from .trial import Finding, pattern
@@ -49,11 +49,7 @@ def _verdict(program: Program, layout: Layout, verdict_on: Callable[[Program, La
         program = finished(program)[0]
     except Exception:
         return None
-    if layout.plan.replicate * layout.plan.shard > 1 and None in program.per_sample:
-        return None
-    if layout.plan.stage > 1 and not all(program.per_sample):  # its loss is no sum over micro-batches
-        return None
-    return verdict_on(program, layout)
+    return verdict_on(program, layout) if can_run(program, layout.plan) else None
 
 
 def _smaller(program: Program, layout: Layout) -> Iterator[tuple[Program, Layout]]:
@@ -121,15 +117,14 @@ def _renamed(program: Program, lines: tuple[str, ...], made: str, other: str) ->
     return replace(program, lines=tuple(map(swap, lines)), outputs=outputs).without_what_is_unused()
 
 
-def as_test(program: Program, layout: Layout, verdict: Finding, seed: int) -> str:
-    """The finding as text that a test file can hold."""
-    text = "\n".join(f"    {line}" for line in program.text().rstrip().splitlines())
-    return (
-        f"# seed {seed}: {verdict.kind}: " + "\n# ".join(verdict.text.splitlines()) + "\n"
-        f"def test_{verdict.kind.split()[0]}_{seed}():\n{text}\n\n"
-        f"    # images {program.shape}, {program.habit}, outputs of samples: {program.per_sample}\n"
-        f"    same_as_one_device(Net, {program.shape}, Plan({_words_of(layout.plan)}), cuts={layout.cuts})\n"
-    )
+def as_case(program: Program, layout: Layout, verdict: Finding, seed: int) -> str:
+    """The finding as an entry of findings.py, above it the class and what was found."""
+    told = [f"seed {seed}: {verdict.kind}", *verdict.text.splitlines(), *program.text().rstrip().splitlines()]
+    members = ", ".join(f"{name!r}: {words!r}" for name, words in program.members.items())
+    more = "" if program.habit == Habit() else f", {program.habit!r}"
+    made = f"Program({program.shape}, {{{members}}}, {program.lines!r}, {program.outputs!r}{more})"
+    laid = f"Layout(Plan({_words_of(layout.plan)}), {layout.cuts}, {layout.rehearsed})"
+    return "".join(f"# {line}\n" for line in told) + f"({made}, {laid}),\n"
 
 
 def _words_of(plan: Plan) -> str:

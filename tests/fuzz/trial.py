@@ -251,7 +251,8 @@ def _most_of(one: Outcome, other: Outcome, scale: float) -> float:
 def _words(value: Tensor | None) -> str:
     if value is None:
         return "nothing"
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} [{', '.join(f'{n:.6g}' for n in value.flatten()[:4].tolist())}...]"
+    first = ", ".join(f"{number:.6g}" for number in value.flatten()[:4].tolist())
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} [{first}...]"
 
 
 # ---------------------------------------------------------------------------------------------- errors
@@ -279,8 +280,9 @@ def verdict_of_errors(errors: list[tuple[BaseException, str] | None]) -> Finding
 
 
 def has_too_few_samples(error: BaseException) -> bool:
-    """Whether the program asks for a sample that this copy's share of the batch has not: its own fault."""
-    return isinstance(error, IndexError) and "<program>" in traceback.extract_tb(error.__traceback__)[-1].filename
+    """Whether the program itself asks for more samples than this copy's share of the batch has."""
+    of_torch = isinstance(error, IndexError) or "torch.gradient expected each dimension size" in str(error)
+    return of_torch and "<program>" in traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -151,10 +151,11 @@ def test_a_classifier_equals_the_whole_run_with_its_dropout_and_mixing(tmp_path)
 
 
 LAYOUTS = {"rows": ["mesh.space=[2, 1]"], "copies": ["mesh.replicate=2"],
-           "copies of rows": ["mesh.space=[2, 1]", "mesh.replicate=2"]}  # fmt: skip
+           "copies of rows": ["mesh.space=[2, 1]", "mesh.replicate=2"],
+           "shared weights": ["mesh.shard=2", "mesh.replicate=1"]}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, "rows", "copies"))
+@pytest.mark.parametrize("name", few(LAYOUTS, "rows", "copies", "shared weights"))
 def test_each_rank_streams_what_it_holds(tmp_path, whole, name):
     """Of each page its half, of the batch its page; statistics are of all."""
     assert_same(trained(tmp_path / "run", *TILES, *LAYOUTS[name], *OFTEN, ranks=4 if " of " in name else 2), whole)

@@ -111,7 +111,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     if not layout.is_cut:
         return on_uncut(func, args, kwargs)
     tiles = [arg.own if type(arg) is TiledTensor else arg for arg in args]
-    out = func(*tiles, **kwargs) if not layout.is_empty else without_pixels(func, tiles, kwargs)
+    out = func(*tiles, **kwargs) if not layout.is_empty else without_pixels(func, tiles, kwargs, layout)
     if type(out) is tuple:
         return tuple(wrap(part, layout) for part in out)
     return wrap(out, layout)
@@ -133,7 +133,7 @@ def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
         return on_uncut(func, args, kwargs)
     call = partial(_brought_to, layout=layout)
     tiles, named = [call(arg) for arg in args], {name: call(value) for name, value in kwargs.items()}
-    out = func(*tiles, **named) if not layout.is_empty else without_pixels(func, tiles, named)
+    out = func(*tiles, **named) if not layout.is_empty else without_pixels(func, tiles, named, layout)
     return tuple(wrap(part, layout) for part in out) if type(out) is tuple else wrap(out, layout)
 
 

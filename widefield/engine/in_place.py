@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from widefield.engine.alike import repeats_places, writable
 from widefield.engine.homes import version_of
-from widefield.engine.layout import uncut
+from widefield.engine.layout import Layout, uncut
 from widefield.engine.places import on_layout, whole_of
 from widefield.engine.tiled import TiledTensor, become, wrap
 from widefield.engine.writes import new_of, outs_of
@@ -38,7 +38,7 @@ def pointwise_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
             raise RuntimeError(SHARED)
         tiles = writable(target, tiles)
     if target.laid.is_empty:
-        without_pixels(func, tiles, kwargs)
+        without_pixels(func, tiles, kwargs, target.laid)
     else:
         func(*tiles, **kwargs)
     if target.home is not None:
@@ -91,9 +91,11 @@ def into_buckets(func: Any, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
-def without_pixels(func: Any, tiles: Sequence[Any], kwargs: dict) -> Any:
+def without_pixels(func: Any, tiles: Sequence[Any], kwargs: dict, layout: Layout) -> Any:
     """An operation on a tile without pixels, and before on one with one: what other ranks cannot do, this one refuses, too."""
-    if not any(isinstance(tile, Tensor) and type(tile) is not Tensor for tile in tiles):  # a compiler looks on otherwise
+    if 0 not in layout.shape and not any(
+        isinstance(tile, Tensor) and type(tile) is not Tensor for tile in tiles
+    ):  # a compiler looks on otherwise
         func(*[tile.new_ones((1,) * tile.ndim) if isinstance(tile, Tensor) else tile for tile in tiles], **kwargs)
     return func(*tiles, **kwargs)
 

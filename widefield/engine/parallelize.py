@@ -8,6 +8,7 @@ from types import ModuleType
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from widefield.engine.executed import flow_of
@@ -25,9 +26,9 @@ def parallelize(
 ) -> nn.Module:
     """Make `model`, which is on the mesh's device, train over the ranks of `mesh` as its plan says; the same module back.
 
-    Names, hooks and `state_dict()` stay the model's, and `model(...)` runs in parallel in training and alone in evaluation
-    (but together where its weights lie in parts, see `evaluates_together`).  On one rank the model stays untouched, unless
-    the plan recomputes.  Make the optimizer afterwards: where ranks share weights, parameters become new objects.
+    Names, hooks and `state_dict()` stay the model's, and `model(...)` runs in parallel where gradients are wanted and alone
+    elsewhere (but together where its weights lie in parts, see `evaluates_together`).  On one rank the model stays untouched,
+    unless the plan recomputes.  Make the optimizer afterwards: where ranks share weights, parameters become new objects.
     rehearse: runs the model on a small batch of this rank and returns a scalar loss; every rank gives one or none.
     sample: a batch such as a pass of this rank has, or a tensor on meta of its shape; asked for where layers are cut or dealt
     out (mesh.channel, mesh.stage), for which the model is followed on it without pixels.
@@ -39,6 +40,7 @@ def parallelize(
     if mesh.size > 1:
         _refuse_parts(model)
         _check_alike(model, mesh)
+    if dist.is_initialized():
         SyncBatchNorm.adopt(model)
     found = []
     for strategy in _strategies(mesh):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -107,16 +107,18 @@ def _inner(read: Read, dim: int, write: Interval, own: Interval) -> Interval:
         return write
     reach, whole = read.reach[dim], Interval(0, read.tensor.shape[dim])
 
-    def is_at_home(output: int) -> bool:
-        got = reach.input_read_by(Interval(output, output + 1)) & whole
-        return len(got) == 0 or (own.start <= got.start and got.stop <= own.stop)
+    def away(outputs: Iterable[int]) -> int:
+        """How many of the first outputs there are up to the last that reads of another tile; some of them may read nothing."""
+        last = 0
+        for count, output in enumerate(outputs, 1):
+            got = reach.input_read_by(Interval(output, output + 1)) & whole
+            if len(got) and own.start <= got.start and got.stop <= own.stop:
+                break
+            last = count if len(got) else last
+        return last
 
-    start, stop = write.start, write.stop
-    while start < stop and not is_at_home(start):
-        start += 1
-    while start < stop and not is_at_home(stop - 1):
-        stop -= 1
-    return Interval(start, stop)
+    start = write.start + away(range(write.start, write.stop))
+    return Interval(start, write.stop - away(range(write.stop - 1, start - 1, -1)))
 
 
 def _split(d: Windowed, source: _Source, edges: list[tuple[Box, Box]], write: Box, rest, finish, group: str) -> Execute:

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from marks import few
 from ranks import on_ranks
 from torch import nn
 
@@ -75,7 +76,13 @@ def one_step(mesh, name):
         return compare_training(model, shape, mesh, steps=1)
 
 
-@pytest.mark.parametrize(("size", "name"), [*((2, name) for name in NETS), (3, "layers"), (3, "shufflenet"), (3, "swin")])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    few(
+        [*((2, name) for name in NETS), (3, "layers"), (3, "shufflenet"), (3, "swin")],
+        (2, "layers"), (2, "densenet"), (2, "torchvision vit"), (3, "swin"),
+    ),
+)  # fmt: skip
 def test_a_step_of_whole_models_equals_one_devices(size, name):
     verdict = on_ranks(size, one_step, name, plan=Plan(channel=size), timeout_seconds=300)[0]
     assert verdict.ok, str(verdict)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine.stream.both import Doing
 from engine.stream.planned import Loss, Residual, UNet, graph_of, plain_program, stack, unet, unet_with_norms, units
+from marks import few
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -316,7 +317,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("trains", [True, False], ids=["training", "forward alone"])
+@pytest.mark.parametrize("trains", few([True, False], True), ids=["training", "forward alone"])
 def test_the_peak_is_what_the_allocator_gives(name: str, trains: bool, monkeypatch):
     """Within a quarter, and never below 0.85 of it: kernels take memory of their own."""
     monkeypatch.setattr(kept, "HOST_BYTES", 1 << 60)  # so that all of it comes from there

@@ -222,7 +222,7 @@ def in_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("tiles", [TILES[0], pytest.param(TILES[1], marks=pytest.mark.long), TILES[2]], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("in_float64")
 def test_tile_after_tile_equals_the_whole(family, tiles):

@@ -299,12 +299,20 @@ class Job:
         start, size = int(positions[0]), len(positions)
         count = min(size, self.rows - start)
         if count <= 0:
-            nothing = sum(tensor.sum() * 0.0 for tensor in tensors_of(output) if tensor.requires_grad)
+            nothing = sum((tensor.sum() * 0.0 for tensor in tensors_of(output)), torch.zeros((), device=positions.device))
             return nothing, nothing.detach()  # type: ignore[return-value, union-attr]
-        mine = output if count == size else tree_map(lambda leaf: leaf[:count] if isinstance(leaf, Tensor) else leaf, output)
-        target = tree_map(lambda leaf: leaf[start : start + count] if isinstance(leaf, Tensor) else leaf, self.target)
+        mine = output if count == size else tree_map(lambda leaf: _of_samples(leaf, 0, count, size), output)
+        target = tree_map(lambda leaf: _of_samples(leaf, start, start + count, self.rows), self.target)
         loss = self.loss_of(mine, target)
         return self.scaled(loss), loss.detach()
+
+
+def _of_samples(leaf: Any, first: int, last: int, count: int) -> Any:
+    """The rows of some samples out of `count`, each of which may have several."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    each = max(1, len(leaf) // count)
+    return leaf[first * each : last * each]
 
 
 class _Pass:

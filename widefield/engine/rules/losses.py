@@ -26,20 +26,30 @@ NONE, MEAN, SUM = 0, 1, 2
 # ---------------------------------------------------------------------------------------------- between two images
 
 
-def _loss(image: Meta, target: Meta, *others: Meta | None, reduction: int, op: Callable) -> Description:
-    """op(*tiles, reduction=) is the loss; `others` are weights that broadcast against the image."""
+def _loss(
+    image: Meta, target: Meta, *others: Meta | None, reduction: int, op: Callable, dtype: torch.dtype | None = None
+) -> Description:
+    """op(*tiles, reduction=) is the loss; `others` are weights that broadcast against the image.
+
+    dtype: of the loss, where it is not what the image's and the target's promote to.
+    """
+    if image.shape != target.shape:  # torch.nn.functional expands them before
+        raise NotImplementedError(
+            f"a loss between {list(image.shape)} and {list(target.shape)} px of tiles has no rule; expand one to the other's "
+            "shape, or call it through torch.nn.functional, which does"
+        )
     reads = [image, target, *(meta for meta in others if meta is not None)]
     call = partial(_with_gaps, op, [meta is not None for meta in (image, target, *others)])
     if reduction == NONE:
         return Local(reads, same_pixels, lambda _, *tiles: call(*tiles, reduction=NONE))
-    count = math.prod(image.shape)
-    wide = WIDE.get(image.dtype)
+    count, dtype = math.prod(image.shape), dtype or torch.promote_types(image.dtype, target.dtype)
+    wide = WIDE.get(dtype)
 
     def local(*tiles: Tensor) -> Tensor:
         return call(*(tile if wide is None else tile.to(wide) for tile in tiles), reduction=SUM)
 
     def finish(total: Tensor, *_) -> Tensor:
-        return (total / count if reduction == MEAN else total).to(image.dtype)
+        return (total / count if reduction == MEAN else total).to(dtype)
 
     return Reduced(reads, range(first_cut(reads).ndim), local, [None], None, finish)
 
@@ -122,7 +132,7 @@ def binary_cross_entropy_with_logits(
     image: Meta, target: Meta, weight: Meta | None = None, pos_weight: Meta | None = None, reduction=MEAN
 ) -> Description:
     op = aten.binary_cross_entropy_with_logits.default
-    return _loss(image, target, weight, pos_weight, reduction=reduction, op=op)
+    return _loss(image, target, weight, pos_weight, reduction=reduction, dtype=target.dtype, op=op)
 
 
 # ---------------------------------------------------------------------------------------------- margins
@@ -183,6 +193,11 @@ _X, _T = (2, 5, 11, 7), (2, 11, 7)
 _BOTH = (0, 1)
 
 CASES = [
+    case("mse of integers", lambda x, t: F.mse_loss((3 * x).long(), t), (2, 3, 8, 7), (2, 3, 8, 7), tiled=(0, 1)),
+    case(
+        "mse of unequal shapes", lambda x, t: aten.mse_loss.default(x, t), (2, 3, 8, 7), (2, 3, 8, 1),
+        refuses="px of tiles has no rule; expand one",
+    ),
     case("bce", each(lambda x, t, **k: F.binary_cross_entropy(x.sigmoid(), t.sigmoid().detach(), **k)), _X, _X),
     case(
         "bce, weighted",

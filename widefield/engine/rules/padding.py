@@ -85,6 +85,10 @@ def _borders(image: Meta, pad: Sequence[int], kind: str) -> dict[int, Border]:
                 f"{kind} padding by ({before}, {after}) px reaches beyond dim {dim}, {extent} px long; it may have at most "
                 f"{max(0, extent + (most or 0))} px per side; use a larger image or less padding"
             )
+        if min(before, after) <= -extent:  # what is left shows no pixel of the image but its edge's copies
+            raise NotImplementedError(
+                f"{kind} padding by ({before}, {after}) px cuts away all {extent} px of dim {dim}; take the edge by a slice"
+            )
     return {dim: border(kind, extent=image.shape[dim], before=b, after=a) for dim, (b, a) in sides.items()}
 
 
@@ -337,6 +341,12 @@ def _conv_case(mode: str, padding=(1, 2), stride: int = 1):
 
 
 CASES = [
+    case(
+        "replicate, all of a dim cut away",
+        lambda x: F.pad(x, (-4, 3, 2, 1), mode="replicate"),
+        (1, 4, 5, 3),
+        refuses="cuts away all 3 px of dim 3",
+    ),
     case("constant", lambda x: F.pad(x, (1, 2, 3, 4), value=2.5), (2, 3, 17, 13)),
     case("constant, zero, one dim", lambda x: F.pad(x, (2, 0)), (2, 3, 17, 13)),
     case("constant crops", lambda x: F.pad(x, (-1, -2, -3, -4)), (2, 3, 17, 13)),

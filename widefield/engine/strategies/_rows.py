@@ -31,6 +31,7 @@ from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.mesh import Mesh, device_of_words
 from widefield.engine.partial import settled
 from widefield.engine.places import on_layout
+from widefield.engine.strategies._forward_state import ForwardState
 from widefield.engine.strategies._route import Compiled
 from widefield.engine.stream.streamed import Streamed
 from widefield.engine.tiled import TiledTensor, wrap, wrap_view
@@ -56,6 +57,8 @@ class Rows:
         """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
         self.rows_each: dict[bool, list[int | None]] = {}
         """In each mode, how many rows of each output belong to a sample; 0 of one of all samples, None of what is no tensor."""
+        self.gives_sums = False
+        """Whether the last forward on rows gave something of all samples together."""
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
@@ -66,7 +69,7 @@ class Rows:
             self._find_out(model, plain, args, kwargs)
         if self.together[model.training]:
             return self._on_rows(model, plain, args, kwargs, is_slower=plain is not run)
-        before = _State(model, with_numbers=False)
+        before = ForwardState(model, with_numbers=False)
         output = run(*args, **kwargs)
         if not before.has_changed() or not self._some(True):
             return output
@@ -78,7 +81,7 @@ class Rows:
 
     def _find_out(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> None:
         """Run the model by itself, and on rows where that tells more, and leave no trace."""
-        before = _State(model, with_numbers=True)
+        before = ForwardState(model, with_numbers=True)
         with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # not those around, which count what is saved
             output = run(*args, **kwargs)
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
@@ -88,7 +91,14 @@ class Rows:
             before.restore()
 
     def _rows_each(self, leaves: list[Any], count: int) -> list[int | None]:
-        """How many rows of each output belong to a sample, by what `count` samples alone gave on any copy that has some."""
+        """How many rows of each output belong to a sample, by what `count` samples alone gave on any copy that has some.
+
+        Not known where copies give unequally many outputs.
+        """
+        many = torch.tensor([len(leaves), -len(leaves)], device=device_of_words(self.group))
+        dist.all_reduce(many, dist.ReduceOp.MAX, group=self.group)
+        if many.sum():
+            return [None] * len(leaves)
         found = [divmod(len(leaf), count) if isinstance(leaf, Tensor) and leaf.ndim and count else (0, 0) for leaf in leaves]
         told = torch.tensor([0 if more else each for each, more in found], device=device_of_words(self.group))
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
@@ -115,7 +125,8 @@ class Rows:
         except NotImplementedError:  # raised on every rank, before any message
             return self._some(_mix_among_themselves(model, run, args, kwargs) and not is_ghost(model))
         pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
-        return self._some(any(_differ(alone, found) for alone, found in pairs) and not is_ghost(model))
+        mixes = self.gives_sums or any(_differ(alone, found) for alone, found in pairs)
+        return self._some(mixes and not is_ghost(model))
 
     # ------------------------------------------------------------------------------------------ on rows
 
@@ -152,7 +163,8 @@ class Rows:
 
         leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
         known = self.rows_each[model.training]
-        pairs = zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True)
+        pairs = list(zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True))
+        self.gives_sums = any(_is_of_all(leaf, each, rows) for leaf, each in pairs)
         return tree_unflatten([_left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
 
     def _rows_of(self, sample: Tensor, count: int) -> _Share:
@@ -206,12 +218,12 @@ def _mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: 
 
 
 def _is_mixed(first: Any, second: Any, both: Any) -> bool:
-    """Whether what both halves of a batch give together is not theirs behind each other, nor the mean of theirs."""
+    """Whether what both halves of a batch give together is not theirs behind each other; of one number, the mean of theirs."""
     if not isinstance(first, Tensor):
         return False
     if first.ndim and len(both) == 2 * len(first):
         return _differ(first, both[: len(first)]) or _differ(second, both[len(first) :])
-    return first.shape == both.shape and _differ((first + second) / 2, both)
+    return first.shape == both.shape and _differ(first if first.ndim else (first + second) / 2, both)
 
 
 def _differ(alone: Any, among_all: Any) -> bool:
@@ -231,53 +243,6 @@ def _differ(alone: Any, among_all: Any) -> bool:
 def _same(tensor: Any) -> Any:
     """(A result that is saved as it is would hold the operation that saves it, and neither would ever go.)"""
     return tensor
-
-
-# ---------------------------------------------------------------------------------------------- what a forward changes
-
-
-class _State:
-    """Random states and buffers before a forward; with_numbers: plain attributes of modules, too."""
-
-    def __init__(self, model: nn.Module, *, with_numbers: bool) -> None:
-        self.devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
-        self.random = self._random()
-        held = [
-            (part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items() if buffer is not None
-        ]
-        self.buffers = [(part, name, buffer, buffer._version) for part, name, buffer in held]
-        self.values = [buffer.detach().clone() for *_, buffer in held]
-        self.numbers = [(part, _numbers_of(part)) for part in model.modules()] if with_numbers else []
-
-    def _random(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
-
-    def has_changed(self, *, by_value: bool = False) -> bool:
-        """Whether numbers were drawn, or a buffer written that is not a BatchNorm's, which are synchronized.
-
-        by_value: looks at what buffers hold, too, since `F.batch_norm` writes without a word.
-        """
-        return not all(map(torch.equal, self.random, self._random())) or any(
-            part._buffers.get(name) is not buffer or buffer._version != version or by_value and not torch.equal(buffer, value)
-            for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True)
-            if not isinstance(part, _BatchNorm)
-        )
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        torch.set_rng_state(self.random[0])
-        for device, state in zip(self.devices, self.random[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
-        for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True):
-            if buffer._version != version or not torch.equal(buffer, value):
-                buffer.copy_(value)
-            part._buffers[name] = buffer
-        for part, numbers in self.numbers:
-            part.__dict__.update(numbers)
-
-
-def _numbers_of(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in part.__dict__.items() if isinstance(value, (bool, int, float, str, type(None)))}
 
 
 # ---------------------------------------------------------------------------------------------- into rows and out of them
@@ -301,8 +266,8 @@ class _Share:
         further = [None if cut is None else Cut(tuple(axis + 1 for axis in cut.axes), cut.bounds) for cut in cuts]
         return layout_of((self.bounds[-1], *tensor.shape[1:]), (Cut((0,), self.bounds), *further), self.grid)
 
-    def local(self, layout: Layout, count: int) -> Layout | None:
-        """What a tile with `count` rows is a tile of, on this copy alone; None where it is plain."""
+    def local(self, layout: Layout, count: int | None = None) -> Layout | None:
+        """What a tile is a tile of, on this copy alone; None where it is plain.  count: of its rows, where these are cut."""
         if not self.tiles.sizes:
             return None
         cuts = [
@@ -310,7 +275,7 @@ class _Share:
             for cut in layout.cuts
         ]
         whole = [n if cut is not None else here for n, here, cut in zip(layout.shape, layout.tile_shape, cuts, strict=True)]
-        return layout_of((count, *whole[1:]), tuple(cuts), self.tiles)
+        return layout_of(tuple(whole) if count is None else (count, *whole[1:]), tuple(cuts), self.tiles)
 
 
 class _Enter(torch.autograd.Function):
@@ -358,7 +323,7 @@ class _OfAll(torch.autograd.Function):
         ctx.rows, ctx.layout = rows, layout
         if layout is None:
             return tensor.view_as(tensor)
-        own, local = on_layout(settled(tensor), layout), rows.local(layout, layout.tile_shape[0])
+        own, local = on_layout(settled(tensor), layout), rows.local(layout)
         own = own.view_as(own)
         return own if local is None else wrap_view(own, local)
 
@@ -373,7 +338,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout | None) -> Tensor:
         ctx.rows, ctx.layout = rows, layout
-        local = None if layout is None else rows.local(layout, layout.tile_shape[0])
+        local = None if layout is None else rows.local(layout)
         part = settled(tensor) if local is None else on_layout(settled(tensor), local)
         mean = halo.add_sums(part.contiguous(), rows.grid.group_name((0,))) / rows.copies
         return mean if layout is None else wrap(mean, layout)
@@ -381,6 +346,11 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _OfAll.apply(grad, ctx.rows, ctx.layout), None, None
+
+
+def _is_of_all(leaf: Any, each: int | None, rows: _Share) -> bool:
+    """Whether a result, which is no number, is of all samples of a batch together; by chance it may be what one copy gives."""
+    return type(leaf) is TiledTensor and leaf.ndim > 0 and each is not None and len(leaf) != each * rows.bounds[-1]
 
 
 def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -110,6 +112,8 @@ class UnitCalls:
         if self._inside[name] or torch._C._current_graph_task_id() != -1:  # a backward finds whole what its forward did
             return
         if not self._inside[""]:
+            if any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in tree_leaves(inputs)):
+                return  # it is followed ahead of its first call, on stand-ins of whole weights
             raise RuntimeError(
                 f"{type(part).__qualname__} is called by itself and its weights lie in parts on {self.group.size()} ranks, "
                 "which are gathered where the whole model is called; call the model, or set sharding.zero=1"

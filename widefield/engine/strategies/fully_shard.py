@@ -31,6 +31,7 @@ from widefield.engine.strategies import Case, Phase, data
 from widefield.engine.strategies._pick import CONTAINERS, picked, some
 from widefield.engine.strategies._route import watch
 from widefield.engine.strategies._unit_calls import SENDS_ZEROS, UnitCalls
+from widefield.engine.stream.streamed import Streamed
 
 PHASE = Phase.AVERAGE
 _CALLS: WeakKeyDictionary[nn.Module, weakref.ref[UnitCalls]] = WeakKeyDictionary()
@@ -127,14 +128,15 @@ def _check_parameters(model: nn.Module) -> None:
 
 def _units(model: nn.Module, patterns: list[str] | None) -> tuple[dict[str, nn.Module], str]:
     """`units_of`, or none where the model runs as operations and not module by module: then no module is called by itself."""
-    if flow_of(model) is None:
+    if flow_of(model) is None and not isinstance(model, Streamed):
         return units_of(model, patterns)
+    way = "a stream" if isinstance(model, Streamed) else "mesh.channel"
     if patterns:
         raise ValueError(
-            f"sharding.units={patterns} gathers modules as they are called and with mesh.channel the model runs as operations, "
+            f"sharding.units={patterns} gathers modules as they are called and with {way} the model runs as operations, "
             "its modules never called; leave sharding.units out"
         )
-    return {}, "weights are gathered in one unit, the whole model: with mesh.channel no module is called by itself"
+    return {}, f"weights are gathered in one unit, the whole model: with {way} no module is called by itself"
 
 
 def units_of(model: nn.Module, patterns: list[str] | None) -> tuple[dict[str, nn.Module], str]:
@@ -164,7 +166,7 @@ def _chosen(model: nn.Module) -> Iterator[str]:
     def walk(name: str, module: nn.Module) -> Iterator[str]:
         children = list(module.named_children())
         is_list = module is model or isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if children and (is_list or _is_too_large(module, whole)):
+        if children and not isinstance(module, Streamed) and (is_list or _is_too_large(module, whole)):
             for key, child in children:
                 yield from walk(f"{name}.{key}" if name else key, child)
         elif _bytes(module) >= SMALLEST_BYTES and module is not model:

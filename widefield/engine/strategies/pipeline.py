@@ -19,6 +19,7 @@ from widefield.engine.partial import manage
 from widefield.engine.pipeline import held
 from widefield.engine.pipeline.cutting import Division, divide
 from widefield.engine.pipeline.flow import PipelineFlow, batchwise, refuse_batchwise, remembered
+from widefield.engine.pipeline.samples import where_samples_meet
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, schedule_grid
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies._buckets import bucket_mib
@@ -65,6 +66,8 @@ def apply(
     told = [*_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches), *measured]
     if any(node.draws for node in graph.nodes):
         told += _own_draws(plan)
+    if mesh.copies > 1 and not plan.independent:
+        _refuse_mixing(model, graph, mesh)
     return [*reasons, *told]
 
 
@@ -74,6 +77,20 @@ def _followed(flow: PipelineFlow, model: nn.Module, sample: Tensor, rows: int) -
     bare = torch.empty((rows, *sample.shape[1:]), dtype=sample.dtype, device="meta")
     bare = bare.to(memory_format=torch.channels_last) if last else bare
     return flow.graph_of(model, (Like.of(bare, flow.mesh.device),), {})
+
+
+def _refuse_mixing(model: nn.Module, graph: Graph, mesh: Mesh) -> None:
+    """NotImplementedError where samples meet in something else than a BatchNorm, which takes those of all copies."""
+    mixing = [name for name in where_samples_meet(graph) if name not in BATCH_NORMS]
+    if mixing:
+        raise NotImplementedError(
+            f"{type(model).__qualname__} mixes the samples of a batch ({', '.join(mixing[:3])}), and {mesh.copies} copies "
+            f"of it in mesh.stage={mesh.plan.stage} stages have each their own; set mesh.independent=true to let each mix its "
+            "own, which is not one device's, or train without copies, or without stages"
+        )
+
+
+BATCH_NORMS = {"widefield.batch_norm_over"}
 
 
 def _own_draws(plan: Plan) -> list[str]:
@@ -178,7 +195,7 @@ def _micro(count: int, schedule: str = "1f1b") -> dict[str, Any]:
 
 _GROUPS = partial(_conv_net, partial(nn.GroupNorm, 1))
 CASES = [
-    Case("batch norm", _conv_net, (7, 2, 6, 5), reason="micro_batches=1: 2 layers take statistics of the whole batch"),
+    Case("batch norm", _conv_net, (7, 2, 6, 5), reason="micro_batches=1: 2 layers or operations look at the whole batch"),
     Case("no batch norm", _GROUPS, (7, 2, 6, 5), reason=r"micro_batches=\d: 2 per stage"),
     Case("a batch that micro-batches do not divide", _GROUPS, (7, 2, 6, 5), _micro(3)),
     Case("skips", _Skips, (5, 2, 6, 4), _micro(4), "skips to later stages included"),

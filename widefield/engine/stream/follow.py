@@ -155,7 +155,8 @@ def _called(
     except RuntimeError as error:
         if NO_MEMORY not in str(error):
             raise
-        raise _asks_for_values(module, "an operation", aim) from error  # torch's own code, which looks at a tensor's memory
+        # torch's own code, which looks at a tensor's memory
+        raise _asks_for_values(module, what="an operation", aim=aim) from error
     finally:
         log.setLevel(level)
 

@@ -1,0 +1,194 @@
+"""What the fuzzer has found so far, at its smallest: programs and the plans on which they were wrong, or crashed, or hung."""
+
+from __future__ import annotations
+
+from widefield.plan import Plan
+
+from .plans import Layout
+from .program import Habit, Program
+
+FINDINGS: list[tuple[Program, Layout]] = [
+    # An output that reads no pixel hid those behind it that need a halo: transposed, of stride 2 with a kernel of 1.
+    (
+        Program(
+            (1, 3, 9, 5),
+            {"m1": "nn.ConvTranspose2d(3, 3, (1, 4), 2, 2, (1, 1), 1, False, (2, 1))"},
+            ("v3 = self.m1(x)",),
+            ("v3",),
+        ),
+        Layout(Plan(space=[4, 1]), ((0, 2, 7, 8, 9), (0, 5))),
+    ),
+    # Second derivatives ended where copies that share a batch take their rows, in silence.
+    (
+        Program(
+            (2, 2, 4, 5),
+            {"p0": "nn.Parameter(torch.randn(3, 2, 1, 1))"},
+            (
+                "v1 = F.pad(x, [3, 1, 3, 3], mode='circular')",
+                "v2 = v1.softmax(-4)",
+                "v3 = F.conv2d(v2, self.p0, None, (3, 1), 'valid', (1, 1), 1)",
+                "v4 = F.max_pool2d(v3, (4, 9))",
+            ),
+            ("v4",),
+            Habit(penalty=True),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
+    # Circular padding had no second derivative.
+    (
+        Program(
+            (1, 2, 3, 2, 2),
+            {"m0": "nn.Conv3d(2, 2, 2, (3, 1, 1), 2, (1, 1, 1), 1, True, 'circular')"},
+            ("v1 = self.m0(x)", "v2 = F.adaptive_avg_pool3d(v1, 1)"),
+            ("v2",),
+            Habit(penalty=True),
+        ),
+        Layout(Plan(space=[2, 1, 1])),
+    ),
+    # Ranks packed messages unlike each other where one of them had less to move.
+    (
+        Program(
+            (1, 3, 5, 4, 2),
+            {"m1": "nn.Conv3d(3, 1, (3, 3, 3), 1, 'same', (2, 2, 1), 1, True, 'circular')"},
+            ("v4 = self.m1(x)",),
+            ("v4",),
+        ),
+        Layout(Plan(space=[3, 1, 1])),
+    ),
+    (
+        Program(
+            (4, 1, 10),
+            {"p0": "nn.Parameter(torch.randn(1))", "p1": "nn.Parameter(torch.randn(1, 1, 3))"},
+            ("v1 = F.conv1d(x, self.p1, self.p0, 1, 'same', (1,), 1)", "v2 = torch.roll(v1, 1)"),
+            ("v2",),
+        ),
+        Layout(Plan(space=[3])),
+    ),
+    # A copy without samples could not tell which outputs belong to samples.
+    (
+        Program(
+            (2, 4, 12),
+            {"p0": "nn.Parameter(torch.randn(1, 4, 1))", "m1": "nn.GroupNorm(1, 1, 1e-2, True)"},
+            ("v2 = F.conv1d(x, self.p0, None, 1, 'valid', 1, 1)", "v4 = self.m1(v2)"),
+            ("v4",),
+        ),
+        Layout(Plan(replicate=2, shard=2, sharding={"zero": 2})),
+    ),
+    # Stages cut a batch into micro-batches though its samples meet.
+    (
+        Program(
+            (2, 2, 11, 4),
+            {"m0": "nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.GroupNorm(1, 2), nn.Identity())"},
+            ("v1 = self.m0(x)", "v2 = v1 * (v1 > 0).double().mean()"),
+            ("v2",),
+        ),
+        Layout(Plan(stage=2)),
+    ),
+    # A trial pass left its buffers behind where a forward replaces them.
+    (
+        Program(
+            (3, 1, 10, 9),
+            {"b0": "torch.zeros(())", "m1": "nn.Conv2d(1, 1, 3, 1, 'valid', (1, 2), 1, True, 'circular')"},
+            (
+                "self.b0 = wf_whole(self.b0 * 0.9 + x.detach().mean() * 0.1)",
+                "v2 = x - self.b0",
+                "v3 = self.m1(v2)",
+                "v4 = F.normalize(v3, p=1, dim=0, eps=0.1)",
+            ),
+            ("v4",),
+        ),
+        Layout(Plan(replicate=2), None, True),
+    ),
+    # `F.batch_norm` writes to buffers without a word, and the first forward of copies left that behind.
+    (
+        Program(
+            (3, 2, 13),
+            {"m1": "nn.Conv1d(2, 1, 1, 2, 'valid', (1,), 1, False, 'zeros')", "b2": "torch.zeros(1)", "b3": "torch.ones(1)"},
+            (
+                "v2 = self.m1(x)",
+                "v4 = F.batch_norm(v2, self.b2, self.b3, training=self.training, eps=1e-2, momentum=0.2)",
+            ),
+            ("v4",),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
+    # The mean over all batches of a BatchNorm took its weight in float32.
+    (
+        Program((3, 3, 6, 8), {"m2": "nn.BatchNorm2d(3, 1e-2, None, True, True)"}, ("v4 = self.m2(x)",), ("v4",)),
+        Layout(Plan(shard=2, sharding={"zero": 2})),
+    ),
+    # A state of stages mixed up tensors that lie in memory in another order than a new model's.
+    (
+        Program(
+            (1, 4, 9, 4),
+            {
+                "m0": "parametrizations.orthogonal(nn.Conv2d(4, 2, (1, 3), (1, 1), 3, 2, 1, False, 'circular'))",
+                "m1": "nn.Conv2d(2, 1, 5, 1, 'valid', 1, 1, True, 'reflect')",
+            },
+            ("v1 = self.m0(x)", "v3 = self.m1(v1)"),
+            ("v3",),
+        ),
+        Layout(Plan(stage=2)),
+    ),
+    # A batch norm over copies had no second derivative.
+    (
+        Program(
+            (2, 2, 10, 9),
+            {
+                "m1": "nn.ConvTranspose2d(2, 3, 1, 1, (0, 1), 0, 1, True, 1)",
+                "m2": "nn.BatchNorm2d(3, 1e-2, None, True, True)",
+            },
+            ("v5 = self.m1(x)", "v10 = self.m2(v5)", "v11 = F.adaptive_avg_pool2d(v10, (3, 1))"),
+            ("v11",),
+            Habit(penalty=True),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
+    # What is of all samples was taken for a copy's where, by chance, a copy alone gives the same.
+    (
+        Program(
+            (2, 2, 8, 6),
+            {"m0": "nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.Identity(), nn.BatchNorm2d(2))"},
+            (
+                "v1 = self.m0(x)",
+                "v2 = F.unfold(v1, (3, 1), dilation=(2, 1))",
+                "v4 = v2.amax([-1, 1, -3], keepdim=True)",
+            ),
+            ("v4", "v1", "v2"),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
+    # What stages gave with several rows for a sample was cut as if it had one, where a micro-batch was filled up.
+    (
+        Program(
+            (5, 3, 5, 7),
+            {
+                "p0": "nn.Parameter(torch.randn(3))",
+                "p1": "nn.Parameter(torch.randn(5, 3))",
+                "m2": "nn.Conv2d(3, 3, (2, 1), 1, 'valid', (1, 1), 3, True, 'circular')",
+            },
+            (
+                "v1 = F.pad(x, [-1, -1, -1, -1], mode='reflect')",
+                "v2 = torch.addmm(self.p0, v1.flatten(0, -2), self.p1, beta=0.7, alpha=1.2)",
+                "v4 = self.m2(v1)",
+            ),
+            ("v4", "v2"),
+        ),
+        Layout(Plan(stage=2)),
+    ),
+    # Torch's own synchronized BatchNorm refuses tensors of the CPU.
+    (
+        Program(
+            (3, 2, 6, 5),
+            {"m0": "nn.Conv2d(2, 3, 3, padding=1)", "m1": "nn.SyncBatchNorm(3)"},
+            ("v1 = self.m0(x)", "v2 = self.m1(v1)"),
+            ("v2",),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
+    (
+        Program((1, 4, 8, 9), {"m3": "nn.SyncBatchNorm(4)"}, ("v4 = self.m3(x)",), ("v4",)),
+        Layout(Plan(stream={"tiles": [2, 3], "keep": "file"})),
+    ),
+]
+"""Each with the layout that showed it."""

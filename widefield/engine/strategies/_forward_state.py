@@ -1,0 +1,53 @@
+"""What does a forward change besides its output?  Random states, buffers, and numbers that modules hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class ForwardState:
+    """Random states and buffers before a forward; with_numbers: plain attributes of modules, too."""
+
+    def __init__(self, model: nn.Module, *, with_numbers: bool) -> None:
+        self.devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
+        self.random = self._random()
+        held = [
+            (part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items() if buffer is not None
+        ]
+        self.buffers = [(part, name, buffer, buffer._version) for part, name, buffer in held]
+        self.values = [buffer.detach().clone() for *_, buffer in held]
+        self.numbers = [(part, _numbers_of(part)) for part in model.modules()] if with_numbers else []
+
+    def _random(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
+
+    def has_changed(self, *, by_value: bool = False) -> bool:
+        """Whether numbers were drawn, or a buffer written that is not a BatchNorm's, which are synchronized.
+
+        by_value: looks at what buffers hold, too, since `F.batch_norm` writes without a word.
+        """
+        return not all(map(torch.equal, self.random, self._random())) or any(
+            part._buffers.get(name) is not buffer or buffer._version != version or by_value and not torch.equal(buffer, value)
+            for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True)
+            if not isinstance(part, _BatchNorm)
+        )
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        torch.set_rng_state(self.random[0])
+        for device, state in zip(self.devices, self.random[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+        for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True):
+            if buffer._version != version or not torch.equal(buffer, value):
+                buffer.copy_(value)
+            part._buffers[name] = buffer
+        for part, numbers in self.numbers:
+            part.__dict__.update(numbers)
+
+
+def _numbers_of(part: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in part.__dict__.items() if isinstance(value, (bool, int, float, str, type(None)))}
