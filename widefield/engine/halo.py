@@ -9,7 +9,7 @@ Under `torch.compile` the same messages are operators of their own (`widefield::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,8 @@ class Traffic:
 
 
 TRAFFIC = Traffic()
+LISTENERS: list[Callable[[str, Sequence[int] | None], None]] = []
+"""Who is told of each message: its group and, of one between two ranks, to whom by their places in it, None for all."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,8 @@ def _send(messages: dict[int, Tensor], buffers: dict[int, Tensor], group_name: s
     """Post every message and buffer; peers are ranks of the group."""
     if not messages and not buffers:
         return []
+    for hear in LISTENERS:
+        hear(group_name, [*messages, *buffers])
     group = _resolve_process_group(group_name)
     posts = [dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer) for peer, buffer in buffers.items()]
     posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer, message in messages.items()]
@@ -208,12 +212,16 @@ def _is_traced(tensor: Tensor) -> bool:
 
 
 def _gather(part: Tensor, ways: int, group_name: str) -> Tensor:
+    for hear in LISTENERS:
+        hear(group_name, None)
     parts = part.new_empty(ways * part.numel())
     dist.all_gather_into_tensor(parts, part.reshape(-1), group=_resolve_process_group(group_name))
     return parts.view(ways, *part.shape)
 
 
 def _add(part: Tensor, group_name: str) -> Tensor:
+    for hear in LISTENERS:
+        hear(group_name, None)
     whole = part.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(whole, group=_resolve_process_group(group_name))
     return whole

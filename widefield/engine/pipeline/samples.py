@@ -13,13 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from widefield.engine.layout import Cut, Grid, layout_of
+from widefield.engine.mixing import may_mix, name_of
 from widefield.engine.stream.graph import Graph, Node, Value
 from widefield.engine.tiled import TiledTensor, wrap
 
-ROW_BY_ROW = {"linear", "aten.native_group_norm", "aten.native_layer_norm", "aten.view", "aten._unsafe_view", "aten.reshape"}
-"""Operations that mix no samples, though rules may send something for them: sums of groups, rows that come to lie elsewhere."""
-PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
-"""Those that mix none as long as one factor alone is made of samples."""
 _APART = Grid((2,), 0, (((0,), "ranks that cannot talk"),))
 
 
@@ -45,26 +42,12 @@ def _run(node: Node, known: dict[Value, Tensor], found: dict[str, None]) -> list
     try:
         made = node.call(iter([known[value] if value in known else _plain(value) for value in node.reads]))
     except Exception:  # of ranks that cannot talk, or of an operation without a rule
-        if _may_mix(node, known):
-            found[_name_of(node)] = None
+        if may_mix(node.op, sum(type(known.get(value)) is TiledTensor for value in node.reads)):
+            found[name_of(node.op)] = None
         return None
     leaves = [made] if node.is_single else tree_leaves(made, is_leaf=lambda leaf: leaf is None)
     fits = len(leaves) == len(node.outs)
     return leaves if fits else None
-
-
-def _may_mix(node: Node, known: dict[Value, Tensor]) -> bool:
-    """Whether an operation for which ranks would have to talk mixes samples, as far as its kind tells."""
-    if isinstance(node.op, torch._ops.OpOverload) and torch.Tag.pointwise in node.op.tags:
-        return False
-    if _name_of(node) in PRODUCTS:
-        return sum(type(known.get(value)) is TiledTensor for value in node.reads) > 1
-    return _name_of(node) not in ROW_BY_ROW
-
-
-def _name_of(node: Node) -> str:
-    name = str(node.op) if isinstance(node.op, torch._ops.OpOverload) else getattr(node.op, "__name__", str(node.op))
-    return name.removesuffix(".default")
 
 
 def _after(out: Value, node: Node, known: dict[Value, Tensor], rows: int) -> Tensor:

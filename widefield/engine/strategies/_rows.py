@@ -5,8 +5,8 @@ which is synchronized; in random numbers, of which one device draws a batch's in
 running statistics of an InstanceNorm or a queue; and in a layer that mixes samples, as a minibatch standard deviation.  A model
 that has one of the last three runs on tiled tensors whose batch dim is cut over copies, by the same rules as images are.
 
-That is found out and not asked: a forward that draws or writes is run again on rows; in a model's first training forward what
-the rows give is compared with what this copy's samples gave alone.
+That is found out and not asked: a forward that draws or writes is run again on rows; a model's first training forward runs on
+rows once, and what its operations send between copies tells whether samples meet.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from widefield.engine import halo
 from widefield.engine.ghost import is_ghost, real_buffers
 from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.mesh import Mesh, device_of_words
+from widefield.engine.mixing import Watch
 from widefield.engine.partial import settled
 from widefield.engine.places import on_layout
 from widefield.engine.strategies._forward_state import ForwardState
@@ -57,8 +58,6 @@ class Rows:
         """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
         self.rows_each: dict[bool, list[int | None]] = {}
         """In each mode, how many rows of each output belong to a sample; 0 of one of all samples, None of what is no tensor."""
-        self.gives_sums = False
-        """Whether the last forward on rows gave something of all samples together."""
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
@@ -87,7 +86,7 @@ class Rows:
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
             meets = self._some(before.has_changed(by_value=True))
             before.restore()
-            self.together[model.training] = meets or self._mixes(model, run, args, kwargs, output)
+            self.together[model.training] = meets or self._mixes(model, run, args, kwargs)
             before.restore()
 
     def _rows_each(self, leaves: list[Any], count: int) -> list[int | None]:
@@ -118,15 +117,15 @@ class Rows:
             ) from error
         return bool(found.item())
 
-    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, output: Any) -> bool:
-        """Whether this copy's samples give something else among all than alone, on any copy."""
+    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
+        """Whether samples of several copies meet, on any copy, in an operation on the rows of all."""
+        watch = Watch(self.mesh.grid_of_rows())
         try:
-            among_all = self._run(model, run, args, kwargs)
+            with watch:
+                self._run(model, run, args, kwargs)
         except NotImplementedError:  # raised on every rank, before any message
             return self._some(_mix_among_themselves(model, run, args, kwargs) and not is_ghost(model))
-        pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
-        mixes = self.gives_sums or any(_differ(alone, found) for alone, found in pairs)
-        return self._some(mixes and not is_ghost(model))
+        return self._some(bool(watch.found))
 
     # ------------------------------------------------------------------------------------------ on rows
 
@@ -163,8 +162,7 @@ class Rows:
 
         leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
         known = self.rows_each[model.training]
-        pairs = list(zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True))
-        self.gives_sums = any(_is_of_all(leaf, each, rows) for leaf, each in pairs)
+        pairs = zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True)
         return tree_unflatten([_left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
 
     def _rows_of(self, sample: Tensor, count: int) -> _Share:
@@ -346,11 +344,6 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _OfAll.apply(grad, ctx.rows, ctx.layout), None, None
-
-
-def _is_of_all(leaf: Any, each: int | None, rows: _Share) -> bool:
-    """Whether a result, which is no number, is of all samples of a batch together; by chance it may be what one copy gives."""
-    return type(leaf) is TiledTensor and leaf.ndim > 0 and each is not None and len(leaf) != each * rows.bounds[-1]
 
 
 def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
