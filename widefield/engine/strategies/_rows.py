@@ -42,8 +42,8 @@ PATIENCE_SECONDS = 120.0
 ADVICE = (
     "set mesh.independent=true to let each copy draw, write to buffers and mix samples by itself, which is not one device's"
 )
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Up to which share outputs may differ by rounding alone, 0.1 for other dtypes: samples that meet make more of a difference."""
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
+"""Up to which share outputs may differ by rounding alone, 0.01 for other dtypes: samples that meet make more of a difference."""
 
 
 class Rows:
@@ -235,7 +235,7 @@ def _differ(alone: Any, among_all: Any) -> bool:
     if not alone.numel():
         return False
     apart = (alone.detach() - among_all).abs().max()
-    return bool(apart > TOLERANCE.get(alone.dtype, 0.1) * alone.detach().abs().max())
+    return bool(apart > TOLERANCE.get(alone.dtype, 0.01) * alone.detach().abs().max())
 
 
 def _same(tensor: Any) -> Any:
