@@ -96,13 +96,14 @@ def _per_sample(program: Program) -> tuple[bool | None, ...]:
         if any(not isinstance(out, Tensor) or not out.requires_grad or not out.numel() for out in outputs):
             raise Uninteresting("an output that does not learn")
         shapes_of.append([out.shape for out in outputs])
-    return tuple(_belongs(*shapes[:3], count) for shapes in zip(*shapes_of, strict=True))
+    return tuple(_belongs(*shapes, count) for shapes in zip(*shapes_of, strict=True))
 
 
-def _belongs(shape: torch.Size, larger: torch.Size, smaller: torch.Size, count: int) -> bool | None:
-    if shape == larger == smaller:
+def _belongs(shape: torch.Size, larger: torch.Size, smaller: torch.Size, single: torch.Size, count: int) -> bool | None:
+    if shape == larger == smaller == single:
         return False
-    if not shape or shape[1:] != larger[1:] or shape[1:] != smaller[1:]:
+    if not shape or any(other[1:] != shape[1:] for other in (larger, smaller, single)):
         return None
     each, rest = divmod(shape[0], count)
-    return True if not rest and larger[0] == each * (count + 1) and smaller[0] == each * max(1, count - 1) else None
+    rows = {larger[0]: count + 1, smaller[0]: max(1, count - 1), single[0]: 1}
+    return True if not rest and all(found == each * samples for found, samples in rows.items()) else None

@@ -39,6 +39,12 @@ def may_mix(func: Any, of_samples: int) -> bool:
     return of_samples > 1 if name_of(func) in PRODUCTS else name_of(func) not in ROW_BY_ROW
 
 
+def _lies_by_samples(tensor: TiledTensor) -> bool:
+    """Whether ranks have their samples' rows; rules may cut a batch along other dims, and what is sent then says nothing."""
+    cut = tensor.laid.cuts[0] if tensor.ndim else None
+    return cut is not None and cut.axes[0] == 0
+
+
 class Watch(TorchDispatchMode):
     """Inside, `found` gets the names of operations that mix samples which lie along the first axis of `grid`."""
 
@@ -69,7 +75,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._has_talked = False
         made = func(*args, **(kwargs or {}))
-        of_samples = sum(type(tensor) is TiledTensor for tensor in tensors_in(args, kwargs or {}))
-        if self._has_talked and may_mix(func, of_samples):
+        tiled = [tensor for tensor in tensors_in(args, kwargs or {}) if type(tensor) is TiledTensor]
+        if self._has_talked and all(map(_lies_by_samples, tiled)) and may_mix(func, len(tiled)):
             self.found[name_of(func)] = None
         return made

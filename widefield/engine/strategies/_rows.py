@@ -6,7 +6,7 @@ running statistics of an InstanceNorm or a queue; and in a layer that mixes samp
 that has one of the last three runs on tiled tensors whose batch dim is cut over copies, by the same rules as images are.
 
 That is found out and not asked: a forward that draws or writes is run again on rows; a model's first training forward runs on
-rows once, and what its operations send between copies tells whether samples meet.
+rows once, where operations that send something between copies tell that samples meet, or other numbers than a copy's alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ADVICE = (
     "set mesh.independent=true to let each copy draw, write to buffers and mix samples by itself, which is not one device's"
 )
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
-"""Up to which share outputs may differ by rounding alone, 0.01 for other dtypes: samples that meet make more of a difference."""
+"""Up to which share outputs may differ by rounding alone, 0.01 for other dtypes; samples that meet make more difference."""
 
 
 class Rows:
@@ -58,6 +58,8 @@ class Rows:
         """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
         self.rows_each: dict[bool, list[int | None]] = {}
         """In each mode, how many rows of each output belong to a sample; 0 of one of all samples, None of what is no tensor."""
+        self.gives_sums = False
+        """Whether the last forward on rows gave something of all samples together."""
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
@@ -86,7 +88,7 @@ class Rows:
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
             meets = self._some(before.has_changed(by_value=True))
             before.restore()
-            self.together[model.training] = meets or self._mixes(model, run, args, kwargs)
+            self.together[model.training] = meets or self._mixes(model, run, args, kwargs, output)
             before.restore()
 
     def _rows_each(self, leaves: list[Any], count: int) -> list[int | None]:
@@ -117,15 +119,17 @@ class Rows:
             ) from error
         return bool(found.item())
 
-    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
-        """Whether samples of several copies meet, on any copy, in an operation on the rows of all."""
+    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, output: Any) -> bool:
+        """Whether samples of several copies meet, on any copy, in an operation on the rows of all or by what that gives."""
         watch = Watch(self.mesh.grid_of_rows())
         try:
             with watch:
-                self._run(model, run, args, kwargs)
+                among_all = self._run(model, run, args, kwargs)
         except NotImplementedError:  # raised on every rank, before any message
             return self._some(_mix_among_themselves(model, run, args, kwargs) and not is_ghost(model))
-        return self._some(bool(watch.found))
+        pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
+        mixes = bool(watch.found) or self.gives_sums or any(_differ(alone, found) for alone, found in pairs)
+        return self._some(mixes and not is_ghost(model))
 
     # ------------------------------------------------------------------------------------------ on rows
 
@@ -162,7 +166,8 @@ class Rows:
 
         leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
         known = self.rows_each[model.training]
-        pairs = zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True)
+        pairs = list(zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True))
+        self.gives_sums = any(_is_of_all(leaf, each, rows) for leaf, each in pairs)
         return tree_unflatten([_left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
 
     def _rows_of(self, sample: Tensor, count: int) -> _Share:
@@ -344,6 +349,11 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _OfAll.apply(grad, ctx.rows, ctx.layout), None, None
+
+
+def _is_of_all(leaf: Any, each: int | None, rows: _Share) -> bool:
+    """Whether a result, which is no number, is of all samples of a batch together; by chance it may be what one copy gives."""
+    return type(leaf) is TiledTensor and leaf.ndim > 0 and each is not None and len(leaf) != each * rows.bounds[-1]
 
 
 def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
