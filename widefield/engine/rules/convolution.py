@@ -272,8 +272,11 @@ class _Backward:
             extra = _pad_argument(sides)
         wanted = [mask[0] and not image_first, mask[1], mask[2] and with_bias]
         back = None if extra is None else [-number for number in extra]
+        crops = wanted[2] and self.transposed and extra is not None and min(extra) < 0
+        wanted[2] = wanted[2] and not crops
 
         def run(grad: Tensor, image: Tensor, weight: Tensor) -> tuple:
+            of_bias = _bias_alone(grad) if crops else None  # of pixels that no input reaches, too, which are cut off now
             if extra is not None and self.transposed:
                 grad = F.pad(grad, extra)
             elif extra is not None:
@@ -284,7 +287,7 @@ class _Backward:
             )  # fmt: skip
             if back is not None and not self.transposed and got[0] is not None:
                 return F.pad(got[0], back), *got[1:]
-            return got
+            return got if of_bias is None else (*got[:2], of_bias)
 
         return (lambda image, grad, weight: run(grad, image, weight)) if image_first else run
 
@@ -313,6 +316,13 @@ CASES = [
     case("3-D", lambda x, w, b: F.conv3d(x, w, b, (1, 2, 1), 1), (1, 2, 9, 8, 7), (3, 2, 3, 3, 3), (3,)),
     case("transposed 2x2", lambda x, w, b: F.conv_transpose2d(x, w, b, 2), (2, 4, 9, 7), (4, 3, 2, 2), (3,)),
     case("transposed 4x4", lambda x, w: F.conv_transpose2d(x, w, None, 2, 1), (2, 4, 9, 7), (4, 3, 4, 4)),
+    case("transposed, stride above kernel", lambda x, w, b: F.conv_transpose2d(x, w, b, 3), (1, 2, 9, 8), (2, 3, 1, 2), (3,)),
+    case("transposed, crop above kernel", lambda x, w: F.conv_transpose2d(x, w, None, 2, 2, 1), (1, 3, 9, 11), (3, 2, 1, 1)),
+    case(
+        "transposed, stride above kernel, frozen image",
+        lambda x, w, b: F.conv_transpose2d(x.detach(), w, b, 3) * x.mean(),
+        (1, 2, 9, 8), (2, 3, 1, 2), (3,),
+    ),  # fmt: skip
     case("transposed, output padding", lambda x, w, b: F.conv_transpose2d(x, w, b, 3, 1, 2), (1, 4, 9, 7), (4, 3, 3, 3), (3,)),
     case("transposed, dilated", lambda x, w: F.conv_transpose2d(x, w, None, 2, 2, 1, 1, 2), (1, 4, 9, 8), (4, 3, 3, 3)),
     case("transposed, groups", lambda x, w: F.conv_transpose2d(x, w, None, 1, 1, 0, 2), (1, 4, 9, 8), (4, 3, 3, 3)),
