@@ -176,6 +176,47 @@ FINDINGS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(stage=2)),
     ),
+    # The gradient of a bias left out pixels that no input reaches, where the image wants no gradient.
+    (
+        Program(
+            (2, 2, 11, 8),
+            {"m1": "nn.ConvTranspose2d(1, 3, (1, 1), (3, 1), 0, 0, 1, True, 1)"},
+            ("v4 = x[:, :1].detach()", "v6 = self.m1(v4)"),
+            ("v6",),
+        ),
+        Layout(Plan(space=[2, 1])),
+    ),
+    # Layers that were frozen when the model was cut into stages, and are not any more, did not learn.
+    (
+        Program(
+            (2, 3, 8, 8),
+            {"m0": "nn.Conv2d(3, 3, 3, 1, 1)", "m1": "nn.Conv2d(3, 3, 3)"},
+            ("v1 = self.m0(x).tanh()", "v2 = self.m1(v1) * 0.1"),
+            ("v2",),
+            Habit(frozen=("m0",), late=True),
+        ),
+        Layout(Plan(stage=2)),
+    ),
+    # Integers that are drawn have no derivative, which torch says in the backward.
+    (
+        Program(
+            (1, 1, 5, 10),
+            {"m0": "nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(inplace=True))"},
+            ("v1 = self.m0(x)", "v2 = v1 + torch.randint_like(v1, 3) * 0.1"),
+            ("v2",),
+        ),
+        Layout(Plan(channel=2)),
+    ),
+    # Samples met in a count that was the same for each copy in the first step.
+    (
+        Program(
+            (2, 4, 5, 4),
+            {"m0": "nn.Conv2d(4, 3, 1, (1, 3), 'valid', 1, 1, False, 'circular')"},
+            ("v1 = self.m0(x)", "v3 = v1 * (v1 > 0).double().mean()"),
+            ("v3",),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
     # Torch's own synchronized BatchNorm refuses tensors of the CPU.
     (
         Program(

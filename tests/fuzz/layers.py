@@ -147,7 +147,8 @@ def attention(w: Workbench) -> str:
     tokens = f"{x}.flatten(2).transpose(1, 2)"
     kind = w.pick("functional", "module", "pooled", "channel", "windows", "encoder", "mask")
     if kind == "functional":
-        return f"F.scaled_dot_product_attention({tokens}, {tokens}, {tokens}, is_causal={w.chance(0.3)}).mT.reshape({x}.shape)"
+        found = f"F.scaled_dot_product_attention({tokens}, {tokens}, {tokens}, is_causal={w.chance(0.3)})"
+        return f"{found}.mT.contiguous().view({x}.shape)"
     if kind == "module":
         heads = _groups(w, channels)
         made = w.layer(f"nn.MultiheadAttention({channels}, {heads}, batch_first=True)")

@@ -98,12 +98,12 @@ class Program:
         done: list[list[Value]] = [[] for _ in nodes]
         for value, number in last.items():
             done[number].append(value)
-        self.steps = [(_filler(node), node, over) for node, over in zip(nodes, done, strict=True)]
+        self.steps = [(_filler(node), node, _learns(node), over) for node, over in zip(nodes, done, strict=True)]
 
     def run(self, found: dict[Value, Any]) -> None:
         """Run all operations on the tensors in `found`, which has what they make afterwards, and no more what is used up."""
-        for fill, node, done in self.steps:
-            if node.grad or not torch.is_grad_enabled():
+        for fill, node, learns, done in self.steps:
+            if learns or not torch.is_grad_enabled():
                 out = fill(found)
             else:
                 with torch.no_grad():
@@ -115,6 +115,11 @@ class Program:
                 found.update({value: tensor for value, tensor in zip(node.outs, out, strict=True) if value is not None})
             for value in done:
                 found.pop(value, None)
+
+
+def _learns(node: Node) -> bool:
+    """Whether gradients are on while it runs: of a draw whose numbers have none, as integers, torch has no derivative."""
+    return node.grad and (not node.draws or any(out is not None and out.wants_grad for out in node.outs))
 
 
 def _filler(node: Node) -> Callable[[Mapping[Value, Any]], Any]:

@@ -289,7 +289,7 @@ RULES: dict[Any, Rule] = {
         (
             torch.ops.widefield.dropout_mask.default, torch.ops.widefield.rrelu_noise.default, aten.empty_like.default,
             aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
-            aten.randn_like.default,
+            aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
         ),
         _mask,
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,8 @@ class PipelineFlow(Flow):
         NotImplementedError, in words, where they depend on pixels.
         """
         held = named_tensors(module)
-        likes = {name: known for name, known in self.likes.items() if held[name].is_meta}
+        bare = {name: tensor for name, tensor in held.items() if tensor.is_meta}  # which may have been frozen or not since
+        likes = {name: replace(self.likes[name], requires_grad=tensor.requires_grad) for name, tensor in bare.items()}
         if self.inner is not None:
             return _without_generators(module, self.inner.graph_of(module, args, kwargs, likes, guards))
         forward = super(Executed, module).forward if isinstance(module, Executed) else module.forward  # type: ignore[misc]
@@ -91,7 +92,8 @@ class PipelineFlow(Flow):
 
     def _pass_of(self, module: nn.Module, args: tuple, kwargs: dict, *, learns: bool) -> _Pass:
         """What runs inputs of this shape, made when they first come; every rank of the copy calls it."""
-        return self.known.get(module, args, kwargs, partial(self._made, module, args, kwargs, learns=learns), learns)
+        trained = tuple(parameter.requires_grad for parameter in module.parameters())
+        return self.known.get(module, args, kwargs, partial(self._made, module, args, kwargs, learns=learns), learns, trained)
 
     def _made(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards, *, learns: bool) -> _Pass:
         graph = self.graph_of(module, args, kwargs, guards)
@@ -137,10 +139,16 @@ class PipelineFlow(Flow):
             made.laid |= {v: t.laid for v, t in zip(made.graph.inputs, inputs, strict=True) if type(t) is TiledTensor}
         for stage, part in enumerate(made.parts):
             rank, following = self.rank_of(stage), self.rank_of(stage + 1)
+            problem = None
             if rank == here:
-                given = part.run({name: weights[name] for name in part.weights}, given, updates=not rehearses)
+                try:
+                    given = part.run({name: weights[name] for name in part.weights}, given, updates=not rehearses)
+                except (ValueError, NotImplementedError) as error:
+                    if not self.is_tiled or made.is_told:
+                        raise
+                    problem = error
             if self.is_tiled and not made.is_told:
-                self._tell_layouts(made, part, given, rank)
+                self._tell_layouts(made, part, given, rank, problem)
             if stage == self.stages - 1:
                 break
             if rank == here and following != here:
@@ -151,12 +159,19 @@ class PipelineFlow(Flow):
         made.is_told = True
         return self._to_all(made, given)
 
-    def _tell_layouts(self, made: _Pass, part: Part, given: Sequence[Tensor], source: int) -> None:
-        """Every rank of the copy learns how what a stage gives is cut."""
+    def _tell_layouts(
+        self, made: _Pass, part: Part, given: Sequence[Tensor], source: int, problem: ValueError | NotImplementedError | None
+    ) -> None:
+        """Every rank of the copy learns how what a stage gives is cut; or raises what that stage could not do."""
         told: list[Any] = [None]
-        if source == self.mesh.stage:
+        if problem is not None:
+            told = [(isinstance(problem, ValueError), str(problem))]
+        elif source == self.mesh.stage:
             told = [[tensor.laid.cuts if type(tensor) is TiledTensor else None for tensor in given]]
         dist.broadcast_object_list(told, group_src=source, group=self.group, device=self.mesh.device)
+        if isinstance(told[0], tuple):
+            is_value, text = told[0]
+            raise problem or (ValueError(text) if is_value else NotImplementedError(text))
         for value, cuts in zip(part.gives, told[0], strict=True):
             if cuts is not None:
                 made.laid[value] = layout_of(value.shape, cuts, self.mesh.grid)

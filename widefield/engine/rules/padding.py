@@ -312,10 +312,14 @@ def _circular(keys: Any, image: Tensor, pad: Sequence[int]) -> Tensor:
     if type(image) is not TiledTensor:
         return aten._pad_circular.default.redispatch(keys & _BELOW, image, pad)
     sides = _sides(Meta(tuple(image.shape), image.dtype, None, 0), pad)
-    _borders(Meta(tuple(image.shape), image.dtype, None, 0), pad, "circular")
+    for dim, (before, after) in sides.items():  # what is cut off goes first, as torch's
+        crop = max(-before, 0), max(-after, 0)
+        if any(crop):
+            image = image.narrow(dim, crop[0], max(0, image.shape[dim] - sum(crop)))
+    _borders(Meta(tuple(image.shape), image.dtype, None, 0), [max(side, 0) for side in pad], "circular")
     out: Tensor = image
     for dim, (before, after) in sides.items():
-        out = torch.ops.widefield.circular_pad(out, dim, before, after)
+        out = torch.ops.widefield.circular_pad(out, dim, max(before, 0), max(after, 0))
     return out if sides else image.clone()
 
 

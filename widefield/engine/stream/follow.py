@@ -153,6 +153,8 @@ def _called(
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _asks_for_values(module, str(error.func), aim) from error
     except RuntimeError as error:
+        if "does not require grad" in str(error):  # what it asks gradients of wants none in this call
+            raise backward_inside("of what it has computed so far") from error
         if NO_MEMORY not in str(error):
             raise
         # torch's own code, which looks at a tensor's memory
