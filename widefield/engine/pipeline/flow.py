@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
 from widefield.engine.channel.flow import ChannelFlow
 from widefield.engine.draws import compare_generators
@@ -27,6 +26,7 @@ from widefield.engine.mesh import Mesh
 from widefield.engine.partial import partial_of
 from widefield.engine.pipeline.cutting import Division
 from widefield.engine.pipeline.held import average_gradients
+from widefield.engine.pipeline.job import Job, LossOf
 from widefield.engine.pipeline.parts import Part, parts_of
 from widefield.engine.pipeline.samples import where_samples_meet
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK
@@ -39,8 +39,6 @@ from widefield.engine.stream.known import Known, constants_of
 from widefield.engine.stream.stand_ins import Like, name_of, named_tensors, tensors_of
 from widefield.engine.stream.watch import Guards
 from widefield.engine.tiled import TiledTensor
-
-LossOf = Callable[[Any, Any], Tensor]
 
 
 class PipelineFlow(Flow):
@@ -298,36 +296,6 @@ def _filled(image: Tensor, rows: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------- one shape's pass
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a pass is to learn: `rows` samples count.  scaled: makes of the loss what is differentiated."""
-
-    target: Any
-    rows: int
-    loss_of: LossOf
-    scaled: Callable[[Tensor], Tensor]
-
-    def loss(self, output: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one micro-batch: what is differentiated, and the detached loss.  positions: of its samples in the batch."""
-        start, size = int(positions[0]), len(positions)
-        count = min(size, self.rows - start)
-        if count <= 0:
-            nothing = sum((tensor.sum() * 0.0 for tensor in tensors_of(output)), torch.zeros((), device=positions.device))
-            return nothing, nothing.detach()  # type: ignore[return-value, union-attr]
-        mine = output if count == size else tree_map(lambda leaf: _of_samples(leaf, 0, count, size), output)
-        target = tree_map(lambda leaf: _of_samples(leaf, start, start + count, self.rows), self.target)
-        loss = self.loss_of(mine, target)
-        return self.scaled(loss), loss.detach()
-
-
-def _of_samples(leaf: Any, first: int, last: int, count: int) -> Any:
-    """The rows of some samples out of `count`, each of which may have several."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    each = max(1, len(leaf) // count)
-    return leaf[first * each : last * each]
 
 
 class _Pass:

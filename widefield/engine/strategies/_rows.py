@@ -212,12 +212,16 @@ def _mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: 
     for norm in norms:
         norm.training = False
     try:
-        with torch.no_grad():
-            found = [tree_leaves(run(*tree_map(change, args), **tree_map(change, kwargs))) for change in changes]
+        found = [_numbers_of(run(*tree_map(change, args), **tree_map(change, kwargs))) for change in changes]
     finally:
         for norm in norms:
             norm.training = True
     return any(_is_mixed(*leaves) for leaves in zip(*found, strict=True))
+
+
+def _numbers_of(output: Any) -> list[Any]:
+    """The leaves of an output, without what a backward would want."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(output)]
 
 
 def _is_mixed(first: Any, second: Any, both: Any) -> bool:
