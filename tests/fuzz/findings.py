@@ -217,6 +217,20 @@ FINDINGS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=2)),
     ),
+    # Ranks that had seen enough left the others alone with a message of theirs.
+    (
+        Program(
+            (2, 3, 3, 4),
+            {"m0": "nn.MultiheadAttention(3, 1, batch_first=True)"},
+            (
+                "v1 = F.pad(x, [1, 3, 3, 2], mode='circular')",
+                "v2 = v1.flatten(2).transpose(1, 2)",
+                "v3 = self.m0(v2, v2, v2, need_weights=True)[0]",
+            ),
+            ("v3",),
+        ),
+        Layout(Plan(replicate=2, space=[2, 1])),
+    ),
     # Torch's own synchronized BatchNorm refuses tensors of the CPU.
     (
         Program(

@@ -128,7 +128,8 @@ class Rows:
         except NotImplementedError:  # raised on every rank, before any message
             return self._some(_mix_among_themselves(model, run, args, kwargs) and not is_ghost(model))
         pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
-        mixes = bool(watch.found) or self.gives_sums or any(_differ(alone, found) for alone, found in pairs)
+        differ = [_differ(alone, found) for alone, found in pairs]  # all of them, for ranks look at them together
+        mixes = bool(watch.found) or self.gives_sums or any(differ)
         return self._some(mixes and not is_ghost(model))
 
     # ------------------------------------------------------------------------------------------ on rows
@@ -216,7 +217,8 @@ def _mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: 
     finally:
         for norm in norms:
             norm.training = True
-    return any(_is_mixed(*leaves) for leaves in zip(*found, strict=True))
+    mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # each, for ranks look at them together
+    return any(mixed)
 
 
 def _numbers_of(output: Any) -> list[Any]:
@@ -229,8 +231,13 @@ def _is_mixed(first: Any, second: Any, both: Any) -> bool:
     if not isinstance(first, Tensor):
         return False
     if first.ndim and len(both) == 2 * len(first):
-        return _differ(first, both[: len(first)]) or _differ(second, both[len(first) :])
-    return first.shape == both.shape and _differ(first if first.ndim else (first + second) / 2, both)
+        halves = (first, both[: len(first)]), (second, both[len(first) :])
+        differ = [_differ(half, found) for half, found in halves]
+        return any(differ)
+    if not first.ndim:
+        return _differ((first + second) / 2, both)
+    differ = [_differ(half, both) for half in (first, second)]  # both of them, for ranks look at them together
+    return any(differ)
 
 
 def _differ(alone: Any, among_all: Any) -> bool:
