@@ -23,7 +23,7 @@ DRAWS: list[tuple[float, Draw]] = [
 SIZES = {1: range(4, 18), 2: range(3, 12), 3: range(2, 6)}
 TRIES_MOST = 40
 TORCH_IS_WRONG = ("(Batch|Instance)Norm|batch_norm|instance_norm", r"transpose\(1, 2\)|movedim\(1, -1\)")
-"""On a CPU the gradient of such a norm mixes channels up where it comes in another order of dims than the image's and there is one
+"""On a CPU the gradient of such a norm mixes channels up if it comes in another order of dims than the image and there is one
 sample, as an InstanceNorm makes of a batch (see docs/log.md)."""
 
 
