@@ -20,6 +20,7 @@ from zoo.models import MODELS
 
 import widefield as wf
 from widefield.engine.halo import TRAFFIC, Traffic
+from widefield.engine.partial import manage
 from widefield.plan import Plan
 
 PAGE, VOLUME = (1, 3, 256, 192), (1, 1, 64, 32, 24)
@@ -210,6 +211,7 @@ def a_step(mesh, name: str, gathered: bool) -> Step:
     if gathered:
         conv = next(module for module in net.modules() if isinstance(module, nn.Conv2d))
         conv.register_forward_hook(lambda module, inputs, output: wf.tile(wf.whole(output), mesh))
+    manage(net.parameters())  # as those that average gradients do, which is no part of what tiles send
     TRAFFIC.clear()
     one_step(net, wf.tile(image, mesh))
     return Step(should.sent[mesh.rank], should.statistics, should.pixels, replace(TRAFFIC))

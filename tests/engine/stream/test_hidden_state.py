@@ -160,6 +160,23 @@ def test_torchs_default_dtype_is_part_of_a_call():
         torch.set_default_dtype(torch.float32)
 
 
+def counts_collections(phase: str, info: dict) -> None:
+    global COLLECTIONS
+    COLLECTIONS += 1
+
+
+COLLECTIONS = 0
+
+
+def test_what_the_garbage_collector_calls_is_no_part_of_a_forward():
+    streamed = stream(Net(lambda self, y: y * (1 + 0 * gc.collect())).double(), tiles=(2, 2))
+    gc.callbacks.append(counts_collections)
+    try:
+        torch.testing.assert_close(streamed(image()), Net.forward(streamed, image()))
+    finally:
+        gc.callbacks.remove(counts_collections)
+
+
 @pytest.mark.parametrize("profiler", ["function", "cProfile"])
 def test_a_profiler_goes_on_after_a_capture(profiler):
     seen = []

@@ -38,6 +38,11 @@ _SEEDS = {"manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset
 _READS = {"tolist", "numpy"}
 
 
+def _is_of_the_collector(code: types.CodeType) -> bool:
+    """Whether it belongs to what the garbage collector calls, which may come at any time."""
+    return any(getattr(callback, "__code__", None) is code for callback in gc.callbacks)
+
+
 @dataclass
 class Guards:
     """On what a captured graph depends beside its module and the arguments: `places`, names and functions.
@@ -130,7 +135,7 @@ class Watch:
     def _called(self, code: types.CodeType, frame: types.FrameType) -> None:
         if code is random.Random.seed.__code__ and frame.f_locals["a"] is None:
             self.seeds.append("random.Random().seed()")
-        if _is_foreign_file(code.co_filename):
+        if _is_foreign_file(code.co_filename) or _is_of_the_collector(code):
             self._seen.add(code)
             return
         closure = tuple(id(frame.f_locals.get(name)) for name in code.co_freevars if name != "__class__")
