@@ -26,8 +26,9 @@ TORCH_IS_WRONG = (
     ("(Batch|Instance)Norm|batch_norm|instance_norm", r"transpose\(1, 2\)|movedim\(1, -1\)"),
     ("align_corners=True, antialias=True",),
 )
-"""What torch's CPU gives other numbers for in another order of dims in memory (docs/log.md): gradients of norms that come in another
-order than the image, and resizing with antialiasing and aligned corners.  Programs with all words of a row are left out."""
+"""What torch's CPU gives other numbers for in another order of dims in memory (docs/log.md): gradients of norms that come in
+another order than the image, and resizing with antialiasing and aligned corners.  Programs with all words of a row are left out.
+"""
 
 
 def draw_program(seed: int) -> tuple[Program, Outcome]:
