@@ -27,7 +27,8 @@ TORCH_IS_WRONG = (
     ("align_corners=True, antialias=True",),
 )
 """What torch's CPU gives other numbers for in another order of dims in memory (docs/log.md): gradients of norms that come in
-another order than the image, and resizing with antialiasing and aligned corners.  Programs with all words of a row are left out.
+another order than the image, and resizing with antialiasing and aligned corners.  Programs with all words of a row are left
+out.
 """
 
 
