@@ -115,7 +115,7 @@ def start(moves: Sequence[Move], tiles: Sequence[Tensor], group_name: str) -> Pe
     for move, tile in zip(moves, tiles, strict=True):
         for peer, box in move.route.sends:
             piece = tile.detach()[within(move.owned, box)].reshape(-1)
-            sends.setdefault(peer, []).append(piece.contiguous().view(torch.uint8) if packed else piece)
+            sends.setdefault(peer, []).append(_as_bytes(piece) if packed else piece)
         for peer, box in move.route.receives:
             count = torch.Size(size_of(box)).numel() * (tile.element_size() if packed else 1)
             sizes[peer] = sizes.get(peer, 0) + count
@@ -135,6 +135,12 @@ def start(moves: Sequence[Move], tiles: Sequence[Tensor], group_name: str) -> Pe
         return Pending(shapes, dict(zip(sizes, got, strict=True)), like=list(tiles))
     buffers = {peer: torch.empty(size, dtype=dtype, device=tiles[0].device) for peer, size in sizes.items()}
     return Pending(shapes, buffers, _send(messages, buffers, group_name), list(messages.values()), list(tiles))
+
+
+def _as_bytes(piece: Tensor) -> Tensor:
+    """A flat tensor's bytes.  (One element may say any stride, and torch takes it for contiguous.)"""
+    whole = piece if piece.stride(0) == 1 else piece.clone(memory_format=torch.contiguous_format)
+    return whole.view(torch.uint8)
 
 
 def _count(moves: Sequence[Move], messages: dict[int, Tensor]) -> None:
