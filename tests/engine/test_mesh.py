@@ -10,7 +10,10 @@ import sys
 import pytest
 import torch
 from ranks import on_ranks
+from torch import nn
 
+from widefield import parallelize
+from widefield.engine.holding import wholes_on_main
 from widefield.engine.mesh import World, join, leave
 from widefield.plan import Plan, check
 
@@ -165,6 +168,30 @@ def groups_left(mesh):
 
 def test_a_mesh_has_no_group_of_one_rank_and_leaves_none_behind():
     assert on_ranks(4, groups_left) == [([(True, True, 4.0, True)] * 3, 4.0)] * 4
+
+
+def wholes_of_meshes_in_turn(mesh):
+    """The weights that rank 0 puts together, and torch itself, on three equal meshes, each left before the next one."""
+    found = []
+    for _ in range(3):
+        other = join(mesh.world, Plan(replicate=2, shard=2))
+        layer = nn.Linear(3, 5, bias=False, dtype=torch.float64)
+        nn.init.constant_(layer.weight, 0.5)
+        model = parallelize(layer, other)
+        model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        torch.optim.Adam(model.parameters()).step()
+        wholes = wholes_on_main(model, other, dict(model.state_dict()))
+        found.append(
+            (wholes["weight"].sum().item() if mesh.is_main else None, model.weight.detach().full_tensor().sum().item())
+        )
+        leave(other)
+    return found
+
+
+def test_a_mesh_that_was_left_does_not_reach_into_an_equal_one():
+    expected = pytest.approx(15 * (0.5 - 1e-3), rel=1e-6)
+    for rank, found in enumerate(on_ranks(4, wholes_of_meshes_in_turn)):
+        assert found == [(expected if rank == 0 else None, expected)] * 3
 
 
 def own_lines(mesh):

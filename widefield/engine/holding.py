@@ -174,23 +174,27 @@ def _gather(model: nn.Module, mesh: Mesh, state: dict, *, spread: bool) -> Itera
             continue
         turn = loads.index(min(loads))
         loads[turn] += value.numel() * value.element_size()
-        whole = _joined(value, turn) if isinstance(value, DTensor) else value
+        whole = _joined(value, mesh, turn) if isinstance(value, DTensor) else value
         if whole is not None and holder is not None:
             whole = holder.whole(whole, turn // _ways(value))
         yield path, _absent(value, holder) if whole is None else whole.cpu()
 
 
-def _joined(tensor: DTensor, turn: int) -> Tensor | None:
-    """The whole of a tensor cut over the innermost axis of its mesh, on one rank of it; None on the others."""
-    mesh, lengths = tensor.device_mesh, _rows(tensor)
-    innermost = mesh.ndim - 1
-    if mesh.ndim > 1 and mesh.get_local_rank(0) != turn // len(lengths) % mesh.size(0):
+def _joined(tensor: DTensor, mesh: Mesh, turn: int) -> Tensor | None:
+    """The whole of a tensor cut over the innermost axis of its mesh, on one rank of it; None on the others.
+
+    The groups are those of `mesh`: what torch computes from a DTensor may name an equal mesh that was left before.
+    """
+    shards, lengths = mesh.shards, _rows(tensor)
+    assert shards is not None, "a parameter is cut although the plan has no axis `shard`"
+    innermost = shards.ndim - 1
+    if shards.ndim > 1 and shards.get_local_rank(0) != turn // len(lengths) % shards.size(0):
         return None  # another copy's turn
-    group, receiver = mesh.get_group(innermost), turn % len(lengths)
+    group, receiver = shards.get_group(innermost), turn % len(lengths)
     mine = tensor.to_local().detach()
     padded = mine.new_zeros(lengths[0], *tensor.shape[1:])
     padded[: len(mine)] = mine
-    if mesh.get_local_rank(innermost) != receiver:
+    if shards.get_local_rank(innermost) != receiver:
         dist.gather(padded, None, group=group, group_dst=receiver)
         return None
     gathered = [torch.empty_like(padded) for _ in lengths]

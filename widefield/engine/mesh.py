@@ -332,6 +332,10 @@ def leave(mesh: Mesh) -> None:
     """Close what `join` opened: the process group, or in one that was there already the groups that the plan's axes took."""
     if not dist.is_initialized():
         return
+    if mesh.shards is not None:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # else what torch computes from DTensors on the next equal mesh would name this one
     if mesh.opened:
         dist.destroy_process_group()
         return
