@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import random
 import sys
 import time
 import warnings
@@ -15,7 +16,7 @@ import torch
 
 from .findings import FINDINGS
 from .grammar import finished
-from .session import Counts, Threads, again, drawn
+from .session import Counts, Processes, Threads, again, drawn
 from .shrink import as_case, shrunk
 from .threads import installed
 from .trial import Finding, Uninteresting
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="number of the first program; each has the next")
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--programs", type=int, default=10**9, help="end after so many")
+    parser.add_argument("--gloo", type=float, default=0.02, help="the share of programs whose ranks are processes over gloo")
     parser.add_argument("--refusals", type=int, default=10, help="how many of the commonest refusals to show")
     parser.add_argument("--findings", action="store_true", help="run what was found before, in place of what is drawn")
     parser.add_argument("--whole", action="store_true", help="print findings as they were drawn")
@@ -62,13 +64,15 @@ def _one(threads: Threads, seed: int, counts: Counts, options: argparse.Namespac
         program, layout, whole = drawn(seed)
     except Uninteresting:
         return
-    verdict = threads.verdict(program, layout, whole)
-    counts.add(verdict)
+    on_gloo = random.Random(f"gloo {seed}").random() < options.gloo
+    ranks: Threads | Processes = Processes() if on_gloo else threads
+    verdict = ranks.verdict(program, layout, whole)
+    counts.add(verdict, on_gloo=on_gloo)
     if not isinstance(verdict, Finding):
         return
     if not options.whole:
-        program, layout = shrunk(program, layout, verdict, lambda small, laid: again(threads, small, laid))
-        smaller = again(threads, program, layout)
+        program, layout = shrunk(program, layout, verdict, lambda small, laid: again(ranks, small, laid))
+        smaller = again(ranks, program, layout)
         verdict = smaller if isinstance(smaller, Finding) else verdict
     print(as_case(program, layout, verdict, seed), flush=True)
 

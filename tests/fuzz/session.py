@@ -13,15 +13,30 @@ import torch
 from widefield.engine.mesh import Mesh, World, join
 from widefield.plan import Plan, to_text
 
+from ..ranks import RankFailed, on_ranks
 from .grammar import draw_program
 from .plans import Layout, draw_layout
 from .program import Program
 from .threads import Failed, Ranks
-from .trial import Finding, Outcome, Refusal, compare, pattern, train_on, train_whole, verdict_of_errors
+from .trial import (
+    TOO_FEW,
+    Finding,
+    Outcome,
+    Refusal,
+    attempt,
+    compare,
+    last_of,
+    pattern,
+    train_on,
+    train_whole,
+    verdict_of_errors,
+)
 
 Verdict = Finding | Refusal | None
 MESHES_MOST = 60
 """Plans of which a pool of threads keeps meshes."""
+SECONDS_MOST = 60.0
+"""For one program on processes."""
 
 
 @dataclass
@@ -35,8 +50,8 @@ class Threads:
         """`body(mesh)` on the plan's ranks; what each returns, or a Failed."""
         if len(self.meshes) > MESHES_MOST:
             self.pools, self.meshes = {}, {}
-        ranks = self.pools.setdefault(plan.ranks, None) or Ranks(plan.ranks)
-        self.pools[plan.ranks] = ranks
+        if plan.ranks not in self.pools:
+            self.pools[plan.ranks] = Ranks(plan.ranks)
         key = to_text(plan)
 
         def on_rank(rank: int) -> Any:
@@ -44,7 +59,7 @@ class Threads:
                 self.meshes[key, rank] = join(World(rank, plan.ranks, rank, plan.ranks, launcher="threads"), plan)
             return body(self.meshes[key, rank])
 
-        found = ranks.run(on_rank)
+        found = self.pools[plan.ranks].run(on_rank)
         if any(isinstance(answer, Failed) for answer in found):  # what was under way between ranks is lost
             self.meshes = {name: mesh for name, mesh in self.meshes.items() if name[0] != key}
         return found
@@ -58,15 +73,35 @@ class Threads:
         return Finding("differs", text) if text else None
 
 
+class Processes:
+    """Ranks that are processes and meet over gloo, for the share of programs that shall see the real exchange."""
+
+    def verdict(self, program: Program, layout: Layout, whole: Outcome) -> Verdict:
+        try:
+            found = on_ranks(layout.plan.ranks, attempt, program, layout, plan=layout.plan, timeout_seconds=SECONDS_MOST)
+        except RankFailed as failed:
+            if TOO_FEW in str(failed):
+                return Refusal(TOO_FEW)
+            hangs = "gave no answer" in str(failed).splitlines()[0]
+            return Finding("hangs" if hangs else "crashes", str(failed) if hangs else last_of(str(failed)))
+        refusals = [answer for answer in found if isinstance(answer, Refusal)]
+        if refusals:
+            return refusals[0] if len(refusals) == len(found) else Finding("refuses on some ranks", refusals[0].text)
+        text = compare(program, layout, whole, found)
+        return Finding("differs", text) if text else None
+
+
 @dataclass
 class Counts:
     programs: int = 0
+    on_gloo: int = 0
     exact: int = 0
     refused: Counter = field(default_factory=Counter)
     found: Counter = field(default_factory=Counter)
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: Verdict, *, on_gloo: bool = False) -> None:
         self.programs += 1
+        self.on_gloo += on_gloo
         if verdict is None:
             self.exact += 1
         elif isinstance(verdict, Refusal):
@@ -76,7 +111,8 @@ class Counts:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{number} {kind}" for kind, number in self.found.most_common()) or "no finding"
-        return f"{self.programs} programs: {self.exact} exact, {sum(self.refused.values())} refused in words, {kinds}"
+        refused, programs = sum(self.refused.values()), f"{self.programs} programs ({self.on_gloo} on gloo)"
+        return f"{programs}: {self.exact} exact, {refused} refused in words, {kinds}"
 
 
 def drawn(seed: int) -> tuple[Program, Layout, Outcome]:
@@ -84,11 +120,11 @@ def drawn(seed: int) -> tuple[Program, Layout, Outcome]:
     return program, draw_layout(random.Random(f"layout {seed}"), program), whole
 
 
-def again(threads: Threads, program: Program, layout: Layout) -> Verdict:
+def again(ranks: Threads | Processes, program: Program, layout: Layout) -> Verdict:
     """The verdict on a program that may be none any more: None then, too."""
     torch.manual_seed(0)
     try:
         whole = train_whole(program)
     except Exception:
         return None
-    return threads.verdict(program, layout, whole)
+    return ranks.verdict(program, layout, whole)

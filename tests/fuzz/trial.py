@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import widefield as wf
 from widefield.engine.holding import wholes_on_main
@@ -31,6 +34,9 @@ COARSE = {"float32": 1e-4, ".float()": 1e-4, "autocast": 5e-2}
 """Words of a program whose numbers are rounded sooner."""
 LARGEST = 1e5
 """Gradients of programs that are worth comparing."""
+FLAT = 1e-6
+"""A standard deviation below it is one of constants: its slope is rounding divided by rounding."""
+TOO_FEW = "a copy has fewer samples than the program names"
 
 
 class Uninteresting(Exception):
@@ -109,6 +115,18 @@ def train_whole(program: Program, nudge: float = 0.0) -> Outcome:
     return found
 
 
+class OnSlopes(TorchFunctionMode):
+    """Inside, a program that takes the standard deviation of constants is Uninteresting."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in ("std", "std_mean"):
+            first = found if isinstance(found, Tensor) else found[0]
+            if bool((first.detach() < FLAT).any()):
+                raise Uninteresting("a standard deviation of constants")
+        return found
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
@@ -174,6 +192,19 @@ def _in_stages(program: Program, model: nn.Module, x: Tensor, samples: float) ->
         loss_of=lambda outputs, _: loss_of(program, outputs, 1),
         scaled=lambda loss: loss / samples,
     )
+
+
+def attempt(mesh: Mesh, program: Program, layout: Layout) -> Outcome | Refusal:
+    """`train_on` for a rank that is a process: a refusal is an answer, any other error ends all ranks."""
+    warnings.simplefilter("ignore")
+    try:
+        return train_on(mesh, program, layout)
+    except Exception as error:
+        if is_refusal(error):
+            return Refusal(str(error))
+        if has_too_few_samples(error):
+            raise RuntimeError(TOO_FEW) from error
+        raise
 
 
 # ---------------------------------------------------------------------------------------------- what differs
@@ -271,7 +302,7 @@ def verdict_of_errors(errors: list[tuple[BaseException, str] | None]) -> Finding
         (error, text) for error, text in raised if not is_refusal(error) and type(error).__name__ not in ("Stuck", "Mismatch")
     ]
     if others and all(has_too_few_samples(error) for error, _ in others):
-        return Refusal("a copy has fewer samples than the program names")
+        return Refusal(TOO_FEW)
     if others:
         return Finding("crashes", last_of(others[0][1]))
     if words:
