@@ -510,6 +510,26 @@ def test_layers_that_share_weights_are_not_taken_apart():
         assert "one.weight is read before and in it" in text
 
 
+class Centred(nn.Module):
+    """What learns sees how far a sample is from the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.one(x)
+        return self.two(seen - seen.mean(0))
+
+
+def test_copies_in_stages_refuse_samples_that_meet_however_few_each_has():
+    plan = Plan(replicate=2, stage=2)
+    for samples in (1, 3):
+        for text in on_ranks(4, refused, Centred, (samples, 4), plan=plan):
+            assert "Centred mixes the samples of a batch (aten.mean.dim), and 2 copies of it in mesh.stage=2 stages" in text
+            assert "set mesh.independent=true" in text
+
+
 def changes_mode(mesh):
     """A model without a batch norm that learns, until somebody lets it."""
     model = net("batch norm")

@@ -245,5 +245,78 @@ FINDINGS: list[tuple[Program, Layout]] = [
         Program((1, 4, 8, 9), {"m3": "nn.SyncBatchNorm(4)"}, ("v4 = self.m3(x)",), ("v4",)),
         Layout(Plan(stream={"tiles": [2, 3], "keep": "file"})),
     ),
+    # What `any` takes together lay by columns, and its step hid that samples meet.
+    (
+        Program(
+            (2, 4, 3, 6),
+            {"m0": "nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(1, 4))"},
+            ("v1 = self.m0(x)", "v2 = v1 + (v1 > 1).any()"),
+            ("v2",),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
+    # A tile doubled, and torch's kernel copied pixels twice where the whole is resampled.
+    (
+        Program(
+            (1, 2, 4),
+            {"m1": "nn.PReLU(1)"},
+            ("v3 = self.m1(x)", "v5 = F.interpolate(v3, scale_factor=2.3, mode='nearest')"),
+            ("v5",),
+        ),
+        Layout(Plan(space=[2])),
+    ),
+    # A dim of no channels was asked what it divides.
+    (
+        Program(
+            (1, 3, 3, 2, 3),
+            {"m1": "nn.ConvTranspose3d(3, 2, (1, 4, 4), (3, 3, 1), 2, (1, 0, 0), 1, False, (1, 1, 2))"},
+            (
+                "v3 = torch.zeros_like(x)",
+                "v3[0] = x[-1].sin()",
+                "v5 = self.m1(v3)",
+                "v6 = torch.gradient(v5, dim=1)[0]",
+            ),
+            ("v6",),
+        ),
+        Layout(Plan(channel=2)),
+    ),
+    # Rows that no message was needed for were taken together, out of evaluation mode's sight.
+    (
+        Program(
+            (2, 3, 7, 5),
+            {
+                "m0": "nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.LeakyReLU(0.1, inplace=True), "
+                "nn.BatchNorm2d(3))"
+            },
+            ("v1 = self.m0(x)", "v2 = (v1 > 0).any(0, keepdim=True).double() * v1"),
+            ("v2",),
+            Habit(train=False),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
+    # The rows of a product were returned as well as seen as an image.
+    (
+        Program(
+            (3, 2, 5),
+            {"m0": "nn.Conv1d(2, 4, 5, (2,), 'valid', (1,), 1, False, 'circular')", "p1": "nn.Parameter(torch.randn(4, 4))"},
+            (
+                "v1 = self.m0(x)",
+                "v2 = torch.addmm(self.p1[0], v1.flatten(2).transpose(1, 2).flatten(0, 1), self.p1)",
+                "v3 = v2.reshape([3, 1, 4])",
+            ),
+            ("v3", "v2", "v3"),
+        ),
+        Layout(Plan(channel=2)),
+    ),
+    # Torch's `resize_as` has no derivative, which a template that learns asks for.
+    (
+        Program(
+            (1, 2, 10),
+            {"m0": "nn.Conv1d(2, 4, 3, 1, 'same', 1, 1, True, 'replicate')"},
+            ("v3 = torch.empty_like(x).fill_(0.2)", "v3.resize_as_(x)", "v5 = self.m0(v3)"),
+            ("v5",),
+        ),
+        Layout(Plan(channel=2)),
+    ),
 ]
 """Each with the layout that showed it."""

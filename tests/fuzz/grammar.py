@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import layers, pointwise, reductions, shapes, structure
 from .program import Habit, Program, used
-from .trial import LARGEST, OnSlopes, Outcome, Uninteresting, train_whole
+from .trial import LARGEST, TOLERANCE, Careful, Outcome, Uninteresting, train_whole
 from .workbench import Draw, Workbench
 
 TABLES = ((3, pointwise.DRAWS), (3, reductions.DRAWS), (4, shapes.DRAWS), (6, layers.DRAWS), (2, structure.DRAWS))
@@ -82,12 +82,12 @@ def finished(program: Program) -> tuple[Program, Outcome]:
     if any(all(re.search(words, program.text()) for words in row) for row in TORCH_IS_WRONG):
         raise Uninteresting("torch's own numbers depend on the order of dims in memory")
     program = replace(program, per_sample=_per_sample(program))
-    if "std" in program.text():
-        with OnSlopes():
+    if any(word in program.text() for word in ("std", "antialias", "mode(")):
+        with Careful():
             train_whole(program)
     outcome = train_whole(program)
     gradients = [v for n, v in outcome.numbers.items() if "gradient" in n and v is not None]
-    if not any(bool(g.abs().max() > 0) for g in gradients if g.numel()):
+    if not any(bool(g.abs().max() > TOLERANCE) for g in gradients if g.numel()):
         raise Uninteresting("nothing learns")
     for value in outcome.numbers.values():
         if value is not None and not bool((value.double().abs() < LARGEST).all()):

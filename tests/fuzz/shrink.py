@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -110,8 +111,6 @@ def _with_space(plan: Plan, at: int, ways: int) -> Plan:
 
 
 def _renamed(program: Program, lines: tuple[str, ...], made: str, other: str) -> Program:
-    import re
-
     swap = lambda text: re.sub(rf"\b{made}\b", other, text)  # noqa: E731
     outputs = tuple(swap(name) for name in program.outputs)
     return replace(program, lines=tuple(map(swap, lines)), outputs=outputs).without_what_is_unused()

@@ -115,15 +115,23 @@ def train_whole(program: Program, nudge: float = 0.0) -> Outcome:
     return found
 
 
-class OnSlopes(TorchFunctionMode):
-    """Inside, a program that takes the standard deviation of constants is Uninteresting."""
+class Careful(TorchFunctionMode):
+    """Inside, a program is Uninteresting whose numbers are rounding, or torch's mistake.
+
+    That is the standard deviation of constants; the commonest of values, some of which differ by rounding alone; and resizing
+    with antialiasing to or from a width of one pixel, whose kernels mix up the dims.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in ("std", "std_mean"):
+        found, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        if name in ("std", "std_mean"):
             first = found if isinstance(found, Tensor) else found[0]
             if bool((first.detach() < FLAT).any()):
                 raise Uninteresting("a standard deviation of constants")
+        if name == "mode" and bool((args[0].detach().double().flatten().sort()[0].diff() < TOLERANCE).any()):
+            raise Uninteresting("the commonest of values that rounding tells apart")
+        if name == "interpolate" and (kwargs or {}).get("antialias") and 1 in (*args[0].shape[2:], *found.shape[2:]):
+            raise Uninteresting("torch mixes up the dims of an image that is one pixel wide")
         return found
 
 

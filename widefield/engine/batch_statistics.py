@@ -158,9 +158,8 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_NormalizeBackward.apply(grad, *ctx.saved_tensors, ctx.eps, ctx.group, ctx.share, ctx.needs_input_grad), *[
-            None
-        ] * 4
+        found = _NormalizeBackward.apply(grad, *ctx.saved_tensors, ctx.eps, ctx.group, ctx.share, ctx.needs_input_grad)
+        return *found, *[None] * 4
 
 
 class _NormalizeBackward(torch.autograd.Function):

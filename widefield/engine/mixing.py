@@ -39,8 +39,15 @@ def may_mix(func: Any, of_samples: int) -> bool:
     return of_samples > 1 if name_of(func) in PRODUCTS else name_of(func) not in ROW_BY_ROW
 
 
+def _takes_them_together(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
+    """Whether a reduction gives something that has no longer a row for each row of what it read."""
+    reduces = isinstance(func, torch._ops.OpOverload) and torch.Tag.reduction in func.tags
+    rows = {len(tensor) for tensor in tiled if tensor.ndim}
+    return reduces and any(not out.ndim or len(out) not in rows for out in tensors_in((made,), {}))
+
+
 def _lies_by_samples(tensor: TiledTensor) -> bool:
-    """Whether ranks have their samples' rows; rules may cut a batch along other dims, and what is sent then says nothing."""
+    """Whether ranks have their samples' rows; rules may cut a batch along other dims, and what is sent then says little."""
     cut = tensor.laid.cuts[0] if tensor.ndim else None
     return cut is not None and cut.axes[0] == 0
 
@@ -76,6 +83,8 @@ class Watch(TorchDispatchMode):
         self._has_talked = False
         made = func(*args, **(kwargs or {}))
         tiled = [tensor for tensor in tensors_in(args, kwargs or {}) if type(tensor) is TiledTensor]
-        if self._has_talked and all(map(_lies_by_samples, tiled)) and may_mix(func, len(tiled)):
+        of_rows = all(map(_lies_by_samples, tiled))  # else a rank may have all samples of what it has, and need no message
+        mixes = self._has_talked and may_mix(func, len(tiled)) if of_rows else _takes_them_together(func, tiled, made)
+        if tiled and mixes:
             self.found[name_of(func)] = None
         return made

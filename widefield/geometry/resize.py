@@ -66,8 +66,12 @@ class Resize:
 
     @property
     def is_odd(self) -> bool:
-        """Whether the size stays and the step is not 1: torch's kernels copy then or resample, each as it likes."""
-        return self.extent == self.count and self.step not in (0.0, 1.0)
+        """Whether torch's kernels copy or resample, each as it likes: by a step that is not what the sizes say.
+
+        That is where the size stays, and for nearest where it doubles.
+        """
+        doubles = self.kind == "nearest" and self.count == 2 * self.extent and self.step != 0.5
+        return doubles or self.extent == self.count and self.step not in (0.0, 1.0)
 
     @cached_property
     def _table(self) -> list[Taps]:

@@ -45,7 +45,7 @@ def _shapes_at(user: Node, seen: Value, dim: int) -> Iterator[tuple[int, ...]]:
     elif user.op is aten.convolution.default and user.args[8] > 1:
         yield user.args[8], extent // user.args[8]
     elif user.op is aten.slice.Tensor and out is not None and user.args[1] % seen.ndim == dim and out.shape[dim] < extent:
-        if extent % out.shape[dim] == 0:
+        if out.shape[dim] and extent % out.shape[dim] == 0:
             yield extent // out.shape[dim], out.shape[dim]
     elif user.op in VIEWS and out is not None:
         yield from _split_of(seen.shape, dim, out.shape)

@@ -30,7 +30,7 @@ class Job:
         count = min(size, self.rows - start)
         if count <= 0:
             nothing = sum((tensor.sum() * 0.0 for tensor in tensors_of(output)), torch.zeros((), device=positions.device))
-            return nothing, nothing.detach()  # type: ignore[return-value, union-attr]
+            return nothing, nothing.detach()
         mine = output if count == size else tree_map(lambda leaf: _of_samples(leaf, 0, count, size), output)
         target = tree_map(lambda leaf: _of_samples(leaf, start, start + count, self.rows), self.target)
         loss = self.loss_of(mine, target)

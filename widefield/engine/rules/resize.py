@@ -162,7 +162,7 @@ def _side(reach: Resize | Resized, read: Interval, write: Interval) -> _Side | N
     extents = (count, len(read)) if backward else (len(read), count)
     local = Resize(whole.kind, *extents, scale, False, whole.single)
     found = Resized(local) if backward else local
-    if local.extent == local.count and whole.extent != whole.count:  # torch would copy
+    if local.is_odd or local.extent == local.count and whole.extent != whole.count:  # torch would copy
         return None
     if not all(local.taps(at)[1] for at in range(local.count)):  # more outputs than the tile has pixels for
         return None
@@ -396,5 +396,11 @@ CASES += [
         partial(F.interpolate, scale_factor=1.02, mode="bicubic"),
         (1, 2, 17, 13),
         refuses="give size=17",
+    ),
+    case(
+        "twice the size, another step",
+        partial(F.interpolate, scale_factor=2.05, mode="nearest"),
+        (1, 2, 17, 13),
+        refuses="give size=34",
     ),
 ]

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ForwardState:
-    """Random states and buffers before a forward; with_numbers: plain attributes of modules, too."""
+    """Random states, buffers and plain attributes of modules before a forward."""
 
-    def __init__(self, model: nn.Module, *, with_numbers: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
-        self.random = self._random()
+        self.random, self.of_python, self.of_numpy = self._random(), random.getstate(), np.random.get_state()
         held = [
             (part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items() if buffer is not None
         ]
         self.buffers = [(part, name, buffer, buffer._version) for part, name, buffer in held]
         self.values = [buffer.detach().clone() for *_, buffer in held]
-        self.numbers = [(part, _numbers_of(part)) for part in model.modules()] if with_numbers else []
+        self.numbers = [(part, _numbers_of(part)) for part in model.modules()]
 
     def _random(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
 
     def has_changed(self, *, by_value: bool = False) -> bool:
-        """Whether numbers were drawn, or a buffer written that is not a BatchNorm's, which are synchronized.
+        """Whether torch drew numbers, or a buffer was written that is not a BatchNorm's, which are synchronized.
 
+        Numbers of Python's and numpy's are of no tensor's size: what they decide, they decide for a batch as for its parts.
         by_value: looks at what buffers hold, too, since `F.batch_norm` writes without a word.
         """
         return not all(map(torch.equal, self.random, self._random())) or any(
@@ -41,12 +46,26 @@ class ForwardState:
         torch.set_rng_state(self.random[0])
         for device, state in zip(self.devices, self.random[1:], strict=True):
             torch.cuda.set_rng_state(state, device)
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
         for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True):
             if buffer._version != version or not torch.equal(buffer, value):
                 buffer.copy_(value)
             part._buffers[name] = buffer
         for part, numbers in self.numbers:
             part.__dict__.update(numbers)
+
+
+@contextmanager
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Passes inside leave random states, buffers and what modules hold, `training` too, as they were, and no gradients."""
+    before = ForwardState(model)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        before.restore()
 
 
 def _numbers_of(part: nn.Module) -> dict[str, Any]:

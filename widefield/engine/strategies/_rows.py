@@ -70,7 +70,7 @@ class Rows:
             self._find_out(model, plain, args, kwargs)
         if self.together[model.training]:
             return self._on_rows(model, plain, args, kwargs, is_slower=plain is not run)
-        before = ForwardState(model, with_numbers=False)
+        before = ForwardState(model)
         output = run(*args, **kwargs)
         if not before.has_changed() or not self._some(True):
             return output
@@ -82,7 +82,7 @@ class Rows:
 
     def _find_out(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> None:
         """Run the model by itself, and on rows where that tells more, and leave no trace."""
-        before = ForwardState(model, with_numbers=True)
+        before = ForwardState(model)
         with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # not those around, which count what is saved
             output = run(*args, **kwargs)
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))

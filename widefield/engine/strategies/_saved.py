@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from widefield.config import RecomputeConfig
 from widefield.engine.mesh import Mesh
-from widefield.engine.strategies import data
+from widefield.engine.strategies._forward_state import without_trace
 from widefield.engine.tiled import TiledTensor
 from widefield.quantity import read_memory
 
@@ -60,7 +60,7 @@ def costs_of(model: nn.Module, blocks: list[str], rehearse: Callable[[], Tensor]
         else:
             costs.outside += _tile(tensor).untyped_storage().nbytes()
 
-    with ExitStack() as hooks, data.without_trace(model):
+    with ExitStack() as hooks, without_trace(model):
         for name in blocks:
             block = model.get_submodule(name)
             hooks.callback(block.register_forward_pre_hook(partial(enter, name)).remove)

@@ -7,9 +7,8 @@ numbers are added up decides the last bits.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +25,7 @@ from widefield.engine.normalization import SyncBatchNorm, broadcast_buffers
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies._adasum import adasum_hook
 from widefield.engine.strategies._buckets import Seen, bucket_mib
+from widefield.engine.strategies._forward_state import without_trace
 from widefield.engine.strategies._reducer import Hook, Reducer
 from widefield.engine.strategies._route import Watched, watch
 from widefield.engine.strategies._rows import Rows
@@ -170,28 +170,6 @@ def trial_passes(model: nn.Module, rehearse: Callable[[], Tensor], count: int) -
         for hook in hooks:
             hook.remove()
     return found
-
-
-@contextmanager
-def without_trace(model: nn.Module) -> Iterator[None]:
-    """Buffers, random states and training flags come back as they were; gradients are None after."""
-    held = [(part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items() if buffer is not None]
-    buffers = [(part, name, buffer, buffer.detach().clone()) for part, name, buffer in held]
-    training = [(module, module.training) for module in model.modules()]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-    try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        model.zero_grad(set_to_none=True)
-        for part, name, buffer, before in buffers:
-            buffer.detach().copy_(before)
-            part._buffers[name] = buffer
-        for module, flag in training:
-            module.training = flag
 
 
 # ---------------------------------------------------------------------------------------------- compression

@@ -50,9 +50,13 @@ def apply(
     reasons = synchronize(model, mesh) if mesh.copies > 1 else []
     flow = PipelineFlow(model, mesh, micro_batches=1)
     flow.likes = remembered(model, mesh.device)
-    flow.micro_batches, why = _micro_batches(model, _followed(flow, model, sample, most), plan)
+    batch = _followed(flow, model, sample, max(2, most) if mesh.copies > 1 else most)  # samples of two copies meet as two do
+    flow.micro_batches, why = _micro_batches(model, batch, plan)
     _refuse_compiled(plan, model)
+    if mesh.copies > 1 and not plan.independent:
+        _refuse_mixing(model, batch, mesh)
     graph = _followed(flow, model, sample, -(-most // flow.micro_batches))
+    draws = _own_draws(plan) if any(node.draws for node in graph.nodes) else []
     trained = frozenset(name for name, _ in model.named_parameters())
     division = divide(graph, flow.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
     measured = []
@@ -63,12 +67,7 @@ def apply(
     held.keep(model, _mine(flow, flow.division), mesh)
     manage(parameter for parameter in model.parameters() if not parameter.is_meta)
     lay(model, flow)
-    told = [*_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches), *measured]
-    if any(node.draws for node in graph.nodes):
-        told += _own_draws(plan)
-    if mesh.copies > 1 and not plan.independent:
-        _refuse_mixing(model, graph, mesh)
-    return [*reasons, *told]
+    return [*reasons, *_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches), *measured, *draws]
 
 
 def _followed(flow: PipelineFlow, model: nn.Module, sample: Tensor, rows: int) -> Graph:

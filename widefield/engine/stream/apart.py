@@ -122,6 +122,13 @@ def _select_scatter(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
     return _slice_scatter(x, aten.unsqueeze.default(part, dim), dim, index, index + 1)
 
 
+def _resize_as(x: Tensor, like: Tensor, *, memory_format: Any = None) -> Tensor:
+    """(Torch's has no derivative, which a template that learns would ask for.)"""
+    if x.shape != like.shape or memory_format is not None:
+        return aten.resize_as.default(x, like, memory_format=memory_format)
+    return aten.clone.default(x)
+
+
 APART: dict[Any, Callable] = {
     aten.native_dropout.default: _dropout,
     aten.rrelu_with_noise.default: _rrelu,
@@ -136,6 +143,7 @@ APART: dict[Any, Callable] = {
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
     aten.repeat.default: _repeat,
+    aten.resize_as.default: _resize_as,
     **{op: COMPOSED[op] for op in (aten.stack.default, aten.rot90.default, aten.roll.default)},
 }
 """What is taken apart, and into what."""
@@ -185,9 +193,10 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 def with_linears(graph: Graph) -> Graph:
     """Write rows of a matrix times a matrix, made from an image and seen as one again, as `linear`."""
+    returned = set(graph.results)
     for node in graph.nodes:
         operands = _rows_and_weight(node)
-        if operands is None:
+        if operands is None or node.outs[0] in returned:
             continue
         rows, weight, bias = operands
         image, out = rows.maker.reads[0], node.outs[0]  # type: ignore[union-attr]
