@@ -16,7 +16,8 @@ import torch
 
 from .findings import FINDINGS
 from .grammar import finished
-from .session import Counts, Processes, Threads, again, drawn
+from .processes import Processes
+from .session import Counts, Pool, Threads, again, drawn
 from .shrink import as_case, shrunk
 from .threads import installed
 from .trial import Finding, Uninteresting
@@ -65,7 +66,7 @@ def _one(threads: Threads, seed: int, counts: Counts, options: argparse.Namespac
     except Uninteresting:
         return
     on_gloo = random.Random(f"gloo {seed}").random() < options.gloo
-    ranks: Threads | Processes = Processes() if on_gloo else threads
+    ranks: Pool = Processes() if on_gloo else threads
     verdict = ranks.verdict(program, layout, whole)
     counts.add(verdict, on_gloo=on_gloo)
     if not isinstance(verdict, Finding):

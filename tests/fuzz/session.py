@@ -1,4 +1,4 @@
-"""Run programs under layouts on ranks that stay: most as threads of this process, a part on processes over gloo."""
+"""Run programs under layouts on ranks that stay, as threads of this process."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from widefield.engine.mesh import Mesh, World, join
 from widefield.plan import Plan, to_text
 
-from ..ranks import RankFailed, on_ranks
 from .grammar import draw_program
 from .plans import Layout, draw_layout
 from .program import Program
 from .threads import Failed, Ranks
 from .trial import (
-    TOO_FEW,
     Finding,
     Outcome,
     Refusal,
-    attempt,
     compare,
-    last_of,
     pattern,
     train_on,
     train_whole,
@@ -35,8 +31,12 @@ from .trial import (
 Verdict = Finding | Refusal | None
 MESHES_MOST = 60
 """Plans of which a pool of threads keeps meshes."""
-SECONDS_MOST = 60.0
-"""For one program on processes."""
+
+
+class Pool(Protocol):
+    """Ranks that run programs."""
+
+    def verdict(self, program: Program, layout: Layout, whole: Outcome) -> Verdict: ...
 
 
 @dataclass
@@ -73,24 +73,6 @@ class Threads:
         return Finding("differs", text) if text else None
 
 
-class Processes:
-    """Ranks that are processes and meet over gloo, for the share of programs that shall see the real exchange."""
-
-    def verdict(self, program: Program, layout: Layout, whole: Outcome) -> Verdict:
-        try:
-            found = on_ranks(layout.plan.ranks, attempt, program, layout, plan=layout.plan, timeout_seconds=SECONDS_MOST)
-        except RankFailed as failed:
-            if TOO_FEW in str(failed):
-                return Refusal(TOO_FEW)
-            hangs = "gave no answer" in str(failed).splitlines()[0]
-            return Finding("hangs" if hangs else "crashes", str(failed) if hangs else last_of(str(failed)))
-        refusals = [answer for answer in found if isinstance(answer, Refusal)]
-        if refusals:
-            return refusals[0] if len(refusals) == len(found) else Finding("refuses on some ranks", refusals[0].text)
-        text = compare(program, layout, whole, found)
-        return Finding("differs", text) if text else None
-
-
 @dataclass
 class Counts:
     programs: int = 0
@@ -120,7 +102,7 @@ def drawn(seed: int) -> tuple[Program, Layout, Outcome]:
     return program, draw_layout(random.Random(f"layout {seed}"), program), whole
 
 
-def again(ranks: Threads | Processes, program: Program, layout: Layout) -> Verdict:
+def again(ranks: Pool, program: Program, layout: Layout) -> Verdict:
     """The verdict on a program that may be none any more: None then, too."""
     torch.manual_seed(0)
     try:

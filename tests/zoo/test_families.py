@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import timm
-from zoo.door import apart
+from marks import few
 from zoo.families import FAMILIES
 
 from widefield.plan import Plan
@@ -16,13 +16,7 @@ REFUSED = {("convit", "stream"): "puts new tensors in place of its buffers"}
 PLANS = {"space": Plan(space=[2, 1]), "stream": Plan(stream={"tiles": [2, 2]})}
 
 
-@pytest.fixture(scope="module")
-def tried():
-    with apart() as run:
-        yield run
-
-
-@pytest.mark.parametrize("family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
+@pytest.mark.parametrize("family", few(FAMILIES, *QUICK))
 def test_a_familys_first_step_is_exact_or_refused_in_words(family, tried):
     for how, found in tried(FAMILIES[family], PLANS).items():
         words = REFUSED.get((family, how))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from zoo.door import apart
+from marks import few
 from zoo.models import EVEN, MODELS, Model, _timm
 
 from widefield.plan import Plan
@@ -25,13 +25,7 @@ QUICK = ["DCGAN discriminator", "pix2pixHD discriminator", "timm/vit_tiny"]
 CHANCE = "the model draws random numbers, as dropout does, and with mesh.stage=2 every stage draws for itself"
 
 
-@pytest.fixture(scope="module")
-def tried():
-    with apart() as run:
-        yield run
-
-
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ALL])
+@pytest.mark.parametrize("name", few(ALL, *QUICK))
 def test_a_model_is_exact_under_every_strategy_or_refused_in_words(name, tried):
     for strategy, found in tried(ALL[name], PLANS).items():
         if strategy == "stage" and found.kind == "refused":

@@ -1,0 +1,28 @@
+"""Ranks that are processes and meet over gloo, for the share of programs that shall see the real exchange."""
+
+from __future__ import annotations
+
+from ..ranks import RankFailed, on_ranks
+from .plans import Layout
+from .program import Program
+from .session import Verdict
+from .trial import TOO_FEW, Finding, Outcome, Refusal, attempt, compare, last_of
+
+SECONDS_MOST = 60.0
+"""For one program."""
+
+
+class Processes:
+    def verdict(self, program: Program, layout: Layout, whole: Outcome) -> Verdict:
+        try:
+            found = on_ranks(layout.plan.ranks, attempt, program, layout, plan=layout.plan, timeout_seconds=SECONDS_MOST)
+        except RankFailed as failed:
+            if TOO_FEW in str(failed):
+                return Refusal(TOO_FEW)
+            hangs = "gave no answer" in str(failed).splitlines()[0]
+            return Finding("hangs" if hangs else "crashes", str(failed) if hangs else last_of(str(failed)))
+        refusals = [answer for answer in found if isinstance(answer, Refusal)]
+        if refusals:
+            return refusals[0] if len(refusals) == len(found) else Finding("refuses on some ranks", refusals[0].text)
+        text = compare(program, layout, whole, found)
+        return Finding("differs", text) if text else None
