@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from ranks import close_all, on_ranks
@@ -342,6 +344,45 @@ def later(mesh) -> list[str]:
 def test_chance_that_comes_later_is_one_devices_too():
     wrong = on_ranks(2, later)[0]
     assert not wrong, "\n\n".join(wrong)
+
+
+class SkipsByChance(nn.Module):
+    """Python's and numpy's random numbers choose the layers that run, and it counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
+        self.chosen: list[list[bool]] = []
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        x = F.dropout(x, 0.2, self.training and self.forwards > 2)
+        runs = [random.random() < 0.5, bool(np.random.rand() < 0.5)] * 2
+        self.chosen.append(runs)
+        for layer, does_run in zip(self.layers, runs, strict=True):
+            x = layer(x) if does_run else x
+        return self.layers[0](x)
+
+
+def choices(mesh) -> tuple:
+    """What one device's model and a copy's chose in each forward, and how many forwards they count."""
+    alone, model = SkipsByChance(), SkipsByChance()
+    wf.parallelize(model, mesh, rehearse=lambda: model(images(0).float()[:2]).sum())
+    found = []
+    for net in (alone, model):
+        random.seed(3), np.random.seed(4), torch.manual_seed(5)
+        chosen = []
+        for step in range(6):
+            net(images(step).float()[:2]).sum().backward()
+            chosen.append(net.chosen[-1])
+        found.append((chosen, net.forwards, random.random(), np.random.rand()))
+    return tuple(found)
+
+
+def test_trial_passes_leave_the_random_numbers_of_python_and_numpy_where_they_were():
+    for alone, copy in on_ranks(2, choices):
+        assert copy == alone
 
 
 def by_themselves(mesh):

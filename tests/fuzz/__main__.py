@@ -6,6 +6,7 @@ Each finding is made as small as it can be, and is printed as an entry of findin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import random
 import sys
@@ -37,7 +38,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     counts = Counts()
-    with installed():
+    with installed(), contextlib.suppress(KeyboardInterrupt):  # which still tells what was found until then
         threads, until = Threads(), time.monotonic() + 60 * options.minutes
         if options.findings:
             _run_findings(threads, counts)

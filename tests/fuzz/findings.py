@@ -318,5 +318,26 @@ FINDINGS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2)),
     ),
+    # Pixels that had become channels lay in tiles where ranks were to have their share of channels.
+    (
+        Program(
+            (1, 4, 8, 7),
+            {
+                "m0": "nn.Conv2d(4, 3, 2, 1, 3, (1, 1), 1, True, 'zeros')",
+                "m2": "nn.MultiheadAttention(3, 1, batch_first=True)",
+                "m3": "nn.LayerNorm([156, 3], 1e-2, True)",
+                "m4": "nn.Conv1d(156, 156, (5,), 3, 3, 2, 12, False, 'zeros')",
+            },
+            (
+                "v1 = self.m0(x)",
+                "v2 = v1.flatten(2).transpose(1, 2)",
+                "v3 = self.m2(v2, v2, v2, need_weights=False)[0]",
+                "v4 = self.m3(v3)",
+                "v5 = self.m4(v4)",
+            ),
+            ("v5",),
+        ),
+        Layout(Plan(space=[2, 1], channel=2)),
+    ),
 ]
 """Each with the layout that showed it."""

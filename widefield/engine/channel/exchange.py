@@ -17,7 +17,7 @@ from torch import Tensor
 from widefield.engine.channel.part import Part
 from widefield.engine.layout import layout_of
 from widefield.engine.partial import PartialGradient, partial_of
-from widefield.engine.places import is_dense, memory_of
+from widefield.engine.places import is_dense, memory_of, on_layout
 from widefield.engine.tiled import TiledTensor, wrap
 
 
@@ -88,6 +88,15 @@ def _tile_of(tensor: Tensor) -> Tensor:
     return tensor.own if type(tensor) is TiledTensor else tensor
 
 
+def _whole_along(tensor: Tensor, dim: int) -> Tensor:
+    """The tensor with every row of `dim` on this rank: pixels that a model makes channels of may lie in tiles."""
+    if type(tensor) is not TiledTensor or tensor.laid.cuts[dim] is None:
+        return tensor
+    cuts = (*tensor.laid.cuts[:dim], None, *tensor.laid.cuts[dim + 1 :])
+    layout = layout_of(tuple(tensor.shape), cuts, tensor.laid.grid)
+    return wrap(on_layout(tensor, layout), layout)
+
+
 def _like(tile: Tensor, tensor: Tensor, part: Part | None) -> Tensor:
     """A tile of the kind that `tensor` is, with the channels of a whole or of this rank's part."""
     if type(tensor) is PartialGradient:
@@ -133,11 +142,12 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
+        ctx.exchange, tensor = exchange, _whole_along(tensor, exchange.part.dim)
         return _like(exchange.keep(_tile_of(tensor)), tensor, exchange.part)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = _whole_along(grad, ctx.exchange.part.dim)
         return _like(ctx.exchange.fetch(_tile_of(grad)), grad, ctx.exchange.part), None
 
 
@@ -146,9 +156,10 @@ class Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
+        ctx.exchange, tensor = exchange, _whole_along(tensor, exchange.part.dim)
         return _like(exchange.fetch(_tile_of(tensor)), tensor, exchange.part)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = _whole_along(grad, ctx.exchange.part.dim)
         return _like(ctx.exchange.keep(_tile_of(grad)), grad, ctx.exchange.part), None
