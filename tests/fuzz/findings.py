@@ -337,7 +337,17 @@ FINDINGS: list[tuple[Program, Layout]] = [
             ),
             ("v5",),
         ),
-        Layout(Plan(space=[2, 1], channel=2)),
+        Layout(Plan(space=[1, 2], channel=2)),
+    ),
+    # A roll of all pixels in one row takes them in order, whatever their order in memory.
+    (
+        Program(
+            (1, 1, 6),
+            {"m0": "nn.Conv1d(1, 4, (3,), (1,), 0, 1, 1, False, 'circular')"},
+            ("v1 = self.m0(x)", "v4 = v1.permute(*range(v1.ndim)[::-1])", "v5 = torch.roll(v4, 1)"),
+            ("v5",),
+        ),
+        Layout(Plan(channel=2)),
     ),
 ]
 """Each with the layout that showed it."""

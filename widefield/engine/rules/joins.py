@@ -131,7 +131,8 @@ def rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
 def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     """Each dim by itself; on a cut one the end is joined on before the start."""
     if not dims:
-        return aten.view.default(roll(aten.view.default(x, [-1]), shifts, [0]), x.shape)
+        flat = aten.view.default(aten.clone.default(x, memory_format=torch.contiguous_format), [-1])
+        return aten.view.default(roll(flat, shifts, [0]), x.shape)
     out = aten.clone.default(x) if not any(shifts) else x
     for shift, dim in zip(shifts, dims, strict=True):
         extent = x.shape[dim]
