@@ -349,5 +349,19 @@ FINDINGS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2)),
     ),
+    # Copies with one sample each did not know that samples come first in channels-last memory.
+    (
+        Program(
+            (3, 3, 5, 6),
+            {"m0": "nn.Conv2d(3, 4, 3, padding=1)", "m1": "nn.GroupNorm(2, 4)", "m2": "nn.Conv2d(4, 2, 3)"},
+            (
+                "v1 = F.dropout(self.m0(x).contiguous(memory_format=torch.channels_last), 0.2)",
+                "v2 = self.m1(v1)",
+                "v3 = self.m2(v2) * v2.mean()",
+            ),
+            ("v3",),
+        ),
+        Layout(Plan(replicate=3)),
+    ),
 ]
 """Each with the layout that showed it."""

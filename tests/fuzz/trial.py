@@ -118,12 +118,15 @@ def train_whole(program: Program, nudge: float = 0.0) -> Outcome:
 class Careful(TorchFunctionMode):
     """Inside, a program is Uninteresting whose numbers are rounding, or torch's mistake.
 
-    That is the standard deviation of constants; the commonest of values, some of which differ by rounding alone; and resizing
-    with antialiasing to or from a width of one pixel, whose kernels mix up the dims.
+    That is the standard deviation of constants; the commonest of values, some of which differ by rounding alone; resizing with
+    antialiasing to or from a width of one pixel, whose kernels mix up the dims; and sampling at places that are no numbers.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        found, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "")
+        if name == "grid_sample" and not bool((args[1].detach().abs() < LARGEST).all()):
+            raise Uninteresting("torch reads outside of memory for a grid of what is no number")
+        found = func(*args, **(kwargs or {}))
         if name in ("std", "std_mean"):
             first = found if isinstance(found, Tensor) else found[0]
             if bool((first.detach() < FLAT).any()):

@@ -133,8 +133,8 @@ def _order_of_thin(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
     """Like strides, of a whole of which some tiles are one pixel thin, whose own strides do not tell where that dim lies.
 
     Autograd picks formulas by a tensor's strides, and all ranks must pick the same.  So only dims of which all ranks have two
-    pixels tell; a thin one lies beside the next, or else the last, as in row-major memory and with channels last.  Where that
-    does not say, a thin whole passes for row-major.
+    pixels tell; a thin one lies beside the next, or else the last, as in row-major memory and with channels last, where samples
+    of one row come first.  Where that does not say, a thin whole passes for row-major.
     """
     shape, boxes = layout.shape, layout.boxes
     least = [min(len(box[dim]) for box in boxes) for dim in range(len(shape))]
@@ -144,7 +144,10 @@ def _order_of_thin(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
     for dim in thin:
         if least[dim] == 0 or not {dim - 1, dim + 1} & set(order):
             return tuple(range(len(shape), 0, -1))
-        order.insert(order.index(dim + 1) if dim + 1 in order else order.index(dim - 1) + 1, dim)
+        if dim == 0 and order == [*range(2, len(shape)), 1] and len(shape) in (4, 5):
+            order.insert(0, dim)
+        else:
+            order.insert(order.index(dim + 1) if dim + 1 in order else order.index(dim - 1) + 1, dim)
     places = {dim: len(order) - place for place, dim in enumerate(order)}
     return tuple(places.get(dim, len(order) + 1 if shape[dim] == 1 else 0) for dim in range(len(shape)))
 

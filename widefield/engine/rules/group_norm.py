@@ -1,7 +1,7 @@
 """Group norm, forward and backward, in any number of dims.
 
-As batch norm: one message of merged statistics forward, one of two sums per channel and sample backward, after which every
-rank has the whole gradient of weight and bias, too.
+Where ranks have whole samples, each normalizes its own.  Else as batch norm: one message of merged statistics forward, one of
+two sums per channel and sample backward, after which every rank has the whole gradient of weight and bias, too.
 
 Formulas: Wu & He 2018, arXiv:1803.08494.
 """
@@ -9,14 +9,17 @@ Formulas: Wu & He 2018, arXiv:1803.08494.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from widefield.engine import moments
-from widefield.engine.rules import Meta, Reduced, Tile, case, rule
-from widefield.engine.rules.normalization import layout_for, reads_of, refuse_cut, taken
+from widefield.engine.layout import Layout, layout_of
+from widefield.engine.places import first_cut
+from widefield.engine.rules import Meta, Reduced, Tile, Total, case, rule
+from widefield.engine.rules.normalization import is_deferred, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
 
 aten = torch.ops.aten
 
@@ -25,6 +28,8 @@ aten = torch.ops.aten
 def group_norm(image: Meta, weight, bias, samples: int, channels: int, pixels: int, groups: int, eps: float) -> Reduced:
     """Every sample's groups of channels by themselves; rows are the channels of all samples."""
     refuse_cut("group norm", weight, bias)
+    if _is_by_samples([image]):
+        return _of_samples(image, weight, bias, channels, pixels, groups, eps)
     layout, members = layout_for([image], [0, 1]), channels // groups
 
     def local(tile: Tensor, *affine: Tensor) -> Tensor:
@@ -58,6 +63,8 @@ def group_norm(image: Meta, weight, bias, samples: int, channels: int, pixels: i
 def group_norm_backward(
     grad: Meta, image: Meta, mean: Meta, invstd: Meta, weight, samples: int, channels: int, pixels: int, groups: int, mask
 ) -> Reduced:
+    if _is_by_samples([image, grad]):
+        return _of_samples_backward(grad, image, mean, invstd, weight, channels, pixels, groups, mask)
     refuse_cut("group norm", weight, mean, invstd)
     layout, members = layout_for([image, grad], [0, 1]), channels // groups
     count, dtype = members * math.prod(image.shape[2:]), moments.statistics_dtype(image.dtype)
@@ -83,6 +90,58 @@ def group_norm_backward(
     outs, dims = [Tile(image.shape), None, None], range(2, image.ndim)
     reads = reads_of([image, grad], layout, mean, invstd, weight)
     return Reduced(dims=dims, local=local, outs=outs, finish=finish, by_parts=False, **reads)  # kernels without derivative
+
+
+# ---------------------------------------------------------------------------------------------- whole samples
+
+
+def _is_by_samples(images: Sequence[Meta]) -> bool:
+    """Whether every rank has whole samples, which torch's kernel takes as they are."""
+    layout = first_cut(images).layout
+    return layout is not None and layout.cuts[0] is not None and not any(layout.cuts[1:])
+
+
+def _statistics_of(layout: Layout, groups: int) -> Layout:
+    return layout_of((layout.shape[0], groups), (layout.cuts[0], None), layout.grid)
+
+
+def _of_samples(image: Meta, weight, bias, channels: int, pixels: int, groups: int, eps: float) -> Reduced:
+    layout = layout_for([image], ())
+    statistics = _statistics_of(layout, groups)
+
+    def finish(total: Tensor, *tensors: Tensor) -> tuple:
+        tile = moments.dense(tensors[image.number])
+        affine = taken(tensors, weight), taken(tensors, bias)
+        return aten.native_group_norm.default(tile, *affine, len(tile), channels, pixels, groups, eps)
+
+    seen = Tile(statistics.shape, statistics.cuts)
+    reads = reads_of([image], layout, weight, bias)
+    return Reduced(dims=(), local=nothing, outs=[Tile(image.shape), seen, seen], finish=finish, **reads)
+
+
+def _of_samples_backward(
+    grad: Meta, image: Meta, mean: Meta, invstd: Meta, weight, channels: int, pixels: int, groups: int, mask: Sequence[bool]
+) -> Reduced:
+    refuse_cut("group norm", weight)
+    layout = layout_for([image, grad], ())
+
+    def finish(total: Tensor, *tensors: Tensor) -> tuple:
+        tile = moments.dense(tensors[image.number])
+        if tile.numel() == 0:
+            return torch.empty_like(tile) if mask[0] else None, *zeros_of(affine, tile)
+        given = moments.laid_out_as(tile, tensors[grad.number]), tile, tensors[mean.number], tensors[invstd.number]
+        return aten.native_group_norm_backward.default(
+            *given, taken(tensors, weight), len(tile), channels, pixels, groups, mask
+        )
+
+    dtype = image.dtype if weight is None else weight.dtype
+    affine = [Total(is_deferred(weight), (channels,), dtype) if wanted else None for wanted in mask[1:]]
+    reads = reads_of([image, grad, mean, invstd], layout, weight)
+    reads["at"][2:4] = [_statistics_of(layout, groups)] * 2
+    return Reduced(dims=(), local=nothing, outs=[Tile(image.shape), *affine], finish=finish, **reads)
+
+
+# ---------------------------------------------------------------------------------------------- samples in tiles
 
 
 def _both(grad: Tensor, image: Tensor) -> list[tuple[Tensor, ...]]:
