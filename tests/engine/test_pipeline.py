@@ -530,6 +530,23 @@ def test_copies_in_stages_refuse_samples_that_meet_however_few_each_has():
             assert "set mesh.independent=true" in text
 
 
+class FirstAlone(nn.Module):
+    """The first sample of a batch goes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.one(x)
+        return self.two(torch.cat([seen[:1].relu(), seen[1:]]))
+
+
+def test_micro_batches_refuse_a_model_that_picks_samples():
+    for text in on_ranks(2, refused, FirstAlone, (4, 4), plan=plan_of(2, micro=2)):
+        assert "micro_batches=2 cannot give what" in text and "aten.slice.Tensor" in text
+
+
 def changes_mode(mesh):
     """A model without a batch norm that learns, until somebody lets it."""
     model = net("batch norm")

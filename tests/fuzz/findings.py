@@ -363,5 +363,15 @@ FINDINGS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=3)),
     ),
+    # Every micro-batch has a first sample; the batch has one.
+    (
+        Program(
+            (2, 4, 5, 10),
+            {"m0": "nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(1, 4), nn.LeakyReLU(0.1, inplace=True))"},
+            ("v1 = self.m0(x)", "v4 = v1 + 0", "v4[:1].relu_()"),
+            ("v4",),
+        ),
+        Layout(Plan(stage=2)),
+    ),
 ]
 """Each with the layout that showed it."""

@@ -1,7 +1,8 @@
 """Which operations of a model look at several samples at once?  Found out without pixels, before a batch is cut up.
 
 The graph runs on tensors of torch's meta device whose batch lies on two ranks that cannot talk to each other.  Where the rules
-of tiles want to send something, samples meet; where there is no rule, they may.
+of tiles want to send something, samples meet; where there is no rule, they may.  What takes some samples out of a batch, as its
+first one, takes others out of a part of the batch, and counts with these.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ def where_samples_meet(graph: Graph) -> list[str]:
     with torch.no_grad():
         for node in graph.nodes:
             reads_samples = any(type(known.get(value)) is TiledTensor for value in node.reads)
-            made = _run(node, known, found) if reads_samples and not node.draws else None
+            made = _run(node, known, rows, found) if reads_samples and not node.draws else None
             for out, tensor in zip(node.outs, made or [None] * len(node.outs), strict=True):
                 if out is not None:
                     known[out] = tensor if isinstance(tensor, Tensor) else _after(out, node, known, rows)
     return list(found)
 
 
-def _run(node: Node, known: dict[Value, Tensor], found: dict[str, None]) -> list[Any] | None:
-    """What the operation gives; None where it wanted to send something."""
+def _run(node: Node, known: dict[Value, Tensor], rows: int, found: dict[str, None]) -> list[Any] | None:
+    """What the operation gives; None where it wanted to send something, or picked some of the samples."""
     try:
         made = node.call(iter([known[value] if value in known else _plain(value) for value in node.reads]))
     except Exception:  # of ranks that cannot talk, or of an operation without a rule
@@ -46,8 +47,18 @@ def _run(node: Node, known: dict[Value, Tensor], found: dict[str, None]) -> list
             found[name_of(node.op)] = None
         return None
     leaves = [made] if node.is_single else tree_leaves(made, is_leaf=lambda leaf: leaf is None)
+    if any(type(leaf) is TiledTensor and not _has_every_sample(leaf, rows) for leaf in leaves):
+        found[name_of(node.op)] = None
+        return None
     fits = len(leaves) == len(node.outs)
     return leaves if fits else None
+
+
+def _has_every_sample(tensor: TiledTensor, rows: int) -> bool:
+    """Whether each sample has as many rows along the dim that is cut, first those of the first half."""
+    cuts = [(cut.bounds, extent) for cut, extent in zip(tensor.laid.cuts, tensor.shape, strict=True) if cut is not None]
+    each = [extent // rows for _, extent in cuts]
+    return all(n > 0 and bounds == (0, n * (rows // 2), n * rows) for n, (bounds, _) in zip(each, cuts, strict=True))
 
 
 def _after(out: Value, node: Node, known: dict[Value, Tensor], rows: int) -> Tensor:
