@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,13 +119,16 @@ class Careful(TorchFunctionMode):
     """Inside, a program is Uninteresting whose numbers are rounding, or torch's mistake.
 
     That is the standard deviation of constants; the commonest of values, some of which differ by rounding alone; resizing with
-    antialiasing to or from a width of one pixel, whose kernels mix up the dims; and sampling at places that are no numbers.
+    antialiasing to or from a width of one pixel, whose kernels mix up the dims; sampling at places that are no numbers; and
+    circular padding of more pixels than its crop has left.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", "")
         if name == "grid_sample" and not bool((args[1].detach().abs() < LARGEST).all()):
             raise Uninteresting("torch reads outside of memory for a grid of what is no number")
+        if name == "pad" and "circular" in ((kwargs or {}).get("mode"), *args[2:3]) and _wraps_too_far(args[0], args[1]):
+            raise Uninteresting("torch leaves memory as it is where it crops and then wraps more than is left")
         found = func(*args, **(kwargs or {}))
         if name in ("std", "std_mean"):
             first = found if isinstance(found, Tensor) else found[0]
@@ -136,6 +139,12 @@ class Careful(TorchFunctionMode):
         if name == "interpolate" and (kwargs or {}).get("antialias") and 1 in (*args[0].shape[2:], *found.shape[2:]):
             raise Uninteresting("torch mixes up the dims of an image that is one pixel wide")
         return found
+
+
+def _wraps_too_far(image: Tensor, pads: Sequence[int]) -> bool:
+    pairs = [(pads[n], pads[n + 1]) for n in range(0, len(pads), 2)]
+    left = [extent + min(0, a) + min(0, b) for extent, (a, b) in zip(reversed(image.shape), pairs, strict=False)]
+    return any(max(pair) > extent for extent, pair in zip(left, pairs, strict=True))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
