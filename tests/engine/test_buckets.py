@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import on_ranks
 from torch import nn
 
+from widefield import parallelize
 from widefield.engine.strategies._buckets import bucket_mib, chosen_mib
 from widefield.plan import Plan
 
@@ -43,3 +45,25 @@ def asked(mesh):
 
 def test_a_size_that_is_given_is_taken_and_nothing_is_sent():
     assert on_ranks(2, asked, plan=Plan(replicate=2, bucket_mib=7.0)) == [(7.0, [])] * 2
+
+
+def memory_of_steps(mesh) -> tuple[list[int], list[bool]]:
+    """Where the first gradient lies after each of five backwards, and whether one that was kept stayed as it was."""
+    torch.manual_seed(0)
+    model = parallelize(nn.Linear(400, 300), mesh)
+    places, kept, stays = [], [], []
+    for step in range(5):
+        model.zero_grad(set_to_none=True)
+        model(torch.full((2, 400), 1.0 + step)).square().sum().backward()
+        places.append(model.weight.grad.data_ptr())
+        if step == 2:
+            kept.append((model.weight.grad, model.weight.grad.clone()))
+        stays += [torch.equal(gradient, before) for gradient, before in kept]
+    return places, stays
+
+
+def test_memory_of_gradients_that_are_gone_is_used_again_and_no_other():
+    """In new memory every page costs; what somebody keeps of a gradient is theirs."""
+    for places, stays in on_ranks(2, memory_of_steps):
+        assert all(stays) and len(stays) == 3
+        assert places[1] == places[2] and places[3] != places[2] and places[4] == places[3]

@@ -102,6 +102,8 @@ class Bucket:
         self.number, self.members, self._is_last = number, [n for n, _ in parameters], is_last
         self._parameters = [weakref.ref(parameter) for _, parameter in parameters]
         self.work: Any = None
+        self._kept: Tensor | None = None
+        self._users = 0
         self.begin()
 
     def begin(self) -> None:
@@ -114,10 +116,9 @@ class Bucket:
         return found  # type: ignore[return-value]
 
     def fill(self, scale: float) -> None:
-        """Take this rank's gradients, times `scale`, into new memory: that of the last backward may be in use somewhere."""
+        """Take this rank's gradients, times `scale`, into memory that nobody else looks at."""
         parameters = self.parameters()
-        first = parameters[0]
-        self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        self._flat = self._memory_for(parameters)
         self._views, start = [], 0
         for parameter in parameters:
             run, start = self._flat[start : start + parameter.numel()], start + parameter.numel()
@@ -128,6 +129,17 @@ class Bucket:
                 continue
             torch.mul(parameter.grad, scale, out=view)
             parameter.grad = view
+
+    def _memory_for(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The last backward's, where its gradients are gone; else new memory, whose pages cost a CPU more than the sum."""
+        first, size, memory = parameters[0], sum(p.numel() for p in parameters), self._kept
+        fits = memory is not None and (len(memory), memory.dtype, memory.device) == (size, first.dtype, first.device)
+        if not fits or _users_of(memory) > self._users:  # type: ignore[arg-type]
+            memory = torch.empty(size, dtype=first.dtype, device=first.device)
+            self._users = _users_of(memory)
+        self._kept = memory if first.device.type == "cpu" else None  # a GPU's allocator keeps it, for others too
+        assert memory is not None
+        return memory
 
     def finish(self) -> None:
         """Wait for the message."""
@@ -158,7 +170,7 @@ class Bucket:
         self._forget()
 
     def _forget(self) -> None:
-        """The memory is the gradients' from now on."""
+        """The memory is the gradients' from now on, as long as there are any."""
         self._flat, self._views = torch.empty(0), []
 
     # what torch's hooks ask
@@ -177,6 +189,11 @@ class Bucket:
 
     def set_buffer(self, buffer: Tensor) -> None:
         self._flat.copy_(buffer)
+
+
+def _users_of(tensor: Tensor) -> int:
+    """How many tensors show this memory, views too, and one more for being asked."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @dataclass(eq=False)
