@@ -41,9 +41,10 @@ def may_mix(func: Any, of_samples: int) -> bool:
 
 def _takes_them_together(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
     """Whether a reduction gives something that has no longer a row for each row of what it read."""
-    reduces = isinstance(func, torch._ops.OpOverload) and torch.Tag.reduction in func.tags
-    rows = {len(tensor) for tensor in tiled if tensor.ndim}
-    return reduces and any(not out.ndim or len(out) not in rows for out in tensors_in((made,), {}))
+    if not (isinstance(func, torch._ops.OpOverload) and torch.Tag.reduction in func.tags):
+        return False
+    rows = {len(tensor) for tensor in tiled if tensor.ndim and tensor.laid.is_cut}  # else of no sample, or of all already
+    return bool(rows) and any(not out.ndim or len(out) not in rows for out in tensors_in((made,), {}))
 
 
 def _lies_by_samples(tensor: TiledTensor) -> bool:

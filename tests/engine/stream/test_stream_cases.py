@@ -87,6 +87,7 @@ ON_THE_WHOLE_IN = {
     "convolution: weight and bias are images": {"convolution"},
     "cross_entropy: cross entropy, label smoothing and class weights, classes and batch cut": {"gather", "nll_loss_forward"},
     "pooling: avg of integers": {"avg_pool2d"},
+    "resize: twice the size, another step": {"upsample_nearest2d"},
     "padding: replicate, all of a dim cut away": {"replication_pad2d"},
 }
 """The cases in which operations run on the whole that elsewhere do not."""

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from widefield.engine.layout import Cut, Grid, layout_of
 from widefield.engine.mixing import may_mix, name_of
+from widefield.engine.stream.apart import BATCH_NORM_OVER
 from widefield.engine.stream.graph import Graph, Node, Value
 from widefield.engine.tiled import TiledTensor, wrap
 
@@ -63,6 +64,8 @@ def _has_every_sample(tensor: TiledTensor, rows: int) -> bool:
 
 def _after(out: Value, node: Node, known: dict[Value, Tensor], rows: int) -> Tensor:
     """A result that was not made: with rows for samples, where the operation read some and the sizes say so."""
+    if node.op is BATCH_NORM_OVER and out is not node.outs[0]:
+        return _plain(out)  # running statistics, of as many channels as it may be
     layouts = [known[value].laid for value in node.reads if value in known and type(known[value]) is TiledTensor]
     dims = [0] if layouts else []
     dims += [dim for layout in layouts for dim, cut in enumerate(layout.cuts) if cut is not None]
