@@ -391,16 +391,11 @@ CASES += [
         refuses="convert them to float",
     ),
     case("to nothing", partial(F.interpolate, size=(0, 3)), (1, 2, 17, 13), refuses="both must be positive|greater than 0"),
-    case(
-        "same size, another step",
-        partial(F.interpolate, scale_factor=1.02, mode="bicubic"),
-        (1, 2, 17, 13),
-        refuses="give size=17",
-    ),
-    case(
-        "twice the size, another step",
-        partial(F.interpolate, scale_factor=2.05, mode="nearest"),
-        (1, 2, 17, 13),
-        refuses="give size=34",
+    *(
+        case(name, partial(F.interpolate, scale_factor=scale, mode=mode), (1, 2, 17, 13), refuses=f"give size={size}")
+        for name, scale, mode, size in (
+            ("same size, another step", 1.02, "bicubic", 17),
+            ("twice the size, another step", 2.05, "nearest", 34),
+        )  # fmt: skip
     ),
 ]
