@@ -392,10 +392,7 @@ CASES += [
     ),
     case("to nothing", partial(F.interpolate, size=(0, 3)), (1, 2, 17, 13), refuses="both must be positive|greater than 0"),
     *(
-        case(name, partial(F.interpolate, scale_factor=scale, mode=mode), (1, 2, 17, 13), refuses=f"give size={size}")
-        for name, scale, mode, size in (
-            ("same size, another step", 1.02, "bicubic", 17),
-            ("twice the size, another step", 2.05, "nearest", 34),
-        )  # fmt: skip
+        case(f"{name} size, another step", partial(F.interpolate, scale_factor=by, mode=m), (1, 2, 17, 13), refuses=f"size={n}")
+        for name, by, m, n in (("same", 1.02, "bicubic", 17), ("twice the", 2.05, "nearest", 34))
     ),
 ]
