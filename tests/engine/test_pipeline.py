@@ -463,12 +463,14 @@ def test_reasons_say_what_a_stage_costs_and_how_long_it_waits():
     assert "batch_norm=per_micro_batch" in why
 
 
-class Tied(nn.Module):
-    """The last layer has the first one's weights."""
-
+class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class Tied(TwoLayers):
+    """The last layer has the first one's weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.two(self.one(x)), self.one.weight)
@@ -510,12 +512,8 @@ def test_layers_that_share_weights_are_not_taken_apart():
         assert "one.weight is read before and in it" in text
 
 
-class Centred(nn.Module):
+class Centred(TwoLayers):
     """What learns sees how far a sample is from the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         seen = self.one(x)
@@ -530,12 +528,8 @@ def test_copies_in_stages_refuse_samples_that_meet_however_few_each_has():
             assert "set mesh.independent=true" in text
 
 
-class FirstAlone(nn.Module):
+class FirstAlone(TwoLayers):
     """The first sample of a batch goes another way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         seen = self.one(x)

@@ -24,5 +24,4 @@ class Processes:
         refusals = [answer for answer in found if isinstance(answer, Refusal)]
         if refusals:
             return refusals[0] if len(refusals) == len(found) else Finding("refuses on some ranks", refusals[0].text)
-        text = compare(program, layout, whole, found)
-        return Finding("differs", text) if text else None
+        return compare(program, layout, whole, found)

@@ -17,16 +17,7 @@ from .grammar import draw_program
 from .plans import Layout, draw_layout
 from .program import Program
 from .threads import Failed, Ranks
-from .trial import (
-    Finding,
-    Outcome,
-    Refusal,
-    compare,
-    pattern,
-    train_on,
-    train_whole,
-    verdict_of_errors,
-)
+from .trial import Finding, Outcome, Refusal, compare, pattern, train_on, train_whole, verdict_of_errors
 
 Verdict = Finding | Refusal | None
 MESHES_MOST = 60
@@ -69,8 +60,7 @@ class Threads:
         problem = verdict_of_errors([(f.error, f.text) if isinstance(f, Failed) else None for f in found])
         if problem is not None:
             return problem
-        text = compare(program, layout, whole, found)
-        return Finding("differs", text) if text else None
+        return compare(program, layout, whole, found)
 
 
 @dataclass

@@ -230,8 +230,8 @@ def attempt(mesh: Mesh, program: Program, layout: Layout) -> Outcome | Refusal:
 # ---------------------------------------------------------------------------------------------- what differs
 
 
-def compare(program: Program, layout: Layout, whole: Outcome, ranks: list[Outcome]) -> str | None:
-    """What differs first, in words; None where nothing does beyond what rounding makes of this program."""
+def compare(program: Program, layout: Layout, whole: Outcome, ranks: list[Outcome]) -> Finding | None:
+    """What differs first; None where nothing does beyond what rounding makes of this program."""
     copies, tolerance = layout.plan.replicate * layout.plan.shard, tolerance_of(program)
     expected = whole.numbers
     scale = max(
@@ -253,7 +253,7 @@ def compare(program: Program, layout: Layout, whole: Outcome, ranks: list[Outcom
             wrong.insert(0, (name, error, mean, expected[name]))
     missing = [name for name in expected if name not in ranks[0].numbers and "gradient" not in name]
     if missing:
-        return f"rank 0 has no {missing[0]}"
+        return Finding("differs", f"rank 0 has no {missing[0]}")
     if not wrong:
         return None
     if _most_of(train_whole(program, 1e-13), whole, scale) * 1e3 > tolerance * 1e-3:
@@ -262,7 +262,7 @@ def compare(program: Program, layout: Layout, whole: Outcome, ranks: list[Outcom
     if not wrong:
         return None
     name, error, value, wanted = wrong[0]
-    return f"{name}: {_words(value)} where one device has {_words(wanted)} (off by {error:.1e})"
+    return Finding("differs", f"{name}: {_words(value)} where one device has {_words(wanted)} (off by {error:.1e})")
 
 
 def tolerance_of(program: Program) -> float:

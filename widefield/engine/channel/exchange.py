@@ -109,6 +109,18 @@ def _like(tile: Tensor, tensor: Tensor, part: Part | None) -> Tensor:
     return wrap(tile, layout_of(tuple(shape), tensor.laid.cuts, tensor.laid.grid))
 
 
+def _kept(tensor: Tensor, exchange: Exchange) -> Tensor:
+    """This rank's part of a whole, tile by tile."""
+    tensor = _whole_along(tensor, exchange.part.dim)
+    return _like(exchange.keep(_tile_of(tensor)), tensor, exchange.part)
+
+
+def _fetched(tensor: Tensor, exchange: Exchange) -> Tensor:
+    """The whole of every rank's part, tile by tile."""
+    tensor = _whole_along(tensor, exchange.part.dim)
+    return _like(exchange.fetch(_tile_of(tensor)), tensor, exchange.part)
+
+
 # ---------------------------------------------------------------------------------------------- with gradients
 
 
@@ -142,13 +154,12 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange, tensor = exchange, _whole_along(tensor, exchange.part.dim)
-        return _like(exchange.keep(_tile_of(tensor)), tensor, exchange.part)
+        ctx.exchange = exchange
+        return _kept(tensor, exchange)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = _whole_along(grad, ctx.exchange.part.dim)
-        return _like(ctx.exchange.fetch(_tile_of(grad)), grad, ctx.exchange.part), None
+        return _fetched(grad, ctx.exchange), None
 
 
 class Fetch(torch.autograd.Function):
@@ -156,10 +167,9 @@ class Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange, tensor = exchange, _whole_along(tensor, exchange.part.dim)
-        return _like(exchange.fetch(_tile_of(tensor)), tensor, exchange.part)
+        ctx.exchange = exchange
+        return _fetched(tensor, exchange)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = _whole_along(grad, ctx.exchange.part.dim)
-        return _like(ctx.exchange.keep(_tile_of(grad)), grad, ctx.exchange.part), None
+        return _kept(grad, ctx.exchange), None

@@ -132,13 +132,12 @@ class Bucket:
 
     def _memory_for(self, parameters: Sequence[Tensor]) -> Tensor:
         """The last backward's, where its gradients are gone; else new memory, whose pages cost a CPU more than the sum."""
-        first, size, memory = parameters[0], sum(p.numel() for p in parameters), self._kept
-        fits = memory is not None and (len(memory), memory.dtype, memory.device) == (size, first.dtype, first.device)
-        if not fits or _users_of(memory) > self._users:  # type: ignore[arg-type]
-            memory = torch.empty(size, dtype=first.dtype, device=first.device)
+        first, memory = parameters[0], self._kept
+        like = (sum(p.numel() for p in parameters), first.dtype, first.device)
+        if memory is None or (len(memory), memory.dtype, memory.device) != like or _users_of(memory) > self._users:
+            memory = torch.empty(like[0], dtype=like[1], device=like[2])
             self._users = _users_of(memory)
         self._kept = memory if first.device.type == "cpu" else None  # a GPU's allocator keeps it, for others too
-        assert memory is not None
         return memory
 
     def finish(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+PLAIN = (bool, int, float, str, type(None))
+"""What a module may hold that a forward changes and that is no tensor: a counter, a mode."""
 
 
 class ForwardState:
@@ -24,7 +26,7 @@ class ForwardState:
         ]
         self.buffers = [(part, name, buffer, buffer._version) for part, name, buffer in held]
         self.values = [buffer.detach().clone() for *_, buffer in held]
-        self.numbers = [(part, _numbers_of(part)) for part in model.modules()]
+        self.attributes = [(part, part.__dict__.copy()) for part in model.modules()]
 
     def _random(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
@@ -52,8 +54,8 @@ class ForwardState:
             if buffer._version != version or not torch.equal(buffer, value):
                 buffer.copy_(value)
             part._buffers[name] = buffer
-        for part, numbers in self.numbers:
-            part.__dict__.update(numbers)
+        for part, attributes in self.attributes:
+            part.__dict__.update({name: value for name, value in attributes.items() if isinstance(value, PLAIN)})
 
 
 @contextmanager
@@ -66,7 +68,3 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     finally:
         model.zero_grad(set_to_none=True)
         before.restore()
-
-
-def _numbers_of(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in part.__dict__.items() if isinstance(value, (bool, int, float, str, type(None)))}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from widefield.engine.executed import lay, refuse_streams
 from widefield.engine.mesh import Mesh
+from widefield.engine.mixing import name_of
 from widefield.engine.partial import manage
 from widefield.engine.pipeline import held
 from widefield.engine.pipeline.cutting import Division, divide
@@ -24,6 +25,7 @@ from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, sch
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies._buckets import bucket_mib
 from widefield.engine.strategies.data import _conv_net, synchronize
+from widefield.engine.stream.apart import BATCH_NORM_OVER
 from widefield.engine.stream.graph import Graph
 from widefield.engine.stream.stand_ins import Like, named_tensors
 from widefield.plan import Plan
@@ -50,12 +52,14 @@ def apply(
     reasons = synchronize(model, mesh) if mesh.copies > 1 else []
     flow = PipelineFlow(model, mesh, micro_batches=1)
     flow.likes = remembered(model, mesh.device)
-    batch = _followed(flow, model, sample, max(2, most) if mesh.copies > 1 else most)  # samples of two copies meet as two do
+    together = max(2, most) if mesh.copies > 1 else most  # samples of two copies meet as two do
+    batch = _followed(flow, model, sample, together)
     flow.micro_batches, why = _micro_batches(model, batch, plan)
     _refuse_compiled(plan, model)
     if mesh.copies > 1 and not plan.independent:
         _refuse_mixing(model, batch, mesh)
-    graph = _followed(flow, model, sample, -(-most // flow.micro_batches))
+    each = -(-most // flow.micro_batches)
+    graph = batch if each == together else _followed(flow, model, sample, each)
     draws = _own_draws(plan) if any(node.draws for node in graph.nodes) else []
     trained = frozenset(name for name, _ in model.named_parameters())
     division = divide(graph, flow.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
@@ -80,16 +84,13 @@ def _followed(flow: PipelineFlow, model: nn.Module, sample: Tensor, rows: int) -
 
 def _refuse_mixing(model: nn.Module, graph: Graph, mesh: Mesh) -> None:
     """NotImplementedError where samples meet in something else than a BatchNorm, which takes those of all copies."""
-    mixing = [name for name in where_samples_meet(graph) if name not in BATCH_NORMS]
+    mixing = [name for name in where_samples_meet(graph) if name != name_of(BATCH_NORM_OVER)]
     if mixing:
         raise NotImplementedError(
             f"{type(model).__qualname__} mixes the samples of a batch ({', '.join(mixing[:3])}), and {mesh.copies} copies "
             f"of it in mesh.stage={mesh.plan.stage} stages have each their own; set mesh.independent=true to let each mix its "
             "own, which is not one device's, or train without copies, or without stages"
         )
-
-
-BATCH_NORMS = {"widefield.batch_norm_over"}
 
 
 def _own_draws(plan: Plan) -> list[str]:
