@@ -2,7 +2,7 @@
 
 A rank runs until it has to wait for another; then the next that can go on does.  So there are no races, a program runs the same
 way each time, one that waits for ever is found out at once, and ranks that call different collectives are told so.  Random
-states are swapped with the ranks, since torch has one per process.
+states and counts of writes are swapped with the ranks, since there is one per process.
 
     ranks = Ranks(2)
     ranks.run(body)          # body(rank) on each; a list of what they return
@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg as torch_threads
+
+from widefield.engine import homes
 
 BACKEND = "one_at_a_time"
 
@@ -58,12 +60,11 @@ class Turns:
         if holds():
             return
         self.waits[rank] = holds
-        states = torch.get_rng_state(), random.getstate()
+        own = _state_of_process()
         self._call_next(rank)
         self.calls[rank].wait()
         self.calls[rank].clear()
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
+        _restore(own)
         self.waits[rank] = None
         if not holds():
             raise Stuck(f"rank {rank} waits for a message that no rank will send")
@@ -80,6 +81,17 @@ class Turns:
         for other in (ready or alive)[:1]:
             self.is_broken = self.is_broken or not ready
             self.calls[other].set()
+
+
+def _state_of_process() -> tuple:
+    """What there is one of in each process, and so for each rank."""
+    return torch.get_rng_state(), random.getstate(), homes._UNSEEN[0]
+
+
+def _restore(state: tuple) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    homes._UNSEEN[0] = state[2]
 
 
 # ---------------------------------------------------------------------------------------------- collectives
@@ -354,26 +366,24 @@ class Ranks:
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """`body(rank)` on every rank, each from the same random state; what each returns, a Failed where it raised."""
-        states = torch.get_rng_state(), random.getstate()
+        first = _state_of_process()
         self.turns.begin()
         self.board.clear()
         for rank in range(self.size):
-            self.work[rank] = self._seeded(body, states)
+            self.work[rank] = self._begun_at(body, first)
             self.starts[rank].release()
         self.turns.calls[0].set()
         for _ in range(self.size):
             self.is_over.acquire()
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
+        _restore(first)
         for event in self.turns.calls:
             event.clear()
         return list(self.answers)
 
     @staticmethod
-    def _seeded(body: Callable[[int], Any], states: tuple[Tensor, Any]) -> Callable[[int], Any]:
+    def _begun_at(body: Callable[[int], Any], first: tuple) -> Callable[[int], Any]:
         def begin(rank: int) -> Any:
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
+            _restore(first)
             return body(rank)
 
         return begin

@@ -108,6 +108,8 @@ def train_whole(program: Program, nudge: float = 0.0) -> Outcome:
         x = (x * (1 + nudge * torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=x.dtype))).requires_grad_()
         torch.manual_seed(step)
         loss = step_of(program, model, x, len(x))
+        if 0 < abs(loss.item()) < TOLERANCE:
+            raise Uninteresting("a loss that is rounding")
         found.note(f"step {step}", {"loss": loss, "image's gradient": x.grad})
         found.note(f"step {step}, gradient", {name: p.grad for name, p in model.named_parameters()})
         optimizer.step()
@@ -118,9 +120,10 @@ def train_whole(program: Program, nudge: float = 0.0) -> Outcome:
 class Careful(TorchFunctionMode):
     """Inside, a program is Uninteresting whose numbers are rounding, or torch's mistake.
 
-    That is the standard deviation of constants; the commonest of values, some of which differ by rounding alone; resizing with
-    antialiasing to or from a width of one pixel, whose kernels mix up the dims; sampling at places that are no numbers; and
-    circular padding of more pixels than its crop has left.
+    That is the standard deviation of constants, and a norm over samples or pixels of them; the commonest of values, some of
+    which differ by rounding alone; resizing with antialiasing to or from a width of one pixel, whose kernels mix up the dims;
+    sampling at places that are no numbers; circular padding of more pixels than its crop has left; and, where a gradient comes
+    with channels last, batch norms of images one pixel high or wide, and instance norms, which are wrong for one sample.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -136,9 +139,28 @@ class Careful(TorchFunctionMode):
                 raise Uninteresting("a standard deviation of constants")
         if name == "mode" and bool((args[0].detach().double().flatten().sort()[0].diff() < TOLERANCE).any()):
             raise Uninteresting("the commonest of values that rounding tells apart")
+        if name in ("batch_norm", "instance_norm") and _is_flat(args[0].detach(), 2 if name == "instance_norm" else 1):
+            raise Uninteresting("a norm of constants")
+        if (
+            (name == "instance_norm" or name == "batch_norm" and 1 in found.shape[2:])
+            and found.ndim > 3
+            and found.requires_grad
+        ):
+            found.register_hook(_as_the_image_lies)
         if name == "interpolate" and (kwargs or {}).get("antialias") and 1 in (*args[0].shape[2:], *found.shape[2:]):
             raise Uninteresting("torch mixes up the dims of an image that is one pixel wide")
         return found
+
+
+def _is_flat(image: Tensor, dims: int) -> bool:
+    """Whether some channel, or with 2 dims one of a sample, is one number but for rounding, and not zero."""
+    rows = image.flatten(2).flatten(0, 1) if dims == 2 else image.transpose(0, 1).flatten(1)
+    return bool(((rows.std(1, correction=0) < FLAT) & (rows.abs().amax(1) > 0)).any()) if rows.numel() else False
+
+
+def _as_the_image_lies(gradient: Tensor) -> None:
+    if gradient.stride(1) == 1 and not gradient.is_contiguous():
+        raise Uninteresting("torch takes a gradient with channels last for a row-major one")
 
 
 def _wraps_too_far(image: Tensor, pads: Sequence[int]) -> bool:

@@ -28,6 +28,7 @@ from widefield.engine.in_place import (
     without_pixels,
 )
 from widefield.engine.layout import Layout, layout_of
+from widefield.engine.memory_order import ordered
 from widefield.engine.partial import INTO_LEAF, into_leaf, is_for_leaf
 from widefield.engine.places import moved, on_layout, own_of, recut, whole_of
 from widefield.engine.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Local, Meta, Reduced, Turns
@@ -65,6 +66,8 @@ def handler_of(func: Any) -> Callable:
     found = _handler_of(func)
     if written_by(func):
         found = partial(counted, found)
+    elif not func.is_view:
+        found = partial(ordered, found)
     return partial(_unless_for_leaf, found) if func in INTO_LEAF else found
 
 

@@ -115,10 +115,10 @@ class Layout:
 
     @property
     def is_thin(self) -> bool:
-        """Whether some rank has one pixel or none on a dim of more, so that its strides do not tell where that dim lies."""
+        """Whether a rank has fewer than two pixels on a dim, and than there are: strides do not tell where that dim lies."""
         if self._is_thin is None:
             pairs = [pair for box in self.boxes for pair in zip(box, self.shape, strict=True)]
-            self._is_thin = any(len(interval) < 2 <= extent for interval, extent in pairs)
+            self._is_thin = any(len(interval) < min(2, extent) for interval, extent in pairs)
         return self._is_thin
 
     def box_of(self, rank: int) -> Box:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from widefield.engine.layout import Layout, uncut
+from widefield.geometry.box import is_empty
 
 _make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _replay_views = torch._C._set_view_replay_enabled
@@ -133,23 +134,21 @@ def _order_of_thin(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
     """Like strides, of a whole of which some tiles are one pixel thin, whose own strides do not tell where that dim lies.
 
     Autograd picks formulas by a tensor's strides, and all ranks must pick the same.  So only dims of which all ranks have two
-    pixels tell; a thin one lies beside the next, or else the last, as in row-major memory and with channels last, where samples
-    of one row come first.  Where that does not say, a thin whole passes for row-major.
+    pixels tell.  What they do not tell is as in row-major memory, or in images as channels last; `memory_order` knows better,
+    where an operation's inputs tell.
     """
-    shape, boxes = layout.shape, layout.boxes
-    least = [min(len(box[dim]) for box in boxes) for dim in range(len(shape))]
-    thin = [dim for dim, extent in enumerate(shape) if least[dim] < 2 <= extent]
-    order = [dim for dim, pixels in enumerate(least) if pixels > 1 and strides[dim]]
-    order.sort(key=lambda dim: -strides[dim])
-    for dim in thin:
-        if least[dim] == 0 or not {dim - 1, dim + 1} & set(order):
-            return tuple(range(len(shape), 0, -1))
-        if dim == 0 and order == [*range(2, len(shape)), 1] and len(shape) in (4, 5):
-            order.insert(0, dim)
-        else:
-            order.insert(order.index(dim + 1) if dim + 1 in order else order.index(dim - 1) + 1, dim)
-    places = {dim: len(order) - place for place, dim in enumerate(order)}
-    return tuple(places.get(dim, len(order) + 1 if shape[dim] == 1 else 0) for dim in range(len(shape)))
+    dims = len(layout.shape)
+    told = sorted((dim for dim in dims_told(layout) if strides[dim]), key=lambda dim: -strides[dim])
+    if dims in (4, 5) and told == [dim for dim in (0, *range(2, dims), 1) if dim in told] != sorted(told):
+        return (dims + 1, 1, *range(dims, 2, -1))
+    return tuple(range(dims, 0, -1))
+
+
+def dims_told(layout: Layout) -> list[int]:
+    """The dims of which every rank has two pixels or more, so that tiles tell where they lie; none where some are empty."""
+    if any(is_empty(box) for box in layout.boxes):
+        return []
+    return [dim for dim in range(len(layout.shape)) if min(len(box[dim]) for box in layout.boxes) > 1]
 
 
 def whole_strides(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,23 +1,13 @@
-"""What the fuzzer has found so far, at its smallest: programs and the plans on which they were wrong, or crashed, or hung."""
+"""On copies, shards, channels and stages of a model."""
 
 from __future__ import annotations
 
 from widefield.plan import Plan
 
-from .plans import Layout
-from .program import Habit, Program
+from ..plans import Layout
+from ..program import Habit, Program
 
-FINDINGS: list[tuple[Program, Layout]] = [
-    # An output that reads no pixel hid those behind it that need a halo: transposed, of stride 2 with a kernel of 1.
-    (
-        Program(
-            (1, 3, 9, 5),
-            {"m1": "nn.ConvTranspose2d(3, 3, (1, 4), 2, 2, (1, 1), 1, False, (2, 1))"},
-            ("v3 = self.m1(x)",),
-            ("v3",),
-        ),
-        Layout(Plan(space=[4, 1]), ((0, 2, 7, 8, 9), (0, 5))),
-    ),
+OF_MODELS: list[tuple[Program, Layout]] = [
     # Second derivatives ended where copies that share a batch take their rows, in silence.
     (
         Program(
@@ -33,36 +23,6 @@ FINDINGS: list[tuple[Program, Layout]] = [
             Habit(penalty=True),
         ),
         Layout(Plan(replicate=2)),
-    ),
-    # Circular padding had no second derivative.
-    (
-        Program(
-            (1, 2, 3, 2, 2),
-            {"m0": "nn.Conv3d(2, 2, 2, (3, 1, 1), 2, (1, 1, 1), 1, True, 'circular')"},
-            ("v1 = self.m0(x)", "v2 = F.adaptive_avg_pool3d(v1, 1)"),
-            ("v2",),
-            Habit(penalty=True),
-        ),
-        Layout(Plan(space=[2, 1, 1])),
-    ),
-    # Ranks packed messages unlike each other where one of them had less to move.
-    (
-        Program(
-            (1, 3, 5, 4, 2),
-            {"m1": "nn.Conv3d(3, 1, (3, 3, 3), 1, 'same', (2, 2, 1), 1, True, 'circular')"},
-            ("v4 = self.m1(x)",),
-            ("v4",),
-        ),
-        Layout(Plan(space=[3, 1, 1])),
-    ),
-    (
-        Program(
-            (4, 1, 10),
-            {"p0": "nn.Parameter(torch.randn(1))", "p1": "nn.Parameter(torch.randn(1, 1, 3))"},
-            ("v1 = F.conv1d(x, self.p1, self.p0, 1, 'same', (1,), 1)", "v2 = torch.roll(v1, 1)"),
-            ("v2",),
-        ),
-        Layout(Plan(space=[3])),
     ),
     # A copy without samples could not tell which outputs belong to samples.
     (
@@ -176,16 +136,6 @@ FINDINGS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(stage=2)),
     ),
-    # The gradient of a bias left out pixels that no input reaches, where the image wants no gradient.
-    (
-        Program(
-            (2, 2, 11, 8),
-            {"m1": "nn.ConvTranspose2d(1, 3, (1, 1), (3, 1), 0, 0, 1, True, 1)"},
-            ("v4 = x[:, :1].detach()", "v6 = self.m1(v4)"),
-            ("v6",),
-        ),
-        Layout(Plan(space=[2, 1])),
-    ),
     # Layers that were frozen when the model was cut into stages, and are not any more, did not learn.
     (
         Program(
@@ -241,10 +191,6 @@ FINDINGS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=2)),
     ),
-    (
-        Program((1, 4, 8, 9), {"m3": "nn.SyncBatchNorm(4)"}, ("v4 = self.m3(x)",), ("v4",)),
-        Layout(Plan(stream={"tiles": [2, 3], "keep": "file"})),
-    ),
     # What `any` takes together lay by columns, and its step hid that samples meet.
     (
         Program(
@@ -254,16 +200,6 @@ FINDINGS: list[tuple[Program, Layout]] = [
             ("v2",),
         ),
         Layout(Plan(replicate=2)),
-    ),
-    # A tile doubled, and torch's kernel copied pixels twice where the whole is resampled.
-    (
-        Program(
-            (1, 2, 4),
-            {"m1": "nn.PReLU(1)"},
-            ("v3 = self.m1(x)", "v5 = F.interpolate(v3, scale_factor=2.3, mode='nearest')"),
-            ("v5",),
-        ),
-        Layout(Plan(space=[2])),
     ),
     # A dim of no channels was asked what it divides.
     (
@@ -318,27 +254,6 @@ FINDINGS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2)),
     ),
-    # Pixels that had become channels lay in tiles where ranks were to have their share of channels.
-    (
-        Program(
-            (1, 4, 8, 7),
-            {
-                "m0": "nn.Conv2d(4, 3, 2, 1, 3, (1, 1), 1, True, 'zeros')",
-                "m2": "nn.MultiheadAttention(3, 1, batch_first=True)",
-                "m3": "nn.LayerNorm([156, 3], 1e-2, True)",
-                "m4": "nn.Conv1d(156, 156, (5,), 3, 3, 2, 12, False, 'zeros')",
-            },
-            (
-                "v1 = self.m0(x)",
-                "v2 = v1.flatten(2).transpose(1, 2)",
-                "v3 = self.m2(v2, v2, v2, need_weights=False)[0]",
-                "v4 = self.m3(v3)",
-                "v5 = self.m4(v4)",
-            ),
-            ("v5",),
-        ),
-        Layout(Plan(space=[1, 2], channel=2)),
-    ),
     # A roll of all pixels in one row takes them in order, whatever their order in memory.
     (
         Program(
@@ -373,5 +288,14 @@ FINDINGS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(stage=2)),
     ),
+    # One sample per copy does not tell where samples lie in memory, and chance was drawn in another order.
+    (
+        Program(
+            (2, 1, 13),
+            {"p2": "nn.Parameter(torch.randn(3, 1))", "m3": "nn.Dropout(0.1)"},
+            ("v3 = torch.fmin(x, self.p2)", "v4 = v3.flatten(2).transpose(1, 2)", "v5 = self.m3(v4)"),
+            ("v5",),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
 ]
-"""Each with the layout that showed it."""

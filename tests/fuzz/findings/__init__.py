@@ -1,0 +1,7 @@
+"""What the fuzzer has found so far, at its smallest: programs and the plans on which they were wrong, or crashed, or hung."""
+
+from .models import OF_MODELS
+from .tiles import OF_TILES
+
+FINDINGS = [*OF_TILES, *OF_MODELS]
+"""Each with the layout that showed it."""

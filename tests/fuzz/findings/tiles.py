@@ -1,0 +1,131 @@
+"""On images cut into tiles, in space or in time."""
+
+from __future__ import annotations
+
+from widefield.plan import Plan
+
+from ..plans import Layout
+from ..program import Habit, Program
+
+OF_TILES: list[tuple[Program, Layout]] = [
+    # An output that reads no pixel hid those behind it that need a halo: transposed, of stride 2 with a kernel of 1.
+    (
+        Program(
+            (1, 3, 9, 5),
+            {"m1": "nn.ConvTranspose2d(3, 3, (1, 4), 2, 2, (1, 1), 1, False, (2, 1))"},
+            ("v3 = self.m1(x)",),
+            ("v3",),
+        ),
+        Layout(Plan(space=[4, 1]), ((0, 2, 7, 8, 9), (0, 5))),
+    ),
+    # Circular padding had no second derivative.
+    (
+        Program(
+            (1, 2, 3, 2, 2),
+            {"m0": "nn.Conv3d(2, 2, 2, (3, 1, 1), 2, (1, 1, 1), 1, True, 'circular')"},
+            ("v1 = self.m0(x)", "v2 = F.adaptive_avg_pool3d(v1, 1)"),
+            ("v2",),
+            Habit(penalty=True),
+        ),
+        Layout(Plan(space=[2, 1, 1])),
+    ),
+    # Ranks packed messages unlike each other where one of them had less to move.
+    (
+        Program(
+            (1, 3, 5, 4, 2),
+            {"m1": "nn.Conv3d(3, 1, (3, 3, 3), 1, 'same', (2, 2, 1), 1, True, 'circular')"},
+            ("v4 = self.m1(x)",),
+            ("v4",),
+        ),
+        Layout(Plan(space=[3, 1, 1])),
+    ),
+    (
+        Program(
+            (4, 1, 10),
+            {"p0": "nn.Parameter(torch.randn(1))", "p1": "nn.Parameter(torch.randn(1, 1, 3))"},
+            ("v1 = F.conv1d(x, self.p1, self.p0, 1, 'same', (1,), 1)", "v2 = torch.roll(v1, 1)"),
+            ("v2",),
+        ),
+        Layout(Plan(space=[3])),
+    ),
+    # The gradient of a bias left out pixels that no input reaches, where the image wants no gradient.
+    (
+        Program(
+            (2, 2, 11, 8),
+            {"m1": "nn.ConvTranspose2d(1, 3, (1, 1), (3, 1), 0, 0, 1, True, 1)"},
+            ("v4 = x[:, :1].detach()", "v6 = self.m1(v4)"),
+            ("v6",),
+        ),
+        Layout(Plan(space=[2, 1])),
+    ),
+    (
+        Program((1, 4, 8, 9), {"m3": "nn.SyncBatchNorm(4)"}, ("v4 = self.m3(x)",), ("v4",)),
+        Layout(Plan(stream={"tiles": [2, 3], "keep": "file"})),
+    ),
+    # A tile doubled, and torch's kernel copied pixels twice where the whole is resampled.
+    (
+        Program(
+            (1, 2, 4),
+            {"m1": "nn.PReLU(1)"},
+            ("v3 = self.m1(x)", "v5 = F.interpolate(v3, scale_factor=2.3, mode='nearest')"),
+            ("v5",),
+        ),
+        Layout(Plan(space=[2])),
+    ),
+    # Pixels that had become channels lay in tiles where ranks were to have their share of channels.
+    (
+        Program(
+            (1, 4, 8, 7),
+            {
+                "m0": "nn.Conv2d(4, 3, 2, 1, 3, (1, 1), 1, True, 'zeros')",
+                "m2": "nn.MultiheadAttention(3, 1, batch_first=True)",
+                "m3": "nn.LayerNorm([156, 3], 1e-2, True)",
+                "m4": "nn.Conv1d(156, 156, (5,), 3, 3, 2, 12, False, 'zeros')",
+            },
+            (
+                "v1 = self.m0(x)",
+                "v2 = v1.flatten(2).transpose(1, 2)",
+                "v3 = self.m2(v2, v2, v2, need_weights=False)[0]",
+                "v4 = self.m3(v3)",
+                "v5 = self.m4(v4)",
+            ),
+            ("v5",),
+        ),
+        Layout(Plan(space=[1, 2], channel=2)),
+    ),
+    # A tile read what another of its pixels' gradient was made of, where no pixel of the smaller image reads it.
+    (
+        Program(
+            (1, 2, 5, 6),
+            {"m0": "nn.Conv2d(2, 4, 1)"},
+            ("v1 = self.m0(x)", "v3 = F.interpolate(v1, size=(2, 6), mode='bilinear', align_corners=False)"),
+            ("v3",),
+        ),
+        Layout(Plan(space=[3, 1])),
+    ),
+    # Where a tile is empty, ranks did not agree whether a flat image is a view.
+    (
+        Program(
+            (1, 2, 9, 8),
+            {"m1": "nn.LayerNorm(2, 1e-2, True)"},
+            ("v2 = self.m1(x.movedim(1, -1)).movedim(-1, 1)", "v3 = v2 + 0", "v3.flatten(1).abs_()"),
+            ("v3",),
+        ),
+        Layout(Plan(space=[1, 3]), ((0, 9), (0, 5, 8, 8))),
+    ),
+    # The strides of an empty tile, of a dim of one pixel, passed for the whole's.
+    (
+        Program(
+            (2, 2, 5, 10),
+            {"p0": "nn.Parameter(torch.randn(3))", "p1": "nn.Parameter(torch.randn(3, 2, 1, 1))"},
+            (
+                "v1 = F.conv2d(x, self.p1, self.p0, (3, 3), 'valid', 1, 1)",
+                "v3 = v1.unfold(-1, 2, 3).unfold(-3, 2, 1).sum((-1, -2))",
+                "v4 = v3.permute((0, 2, 1, 3))",
+                "v7 = F.interpolate(v4, size=(1, 1), mode='area')",
+            ),
+            ("v7",),
+        ),
+        Layout(Plan(space=[2, 2])),
+    ),
+]
