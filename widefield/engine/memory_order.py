@@ -32,7 +32,7 @@ def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _is_unsure(made: TiledTensor) -> bool:
-    return made.laid.is_thin and made.laid.is_cut and made.home is None and type(made.own) is Tensor
+    return made.laid.is_cut and made.laid.is_thin and made.home is None and type(made.own) is Tensor
 
 
 def _in_order(made: Any, strides: Sequence[Strides | None], at: int) -> Any:
