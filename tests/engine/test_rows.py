@@ -293,9 +293,25 @@ def without_a_rule(mesh):
     wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Odd()).double(), mesh)(images(0))
 
 
+class Mean(nn.Module):
+    """One number of all samples, which cannot be found by a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(4, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mean((2, 3)), x.amax((2, 3))).mean()
+
+
+def a_mean_without_a_rule(mesh):
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Mean()).double(), mesh)(images(0))
+
+
 REFUSALS = {
     seeded_apart: "call torch.manual_seed with the same number on all of them",
     sizes_apart: "copies got samples of different sizes, this one",
+    a_mean_without_a_rule: "aten._trilinear.default cannot run on an image cut into tiles",
     without_a_rule: "set mesh.independent=true to let each copy draw",
 }
 
