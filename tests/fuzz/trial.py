@@ -123,7 +123,7 @@ class Careful(TorchFunctionMode):
     That is the standard deviation of constants, and a norm over samples or pixels of them; the commonest of values, some of
     which differ by rounding alone; resizing with antialiasing to or from a width of one pixel, whose kernels mix up the dims;
     sampling at places that are no numbers; circular padding of more pixels than its crop has left; and, where a gradient comes
-    with channels last, batch norms of images one pixel high or wide, and instance norms, which are wrong for one sample.
+    with channels last, batch norms of one sample or of images one pixel high or wide, and all instance norms.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -141,11 +141,7 @@ class Careful(TorchFunctionMode):
             raise Uninteresting("the commonest of values that rounding tells apart")
         if name in ("batch_norm", "instance_norm") and _is_flat(args[0].detach(), 2 if name == "instance_norm" else 1):
             raise Uninteresting("a norm of constants")
-        if (
-            (name == "instance_norm" or name == "batch_norm" and 1 in found.shape[2:])
-            and found.ndim > 3
-            and found.requires_grad
-        ):
+        if (name == "instance_norm" or name == "batch_norm" and 1 in found.shape) and found.ndim > 3 and found.requires_grad:
             found.register_hook(_as_the_image_lies)
         if name == "interpolate" and (kwargs or {}).get("antialias") and 1 in (*args[0].shape[2:], *found.shape[2:]):
             raise Uninteresting("torch mixes up the dims of an image that is one pixel wide")
