@@ -1,4 +1,4 @@
-"""The plans that programs run under: tiles in one to three dims, in space and in time, copies, shards, channels, stages, mixes."""
+"""The plans that programs run under: tiles in one to three dims, in space and in time, copies, shards, channels, stages."""
 
 from __future__ import annotations
 
