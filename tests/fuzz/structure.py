@@ -1,4 +1,4 @@
-"""What a forward does around its operations: weights that depend on the image, state, checkpoints, branches, loops, precision."""
+"""What a forward does around operations: weights that depend on the image, state, checkpoints, branches, loops, precision."""
 
 from __future__ import annotations
 
