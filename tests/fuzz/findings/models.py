@@ -298,4 +298,18 @@ OF_MODELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=2)),
     ),
+    # One sample has no deviation: what is no number was not seen to differ from what all samples give.
+    (
+        Program(
+            (2, 2, 7),
+            {"m0": "nn.Conv1d(2, 1, 3, padding=1)", "p2": "nn.Parameter(torch.randn(1, 1))"},
+            (
+                "v1 = self.m0(x)",
+                "v4 = v1 * F.linear(v1.flatten(2).mean(2), self.p2).sigmoid()[:, :, None, None]",
+                "v6 = v4.std([-4], keepdim=False)",
+            ),
+            ("v6",),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
 ]

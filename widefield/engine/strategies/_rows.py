@@ -251,8 +251,9 @@ def _differ(alone: Any, among_all: Any) -> bool:
         alone, among_all = alone.own, on_layout(among_all, alone.laid)
     if not alone.numel():
         return False
-    apart = (alone.detach() - among_all).abs().max()
-    return bool(apart > TOLERANCE.get(alone.dtype, 0.01) * alone.detach().abs().max())
+    alone = alone.detach()
+    apart = (alone - among_all).abs().masked_fill((alone == among_all) | alone.isnan() & among_all.isnan(), 0)
+    return not bool(apart.max() <= TOLERANCE.get(alone.dtype, 0.01) * alone.nan_to_num(0, 0, 0).abs().max())
 
 
 def _same(tensor: Any) -> Any:
