@@ -10,6 +10,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +97,12 @@ def step_of(program: Program, model: Callable, x: Tensor, samples: float) -> Ten
 
 
 def train_whole(program: Program, nudge: float = 0.0) -> Outcome:
-    """Three steps on one device, on images that are off by `nudge` in relation to their size."""
+    """Three steps on one device, on images, and with products of weights, that are off by `nudge` in relation to their size."""
+    with Nudged(nudge) if nudge else nullcontext():
+        return _trained(program, nudge)
+
+
+def _trained(program: Program, nudge: float) -> Outcome:
     model, found = program.build(), Outcome()
     freeze(program, model)
     optimizer = optimizer_of(model)
@@ -115,6 +121,23 @@ def train_whole(program: Program, nudge: float = 0.0) -> Outcome:
         optimizer.step()
     found.note("at the end", dict(model.state_dict()))
     return found
+
+
+class Nudged(TorchFunctionMode):
+    """Inside, convolutions and products are off by `by` in relation to their size, each pixel in its own way.
+
+    Pixels of a constant, as padding makes it, stay equal where images alone are a little off; another kernel rounds each anew.
+    """
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by, self.generator = by, torch.Generator().manual_seed(8)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not re.match("conv|linear|(__)?r?matmul|bmm|einsum", getattr(func, "__name__", "")):
+            return found
+        return found * (1 + self.by * torch.randn(found.shape, generator=self.generator, dtype=torch.float64)).to(found.dtype)
 
 
 class Careful(TorchFunctionMode):
