@@ -1,6 +1,6 @@
 """`python -m tests.fuzz --seed 7 --minutes 10`: draw programs, run each whole and in parallel, print what is found.
 
-Each finding is made as small as it can be, and is printed as an entry of findings.py.
+Each finding is made as small as it can be, and is printed as an entry of findings/.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _renamed(program: Program, lines: tuple[str, ...], made: str, other: str) ->
 
 
 def as_case(program: Program, layout: Layout, verdict: Finding, seed: int) -> str:
-    """The finding as an entry of findings.py, above it the class and what was found."""
+    """The finding as an entry of findings/, above it the class and what was found."""
     told = [f"seed {seed}: {verdict.kind}", *verdict.text.splitlines(), *program.text().rstrip().splitlines()]
     members = ", ".join(f"{name!r}: {words!r}" for name, words in program.members.items())
     more = "" if program.habit == Habit() else f", {program.habit!r}"
