@@ -185,6 +185,7 @@ def test_torchrun_starts_the_same_command(tmp_path):
     assert ended.stdout.count("trained to the end") == 1
 
 
+@pytest.mark.long
 def test_runs_get_fresh_numbered_folders(tmp_path):
     for _ in range(2):
         run("train", DIGITS, "schedule.length=1step", "schedule.warmup=0step", cwd=tmp_path)

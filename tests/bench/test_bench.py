@@ -91,6 +91,7 @@ def test_a_folder_of_a_run_or_of_a_comparison_that_was_killed_is_not_overwritten
         bench(Order(DIGITS, out=tmp_path))
 
 
+@pytest.mark.long
 def test_the_command_measures_plans_and_lists_what_was_refused(tmp_path):
     plans = "replicate=2; mesh.replicate=2 data.batch_size=1; mesh.replicate=2 model.options.blocks=none"
     out = tmp_path / "out"
@@ -130,10 +131,11 @@ def build(in_channels, num_classes):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("breaks", "state", "words", "status"),
     [
-        pytest.param("yes", "failed", "RuntimeError: a kernel that is no good", 1, marks=pytest.mark.long),
+        ("yes", "failed", "RuntimeError: a kernel that is no good", 1),
         ("no", "refused", "linalg_qr.default cannot run on an image cut into tiles", 0),
     ],
 )

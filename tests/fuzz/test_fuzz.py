@@ -18,11 +18,11 @@ def told_by(*options: str) -> tuple[int, str]:
 
 
 def test_random_programs_give_one_devices_numbers():
-    status, text = told_by("--seed", "0", "--programs", "150", "--gloo", "0.1", "--minutes", "8")
+    status, text = told_by("--seed", "0", "--programs", "100", "--gloo", "0.1", "--minutes", "8")
     assert status == 0, text
     counts = re.search(r"(\d+) programs \((\d+) on gloo\): (\d+) exact, (\d+) refused in words, no finding", text)
     programs, on_gloo, exact, refused = map(int, counts.groups())
-    assert programs >= 140 and on_gloo >= 2 and exact >= 0.8 * programs and exact + refused == programs, text
+    assert programs >= 93 and on_gloo >= 2 and exact >= 0.8 * programs and exact + refused == programs, text
 
 
 def test_what_was_found_before_stays_mended():

@@ -38,6 +38,7 @@ def test_ranks_change_no_loss_and_no_count(runs, ranks):
     ]
 
 
+@pytest.mark.long
 def test_a_last_step_with_fewer_images_than_passes_changes_nothing(tmp_path):
     """1,437 = 4 x 359 + 1: the fifth step has one image for two ranks and three passes."""
     for ranks in (1, 2):
@@ -107,6 +108,7 @@ def test_a_signal_saves_and_leaves_nothing_behind(tmp_path, number, status):
     again.communicate(timeout=60)
 
 
+@pytest.mark.long
 def test_two_processes_do_not_train_into_one_folder(tmp_path):
     folder = tmp_path / "run"
     first = start("train", DIGITS, "--run", folder, "schedule.length=1000ep")

@@ -30,6 +30,7 @@ def build(in_channels, num_classes):
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_is_named_and_the_steps_are_a_timeline(tmp_path):
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     text = run(
