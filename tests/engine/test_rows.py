@@ -322,6 +322,23 @@ def test_what_copies_cannot_share_is_refused_on_every_rank(body):
         assert said is not None and REFUSALS[body] in said, said
 
 
+class OneByOne(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 1:
+            raise NotImplementedError("takes one sample")
+        return x.square()
+
+
+def with_a_sample_more(mesh):
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), OneByOne()).double(), mesh)(images(0)[: 2 - mesh.rank])
+
+
+def test_what_one_copy_cannot_do_is_refused_on_all():
+    first, second = on_ranks(2, said_by, with_a_sample_more)
+    assert first == "takes one sample"
+    assert second is not None and "another copy of the model cannot run on its samples" in second
+
+
 def drawing_apart(mesh):
     model = wf.parallelize(built("nothing of that"), mesh)
     model(images(0) * (mesh.rank + 1))

@@ -59,24 +59,29 @@ KNOWN_MOST = 16384
 
 def _strides(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
     """The strides of what `func` makes of the wholes, as far as their shapes tell."""
-    key = (func, _key(args), _key(kwargs))
+    key: list = [func]
+    for arg in args if not kwargs else (*args, *kwargs.items()):
+        if isinstance(arg, Tensor):
+            key.append(arg.shape)
+            key.append(arg.stride())
+        else:
+            key.append(_key(arg) if isinstance(arg, (list, tuple)) else arg)
+    named = tuple(key)
     try:
-        known = _KNOWN.get(key)
+        known = _KNOWN.get(named)
     except TypeError:  # an argument without a hash
         return _asked(func, args, kwargs)
     if known is None:
         if len(_KNOWN) >= KNOWN_MOST:
             _KNOWN.clear()
-        known = _KNOWN[key] = _asked(func, args, kwargs)
+        known = _KNOWN[named] = _asked(func, args, kwargs)
     return known
 
 
 def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, dict):
-        return tuple((name, _key(each)) for name, each in value.items())
-    return (type(value), *map(_key, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+        return value.shape, value.stride()
+    return (type(value), *map(_key, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _asked(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:

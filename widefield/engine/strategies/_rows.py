@@ -83,8 +83,14 @@ class Rows:
     def _find_out(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> None:
         """Run the model by itself, and on rows where that tells more, and leave no trace."""
         before = ForwardState(model)
+        refused: NotImplementedError | None = None
         with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # not those around, which count what is saved
-            output = run(*args, **kwargs)
+            try:
+                output = run(*args, **kwargs)
+            except NotImplementedError as error:
+                refused = error
+            if self._some(refused is not None):  # copies differ in how many samples they have, and so in their tiles
+                raise refused or NotImplementedError("another copy of the model cannot run on its samples, and says why")
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
             meets = self._some(before.has_changed(by_value=True))
             before.restore()
