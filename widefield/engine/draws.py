@@ -16,7 +16,7 @@ from torch.library import _register_effectful_op
 
 from widefield.engine import halo
 from widefield.engine.places import space_group
-from widefield.engine.tiled import TiledTensor, whole_strides
+from widefield.engine.tiled import TiledTensor, usual_orders, whole_strides
 from widefield.geometry.box import Box, is_empty, size_of, within
 from widefield.geometry.interval import Interval
 
@@ -55,7 +55,10 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     strides = halo.gather_sums(mine, layout.grid.size, space_group(layout.grid)).tolist()
     known = {pair for box, own in zip(layout.boxes, strides, strict=True) for pair in _told_by(box, own)}
     told = [own for own in strides if _pairs(own, layout.shape) <= known]
-    orders = told or [tuple(tensor.stride()), *_usual(layout.shape)]  # a view knows its order, if that of its source is known
+    orders = told or [
+        tuple(tensor.stride()),
+        *usual_orders(len(layout.shape)),
+    ]  # a view knows its order, if that of its source is known
     fitting = {_pairs(order, layout.shape): tuple(order) for order in orders if _fits(order, known)}
     if len(fitting) != 1:
         agree = not any((inner, outer) in known for outer, inner in known)
@@ -76,12 +79,6 @@ def _told_by(box: Box, strides: Sequence[int]) -> frozenset[tuple[int, int]]:
 def _pairs(strides: Sequence[int], shape: Sequence[int]) -> frozenset[tuple[int, int]]:
     dims = [dim for dim, extent in enumerate(shape) if extent > 1]
     return frozenset((a, b) for a in dims for b in dims if strides[a] > strides[b])
-
-
-def _usual(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Row-major and, of images, channels last."""
-    dims = len(shape)
-    return [tuple(range(dims, 0, -1)), *([(dims + 1, 1, *range(dims, 2, -1))] if dims in (4, 5) else [])]
 
 
 def _fits(order: Sequence[int], known: Set[tuple[int, int]]) -> bool:

@@ -77,7 +77,7 @@ class Layout:
 
     __slots__ = (
         "shape", "cuts", "grid", "box", "tile_shape", "is_cut", "axes", "ways", "is_empty", "strides", "alone",
-        "_boxes", "_sources", "_is_thin",
+        "_boxes", "_sources", "_is_thin", "_dims_told",
     )  # fmt: skip
 
     def __init__(self, shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> None:
@@ -92,6 +92,7 @@ class Layout:
         self._boxes: tuple[Box, ...] | None = None
         self._sources: tuple[tuple[int, ...], ...] | None = None
         self._is_thin: bool | None = None
+        self._dims_told: list[int] | None = None
         self.strides: dict = {}
         self.alone: dict | None = _ALONE.setdefault(grid, {}) if grid.size == 1 else None
         """Of a grid of one rank, its layouts by shape: there every operation is the plain one."""
@@ -120,6 +121,14 @@ class Layout:
             pairs = [pair for box in self.boxes for pair in zip(box, self.shape, strict=True)]
             self._is_thin = any(len(interval) < min(2, extent) for interval, extent in pairs)
         return self._is_thin
+
+    @property
+    def dims_told(self) -> list[int]:
+        """The dims of which every rank has two pixels or more, so that tiles tell where they lie; none where some are empty."""
+        if self._dims_told is None:
+            least = [min(len(box[dim]) for box in self.boxes) for dim in range(len(self.shape))]
+            self._dims_told = [dim for dim, pixels in enumerate(least) if pixels > 1] if all(least) else []
+        return self._dims_told
 
     def box_of(self, rank: int) -> Box:
         """What a rank holds."""

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from widefield.engine.layout import Layout
-from widefield.engine.tiled import TiledTensor, dims_told, wrap_view
+from widefield.engine.tiled import TiledTensor, same_order, wrap_view
 
 Strides = tuple[int, ...]
 
@@ -39,15 +38,9 @@ def _in_order(made: Any, strides: Sequence[Strides | None], at: int) -> Any:
     if type(made) is not TiledTensor or not _is_unsure(made):
         return made
     wanted = strides[at] if at < len(strides) else None
-    if wanted is None or wanted == made.stride() or not _fits(wanted, made.own.stride(), made.laid):
+    if wanted is None or wanted == made.stride() or not same_order(made.laid.dims_told, wanted, made.own.stride()):
         return made
     return wrap_view(made.own, made.laid, wanted)
-
-
-def _fits(whole: Strides, tile: Strides, layout: Layout) -> bool:
-    """Whether a tile's memory is in a whole's order, as far as tiles tell."""
-    told = dims_told(layout)
-    return sorted(told, key=lambda dim: -whole[dim]) == sorted(told, key=lambda dim: -tile[dim])
 
 
 # ---------------------------------------------------------------------------------------------- asking torch

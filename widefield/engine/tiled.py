@@ -12,14 +12,13 @@ Values and gradients alike are those of the single device:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from widefield.engine.layout import Layout, uncut
-from widefield.geometry.box import is_empty
 
 _make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _replay_views = torch._C._set_view_replay_enabled
@@ -137,18 +136,19 @@ def _order_of_thin(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
     pixels tell.  What they do not tell is as in row-major memory, or in images as channels last; `memory_order` knows better,
     where an operation's inputs tell.
     """
-    dims = len(layout.shape)
-    told = sorted((dim for dim in dims_told(layout) if strides[dim]), key=lambda dim: -strides[dim])
-    if dims in (4, 5) and told == [dim for dim in (0, *range(2, dims), 1) if dim in told] != sorted(told):
-        return (dims + 1, 1, *range(dims, 2, -1))
-    return tuple(range(dims, 0, -1))
+    told = [dim for dim in layout.dims_told if strides[dim]]
+    orders = usual_orders(len(layout.shape))
+    return next((order for order in orders if same_order(told, order, strides)), orders[0])
 
 
-def dims_told(layout: Layout) -> list[int]:
-    """The dims of which every rank has two pixels or more, so that tiles tell where they lie; none where some are empty."""
-    if any(is_empty(box) for box in layout.boxes):
-        return []
-    return [dim for dim in range(len(layout.shape)) if min(len(box[dim]) for box in layout.boxes) > 1]
+def usual_orders(dims: int) -> list[tuple[int, ...]]:
+    """Like strides: row-major and, of images, channels last."""
+    return [tuple(range(dims, 0, -1)), *([(dims + 1, 1, *range(dims, 2, -1))] if dims in (4, 5) else [])]
+
+
+def same_order(dims: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
+    """Whether these dims lie in memory in the same order by two tensors' strides."""
+    return sorted(dims, key=lambda dim: -ours[dim]) == sorted(dims, key=lambda dim: -theirs[dim])
 
 
 def whole_strides(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
