@@ -300,21 +300,41 @@ def test_gradients_that_only_some_ranks_have_are_averaged():
         assert gradients == [[[0.5, 0.5], [0.5, 0.5]], [0.5, 0.5]]
 
 
+class Reads(nn.ModuleDict):
+    """Takes a weight of a unit without calling the unit."""
+
+    def forward(self, x):
+        return self["a"](x) * self["b"].weight.sum()
+
+
+class Differentiates(nn.ModuleDict):
+    def forward(self, x):
+        x = self["a"](x)
+        return torch.autograd.grad(self["b"](x).sin().sum(), x, create_graph=True)[0]
+
+
 def other_units(mesh):
-    """Rank 1 calls another unit than rank 0; as large, so that their parts would fit together."""
-    model = RankChooses({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    model.rank = mesh.rank
-    parallelize(model, mesh)
-    try:
-        model(torch.ones(1, 2))
-    except RuntimeError as error:
-        return str(error)
+    """Rank 1 calls another unit than rank 0, as large, so that their parts would fit together; or what no unit can do."""
+    said = []
+    for kind in (RankChooses, Reads, Differentiates):
+        model = kind({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        model.rank = mesh.rank
+        parallelize(model, mesh)
+        try:
+            model(torch.ones(1, 2))
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
-def test_ranks_that_call_other_units_are_told():
+def test_ranks_that_call_other_units_or_ask_what_units_cannot_do_are_told():
     sharded = Plan(shard=2, sharding={"zero": 3, "units": ["a", "b"]})
-    for rank, said in enumerate(on_ranks(2, other_units, plan=sharded)):
-        assert f"the 2 ranks that share weights do not call the same layers: here '{'ab'[rank]}' is next" in said
+    for rank, (calls, reads, differentiates) in enumerate(on_ranks(2, other_units, plan=sharded)):
+        assert f"the 2 ranks that share weights do not call the same layers: here '{'ab'[rank]}' is next" in calls
+        assert reads.startswith(
+            "NotImplementedError: FSDPReads reads a weight of which each rank has a part: that of one of its 2"
+        )
+        assert differentiates.startswith("NotImplementedError: the forward takes a gradient through 'b', a unit whose weights")
 
 
 class Scaled(nn.Module):

@@ -10,9 +10,9 @@ from ranks import on_ranks
 from torch.nn import functional as F
 
 import widefield as wf
-from widefield.engine import halo
+from widefield.engine import halo, layout
 from widefield.engine.halo import TRAFFIC, gather, move_of, start
-from widefield.engine.layout import Cut, layout_of
+from widefield.engine.layout import Cut, Grid, layout_of
 from widefield.engine.places import move_for, moved, recut, space_group
 from widefield.engine.tiled import wrap
 from widefield.engine.tiling import _Tile
@@ -166,3 +166,13 @@ def test_a_route_that_does_not_cover_what_is_wanted_is_our_bug():
     rows = [(Interval(0, 4),), (Interval(4, 8),)]
     with pytest.raises(AssertionError, match="4 px come for"):
         move_of(0, rows, [(Interval(0, 9),), (Interval(4, 8),)], [[0], [1]])
+
+
+def test_layouts_that_are_equal_stay_one_while_tensors_have_them(monkeypatch):
+    """Ranks that forgot them at different times would disagree on what must be sent."""
+    monkeypatch.setattr(layout, "KEPT_MOST", 1)
+    grid = Grid((2,))
+    held = layout_of((4,), (Cut((0,), (0, 2, 4)),), grid)
+    layout_of((5,), (None,), grid)
+    layout_of((6,), (None,), grid)
+    assert layout_of((4,), (Cut((0,), (0, 2, 4)),), grid) is held

@@ -308,18 +308,47 @@ def a_mean_without_a_rule(mesh):
     wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Mean()).double(), mesh)(images(0))
 
 
+class Puts(nn.Module):
+    """Writes into a batch's first sample, and hides it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        x.put_(torch.tensor([0]), torch.tensor([-1.0], dtype=x.dtype))
+        return x.relu()
+
+
+def a_hidden_write(mesh):
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Puts()).double(), mesh)(images(0))
+
+
+def one_by_one(mesh):
+    class InOrder(nn.Module):
+        """No rule says what it does, and samples do not meet."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.svdvals(x).sum(-1)
+
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), InOrder()).double(), mesh)(images(0)).sum().backward()
+
+
 REFUSALS = {
     seeded_apart: "call torch.manual_seed with the same number on all of them",
     sizes_apart: "copies got samples of different sizes, this one",
     a_mean_without_a_rule: "aten._trilinear.default cannot run on an image cut into tiles",
     without_a_rule: "set mesh.independent=true to let each copy draw",
+    a_hidden_write: "aten.put.default cannot run on an image cut into tiles",
 }
 
 
-@pytest.mark.parametrize("body", REFUSALS, ids=lambda body: body.__name__)
-def test_what_copies_cannot_share_is_refused_on_every_rank(body):
-    for said in on_ranks(2, said_by, body):
-        assert said is not None and REFUSALS[body] in said, said
+def refused(mesh):
+    return {body.__name__: said_by(mesh, body) for body in (*REFUSALS, one_by_one)}
+
+
+def test_what_copies_cannot_share_is_refused_on_every_rank():
+    for said in on_ranks(2, refused):
+        assert said.pop("one_by_one") is None
+        for body, words in REFUSALS.items():
+            assert words in (said[body.__name__] or ""), (body, said[body.__name__])
 
 
 class OneByOne(nn.Module):

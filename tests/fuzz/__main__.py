@@ -15,13 +15,14 @@ import warnings
 
 import torch
 
+from .errors import Finding
 from .findings import FINDINGS
 from .grammar import finished
 from .processes import Processes
 from .session import Counts, Pool, Threads, again, drawn
 from .shrink import as_case, shrunk
 from .threads import installed
-from .trial import Finding, Uninteresting
+from .trial import Uninteresting
 
 
 def main() -> int:

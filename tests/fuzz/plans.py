@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from widefield.plan import Plan
 
@@ -25,15 +25,19 @@ STEPS = ("rounding_mode", "floor", "ceil", "round", "trunc", "sign(", "heaviside
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan, where its tiles end (None: evenly), and whether a trial pass comes before training."""
+    """A plan, where its tiles end (None: evenly), whether a trial pass comes before training, and whether sizes count as large.
+
+    as_if_large: see sizes.py.
+    """
 
     plan: Plan
     cuts: tuple[tuple[int, ...], ...] | None = None
     rehearsed: bool = False
+    as_if_large: bool = False
 
     def __str__(self) -> str:
         cuts = f", cut at {[list(c) for c in self.cuts]}" if self.cuts else ""
-        return f"{self.plan}{cuts}{', rehearsed' if self.rehearsed else ''}"
+        return f"{self.plan}{cuts}{', rehearsed' * self.rehearsed}{', as if large' * self.as_if_large}"
 
 
 def zero(rng: random.Random) -> dict:
@@ -74,7 +78,11 @@ def draw_layout(rng: random.Random, program: Program) -> Layout:
     plan = rng.choices(plans, [weight * can_run(program, plan) for weight, plan in zip(weights, plans, strict=True)])[0]
     cut_sizes = program.shape[len(program.shape) - len(plan.space) :]
     cuts = tuple(tuple(cut(rng, size, ways)) for size, ways in zip(cut_sizes, plan.space, strict=True))
-    return Layout(plan, cuts if plan.space and rng.random() < 0.6 else None, rng.random() < 0.15 and plan.stage == 1)
+    laid = Layout(plan, cuts if plan.space and rng.random() < 0.6 else None, rng.random() < 0.15 and plan.stage == 1)
+    if rng.random() < 0.6:
+        return laid
+    in_buckets = plan.model_copy(update={"bucket_mib": 1e-4}) if plan.replicate * plan.shard > 1 else plan
+    return replace(laid, plan=in_buckets, as_if_large=True)
 
 
 def can_run(program: Program, plan: Plan) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..ranks import RankFailed, on_ranks
+from .errors import TOO_FEW, Finding, Refusal, Verdict, last_of
 from .plans import Layout
 from .program import Program
-from .session import Verdict
-from .trial import TOO_FEW, Finding, Outcome, Refusal, attempt, compare, last_of
+from .trial import Outcome, attempt, compare
 
 SECONDS_MOST = 60.0
 """For one program."""

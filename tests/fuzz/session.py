@@ -13,13 +13,17 @@ import torch
 from widefield.engine.mesh import Mesh, World, join
 from widefield.plan import Plan, to_text
 
+from .errors import Finding, Refusal, Verdict, pattern, verdict_of_errors
 from .grammar import draw_program
 from .plans import Layout, draw_layout
+from .processes import Processes
 from .program import Program
+from .sizes import as_if_large
 from .threads import Failed, Ranks
-from .trial import Finding, Outcome, Refusal, compare, pattern, train_on, train_whole, verdict_of_errors
+from .trial import Outcome, compare, train_on, train_whole
 
-Verdict = Finding | Refusal | None
+NOT_FOR_THREADS = "No backend type associated with device type"
+"""What torch says where a DTensor is to be gathered, which only real groups can."""
 MESHES_MOST = 60
 """Plans of which a pool of threads keeps meshes."""
 
@@ -56,8 +60,11 @@ class Threads:
         return found
 
     def verdict(self, program: Program, layout: Layout, whole: Outcome) -> Verdict:
-        found = self.run(layout.plan, lambda mesh: train_on(mesh, program, layout))
+        with as_if_large(layout.as_if_large):
+            found = self.run(layout.plan, lambda mesh: train_on(mesh, program, layout))
         problem = verdict_of_errors([(f.error, f.text) if isinstance(f, Failed) else None for f in found])
+        if isinstance(problem, Finding) and NOT_FOR_THREADS in problem.text:
+            return Processes().verdict(program, layout, whole)
         if problem is not None:
             return problem
         return compare(program, layout, whole, found)

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from widefield.plan import Plan
 
+from .errors import Finding, Verdict, pattern
 from .grammar import finished
 from .plans import Layout, can_run
 from .program import Habit, Program, defined, used
-from .session import Verdict
-from .trial import Finding, pattern
 
 TRIES_MOST = 300
 
@@ -88,22 +87,24 @@ def _plainer_steps(habit: Habit) -> Iterator[Habit]:
 def _plainer_layouts(layout: Layout) -> Iterator[Layout]:
     if layout.rehearsed:
         yield replace(layout, rehearsed=False)
+    if layout.as_if_large:
+        yield replace(layout, as_if_large=False)
     if layout.cuts:
         yield replace(layout, cuts=None)
-    plan = layout.plan
+    plan, cut_evenly = layout.plan, replace(layout, cuts=None, rehearsed=False)
     if plan.stream is not None and len(plan.axes) and plan.ranks > 1:
-        yield Layout(plan.model_copy(update={"stream": None}), layout.cuts)
+        yield replace(layout, plan=plan.model_copy(update={"stream": None}), rehearsed=False)
     for axis in ("replicate", "shard", "channel", "stage"):
         if plan.axes[axis] > 1 and plan.ranks > plan.axes[axis]:
-            yield Layout(plan.model_copy(update={axis: 1}), layout.cuts)
+            yield replace(layout, plan=plan.model_copy(update={axis: 1}), rehearsed=False)
         if plan.axes[axis] > 2:
-            yield Layout(plan.model_copy(update={axis: 2}), layout.cuts)
+            yield replace(layout, plan=plan.model_copy(update={axis: 2}), rehearsed=False)
     if plan.space and plan.ranks > plan.axes["space"]:
-        yield Layout(plan.model_copy(update={"space": []}))
+        yield replace(cut_evenly, plan=plan.model_copy(update={"space": []}))
     for at, ways in enumerate(plan.space):
         if ways > 1 and (plan.axes["space"] > ways or ways > 2):
             fewer = ways - 1 if plan.axes["space"] == ways else 1
-            yield Layout(_with_space(plan, at, fewer))
+            yield replace(cut_evenly, plan=_with_space(plan, at, fewer))
 
 
 def _with_space(plan: Plan, at: int, ways: int) -> Plan:
@@ -122,7 +123,7 @@ def as_case(program: Program, layout: Layout, verdict: Finding, seed: int) -> st
     members = ", ".join(f"{name!r}: {words!r}" for name, words in program.members.items())
     more = "" if program.habit == Habit() else f", {program.habit!r}"
     made = f"Program({program.shape}, {{{members}}}, {program.lines!r}, {program.outputs!r}{more})"
-    laid = f"Layout(Plan({_words_of(layout.plan)}), {layout.cuts}, {layout.rehearsed})"
+    laid = f"Layout(Plan({_words_of(layout.plan)}), {layout.cuts}, {layout.rehearsed}, {layout.as_if_large})"
     return "".join(f"# {line}\n" for line in told) + f"({made}, {laid}),\n"
 
 

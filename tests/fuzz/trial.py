@@ -7,7 +7,6 @@ their last digits, and only what lies far beyond that counts.
 from __future__ import annotations
 
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,8 +24,10 @@ from widefield.engine.parallelize import share_states
 from widefield.engine.passes import backward_of
 from widefield.geometry.interval import even_cut, parts_of
 
+from .errors import TOO_FEW, Finding, Refusal, has_too_few_samples, is_refusal
 from .plans import Layout
 from .program import Program
+from .sizes import as_if_large
 
 STEPS = 3
 TOLERANCE = 1e-9
@@ -37,7 +38,6 @@ LARGEST = 1e5
 """Gradients of programs that are worth comparing."""
 FLAT = 1e-6
 """A standard deviation below it is one of constants: its slope is rounding divided by rounding."""
-TOO_FEW = "a copy has fewer samples than the program names"
 
 
 class Uninteresting(Exception):
@@ -52,18 +52,6 @@ class Outcome:
 
     def note(self, what: str, values: dict[str, Tensor | None]) -> None:
         self.numbers |= {f"{what}, {name}": None if value is None else value.detach().clone() for name, value in values.items()}
-
-
-@dataclass(frozen=True)
-class Finding:
-    kind: str
-    """differs, crashes, hangs, refuses without words, refuses on some ranks."""
-    text: str
-
-
-@dataclass(frozen=True)
-class Refusal:
-    text: str
 
 
 # ---------------------------------------------------------------------------------------------- one device
@@ -259,7 +247,8 @@ def attempt(mesh: Mesh, program: Program, layout: Layout) -> Outcome | Refusal:
     """`train_on` for a rank that is a process: a refusal is an answer, any other error ends all ranks."""
     warnings.simplefilter("ignore")
     try:
-        return train_on(mesh, program, layout)
+        with as_if_large(layout.as_if_large):
+            return train_on(mesh, program, layout)
     except Exception as error:
         if is_refusal(error):
             return Refusal(str(error))
@@ -345,53 +334,3 @@ def _words(value: Tensor | None) -> str:
         return "nothing"
     first = ", ".join(f"{number:.6g}" for number in value.flatten()[:4].tolist())
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} [{first}...]"
-
-
-# ---------------------------------------------------------------------------------------------- errors
-
-
-def verdict_of_errors(errors: list[tuple[BaseException, str] | None]) -> Finding | Refusal | None:
-    """What exceptions on ranks are: None where there are none."""
-    raised = [error for error in errors if error is not None]
-    if not raised:
-        return None
-    stuck = [text for error, text in raised if type(error).__name__ in ("Stuck", "Mismatch")]
-    words = [(error, text) for error, text in raised if is_refusal(error)]
-    if len(words) == len(errors):
-        return Refusal(str(words[0][0]))
-    others = [
-        (error, text) for error, text in raised if not is_refusal(error) and type(error).__name__ not in ("Stuck", "Mismatch")
-    ]
-    if others and all(has_too_few_samples(error) for error, _ in others):
-        return Refusal(TOO_FEW)
-    if others:
-        return Finding("crashes", last_of(others[0][1]))
-    if words:
-        return Finding("refuses on some ranks", last_of(words[0][1]))
-    return Finding("hangs", last_of(stuck[0]))
-
-
-def has_too_few_samples(error: BaseException) -> bool:
-    """Whether the program itself asks for more samples than this copy's share of the batch has."""
-    of_torch = isinstance(error, IndexError) or "torch.gradient expected each dimension size" in str(error)
-    return of_torch and "<program>" in traceback.extract_tb(error.__traceback__)[-1].filename
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether it is raised by widefield, on purpose, in words."""
-    if not isinstance(error, (NotImplementedError, ValueError, TypeError)) or len(str(error)) < 40:
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    return "/widefield/" in frames[-1].filename and (frames[-1].line or "").startswith(("raise", 'f"', '"'))
-
-
-def last_of(text: str, frames: int = 4) -> str:
-    """The last calls of a traceback, what was raised first."""
-    lines = [line for line in text.strip().splitlines() if line.strip(" ^~")]
-    at = max((n for n, line in enumerate(lines) if line.startswith("  File")), default=0) + 2
-    return "\n".join([*lines[at:][:6], *lines[max(0, at - 2 * frames) : at]])
-
-
-def pattern(text: str) -> str:
-    """A refusal or a finding without its numbers and names, to count by."""
-    return re.sub(r"\[[\d, ]*\]|\d+(\.\d+)?(e-?\d+)?|'[^']*'", "#", text)[:110]

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fuzz.errors import is_refusal, last_of
 from fuzz.session import Threads
 from fuzz.threads import Failed, installed
-from fuzz.trial import is_refusal, last_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -316,6 +316,16 @@ def _other(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 @cache
+def is_unknown(func: Any) -> bool:
+    """Whether no rule, and no definition in terms of others, says what an operation means on tiles."""
+    load_rules()
+    if not isinstance(func, torch._ops.OpOverload) or _handler_of(func) not in (_other, into_outs):
+        return False
+    new = new_of(func) if written_by(func) else None
+    return is_unknown(new) if new is not None else _decomposition_of(func) is None
+
+
+@cache
 def _decomposition_of(func: Any) -> Callable | None:
     """Torch's own definition of an operation in terms of others."""
     from torch._decomp import decomposition_table

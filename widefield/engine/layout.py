@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from widefield.geometry.box import Box, size_of
 from widefield.geometry.interval import Interval, even_cut
@@ -77,7 +78,7 @@ class Layout:
 
     __slots__ = (
         "shape", "cuts", "grid", "box", "tile_shape", "is_cut", "axes", "ways", "is_empty", "strides", "alone",
-        "_boxes", "_sources", "_is_thin", "_dims_told",
+        "_boxes", "_sources", "_is_thin", "_dims_told", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> None:
@@ -158,8 +159,10 @@ class Layout:
 
 _ALONE: dict[Grid, dict] = {}
 KEPT_MOST = 16384
-"""How many layouts are kept, for images whose size is new in every step; one that is made twice costs time alone."""
+"""How many layouts are kept though no tensor has them, for images whose size is new in every step."""
 _LAYOUTS: dict[tuple, Layout] = {}
+_OLD: WeakValueDictionary[tuple, Layout] = WeakValueDictionary()
+"""Those that tensors may still have: two that are equal are one, for ranks that forget at different times would disagree."""
 
 
 def layout_of(shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> Layout:
@@ -175,8 +178,9 @@ def layout_of(shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> Layout:
             )
             assert fits, f"cut {cut} does not fit {extent} of {shape} on {grid.sizes}"
         if len(_LAYOUTS) >= KEPT_MOST:
+            _OLD.update(_LAYOUTS)
             _LAYOUTS.clear()
-        found = _LAYOUTS[key] = Layout(shape, cuts, grid)
+        found = _LAYOUTS[key] = _OLD.get(key) or Layout(shape, cuts, grid)
     return found
 
 

@@ -225,3 +225,12 @@ def test_torchs_cache_of_weights_holds_no_weights_of_a_capture():
     with nn.utils.parametrize.cached():
         torch.testing.assert_close(streamed(image()), plain(image()))
         torch.testing.assert_close(streamed[0](image()), plain[0](image()))
+
+
+def test_a_state_knows_what_changed_before_it_was_first_asked():
+    layers = nn.ModuleList([nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3), nn.ReLU(), nn.ReLU()])
+    states = [State([("layer", layer)]) for layer in layers]
+    layers[0].weight.requires_grad_(False)
+    layers[1].weight.data = layers[1].weight.data.to(memory_format=torch.channels_last)
+    layers[2].__class__ = nn.ReLU6
+    assert [state.holds() for state in states] == [False, False, False, True]

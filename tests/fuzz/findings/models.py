@@ -312,4 +312,40 @@ OF_MODELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=2)),
     ),
+    # Gradients that ranks exchange had no gradient of their own, so weights that are cut learned nothing of a penalty.
+    (
+        Program(
+            (2, 4, 8, 8),
+            {"m0": "nn.Conv2d(4, 32, 3)", "m1": "nn.Linear(32 * 36, 3)"},
+            ("v1 = self.m0(x).sin()", "v2 = self.m1(v1.flatten(1)) * 0.1"),
+            ("v2",),
+            Habit(penalty=True),
+        ),
+        Layout(Plan(channel=2)),
+    ),
+    # A weight times itself is one part, where each factor wanted another; a squeeze of a part took its one channel, too; draws
+    # that depend on pixels were made for others, or in another order in memory.
+    *(
+        (
+            Program((2, 3, 6, 5), {"m0": "nn.Conv2d(3, 2, 3)", "p1": "nn.Parameter(torch.randn(2, 2))"}, lines, ("v2",)),
+            Layout(Plan(channel=2), None, False, True),
+        )
+        for lines in (
+            ("v1 = self.m0(x)", "v2 = v1 * (self.p1 @ self.p1).mean() * 0.1 + self.p1.mean()"),
+            ("v1 = self.m0(x[:1]).squeeze()", "v2 = (v1 * 2)[None]"),
+            ("v1 = self.m0(x)", "v2 = F.rrelu(v1, 0.1, 0.3, True)"),
+            ("v1 = self.m0(x).transpose(1, 2)", "v2 = v1 + torch.rand_like(v1)"),
+        )
+    ),
+    # What a graph was captured for was looked up at the second call, when a weight had come to learn in between.
+    (
+        Program(
+            (1, 3, 6, 8),
+            {"m0": "nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.SiLU())", "p2": "nn.Parameter(torch.randn(3, 3, 2, 1))"},
+            ("v1 = self.m0(x)", "v3 = v1 + self.p2.flatten()[0]"),
+            ("v3",),
+            Habit(frozen=("p2",), late=True),
+        ),
+        Layout(Plan(channel=2), None, False, True),
+    ),
 ]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from widefield.engine.channel.ahead import AHEAD, MOVES, VIEWS, shapes_behind
 from widefield.engine.channel.exchange import AddUp, Enter, Exchange, Fetch, Keep, Ranks
 from widefield.engine.channel.part import Part, split_along, viewed
-from widefield.engine.channel.views import moved_to
+from widefield.engine.channel.views import move_of, moved_to
 from widefield.engine.channel.way import ENTERED, SUM, WHOLE, Cutter, Layout, Way
 from widefield.engine.channel.ways import aten, flops_of, ways_of
 from widefield.engine.stream.graph import Graph, Node, Value, link, put_in
@@ -296,8 +296,8 @@ class _Chooser:
             return self._exchange(value, WHOLE, layout)
         own = self.need(node.reads[0], before)
         made = self._new(value, layout)
-        args = (own, list(made.shape)) if node.op in VIEWS else (own, *node.args[1:])
-        self._add(node.op, args, node.kwargs, [made], grad=node.grad)
+        op, args = (node.op, (list(made.shape),)) if node.op in VIEWS else move_of(node)
+        self._add(op, (own, *args), node.kwargs, [made], grad=node.grad)
         self.have.setdefault(value, {})[layout] = made
         return made
 

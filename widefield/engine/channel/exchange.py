@@ -134,7 +134,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _like(added(_tile_of(grad), ctx.ranks), grad, None), None
+        return AddUp.apply(grad, ctx.ranks), None
 
 
 class AddUp(torch.autograd.Function):
@@ -142,11 +142,12 @@ class AddUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
         return _like(added(_tile_of(tensor), ranks), tensor, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        return Enter.apply(grad, ctx.ranks), None
 
 
 class Keep(torch.autograd.Function):
@@ -159,7 +160,7 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _fetched(grad, ctx.exchange), None
+        return Fetch.apply(grad, ctx.exchange), None
 
 
 class Fetch(torch.autograd.Function):
@@ -172,4 +173,4 @@ class Fetch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _kept(grad, ctx.exchange), None
+        return Keep.apply(grad, ctx.exchange), None

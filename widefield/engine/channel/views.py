@@ -39,18 +39,36 @@ def moved_to(node: Node, dim: int) -> int | None:
         return b if dim == a else a if dim == b else dim
     if name is aten.unsqueeze.default:
         return dim + (node.args[1] % (x.ndim + 1) <= dim)
-    if name in (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default):
-        given = node.args[1] if len(node.args) > 1 else range(x.ndim)
-        gone = {d % x.ndim for d in (given if isinstance(given, (list, tuple, range)) else [given]) if x.shape[d] == 1}
+    if name in SQUEEZES:
+        gone = _squeezed(node)
         return None if dim in gone else dim - sum(d < dim for d in gone)
     return dim
 
 
+SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+
+
+def _squeezed(node: Node) -> list[int]:
+    """The dims that a squeeze takes from the whole."""
+    x = node.args[0]
+    given = node.args[1] if len(node.args) > 1 else range(x.ndim)
+    return sorted({d % x.ndim for d in (given if isinstance(given, (list, tuple, range)) else [given]) if x.shape[d] == 1})
+
+
+def move_of(node: Node) -> tuple[Any, tuple]:
+    """The operation that moves a part's dims as it moves the whole's, and its arguments behind the tensor.
+
+    A squeeze names its dims then: of a part, more may be of one index than of the whole.
+    """
+    return (aten.squeeze.dims, (_squeezed(node),)) if node.op in SQUEEZES else (node.op, node.args[1:])
+
+
 def of_move(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
     x = node.args[0]
-    if x in given:
-        dim = moved_to(node, given[x].dim)
-        yield from _one_view(node, given, None if dim is None else given[x].on(dim))
+    dim = moved_to(node, given[x].dim) if x in given else None
+    if dim is not None:
+        op, args = move_of(node)
+        yield Way({x: given[x]}, [given[x].on(dim)], lambda _: (x, *args), op)
 
 
 def of_expand(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:

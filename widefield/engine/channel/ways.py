@@ -71,6 +71,8 @@ def _convolution(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
     out = node.outs[0]
     assert out is not None
     inputs, outputs = (0, 1) if transposed else (1, 0)
+    if x is weight:
+        return
     if groups > 1:
         yield from _grouped(node, given, cutter)
         return
@@ -112,6 +114,8 @@ def _matrix(x: Value, weight: Value, bias: Value | None, node: Node, given: Give
     """(..., C) times (C, K), and a bias of (K)."""
     out, last = node.outs[0], x.ndim - 1
     assert out is not None
+    if x is weight:  # it can be but one part
+        return
     if x in given and given[x].dim < last:
         yield Way({x: given[x]}, [given[x]])
         return
@@ -148,6 +152,8 @@ def _bmm(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
             continue
         if part.dim == 0:
             yield Way({value: part, other: part}, [part])
+        elif a is b:
+            return
         elif part.dim == free:
             yield Way({value: part, other: ENTERED}, [part])
         else:
@@ -241,14 +247,18 @@ def _reduce(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
 
 
 def _mask(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
-    """A mask that is drawn for the whole on every rank, alike, and so one device's; or what is filled with one number."""
+    """A mask that is drawn for the whole on every rank, alike, and so one device's; or what is filled with one number.
+
+    Chance is drawn in the whole's order in memory.
+    """
     x, out = node.args[0], node.outs[0]
     if x not in given or out is None:
         return
-    op = node.op
+    op, back = node.op, sorted(range(x.ndim), key=x.order.__getitem__)
+    shape = [x.shape[dim] for dim in x.order]
 
     def draw(image: Any, *args: Any, **kwargs: Any) -> Any:
-        return op(torch.empty(x.shape, dtype=image.dtype, device=image.device), *args, **kwargs)
+        return op(torch.empty(shape, dtype=image.dtype, device=image.device).permute(back), *args, **kwargs)
 
     yield Way({x: given[x]}, [WHOLE], op=draw)
 
@@ -287,9 +297,9 @@ RULES: dict[Any, Rule] = {
     aten.cat.default: views.of_cat,
     **dict.fromkeys(
         (
-            torch.ops.widefield.dropout_mask.default, torch.ops.widefield.rrelu_noise.default, aten.empty_like.default,
-            aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
-            aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+            torch.ops.widefield.dropout_mask.default, aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
+            aten.full_like.default, aten.rand_like.default, aten.randn_like.default, aten.randint_like.default,
+            aten.randint_like.low_dtype,
         ),
         _mask,
     ),

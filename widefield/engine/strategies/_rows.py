@@ -16,13 +16,11 @@ import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from widefield.engine import halo
@@ -33,6 +31,7 @@ from widefield.engine.mixing import Watch
 from widefield.engine.partial import settled
 from widefield.engine.places import on_layout
 from widefield.engine.strategies._forward_state import ForwardState
+from widefield.engine.strategies._halves import differ, mix_among_themselves
 from widefield.engine.strategies._route import Compiled
 from widefield.engine.stream.streamed import Streamed
 from widefield.engine.tiled import TiledTensor, wrap, wrap_view
@@ -42,8 +41,6 @@ PATIENCE_SECONDS = 120.0
 ADVICE = (
     "set mesh.independent=true to let each copy draw, write to buffers and mix samples by itself, which is not one device's"
 )
-TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
-"""Up to which share outputs may differ by rounding alone, 0.01 for other dtypes; samples that meet make more difference."""
 
 
 class Rows:
@@ -83,14 +80,14 @@ class Rows:
     def _find_out(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> None:
         """Run the model by itself, and on rows where that tells more, and leave no trace."""
         before = ForwardState(model)
-        refused: NotImplementedError | None = None
+        failed: Exception | None = None
         with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # not those around, which count what is saved
             try:
                 output = run(*args, **kwargs)
-            except NotImplementedError as error:
-                refused = error
-            if self._some(refused is not None):  # copies differ in how many samples they have, and so in their tiles
-                raise refused or NotImplementedError("another copy of the model cannot run on its samples, and says why")
+            except Exception as error:
+                failed = error
+            if self._some(failed is not None):  # copies differ in how many samples they have, and so in their tiles
+                raise failed or NotImplementedError("another copy of the model cannot run on its samples, and says why")
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
             meets = self._some(before.has_changed(by_value=True))
             before.restore()
@@ -132,10 +129,10 @@ class Rows:
             with watch:
                 among_all = self._run(model, run, args, kwargs)
         except NotImplementedError:  # raised on every rank, before any message
-            return self._some(_mix_among_themselves(model, run, args, kwargs) and not is_ghost(model))
+            return self._some(mix_among_themselves(model, run, args, kwargs, _samples_in(args, kwargs)) and not is_ghost(model))
         pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
-        differ = [_differ(alone, found) for alone, found in pairs]  # all of them, for ranks look at them together
-        mixes = bool(watch.found) or self.gives_sums or any(differ)
+        apart = [differ(alone, found) for alone, found in pairs]  # all of them, for ranks look at them together
+        mixes = bool(watch.found) or self.gives_sums or any(apart)
         return self._some(mixes and not is_ghost(model))
 
     # ------------------------------------------------------------------------------------------ on rows
@@ -199,67 +196,6 @@ def _samples_in(args: tuple, kwargs: dict) -> list[Tensor]:
     """The tensors that have a row for each sample: as many as the first."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
     return [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
-
-
-def _mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether samples, and as many others behind them, give something else than each half alone.
-
-    BatchNorms, whose statistics are of all copies anyway, take their running ones meanwhile.
-    """
-    samples = _samples_in(args, kwargs)
-    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
-
-    def others(leaf: Any, *, with_first: bool) -> Any:
-        if not any(leaf is sample for sample in samples):
-            return leaf
-        more = leaf.flip(0) * 0.5 if leaf.is_floating_point() else leaf.flip(0)
-        return torch.cat([leaf, more]) if with_first else more
-
-    changes = (_same, partial(others, with_first=False), partial(others, with_first=True))
-    for norm in norms:
-        norm.training = False
-    try:
-        found = [_numbers_of(run(*tree_map(change, args), **tree_map(change, kwargs))) for change in changes]
-    finally:
-        for norm in norms:
-            norm.training = True
-    mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # each, for ranks look at them together
-    return any(mixed)
-
-
-def _numbers_of(output: Any) -> list[Any]:
-    """The leaves of an output, without what a backward would want."""
-    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(output)]
-
-
-def _is_mixed(first: Any, second: Any, both: Any) -> bool:
-    """Whether what both halves of a batch give together is not theirs behind each other, nor what either gives alone.
-
-    A mean of all samples counts: what is made of it later is another of each copy's mean than of all.
-    """
-    if not isinstance(first, Tensor):
-        return False
-    if first.ndim and len(both) == 2 * len(first):
-        halves = (first, both[: len(first)]), (second, both[len(first) :])
-        differ = [_differ(half, found) for half, found in halves]
-        return any(differ)
-    differ = [_differ(half, both) for half in (first, second)]  # both of them, for ranks look at them together
-    return any(differ)
-
-
-def _differ(alone: Any, among_all: Any) -> bool:
-    """Whether two outputs are farther apart than rounding goes."""
-    if not isinstance(alone, Tensor) or not alone.is_floating_point():
-        return False
-    if alone.shape != among_all.shape:
-        return True
-    if type(alone) is TiledTensor:
-        alone, among_all = alone.own, on_layout(among_all, alone.laid)
-    if not alone.numel():
-        return False
-    alone = alone.detach()
-    apart = (alone - among_all).abs().masked_fill((alone == among_all) | alone.isnan() & among_all.isnan(), 0)
-    return not bool(apart.max() <= TOLERANCE.get(alone.dtype, 0.01) * alone.nan_to_num(0, 0, 0).abs().max())
 
 
 def _same(tensor: Any) -> Any:

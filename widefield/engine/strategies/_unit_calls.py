@@ -8,7 +8,8 @@ So:
 - ranks compare which unit is next wherever a pass first goes a way, or the ways part: else one's weights would be put together
   from parts of two units, in silence;
 - unused parameters take part with zeros, and their gradient is None again afterwards where no rank had one;
-- weights stay whole after a gradient that is to be differentiated again, until that is done;
+- weights stay whole after a gradient that is to be differentiated again, until that is done; inside of a forward, where a
+  unit is called again, it is refused;
 - hooks of parameters, which are parts that autograd never meets, are refused; `backward(inputs=...)` of parts does nothing.
 """
 
@@ -99,7 +100,12 @@ class UnitCalls:
     @torch.compiler.disable
     def _leaves(self, name: str, unit: nn.Module, inputs: Any, output: Any) -> None:
         self._inside[name] = max(0, self._inside[name] - 1)
-        if name or self._inside[name] or output is None:
+        if self._inside[name] or output is None:
+            return
+        if name:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                    leaf.register_hook(partial(self._unit_is_reached, name))
             return
         self._goes_to("the end")
         for leaf in tree_leaves(output):
@@ -175,6 +181,15 @@ class UnitCalls:
             parameter.grad = part_of_mean(parameter.grad)  # type: ignore[arg-type]
         self.used.add(name)
         self._begin()
+
+    def _unit_is_reached(self, name: str, gradient: Tensor) -> None:
+        """NotImplementedError where a forward takes a gradient: FSDP2 frees the unit's weights after it."""
+        if self._inside[""] and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"the forward takes a gradient through '{name}', a unit whose weights lie in parts, and would differentiate it "
+                "again; set sharding.units so that this layer is no unit of its own and goes with the model, or set "
+                "sharding.zero=1"
+            )
 
     def _reached(self, gradient: Tensor) -> None:
         """A backward has reached what the model gave."""

@@ -49,7 +49,8 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     objects (DTensors), so make the optimizer afterwards, and every pass, in evaluation too, sends messages that all ranks must
     take part in.
     ValueError: units that are not there, compression of gradients, offload to a CPU from a CPU.
-    NotImplementedError: ranks whose gradients reach different parameters; a parameter without dims.
+    NotImplementedError: ranks whose gradients reach different parameters; a parameter without dims; in a forward, a weight of
+    a unit that is read where the unit is not called.
     """
     plan = mesh.plan
     _check(mesh)
@@ -66,6 +67,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     _CALLS[model] = weakref.ref(calls)
     calls.group = mesh.lend_group(calls)
     data.share_rows(watched, mesh, calls.group)
+    watched.around = partial(_whole_or_told, list(units), watched.around)
     if plan.batch_norm == "broadcast":
         model.register_forward_pre_hook(partial(data.send_buffers, mesh))
     model.register_forward_hook(_rest_after)
@@ -229,6 +231,23 @@ def _shard(model: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
     for module in [*units, model]:
         module.register_forward_hook(_no_view)  # before FSDP2's own, which looks at what the module gives
         shard_in_place(module, mesh=mesh.shards, reshard_after_forward=asked.zero == 3, offload_policy=offload)
+
+
+def _whole_or_told(
+    units: list[str], around: Callable | None, model: nn.Module, run: Callable, args: tuple, kwargs: dict
+) -> Any:
+    """The forward; NotImplementedError where it reads a weight of a unit while that lies in parts."""
+    try:
+        return run(*args, **kwargs) if around is None else around(model, run, args, kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{type(model).__qualname__} reads a weight of which each rank has a part: that of one of its {len(units)} units "
+            f"({some(units)}) while the unit itself is not called, or any after a gradient through a unit that the forward "
+            "takes; set sharding.units so that this layer is no unit of its own and goes with the model, or set "
+            "sharding.zero=1"
+        ) from error
 
 
 def _no_view(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -70,11 +70,17 @@ class State:
     def __init__(self, roots: Iterable[tuple[str, Any]] = (), *, registered: Collection[int] = ()) -> None:
         self.things: list[Thing] = []
         self.tensors: list[Tensor] = []
+        self.looks: list[tuple] = []
+        """Of the tensors, and their strides."""
+        self.strides: list[Any] = []
         self.fakes: list[tuple[str, Tensor]] = []
         """Tensors of a capture, with their paths."""
         self.generators: list[tuple[str, Any]] = []
         self.caches: list[tuple[str, Any]] = []
         """Of functions, as functools.cache makes them."""
+        self.objects: list[Any] = []
+        self.classes: list[type] = []
+        """Of the objects."""
         self.functions: dict[Any, list[Any]] = {}
         """By their code."""
         self._registered = registered
@@ -112,6 +118,8 @@ class State:
             self.functions.setdefault(what.__code__, []).append(what)
         self._tokens.append(id(kind))
         if kind is OBJECT:
+            self.objects.append(what)
+            self.classes.append(type(what))
             self._tokens.append(self._token(type(what), number, ""))
         elif kind in (DICT, ROW) and type(what) not in _EXACT and hasattr(what, "__dict__"):
             self._tokens.append(self._token(vars(what), number, " attributes"))
@@ -165,7 +173,9 @@ class State:
         if known is None:
             known = self._at[id(tensor)] = ("tensor", len(self.tensors))
             self.tensors.append(tensor)
-            self._tokens.append((type(tensor), *_LOOKS(tensor), _strides(tensor)))
+            self.looks.append(_LOOKS(tensor))
+            self.strides.append(_strides(tensor))
+            self._tokens.append((type(tensor), *self.looks[-1], self.strides[-1]))
         return known if renewed else (*known, id(tensor))
 
     def _token_of_array(self, array: np.ndarray, parent: int, label: str) -> Any:
@@ -250,7 +260,10 @@ def _changed(kind: Kind, then: tuple[list, list], now: tuple[list, list]) -> str
 
 
 class _Flat:
-    """What `holds` compares, in a few lists; each refers to what it compares, so that no identity passes on."""
+    """What `holds` compares, in a few lists; each refers to what it compares, so that no identity passes on.
+
+    Made when it is first asked for, of what was seen when the state was made.
+    """
 
     def __init__(self, state: State) -> None:
         rest = state.things
@@ -264,12 +277,11 @@ class _Flat:
         self.names = [name for thing in dicts for name in thing.names]
         self.values = [child for thing in dicts for child in thing.children]
         self.entries = [child for thing in rows for child in thing.children]
-        self.objects = [thing.what for thing in state.things if thing.kind is OBJECT]
-        self.classes = list(map(type, self.objects))
+        self.objects, self.classes = state.objects, state.classes
         self.rest = [thing for thing in rest if thing.kind is not FIXED]
         self.tensors = state.tensors
-        self.strided = [tensor for tensor in state.tensors if tensor.layout is torch.strided]
-        self.looks, self.strides = list(map(_LOOKS, self.tensors)), list(map(Tensor.stride, self.strided))
+        self.looks, self.strides = state.looks, [strides for strides in state.strides if strides is not None]
+        self.strided = [tensor for tensor, strides in zip(self.tensors, state.strides, strict=True) if strides is not None]
 
     def holds(self) -> bool:
         merged = chain.from_iterable

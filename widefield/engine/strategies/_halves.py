@@ -1,0 +1,173 @@
+"""Do samples of one batch meet in a model, as far as it tells on two halves of a batch, each alone and both together?
+
+For models with an operation that has no rule for rows of a batch, so that copies of the model cannot ask each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from widefield.engine.dispatch import is_unknown
+from widefield.engine.places import on_layout, own_of
+from widefield.engine.tiled import TiledTensor
+
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
+"""Up to which share outputs may differ by rounding alone, 0.01 for other dtypes; samples that meet make more difference."""
+
+
+def mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: dict, samples: Sequence[Tensor]) -> bool:
+    """Whether samples, and as many others behind them, give something else than each half alone.
+
+    What operations without a rule give is looked at by itself, on numbers by chance too, for what follows may hide it.
+    BatchNorms, whose statistics are of all copies anyway, take their running ones meanwhile.
+    """
+    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
+
+    def others(leaf: Any, *, with_first: bool) -> Any:
+        if not any(leaf is sample for sample in samples):
+            return leaf
+        more = leaf.flip(0) * 0.5 if leaf.is_floating_point() else leaf.flip(0)
+        return torch.cat([leaf, more]) if with_first else more
+
+    changes = (_as_it_is, partial(others, with_first=False), partial(others, with_first=True))
+    found, called = [], [_Unknown(), _Unknown(), _Unknown()]
+    for norm in norms:
+        norm.training = False
+    try:
+        for change, calls in zip(changes, called, strict=True):
+            with calls:
+                found.append(_numbers_of(run(*tree_map(change, args), **tree_map(change, kwargs))))
+    finally:
+        for norm in norms:
+            norm.training = True
+    mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # each, for ranks look at them together
+    return any(mixed) or any(_call_mixes(*calls) for calls in zip(*(each.calls for each in called), strict=False))
+
+
+def _as_it_is(leaf: Any) -> Any:
+    return leaf
+
+
+def _numbers_of(output: Any) -> list[Any]:
+    """The leaves of an output, without what a backward would want."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(output)]
+
+
+def _is_mixed(first: Any, second: Any, both: Any) -> bool:
+    """Whether what both halves of a batch give together is not theirs behind each other, nor what either gives alone.
+
+    A mean of all samples counts: what is made of it later is another of each copy's mean than of all.
+    """
+    if not isinstance(first, Tensor):
+        return False
+    if first.ndim and len(both) == 2 * len(first):
+        halves = (first, both[: len(first)]), (second, both[len(first) :])
+        apart = [differ(half, found) for half, found in halves]
+        return any(apart)
+    apart = [differ(half, both) for half in (first, second)]  # both of them, for ranks look at them together
+    return any(apart)
+
+
+def differ(alone: Any, among_all: Any) -> bool:
+    """Whether two outputs are farther apart than rounding goes."""
+    if not isinstance(alone, Tensor) or not alone.is_floating_point():
+        return False
+    if alone.shape != among_all.shape:
+        return True
+    if type(alone) is TiledTensor:
+        alone, among_all = alone.own, on_layout(among_all, alone.laid)
+    if not alone.numel():
+        return False
+    alone = alone.detach()
+    apart = (alone - among_all).abs().masked_fill((alone == among_all) | alone.isnan() & among_all.isnan(), 0)
+    return not bool(apart.max() <= TOLERANCE.get(alone.dtype, 0.01) * alone.nan_to_num(0, 0, 0).abs().max())
+
+
+# ---------------------------------------------------------------------------------------------- operations without a rule
+
+_Call = tuple[Any, tuple, dict]
+"""An operation and what it is given."""
+
+
+class _Unknown(TorchDispatchMode):
+    """Inside, `calls` gets the operations that have no rule, with copies of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if is_unknown(func) and any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+            self.calls.append((func, tree_map(_copied, args), tree_map(_copied, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(value: Any) -> Any:
+    return own_of(value).detach().clone() if isinstance(value, Tensor) else value
+
+
+def _call_mixes(first: _Call, second: _Call, both: _Call) -> bool:
+    """Whether an operation gives something else for both halves than for each, where it is given them behind each other."""
+    func, calls = first[0], [call[1:] for call in (first, second, both)]
+    if not func is second[0] is both[0]:
+        return False
+    dims = [_halved(*leaves) for leaves in zip(*map(tree_leaves, calls), strict=False)]
+    if "neither" in dims or dims.count("equal") == len(dims):  # they met before, or do not lie so
+        return False
+    return any(_gives_other(func, given) for given in (calls, _by_chance(calls, dims)))
+
+
+def _halved(first: Any, second: Any, both: Any) -> int | str:
+    """Along which dim both halves lie behind each other, "equal" where there is one thing alone, or "neither"."""
+    if not isinstance(first, Tensor):
+        return "equal" if first == second == both else "neither"
+    dim = _doubled(first, second, both)
+    if isinstance(dim, str):
+        return dim if dim == "neither" or torch.equal(first, second) and torch.equal(first, both) else "neither"
+    halves = zip((first, second), both.split(first.shape[dim], dim), strict=True)
+    return "neither" if any(differ(half, found) for half, found in halves) else dim
+
+
+def _doubled(first: Tensor, second: Tensor, both: Tensor) -> int | str:
+    """The dim of which `both` has twice as many, by shapes."""
+    if first.shape != second.shape or first.ndim != both.ndim:
+        return "neither"
+    more = [dim for dim in range(first.ndim) if first.shape[dim] != both.shape[dim]]
+    if not more:
+        return "equal"
+    return more[0] if len(more) == 1 and both.shape[more[0]] == 2 * first.shape[more[0]] else "neither"
+
+
+def _by_chance(calls: Sequence[Any], dims: Sequence[int | str]) -> list[Any]:
+    """The same calls on other numbers."""
+    chance, made = None, []
+    flat = [tree_flatten(call) for call in calls]
+    for first, second, both, dim in zip(*(leaves for leaves, _ in flat), dims, strict=True):
+        if isinstance(dim, int) and first.is_floating_point():
+            chance = chance or torch.Generator(first.device).manual_seed(0)
+            both = torch.empty_like(both).normal_(generator=chance)
+            first, second = both.split(first.shape[dim], dim)
+        made.append((first, second, both))
+    return [tree_unflatten([leaves[n] for leaves in made], spec) for n, (_, spec) in enumerate(flat)]
+
+
+def _gives_other(func: Any, calls: Sequence[Any]) -> bool:
+    try:
+        with torch.no_grad():
+            found = [tree_leaves(func(*tree_map(_copied, args), **tree_map(_copied, kwargs))) for args, kwargs in calls]
+    except RuntimeError:  # chance gives what it cannot take
+        return False
+    for first, second, both in zip(*found, strict=False):
+        dim = _doubled(first, second, both) if isinstance(first, Tensor) else "neither"
+        halves = both.split(first.shape[dim], dim) if isinstance(dim, int) else (both, both)
+        if dim != "neither" and any(differ(half, some) for half, some in zip((first, second), halves, strict=True)):
+            return True
+    return False
