@@ -319,7 +319,7 @@ def _other(func: Any, args: tuple, kwargs: dict) -> Any:
 def is_unknown(func: Any) -> bool:
     """Whether no rule, and no definition in terms of others, says what an operation means on tiles."""
     load_rules()
-    if not isinstance(func, torch._ops.OpOverload) or _handler_of(func) not in (_other, into_outs):
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim" or _handler_of(func) not in (_other, into_outs):
         return False
     new = new_of(func) if written_by(func) else None
     return is_unknown(new) if new is not None else _decomposition_of(func) is None

@@ -348,4 +348,14 @@ OF_MODELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2), None, False, True),
     ),
+    # Copies with a sample more chose to hold other channels, so that their weights were not of one size.
+    (
+        Program(
+            (5, 4, 3, 10),
+            {"m0": "nn.Conv2d(4, 4, 3, padding=1)"},
+            ("v5 = torch.cat([self.m0(x[:1]), self.m0(x[1:])]) if len(x) > 1 else self.m0(x)",),
+            ("v5",),
+        ),
+        Layout(Plan(replicate=2, channel=2), None, False, True),
+    ),
 ]

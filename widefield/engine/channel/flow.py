@@ -24,16 +24,15 @@ from widefield.engine.stream.watch import Guards
 class ChannelFlow(Flow):
     """parts: of every weight of which each rank holds a part, by name; its shape on the whole: `shapes`."""
 
-    def __init__(self, module: nn.Module, ranks: Ranks, sample: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks, like: Like, device: torch.device) -> None:
         self.device = device
         self.ranks, self.shapes = ranks, {name: tuple(t.shape) for name, t in named_tensors(module).items()}
         self.parts: dict[str, Part] = {}
         self.known: Known[Whole] = Known()
-        like = Like.of(sample, device)
         self.parts = dict(self._chosen(module, (like,), {}, None).stored)
         self._cut(module)
         self.first = self._chosen(module, (like,), {}, self.parts)
-        """What was chosen for the sample, its weights being held as they are."""
+        """What was chosen for a batch like `like`, its weights being held as they are."""
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """What the module returns, on every rank of the axis."""

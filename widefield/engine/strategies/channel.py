@@ -18,6 +18,7 @@ from widefield.engine.holding import tell
 from widefield.engine.mesh import Mesh
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.stream.choice import bytes_text
+from widefield.engine.stream.stand_ins import Like
 
 PHASE = Phase.SPLIT
 
@@ -40,7 +41,9 @@ def apply(
     refuse_streams(model, f"mesh.channel={mesh.plan.channel}")
     whole = _weight_bytes(model)
     _same_start(model, mesh)
-    flow = ChannelFlow(model, Ranks(mesh.channel, mesh.plan.channel, mesh.channel_group), sample, mesh.device)
+    shape = mesh.gather_objects(tuple(sample.shape))[0]  # copies may have a sample more, and must not choose other parts
+    ranks = Ranks(mesh.channel, mesh.plan.channel, mesh.channel_group)
+    flow = ChannelFlow(model, ranks, Like.of(sample, mesh.device, shape), mesh.device)
     lay(model, flow)
     tell(model, {name: Held(flow.shapes[name], exchange) for name, exchange in flow.exchanges().items()})
     return _in_words(flow.first, mesh.plan.channel, _weight_bytes(model) / max(1, whole))
