@@ -6,6 +6,8 @@ import re
 import traceback
 from dataclasses import dataclass
 
+SAID = ("do not call the same layers", "came once more after it was sent")
+"""Words of refusals that come when a pass is under way."""
 TOO_FEW = "a copy has fewer samples than the program names"
 
 
@@ -53,7 +55,7 @@ def has_too_few_samples(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether it is raised by widefield, on purpose, in words."""
-    if "do not call the same layers" in str(error):
+    if any(words in str(error) for words in SAID):
         return True
     if not isinstance(error, (NotImplementedError, ValueError, TypeError)) or len(str(error)) < 40:
         return False

@@ -48,6 +48,12 @@ def stream(rng: random.Random, dims: int) -> dict:
     return {"stream": {"tiles": rng.choice(TILES[dims]), "keep": rng.choice(["device", "host", "file"])}}
 
 
+def stages(rng: random.Random) -> dict:
+    schedule = rng.choice(["gpipe", "1f1b", "1f1b", "interleaved", "zero_bubble"])
+    pipeline = {"schedule": schedule, "micro_batches": rng.choice([None, None, 1, 2, 3])}
+    return {"stage": rng.choice([2, 2, 3]), "pipeline": pipeline}
+
+
 def draw_layout(rng: random.Random, program: Program) -> Layout:
     """A layout that this program can be compared under."""
     dims = len(program.shape) - 2
@@ -58,8 +64,9 @@ def draw_layout(rng: random.Random, program: Program) -> Layout:
         (5, {"space": small} | stream(rng, dims)),
         (6, {"channel": rng.choice([2, 2, 3])}),
         (2, {"space": small, "channel": 2}),
-        (0.3, {"recompute": {}}),
-        (0.3, {"space": small, "recompute": {}}),
+        (1, {"recompute": {"keep": rng.choice(["nothing", "convolutions"])}}),
+        (0.5, {"space": small, "recompute": {}}),
+        (2, {"stream": {"memory": f"{rng.randint(8, 60)}KiB", "keep": rng.choice([None, "host"])}}),
     ]
     kinds += [
         (10, {"replicate": rng.choice([2, 2, 3])}),
@@ -70,7 +77,10 @@ def draw_layout(rng: random.Random, program: Program) -> Layout:
         (1, {"replicate": 2, "channel": 2}),
         (1, zero(rng) | {"replicate": 2}),
         (1, zero(rng) | stream(rng, dims)),
-        (4, {"stage": 2}),
+        (4, stages(rng)),
+        (0.5, {"replicate": 2, "recompute": {}}),
+        (0.5, zero(rng) | {"recompute": {}}),
+        (0.5, {"stage": 2, "channel": 2}),
         (1, {"stage": 2, "space": small}),
         (1, {"replicate": 2, "stage": 2}),
     ]
@@ -92,6 +102,8 @@ def can_run(program: Program, plan: Plan) -> bool:
         return False  # copies share the batch: what each output says of samples is known, and there are enough of these
     if copies > 1 and any(word in program.text() for word in STEPS):
         return False  # where samples meet in the size of a step, the first forward of copies may not see that they do
+    if habit.evaluates and copies * plan.stage > 1:
+        return False  # where each copy has its own samples and each stage its own part
     if habit.penalty and copies > 1 and not all(program.per_sample):
         return False  # a slope of what all samples give counts as often as there are copies
     if habit.penalty and plan.shard > 1 and plan.sharding.zero > 1:

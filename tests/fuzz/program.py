@@ -23,6 +23,8 @@ class Habit:
 
     forwards: calls per step, of images and of their mirror images, with one backward.  backwards: of the same graph.
     penalty: on the gradient of the images.  frozen: members whose parameters do not learn; late: not before the second step.
+    passes: forwards and backwards per step, whose gradients are added up and sent after the last.
+    evaluates: whether outputs are looked at in between, in eval mode and without gradients.
     """
 
     train: bool = True
@@ -31,6 +33,8 @@ class Habit:
     penalty: bool = False
     frozen: tuple[str, ...] = ()
     late: bool = False
+    passes: int = 1
+    evaluates: bool = False
 
 
 @dataclass(frozen=True)

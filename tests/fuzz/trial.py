@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import widefield as wf
 from widefield.engine.holding import wholes_on_main
 from widefield.engine.mesh import Mesh
 from widefield.engine.parallelize import share_states
-from widefield.engine.passes import backward_of
+from widefield.engine.passes import backward_of, without_sync
 from widefield.geometry.interval import even_cut, parts_of
 
 from .errors import TOO_FEW, Finding, Refusal, has_too_few_samples, is_refusal
@@ -67,8 +68,19 @@ def loss_of(program: Program, outputs: tuple[Tensor, ...], samples: float) -> Te
     return sum(each[1:], each[0])
 
 
-def step_of(program: Program, model: Callable, x: Tensor, samples: float) -> Tensor:
-    """A forward and what belongs to it, of one step; the loss, after its backward."""
+def step_of(program: Program, model: Callable, x: Tensor, samples: float, unsent: Callable = nullcontext) -> Tensor:
+    """Forwards and backwards, and what belongs to them, of one step; the loss, after its backwards.
+
+    unsent: what passes but the last run in.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for left in reversed(range(program.habit.passes)):
+        with unsent() if left else nullcontext():
+            total = total + _pass_of(program, model, x.flip(-1) * 0.7 if left else x, samples)
+    return total
+
+
+def _pass_of(program: Program, model: Callable, x: Tensor, samples: float) -> Tensor:
     habit = program.habit
     if habit.penalty:
         x = x.detach().requires_grad_()
@@ -82,6 +94,15 @@ def step_of(program: Program, model: Callable, x: Tensor, samples: float) -> Ten
     for left in reversed(range(habit.backwards)):
         loss.backward(retain_graph=left > 0)
     return loss.detach()
+
+
+@torch.no_grad()
+def evaluated(program: Program, model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    """What the model gives in between, in eval mode."""
+    torch.manual_seed(7)
+    outputs = model.eval()(x)
+    model.train(program.habit.train)
+    return {f"evaluated {number}": wf.whole(output) for number, output in enumerate(outputs)}
 
 
 def train_whole(program: Program, nudge: float = 0.0) -> Outcome:
@@ -107,6 +128,8 @@ def _trained(program: Program, nudge: float) -> Outcome:
         found.note(f"step {step}", {"loss": loss, "image's gradient": x.grad})
         found.note(f"step {step}, gradient", {name: p.grad for name, p in model.named_parameters()})
         optimizer.step()
+        if program.habit.evaluates and step == 1:
+            found.note(f"step {step}", evaluated(program, model, x))
     found.note("at the end", dict(model.state_dict()))
     return found
 
@@ -217,9 +240,10 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
         x = program.images(step)[mine].clone().requires_grad_()
         torch.manual_seed(step)
         if mesh.plan.stage > 1:
-            loss = _in_stages(program, model, laid(x.detach()), samples) / samples
+            images = [laid((x.flip(-1) * 0.7 if left else x).detach()) for left in reversed(range(program.habit.passes))]
+            loss = _in_stages(program, model, images, samples) / samples
         else:
-            loss = step_of(program, model, laid(x), samples)
+            loss = step_of(program, model, laid(x), samples, partial(without_sync, model))
             found.note(f"step {step}", {"image's gradient": x.grad})
         found.note(f"step {step}", {"loss": loss})
         if mesh.plan.stage == 1 or mesh.plan.channel > 1:
@@ -227,20 +251,27 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
             if mesh.is_main:
                 found.note(f"step {step}, gradient", {name: wholes.get(name) for name, _ in model.named_parameters()})
         optimizer.step()
+        if program.habit.evaluates and step == 1:
+            found.note(f"step {step}", evaluated(program, model, laid(x)))
     wholes = wholes_on_main(model, mesh, dict(model.state_dict()))
     if mesh.is_main:
         found.note("at the end", wholes)
     return found
 
 
-def _in_stages(program: Program, model: nn.Module, x: Tensor, samples: float) -> Tensor:
-    return backward_of(
-        model,
-        x,
-        torch.zeros(len(x), 1),
-        loss_of=lambda outputs, _: loss_of(program, outputs, 1),
-        scaled=lambda loss: loss / samples,
-    )
+def _in_stages(program: Program, model: nn.Module, images: list[Tensor], samples: float) -> Tensor:
+    """The loss of passes over images of which gradients are sent after the last."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number, x in enumerate(images, 1):
+        with nullcontext() if number == len(images) else without_sync(model):
+            total = total + backward_of(
+                model,
+                x,
+                torch.zeros(len(x), 1),
+                loss_of=lambda outputs, _: loss_of(program, outputs, 1),
+                scaled=lambda loss: loss / samples,
+            )
+    return total
 
 
 def attempt(mesh: Mesh, program: Program, layout: Layout) -> Outcome | Refusal:

@@ -98,14 +98,14 @@ _Call = tuple[Any, tuple, dict]
 
 
 class _Unknown(TorchDispatchMode):
-    """Inside, `calls` gets the operations that have no rule, with copies of what they are given."""
+    """Inside, `calls` gets the operations that have no rule, messages left out, with copies of what they are given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if is_unknown(func) and any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+        if is_unknown(func) and "c10d" not in func.namespace and any(map(torch.is_tensor, tree_leaves((args, kwargs)))):
             self.calls.append((func, tree_map(_copied, args), tree_map(_copied, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
@@ -128,7 +128,8 @@ def _call_mixes(first: _Call, second: _Call, both: _Call) -> bool:
 def _halved(first: Any, second: Any, both: Any) -> int | str:
     """Along which dim both halves lie behind each other, "equal" where there is one thing alone, or "neither"."""
     if not isinstance(first, Tensor):
-        return "equal" if first == second == both else "neither"
+        plain = isinstance(first, (bool, int, float, str))
+        return "equal" if first is second is both or plain and first == second == both else "neither"
     dim = _doubled(first, second, both)
     if isinstance(dim, str):
         return dim if dim == "neither" or torch.equal(first, second) and torch.equal(first, both) else "neither"

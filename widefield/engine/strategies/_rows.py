@@ -15,7 +15,9 @@ import datetime
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from widefield.engine.places import on_layout
 from widefield.engine.strategies._forward_state import ForwardState
 from widefield.engine.strategies._halves import differ, mix_among_themselves
 from widefield.engine.strategies._route import Compiled
+from widefield.engine.strategies._unit_calls import Parted
 from widefield.engine.stream.streamed import Streamed
 from widefield.engine.tiled import TiledTensor, wrap, wrap_view
 
@@ -47,10 +50,11 @@ class Rows:
     """How a model is run on several copies; `call` runs it.
 
     group: of the ranks that have the same part of the model, for small messages of this model alone.
+    ended: called where a forward has ended, or failed, for who sends on this group inside of forwards; it may raise Parted.
     """
 
-    def __init__(self, mesh: Mesh, group: dist.ProcessGroup) -> None:
-        self.mesh, self.group, self.has_said = mesh, group, False
+    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, ended: Callable[[str], None] = lambda how: None) -> None:
+        self.mesh, self.group, self.ended, self.has_said = mesh, group, ended, False
         self.together: dict[bool, bool] = {}
         """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
         self.rows_each: dict[bool, list[int | None]] = {}
@@ -63,17 +67,31 @@ class Rows:
         if not (model.training or torch.is_grad_enabled()) or not _samples_in(args, kwargs):
             return run(*args, **kwargs)
         plain = run.uncompiled if isinstance(run, Compiled) else run
+        run, plain, is_compiled = partial(self._ended, run), partial(self._ended, plain), plain is not run
         if model.training not in self.together:
             self._find_out(model, plain, args, kwargs)
         if self.together[model.training]:
-            return self._on_rows(model, plain, args, kwargs, is_slower=plain is not run)
+            return self._on_rows(model, plain, args, kwargs, is_slower=is_compiled)
         before = ForwardState(model)
         output = run(*args, **kwargs)
         if not before.has_changed() or not self._some(True):
             return output
         before.restore()
         self.together[model.training] = True
-        return self._on_rows(model, plain, args, kwargs, is_slower=plain is not run)
+        return self._on_rows(model, plain, args, kwargs, is_slower=is_compiled)
+
+    def _ended(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward, and that it has ended, or failed, on every copy."""
+        try:
+            output = run(*args, **kwargs)
+        except Parted:
+            raise
+        except Exception:
+            with suppress(Parted):  # that error tells more
+                self.ended("an error")
+            raise
+        self.ended("the end of the forward")
+        return output
 
     # ------------------------------------------------------------------------------------------ finding out
 

@@ -41,6 +41,10 @@ SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether this torch's FSDP2 can send zeros for what a rank did not use; since 2.15."""
 
 
+class Parted(RuntimeError):
+    """The passes of ranks that share weights go to other units; raised on all of them."""
+
+
 class UnitCalls:
     """Of a model that FSDP2 holds.  units: its units by name, the model itself under ''.
 
@@ -90,7 +94,7 @@ class UnitCalls:
             self._refuse_hooks()
             self._at = self._ways.setdefault(f"gradients {torch.is_grad_enabled()}", {})
         if not self._inside[name] and torch._C._current_graph_task_id() == -1:  # a backward goes where its forward went
-            self._goes_to(name)
+            self.goes_to(name)
         self._inside[name] += 1
 
     @torch.compiler.disable
@@ -107,7 +111,7 @@ class UnitCalls:
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                     leaf.register_hook(partial(self._unit_is_reached, name))
             return
-        self._goes_to("the end")
+        self.goes_to("the end")
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                 leaf.register_hook(self._reached)
@@ -127,13 +131,13 @@ class UnitCalls:
         unit = self.units[name]
         assert isinstance(unit, FSDPModule)
         if any(type(p) is not nn.Parameter for each in self._parts[name] for p in each._parameters.values() if p is not None):
-            self._goes_to(name)
+            self.goes_to(name)
             unit.set_reshard_after_forward(False, recurse=False)  # its own forward says nothing of who else uses it
             unit.unshard()
             self._mark(name)
 
-    def _goes_to(self, name: str) -> None:
-        """See that every rank's pass goes to the same unit next; RuntimeError where it does not."""
+    def goes_to(self, name: str) -> None:
+        """See that every rank's pass goes to the same unit next; Parted where it does not."""
         if name not in self._at or len(self._at) > 1:
             self._compare(name)
         self._at = self._at.setdefault(name, {})
@@ -152,12 +156,12 @@ class UnitCalls:
         try:
             work.wait(datetime.timedelta(seconds=PATIENCE_SECONDS))
         except RuntimeError as error:
-            raise RuntimeError(
+            raise Parted(
                 f"the {size} ranks that share weights do not call the same layers: {what}, and within {PATIENCE_SECONDS:.0f} s "
                 f"not all came here; {advice}"
             ) from error
         if len(set(marks.tolist())) > 1:
-            raise RuntimeError(f"the {size} ranks that share weights do not call the same layers: {what}; {advice}")
+            raise Parted(f"the {size} ranks that share weights do not call the same layers: {what}; {advice}")
 
     # ------------------------------------------------------------------------------------------ gradients
 

@@ -75,10 +75,10 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
     return nullcontext() if reducer is None else reducer.paused()
 
 
-def share_rows(watched: Watched, mesh: Mesh, group: dist.ProcessGroup) -> None:
-    """Let the copies' samples be one batch where they meet, but where the plan gives that up."""
+def share_rows(watched: Watched, mesh: Mesh, group: dist.ProcessGroup, **options: Any) -> None:
+    """Let the copies' samples be one batch where they meet, but where the plan gives that up.  options: of Rows."""
     if mesh.copies > 1 and mesh.plan.is_one_batch:
-        watched.around = Rows(mesh, group).call
+        watched.around = Rows(mesh, group, **options).call
 
 
 def send_buffers(mesh: Mesh, model: nn.Module, *_: Any) -> None:

@@ -66,7 +66,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     calls = UnitCalls(model, {"": model, **units})
     _CALLS[model] = weakref.ref(calls)
     calls.group = mesh.lend_group(calls)
-    data.share_rows(watched, mesh, calls.group)
+    data.share_rows(watched, mesh, calls.group, ended=calls.goes_to)
     watched.around = partial(_whole_or_told, list(units), watched.around)
     if plan.batch_norm == "broadcast":
         model.register_forward_pre_hook(partial(data.send_buffers, mesh))
