@@ -22,6 +22,8 @@ Strides = tuple[int, ...]
 def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
     """What `run` gives for `func`, which makes new tensors; thin ones have the strides that torch gives the whole."""
     out = run(func, args, kwargs)
+    if func is torch.ops.aten.cat.default and any(_is_unsure(part) for part in args[0] if type(part) is TiledTensor):
+        return _brought_in_order(out, _strides(func, args, kwargs)[0])  # its tile lies as thin pieces do, on this rank
     if type(out) is TiledTensor:
         return _in_order(out, _strides(func, args, kwargs), 0) if _is_unsure(out) else out
     if type(out) is tuple and any(type(each) is TiledTensor and _is_unsure(each) for each in out):
@@ -41,6 +43,19 @@ def _in_order(made: Any, strides: Sequence[Strides | None], at: int) -> Any:
     if wanted is None or wanted == made.stride() or not same_order(made.laid.dims_told, wanted, made.own.stride()):
         return made
     return wrap_view(made.own, made.laid, wanted)
+
+
+def _brought_in_order(made: TiledTensor, wanted: Strides | None) -> TiledTensor:
+    """The same whose tile lies in memory as `wanted`, strides of the whole, says."""
+    if wanted is None or not made.laid.is_cut:
+        return made
+    tile, dims = made.own, range(made.ndim)
+    if not same_order([dim for dim in dims if tile.shape[dim] > 1], wanted, tile.stride()):
+        tile = torch.empty_permuted(
+            tile.shape, sorted(dims, key=lambda dim: -wanted[dim]), dtype=tile.dtype, device=tile.device
+        )
+        tile.copy_(made.own)
+    return wrap_view(tile, made.laid, wanted)
 
 
 # ---------------------------------------------------------------------------------------------- asking torch

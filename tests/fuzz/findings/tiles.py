@@ -128,4 +128,17 @@ OF_TILES: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(space=[2, 2])),
     ),
+    # Where a thin piece was joined on, each rank's tile lay in memory as the piece did; a roll by nothing comes row-major.
+    *(
+        (
+            Program(
+                (1, 2, 8, 10),
+                {"m1": "nn.LayerNorm(2, 1e-2, True)"},
+                ("v2 = self.m1(x.movedim(1, -1)).movedim(-1, 1)", f"v3 = v2.roll({by}, 3)", "v4 = F.dropout(v3, 0.3)"),
+                ("v4",),
+            ),
+            Layout(Plan(space=[1, 2])),
+        )
+        for by in (1, 10)
+    ),
 ]

@@ -129,18 +129,22 @@ def rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
 
 @composed(aten.roll.default)
 def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    """Each dim by itself; on a cut one the end is joined on before the start."""
+    """Each dim by itself; on a cut one the end is joined on before the start.  What stays where it is comes row-major."""
     if not dims:
         flat = aten.view.default(aten.clone.default(x, memory_format=torch.contiguous_format), [-1])
         return aten.view.default(roll(flat, shifts, [0]), x.shape)
-    out = aten.clone.default(x) if not any(shifts) else x
+    if not x.numel():
+        return aten.clone.default(x)
+    out = x
     for shift, dim in zip(shifts, dims, strict=True):
         extent = x.shape[dim]
-        start = -shift % extent if extent else 0
+        start = -shift % extent
         if start:
             ends = aten.slice.Tensor(out, dim, start, extent), aten.slice.Tensor(out, dim, 0, start)
             out = aten.cat.default(list(ends), dim)
-    return out if out is not x else aten.clone.default(x)
+        else:
+            out = aten.clone.default(out, memory_format=torch.contiguous_format)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------- repeated
