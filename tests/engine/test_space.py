@@ -267,17 +267,30 @@ def penalized(mesh):
         nn.Conv2d(8, 1, 3),
     ).double()  # fmt: skip
 
-    def penalty(net, image):
-        image = image.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(net(image).sum(), image, create_graph=True)
-        loss = (slope.flatten(1).norm(2, dim=1) - 1).square().mean()
+    def penalty(net, leaf, taken=lambda tensor: tensor):
+        leaf = leaf.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net(taken(leaf)).sum(), leaf, create_graph=True)
+        loss = (taken(slope).flatten(1).norm(2, dim=1) - 1).square().mean()
         loss.backward()
         return loss.detach()
 
     image, _ = batch()
-    alone, cut = copy.deepcopy(critic), copy.deepcopy(critic)
-    close(penalty(cut, wf.tile(image, mesh)), penalty(alone, image))
-    close(averaged(mesh, cut), gradients(alone))
+    own = image[wf.window(image.shape, mesh)]
+    gathers = nn.Sequential(*critic[:-1], Gathered(), nn.Conv2d(8, 1, 3), nn.Tanh()).double()
+    taking = [
+        (critic, wf.tile(image, mesh), lambda tensor: tensor),
+        (gathers, image, lambda tensor: wf.tile(tensor, mesh)),
+        (gathers, own, lambda tensor: wf.from_tile(tensor, mesh, image.shape)),
+    ]
+    for net, leaf, taken in taking:
+        alone, cut = copy.deepcopy(net), copy.deepcopy(net)
+        close(penalty(cut, leaf, taken), penalty(alone, image))
+        close(averaged(mesh, cut), gradients(alone))
+
+
+class Gathered(nn.Module):
+    def forward(self, x):
+        return wf.whole(x.sin())
 
 
 @pytest.mark.parametrize("space", [[2, 1], [2, 2]], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -102,6 +103,8 @@ def can_run(program: Program, plan: Plan) -> bool:
         return False  # copies share the batch: what each output says of samples is known, and there are enough of these
     if copies > 1 and any(word in program.text() for word in STEPS):
         return False  # where samples meet in the size of a step, the first forward of copies may not see that they do
+    if copies > 1 and re.search(r"wf_whole\((v\d+|x)\)", program.text()):
+        return False  # it gives all samples of copies that share a batch
     if habit.evaluates and copies * plan.stage > 1:
         return False  # where each copy has its own samples and each stage its own part
     if habit.penalty and copies > 1 and not all(program.per_sample):

@@ -47,6 +47,7 @@ AROUND = [
     "{m}({x}).float().relu().double()", "{m}.{w}.sum() * {x} + {m}({x}).mean()", "{m}({x}) if self.training else {m}({x}) * 2",
 ]  # fmt: skip
 BLOCKS = [
+    "!{v} = wf_whole({x})\n{v} * 0.5 + {m}({v})", "!{v} = {m}({x})\nwf_whole({v}).tanh() * {x}.mean()",
     "!with torch.no_grad():\n!    {v} = {m}({x})\n{x}.mean() + {v}",
     "!with torch.no_grad():\n!    {v} = {x}.softmax(1)\n{v} * {x}",
     "!with torch.enable_grad():\n!    {v} = {x}.detach().requires_grad_()\n!    {u}, = "

@@ -97,9 +97,9 @@ def settled(tensor: Any) -> Any:
     return tensor.known[1]
 
 
-def settle(tensor: PartialGradient) -> Tensor:
+def settle(tensor: Any) -> Any:
     """`settled`, through which gradients of gradients go."""
-    return _Settle.apply(tensor)
+    return _Settle.apply(tensor) if type(tensor) is PartialGradient else tensor
 
 
 class _Settle(torch.autograd.Function):

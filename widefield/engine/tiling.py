@@ -13,7 +13,7 @@ from widefield.engine.dispatch import load_rules
 from widefield.engine.homes import version_of
 from widefield.engine.layout import Cut, Layout, layout_of, uncut
 from widefield.engine.mesh import Mesh
-from widefield.engine.partial import PartialGradient, settle, settled
+from widefield.engine.partial import settle
 from widefield.engine.places import on_layout, recut, space_group
 from widefield.engine.tiled import TiledTensor, wrap
 from widefield.geometry.interval import natural_cut
@@ -59,8 +59,7 @@ def whole(tensor: Any) -> Any:
     Cost: every rank receives what it does not hold.  Backward: the mean over ranks of their gradients, cut into tiles.
     Lists, tuples and dicts are gone through.
     """
-    if type(tensor) is PartialGradient:
-        tensor = settle(tensor)
+    tensor = settle(tensor)
     if type(tensor) is TiledTensor:
         return _Whole.apply(tensor)
     if isinstance(tensor, dict):
@@ -124,6 +123,9 @@ def _checked(bounds: Sequence[int], extent: int, parts: int, dim: int) -> tuple[
     return bounds
 
 
+# Backwards go through such functions again, for gradients may be differentiated themselves.
+
+
 class _Tile(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: Tensor, layout: Layout) -> Tensor:
@@ -133,7 +135,7 @@ class _Tile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return whole(settled(grad)), None
+        return whole(grad), None
 
 
 class _FromTile(torch.autograd.Function):
@@ -144,7 +146,8 @@ class _FromTile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return on_layout(settled(grad), ctx.layout), None
+        grad = settle(grad)
+        return own_tile(grad, ctx.layout) if type(grad) is TiledTensor else on_layout(grad, ctx.layout), None
 
 
 class _OwnTile(torch.autograd.Function):
@@ -155,7 +158,20 @@ class _OwnTile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return wrap(grad, ctx.layout), None
+        return as_tile(grad, ctx.layout), None
+
+
+class _Moved(torch.autograd.Function):
+    """A tiled tensor by another layout."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: TiledTensor, layout: Layout) -> Tensor:
+        ctx.layout = tensor.laid
+        return wrap(_recut(tensor, layout), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _tiled(grad, ctx.layout), None
 
 
 def _recut(tensor: TiledTensor, layout: Layout) -> Tensor:
@@ -174,12 +190,25 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _mean_of_tiles(settled(grad), ctx.layout)
+        return _tiled(grad, ctx.layout)
 
 
-def _mean_of_tiles(grad: Tensor, layout: Layout) -> Tensor:
-    """The ranks' mean of `grad`, cut: gradients of plain values may differ between ranks, and then the mean is the true one."""
-    if type(grad) is TiledTensor or layout.grid.size == 1:
-        return wrap(on_layout(grad, layout), layout)
-    summed = halo.add_sums(grad, space_group(layout.grid)) / layout.grid.size
-    return wrap(on_layout(summed, layout), layout)
+def _tiled(grad: Tensor, layout: Layout) -> Tensor:
+    """A gradient, of whatever kind, by a layout."""
+    grad = settle(grad)
+    return _Moved.apply(grad, layout) if type(grad) is TiledTensor else _MeanOfTiles.apply(grad, layout)
+
+
+class _MeanOfTiles(torch.autograd.Function):
+    """The mean of ranks' plain tensors, cut: gradients of plain values may differ between ranks; the true one is their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, layout: Layout) -> Tensor:
+        if layout.grid.size == 1:
+            return wrap(on_layout(grad, layout).view_as(grad), layout)
+        summed = halo.add_sums(grad, space_group(layout.grid)) / layout.grid.size
+        return wrap(on_layout(summed, layout), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return whole(grad), None

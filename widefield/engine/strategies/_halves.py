@@ -97,6 +97,10 @@ _Call = tuple[Any, tuple, dict]
 """An operation and what it is given."""
 
 
+_NUMBERS = {Tensor, nn.Parameter, TiledTensor}
+"""Kinds of tensors that are none of a capture."""
+
+
 class _Unknown(TorchDispatchMode):
     """Inside, `calls` gets the operations that have no rule, messages left out, with copies of what they are given."""
 
@@ -105,7 +109,8 @@ class _Unknown(TorchDispatchMode):
         self.calls: list[_Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if is_unknown(func) and "c10d" not in func.namespace and any(map(torch.is_tensor, tree_leaves((args, kwargs)))):
+        kinds = {type(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        if is_unknown(func) and "c10d" not in func.namespace and kinds and kinds <= _NUMBERS:
             self.calls.append((func, tree_map(_copied, args), tree_map(_copied, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
