@@ -358,4 +358,21 @@ OF_MODELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=2, channel=2), None, False, True),
     ),
+    # Writes through views with their dims in another order changed the order in memory of what they show, where it is captured.
+    *(
+        (
+            Program(
+                (2, 3, 8, 6),
+                {"m0": "nn.Conv2d(3, 3, 1)"},
+                ("v1 = x * 1", write, "v2 = F.dropout(v1, 0.3)", "v3 = self.m0(v2)"),
+                ("v3",),
+            ),
+            Layout(Plan(channel=2), None, False, True),
+        )
+        for write in (
+            "v1.transpose(1, 3)[:, 0].mul_(0.5)",
+            "v1.permute(0, 2, 3, 1)[..., :2].mul_(0.5)",
+            "v1.movedim(1, -1).copy_(x.movedim(1, -1) * 2)",
+        )
+    ),
 ]

@@ -7,6 +7,7 @@ first one, takes others out of a part of the batch, and counts with these.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from widefield.engine.layout import Cut, Grid, layout_of
-from widefield.engine.mixing import may_mix, name_of
+from widefield.engine.mixing import PRODUCTS, ROW_BY_ROW, may_mix, name_of
 from widefield.engine.stream.apart import BATCH_NORM_OVER
 from widefield.engine.stream.graph import Graph, Node, Value
 from widefield.engine.tiled import TiledTensor, wrap
@@ -29,14 +30,49 @@ def where_samples_meet(graph: Graph) -> list[str]:
         return []
     known = {value: _cut(value, 0) if value.shape and value.shape[0] == rows else _plain(value) for value in graph.inputs}
     found: dict[str, None] = {}
+    inner: Inner = {}
     with torch.no_grad():
         for node in graph.nodes:
             reads_samples = any(type(known.get(value)) is TiledTensor for value in node.reads)
             made = _run(node, known, rows, found) if reads_samples and not node.draws else None
             for out, tensor in zip(node.outs, made or [None] * len(node.outs), strict=True):
-                if out is not None:
-                    known[out] = tensor if isinstance(tensor, Tensor) else _after(out, node, known, rows)
+                if out is None:
+                    continue
+                shown = _viewed(out, node, known, inner) if node.op in VIEWS and reads_samples else None
+                made_here = tensor if shown is None else shown
+                known[out] = made_here if isinstance(made_here, Tensor) else _after(out, node, known, rows)
+                _pass_on(out, node, inner)
     return list(found)
+
+
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+Inner = dict[Value, tuple[int, int]]
+"""Of values whose rows along a dim are so many others times samples, as after (tokens, samples, channels) is viewed as rows of
+channels: that dim, and how many.  They are held as if samples came first, which is all the same to what takes row by row."""
+
+
+def _viewed(out: Value, node: Node, known: dict[Value, Tensor], inner: Inner) -> Tensor | None:
+    """A view that makes such rows, or makes dims of them again; None of any other."""
+    x = node.reads[0]
+    held, first = known[x], next((n for n, (a, b) in enumerate(zip(x.shape, out.shape, strict=False)) if a != b), 0)
+    if x in inner:
+        dim, others = inner[x]
+        splits = first == dim and out.ndim > dim + 1 and out.shape[dim] == others and not x.shape[dim] % others
+        return _cut(out, dim + 1) if splits else None
+    batch = next((dim for dim, cut in enumerate(held.laid.cuts) if cut is not None), 0)  # type: ignore[attr-defined]
+    others = math.prod(x.shape[first:batch])
+    if first >= batch or others == 1 or first >= out.ndim or out.shape[first] != others * x.shape[batch]:
+        return None
+    inner[out] = first, others
+    return _cut(out, first)
+
+
+def _pass_on(out: Value, node: Node, inner: Inner) -> None:
+    """Row by row, rows stay what they are."""
+    by_row = torch.Tag.pointwise in getattr(node.op, "tags", ()) or name_of(node.op) in ROW_BY_ROW | PRODUCTS
+    for x in node.reads if by_row else ():
+        if x in inner and out not in inner and out.ndim > inner[x][0] and out.shape[inner[x][0]] == x.shape[inner[x][0]]:
+            inner[out] = inner[x]
 
 
 def _run(node: Node, known: dict[Value, Tensor], rows: int, found: dict[str, None]) -> list[Any] | None:

@@ -71,7 +71,8 @@ class StageModule(nn.Module):
         first = next((place for place, value in enumerate(self.part.gives) if value.wants_grad), None)
         if first is not None:
             found[first] = with_zeros_for(found[first], idle)
-        return tuple(found)
+        # Torch detaches them in place, but for views, before the second half, which may want what the loss saved of them.
+        return tuple(tensor.view_as(tensor) if self.splits else tensor for tensor in found)
 
 
 def _tiled(tensor: Tensor, value: Value, laid: Layout | None) -> Tensor:

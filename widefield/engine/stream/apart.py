@@ -12,6 +12,7 @@ from torch import Tensor
 
 from widefield.engine import normalization  # noqa: F401  it registers an operation
 from widefield.engine.dispatch import load_rules
+from widefield.engine.places import is_dense
 from widefield.engine.rules import COMPOSED, Local, Meta, Reduced
 from widefield.engine.stream.graph import Graph, Node, Value
 
@@ -111,10 +112,16 @@ def _slice_scatter(x: Tensor, part: Tensor, dim: int = 0, start=None, end=None, 
     pixels = range(*slice(start, end, step).indices(x.shape[dim]))
     if step != 1 or not len(pixels):
         return aten.slice_scatter.default(x, part, dim, start, end, step)
-    ends = (pixels.start, pixels.stop)
-    around = [(0, ends[0]), (ends[1], x.shape[dim])]
+    order = sorted(range(x.ndim), key=lambda d: (-x.stride(d), d))  # a write leaves the order in memory as it is
+    is_moved = order != sorted(order) and is_dense(x)
+    if is_moved:
+        x, part, dim = aten.permute.default(x, order), aten.permute.default(part, order), order.index(dim % x.ndim)
+    around = [(0, pixels.start), (pixels.stop, x.shape[dim])]
     before, after = ([aten.slice.Tensor(x, dim, a, b)] if a < b else [] for a, b in around)
-    return aten.cat.default([*before, part, *after], dim)
+    pieces = [*before, part, *after]
+    row_major = torch.contiguous_format
+    out = aten.cat.default(pieces, dim) if len(pieces) > 1 else aten.clone.default(part, memory_format=row_major)
+    return aten.permute.default(out, sorted(range(x.ndim), key=order.__getitem__)) if is_moved else out
 
 
 def _select_scatter(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:

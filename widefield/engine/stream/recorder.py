@@ -13,6 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield.engine.alike import is_in_place
+from widefield.engine.places import is_dense
 from widefield.engine.stream.apart import APART, DRAWS
 from widefield.engine.stream.graph import Node, Value
 from widefield.engine.stream.stand_ins import tensors_of
@@ -140,6 +141,8 @@ class Recorder(FakeTensorMode):
         self.depth += 1
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
+            if func in _SCATTERS and out.stride() != args[0].stride() and is_dense(args[0]):
+                out = torch.empty_strided(out.shape, args[0].stride(), dtype=out.dtype, device=out.device)
         finally:
             self.depth -= 1
         if self.is_on and self.depth == 0 and any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
@@ -209,6 +212,8 @@ def backward_inside(what: str) -> NotImplementedError:
 
 _STOPS = {aten.detach.default}
 """Operations whose results have no gradient."""
+_SCATTERS = {aten.slice_scatter.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default}
+"""Writes through views, which keep the order in memory; without pixels torch forgets that."""
 _FIRST_ALONE = {
     aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default, aten.cudnn_batch_norm.default, aten._batch_norm_with_update.default,
@@ -254,8 +259,8 @@ def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def _copied(like: Tensor, source: Tensor) -> Tensor:
-    """torch's `copy`, which has no derivative: the source's pixels in the shape and dtype of another tensor."""
-    return source.to(like.dtype).expand(like.shape).clone()
+    """torch's `copy`, which has no derivative: the source's pixels in the shape, dtype and order in memory of another."""
+    return torch.empty_like(like).copy_(source)
 
 
 POINTWISE = {_copied}

@@ -1,0 +1,61 @@
+"""On stages of a model."""
+
+from __future__ import annotations
+
+from widefield.plan import Plan
+
+from ..plans import Layout
+from ..program import Program
+
+OF_STAGES: list[tuple[Program, Layout]] = [
+    # Torch's split of a backward lost weights that meet no way to an input, added to gradients that repeat one number, and took
+    # from the second half what the loss had saved.
+    *(
+        (Program(shape, members, lines, outputs), Layout(Plan(stage=2, pipeline={"schedule": "zero_bubble"})))
+        for shape, members, lines, outputs in (
+            (
+                (1, 2, 9, 11),
+                {
+                    "m0": "nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 1), nn.ReLU())",
+                    "p1": "nn.Parameter(torch.randn(2, 2))",
+                },
+                (
+                    "v1 = self.m0(x)",
+                    "v2 = torch.empty_like(v1).fill_(0.2)",
+                    "v5 = v2 * F.linear(v2.mean((2, 3)), self.p1)[:, :, None, None]",
+                ),
+                ("v5",),
+            ),
+            (
+                (2, 2, 9, 11),
+                {
+                    "m0": "nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 1), nn.ReLU())",
+                    "p1": "nn.Parameter(torch.randn(2, 2))",
+                },
+                ("v1 = self.m0(x)", "v5 = v1 * self.p1.sum() * 0.1"),
+                ("v5",),
+            ),
+            (
+                (1, 3, 9, 10),
+                {"m0": "nn.Conv2d(3, 4, 2)", "m1": "nn.Linear(10, 3)"},
+                ("v1 = self.m0(x)", "v2 = self.m1(x)"),
+                ("v1", "v2"),
+            ),
+        )
+    ),
+    # Behind rows of tokens times samples, samples were looked for among tokens.
+    (
+        Program(
+            (2, 3, 7, 8),
+            {"m0": "nn.Conv2d(3, 3, 1)", "m1": "nn.MultiheadAttention(3, 1, batch_first=True)"},
+            (
+                "v1 = self.m0(x)",
+                "v2 = v1.flatten(2).transpose(1, 2)",
+                "v3 = self.m1(v2, v2, v2, need_weights=False)[0]",
+                "v5 = v3.cummin(-3)[0]",
+            ),
+            ("v5",),
+        ),
+        Layout(Plan(stage=2)),
+    ),
+]

@@ -1,0 +1,64 @@
+"""Stages whose backward runs in two halves: first what the stage before waits for, later the gradients of the weights.
+
+Torch's halves go from a stage's inputs up and from its weights up, until they meet.  Weights that meet no way to an input that
+learns, as behind a `detach`, got no gradient, in silence; and a gradient that repeats one number could not be added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
+
+
+class SplitStage(PipelineStage):
+    """A stage whose backward is split where that gives all weights their gradients; elsewhere its first half is all of it."""
+
+    _is_split: bool | None = None
+    """Known from the first micro-batch on, since all run the same operations."""
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        if backward_type == "input":
+            outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
+            if self._is_split is None:
+                self._is_split = _all_lead_to(outputs, inputs)
+            if not self._is_split:
+                grads = bwd_kwargs["output_grads"]
+                return stage_backward(outputs[0] if grads is None else outputs, grads, inputs), []  # one loss, or outputs
+        found = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            for weight in self.submod.parameters():
+                if weight.grad is not None and 0 in weight.grad.stride():
+                    weight.grad = weight.grad.clone(memory_format=torch.contiguous_format)
+        return found
+
+
+def _all_lead_to(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
+    """Whether the gradient of each output reaches an input."""
+    targets = {_node_of(tensor) for tensor in inputs if isinstance(tensor, Tensor) and tensor.requires_grad}
+    return all(_leads_to(_node_of(output), targets) for output in outputs if _learns(output))
+
+
+def _learns(output: Any) -> bool:
+    return isinstance(output, GradientEdge) or isinstance(output, Tensor) and output.requires_grad
+
+
+def _node_of(tensor: Any) -> Node:
+    return tensor.node if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor).node
+
+
+def _leads_to(start: Node, targets: set[Node]) -> bool:
+    seen, left = {start}, [start]
+    while left:
+        node = left.pop()
+        if node in targets:
+            return True
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        left += new
+    return False
