@@ -321,6 +321,17 @@ def a_hidden_write(mesh):
     wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Puts()).double(), mesh)(images(0))
 
 
+class PutsFirst(nn.Module):
+    """Writes what the first sample gives, and tells its sign alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x.detach().put(torch.tensor([1]), x.flatten()[:1].detach()) > 0)
+
+
+def a_sample_that_is_put_into_others(mesh):
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), PutsFirst()).double(), mesh)(images(0))
+
+
 def one_by_one(mesh):
     class InOrder(nn.Module):
         """No rule says what it does, and samples do not meet."""
@@ -336,6 +347,7 @@ REFUSALS = {
     sizes_apart: "copies got samples of different sizes, this one",
     a_mean_without_a_rule: "aten._trilinear.default cannot run on an image cut into tiles",
     without_a_rule: "set mesh.independent=true to let each copy draw",
+    a_sample_that_is_put_into_others: "aten.put.default cannot run on an image cut into tiles",
     a_hidden_write: "aten.put.default cannot run on an image cut into tiles",
 }
 

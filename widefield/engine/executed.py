@@ -35,8 +35,10 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *a
 _RUNS_AS: dict[Any, Callable] = {
     BATCH_NORM_OVER: batch_norm_over,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten.view.default: aten.reshape.default,
 }
-"""What runs in place of operations that are names alone, or that hold on to buffers."""
+"""What runs in place of operations that are names alone, that hold on to buffers, or that want an order in memory: nothing is
+written through a view here, so a copy does, where a part of a tensor or what came in a message lies otherwise."""
 
 
 class Flow:

@@ -375,4 +375,14 @@ OF_MODELS: list[tuple[Program, Layout]] = [
             "v1.movedim(1, -1).copy_(x.movedim(1, -1) * 2)",
         )
     ),
+    # A captured view wants an order in memory that kernels, and messages of parts, do not keep.
+    (
+        Program(
+            (2, 4, 9),
+            {"m1": "nn.TransformerEncoderLayer(4, 1, 5, 0.0, batch_first=True)"},
+            ("v6 = self.m1(x.flatten(2).transpose(1, 2))",),
+            ("v6",),
+        ),
+        Layout(Plan(channel=3), None, False, True),
+    ),
 ]

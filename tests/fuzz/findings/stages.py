@@ -58,4 +58,14 @@ OF_STAGES: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(stage=2)),
     ),
+    # A tensor like a part of one in channels has no part of its own, and its samples were not seen.
+    (
+        Program(
+            (2, 2, 11, 11),
+            {"m0": "nn.Conv2d(2, 2, (5, 3), (1, 3), 1)", "p1": "nn.Parameter(torch.randn(1, 2, 3, 3))"},
+            ("v1 = self.m0(x)", "v2 = torch.zeros_like(v1)", "v2.flatten()[:3].add_(0.1)", "v4 = F.conv2d(v2, self.p1)"),
+            ("v4",),
+        ),
+        Layout(Plan(channel=2, stage=2)),
+    ),
 ]

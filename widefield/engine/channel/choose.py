@@ -238,10 +238,10 @@ class _Chooser:
         elif before is SUM:
             op, extra, factor = AddUp.apply, ranks, 2
         elif isinstance(after, Part):
-            op, extra, factor = Keep.apply, Exchange(after, ranks), int(value.wants_grad)
+            op, extra, factor = Keep.apply, Exchange(after, ranks, value.order), int(value.wants_grad)
         else:
             assert isinstance(before, Part), f"{before} to {after}"
-            op, extra, factor = Fetch.apply, Exchange(before, ranks), 1
+            op, extra, factor = Fetch.apply, Exchange(before, ranks, value.order), 1
         self._add(op, (own, extra), {}, [made], grad=value.maker is None or value.maker.grad)
         self.have[value][after] = made
         self.sent[self.nodes[-1]] = factor * value.bytes

@@ -32,13 +32,18 @@ class Ranks:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """A part as ranks exchange it.  `fetch` gives the whole of what each has, `keep` what this rank has of a whole."""
+    """A part as ranks exchange it.  `fetch` gives the whole of what each has, `keep` what this rank has of a whole.
+
+    order: the dims of what they give, from the outermost in memory to the innermost; None: row-major.
+    """
 
     part: Part
     ranks: Ranks
+    order: tuple[int, ...] | None = None
 
     @cached_property
-    def _order(self) -> Tensor | None:
+    def _places(self) -> Tensor | None:
+        """Where the whole's indices are when all ranks' stand one after another."""
         return None if self.part.is_in_order else torch.from_numpy(self.part.order)
 
     @cached_property
@@ -51,8 +56,8 @@ class Exchange:
         """This rank's part of a whole, in memory of its own."""
         dim, own = self.part.dim, self._own
         if isinstance(own, slice):
-            return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
-        return whole.index_select(dim, own.to(whole.device))
+            return self._laid(whole.narrow(dim, own.start, own.stop - own.start))
+        return self._laid(whole.index_select(dim, own.to(whole.device)))
 
     def fetch(self, own: Tensor) -> Tensor:
         """The whole, from every rank's part."""
@@ -65,9 +70,14 @@ class Exchange:
         dist.all_gather_into_tensor(gathered, padded, group=self.ranks.group)
         if min(counts) < most:
             gathered = torch.cat([gathered[n * most : n * most + count] for n, count in enumerate(counts)])
-        if self._order is not None:
-            gathered = gathered.index_select(0, self._order.to(gathered.device))
-        return gathered.movedim(0, dim).contiguous()
+        if self._places is not None:
+            gathered = gathered.index_select(0, self._places.to(gathered.device))
+        return self._laid(gathered.movedim(0, dim))
+
+    def _laid(self, tensor: Tensor) -> Tensor:
+        if self.order is None:
+            return tensor.contiguous()
+        return tensor.permute(self.order).contiguous().permute(sorted(range(tensor.ndim), key=self.order.__getitem__))
 
 
 def added(own: Tensor, ranks: Ranks) -> Tensor:

@@ -39,8 +39,10 @@ def where_samples_meet(graph: Graph) -> list[str]:
                 if out is None:
                     continue
                 shown = _viewed(out, node, known, inner) if node.op in VIEWS and reads_samples else None
-                made_here = tensor if shown is None else shown
-                known[out] = made_here if isinstance(made_here, Tensor) else _after(out, node, known, rows)
+                tells = isinstance(tensor, Tensor) and (
+                    type(tensor) is TiledTensor or isinstance(node.op, torch._ops.OpOverload)
+                )
+                known[out] = shown if shown is not None else tensor if tells else _after(out, node, known, rows)
                 _pass_on(out, node, inner)
     return list(found)
 

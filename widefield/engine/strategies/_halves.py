@@ -125,19 +125,25 @@ def _call_mixes(first: _Call, second: _Call, both: _Call) -> bool:
     if not func is second[0] is both[0]:
         return False
     dims = [_halved(*leaves) for leaves in zip(*map(tree_leaves, calls), strict=False)]
-    if "neither" in dims or dims.count("equal") == len(dims):  # they met before, or do not lie so
+    if "met" in dims:
+        return True
+    if "neither" in dims or dims.count("equal") == len(dims):  # they do not lie so
         return False
     return any(_gives_other(func, given) for given in (calls, _by_chance(calls, dims)))
 
 
 def _halved(first: Any, second: Any, both: Any) -> int | str:
-    """Along which dim both halves lie behind each other, "equal" where there is one thing alone, or "neither"."""
+    """Along which dim both halves lie behind each other, "equal" where there is one thing alone, or "neither"; "met": it was
+    made of samples and has no place for each."""
     if not isinstance(first, Tensor):
         plain = isinstance(first, (bool, int, float, str))
         return "equal" if first is second is both or plain and first == second == both else "neither"
     dim = _doubled(first, second, both)
+    if dim == "equal":
+        near = torch.equal if not first.is_floating_point() else lambda some, other: not differ(some, other)
+        return "equal" if near(first, second) and near(first, both) else "met"
     if isinstance(dim, str):
-        return dim if dim == "neither" or torch.equal(first, second) and torch.equal(first, both) else "neither"
+        return dim
     halves = zip((first, second), both.split(first.shape[dim], dim), strict=True)
     return "neither" if any(differ(half, found) for half, found in halves) else dim
 
