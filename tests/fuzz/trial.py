@@ -125,7 +125,7 @@ def _trained(program: Program, nudge: float) -> Outcome:
         loss = step_of(program, model, x, len(x))
         if 0 < abs(loss.item()) < TOLERANCE:
             raise Uninteresting("a loss that is rounding")
-        if all(p.grad is None for p in model.parameters()) and not (x.grad is not None and x.grad.any()):
+        if not any(leaf.grad is not None and bool(leaf.grad.any()) for leaf in (x, *model.parameters())):
             raise Uninteresting("nothing learns")
         found.note(f"step {step}", {"loss": loss, "image's gradient": x.grad})
         found.note(f"step {step}, gradient", {name: p.grad for name, p in model.named_parameters()})
