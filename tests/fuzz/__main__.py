@@ -40,7 +40,7 @@ def main() -> int:
     torch.set_num_threads(1)
     counts = Counts()
     with installed(), contextlib.suppress(KeyboardInterrupt):  # which still tells what was found until then
-        threads, until = Threads(), time.monotonic() + 60 * options.minutes
+        threads, until = Threads(Processes()), time.monotonic() + 60 * options.minutes
         if options.findings:
             _run_findings(threads, counts)
         for seed in () if options.findings else range(options.seed, options.seed + options.programs):

@@ -16,7 +16,6 @@ from widefield.plan import Plan, to_text
 from .errors import Finding, Refusal, Verdict, pattern, verdict_of_errors
 from .grammar import draw_program
 from .plans import Layout, draw_layout
-from .processes import Processes
 from .program import Program
 from .sizes import as_if_large
 from .threads import Failed, Ranks
@@ -36,8 +35,12 @@ class Pool(Protocol):
 
 @dataclass
 class Threads:
-    """Pools of ranks by size, and their meshes by plan.  Use it inside of `threads.installed()`."""
+    """Pools of ranks by size, and their meshes by plan.  Use it inside of `threads.installed()`.
 
+    others: ranks for what threads cannot do.
+    """
+
+    others: Pool | None = None
     pools: dict[int, Ranks] = field(default_factory=dict)
     meshes: dict[tuple[str, int], Mesh] = field(default_factory=dict)
 
@@ -63,8 +66,8 @@ class Threads:
         with as_if_large(layout.as_if_large):
             found = self.run(layout.plan, lambda mesh: train_on(mesh, program, layout))
         problem = verdict_of_errors([(f.error, f.text) if isinstance(f, Failed) else None for f in found])
-        if isinstance(problem, Finding) and NOT_FOR_THREADS in problem.text:
-            return Processes().verdict(program, layout, whole)
+        if self.others is not None and isinstance(problem, Finding) and NOT_FOR_THREADS in problem.text:
+            return self.others.verdict(program, layout, whole)
         if problem is not None:
             return problem
         return compare(program, layout, whole, found)
