@@ -39,9 +39,7 @@ def where_samples_meet(graph: Graph) -> list[str]:
                 if out is None:
                     continue
                 shown = _viewed(out, node, known, inner) if node.op in VIEWS and reads_samples else None
-                tells = isinstance(tensor, Tensor) and (
-                    type(tensor) is TiledTensor or isinstance(node.op, torch._ops.OpOverload)
-                )
+                tells = type(tensor) is TiledTensor or isinstance(tensor, Tensor) and isinstance(node.op, torch._ops.OpOverload)
                 known[out] = shown if shown is not None else tensor if tells else _after(out, node, known, rows)
                 _pass_on(out, node, inner)
     return list(found)
