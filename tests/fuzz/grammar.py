@@ -70,7 +70,7 @@ def _habit(rng: random.Random, members: Sequence[str]) -> Habit:
     if rng.random() < 0.15 and learning:
         habit = replace(habit, frozen=tuple(rng.sample(learning, 1)), late=rng.random() < 0.5)
     kind, more = rng.random(), rng.random()
-    habit = replace(habit, passes=2 if more < 0.1 else 1, evaluates=more > 0.88)
+    habit = replace(habit, passes=2 if more < 0.1 else 1, evaluates=more > 0.88, channels_last=0.1 < more < 0.2)
     if kind < 0.07:
         return replace(habit, forwards=2)
     if kind < 0.12:

@@ -25,6 +25,7 @@ class Habit:
     penalty: on the gradient of the images.  frozen: members whose parameters do not learn; late: not before the second step.
     passes: forwards and backwards per step, whose gradients are added up and sent after the last.
     evaluates: whether outputs are looked at in between, in eval mode and without gradients.
+    channels_last: whether images and weights lie so in memory.
     """
 
     train: bool = True
@@ -35,6 +36,7 @@ class Habit:
     late: bool = False
     passes: int = 1
     evaluates: bool = False
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,15 @@ class Program:
         with torch.no_grad():
             for parameter in model.parameters():
                 nn.init.normal_(parameter, std=0.4)
+            for parameter in model.parameters() if self.habit.channels_last else ():
+                parameter.data = _channels_last(parameter.data)
         return model
 
     def images(self, step: int, batch: int | None = None) -> Tensor:
         """Of a step, and of as many samples as `batch` says."""
         shape = (batch or self.shape[0], *self.shape[1:])
-        return torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        images = torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        return _channels_last(images) if self.habit.channels_last else images
 
     def without_what_is_unused(self) -> Program:
         """Lines and members that no output depends on are left out; writes to what is used stay."""
@@ -88,6 +93,11 @@ class Program:
         lines = tuple(reversed(kept))
         named = {name for line in lines for name in _MEMBER.findall(line)}
         return replace(self, lines=lines, members={n: w for n, w in self.members.items() if n in named})
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.contiguous(memory_format=formats.get(tensor.ndim, torch.contiguous_format))
 
 
 def new_scope() -> dict[str, Any]:

@@ -79,7 +79,7 @@ def _smaller(program: Program, layout: Layout) -> Iterator[tuple[Program, Layout
 
 def _plainer_steps(habit: Habit) -> Iterator[Habit]:
     plain = Habit()
-    for name in ("forwards", "backwards", "passes", "evaluates", "penalty", "late", "frozen", "train"):
+    for name in ("forwards", "backwards", "passes", "evaluates", "channels_last", "penalty", "late", "frozen", "train"):
         if getattr(habit, name) != getattr(plain, name):
             yield replace(habit, **{name: getattr(plain, name)})
 

@@ -6,11 +6,14 @@ in which order random numbers are drawn depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -20,42 +23,45 @@ Strides = tuple[int, ...]
 
 
 def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
-    """What `run` gives for `func`, which makes new tensors; thin ones have the strides that torch gives the whole."""
+    """What `run` gives for `func`, which makes new tensors; thin ones, and what is made of thin ones, lie as the whole does."""
     out = run(func, args, kwargs)
-    if func is torch.ops.aten.cat.default and any(_is_unsure(part) for part in args[0] if type(part) is TiledTensor):
-        return _brought_in_order(out, _strides(func, args, kwargs)[0])  # its tile lies as thin pieces do, on this rank
+    is_unsure = _reads_thin(args)
     if type(out) is TiledTensor:
-        return _in_order(out, _strides(func, args, kwargs), 0) if _is_unsure(out) else out
-    if type(out) is tuple and any(type(each) is TiledTensor and _is_unsure(each) for each in out):
+        return _in_order(func, out, _strides(func, args, kwargs), 0) if is_unsure or out.laid.is_thin else out
+    if type(out) is tuple and (is_unsure or any(type(each) is TiledTensor and each.laid.is_thin for each in out)):
         strides = _strides(func, args, kwargs)
-        return tuple(_in_order(each, strides, at) for at, each in enumerate(out))
+        return tuple(_in_order(func, each, strides, at) for at, each in enumerate(out))
     return out
 
 
-def _is_unsure(made: TiledTensor) -> bool:
-    return made.laid.is_cut and made.laid.is_thin and made.home is None and type(made.own) is Tensor
+def _reads_thin(args: Sequence[Any]) -> bool:
+    """Whether a tile is too thin to tell; what comes of it lies as it does by chance, another on each rank."""
+    for arg in args:
+        if type(arg) is TiledTensor:
+            if arg.laid.is_thin:
+                return True
+        elif type(arg) is list and _reads_thin(arg):
+            return True
+    return False
 
 
-def _in_order(made: Any, strides: Sequence[Strides | None], at: int) -> Any:
-    if type(made) is not TiledTensor or not _is_unsure(made):
+def _in_order(func: Any, made: Any, strides: Sequence[Strides | None], at: int) -> Any:
+    if type(made) is not TiledTensor or not made.laid.is_cut or made.home is not None or type(made.own) is not Tensor:
         return made
     wanted = strides[at] if at < len(strides) else None
-    if wanted is None or wanted == made.stride() or not same_order(made.laid.dims_told, wanted, made.own.stride()):
+    if wanted is None or wanted == made.stride() and _lies_as(made.own, wanted):
         return made
-    return wrap_view(made.own, made.laid, wanted)
-
-
-def _brought_in_order(made: TiledTensor, wanted: Strides | None) -> TiledTensor:
-    """The same whose tile lies in memory as `wanted`, strides of the whole, says."""
-    if wanted is None or not made.laid.is_cut:
-        return made
-    tile, dims = made.own, range(made.ndim)
-    if not same_order([dim for dim in dims if tile.shape[dim] > 1], wanted, tile.stride()):
-        tile = torch.empty_permuted(
-            tile.shape, sorted(dims, key=lambda dim: -wanted[dim]), dtype=tile.dtype, device=tile.device
-        )
-        tile.copy_(made.own)
+    if "batch_norm" in func.__name__ and not same_order(made.laid.dims_told, wanted, made.own.stride()):
+        return made  # without data it keeps any order
+    tile = made.own
+    if not _lies_as(tile, wanted):
+        order = sorted(range(tile.ndim), key=lambda dim: -wanted[dim])
+        tile = torch.empty_permuted(tile.shape, order, dtype=tile.dtype, device=tile.device).copy_(tile)
     return wrap_view(tile, made.laid, wanted)
+
+
+def _lies_as(tile: Tensor, wanted: Strides) -> bool:
+    return same_order([dim for dim in range(tile.ndim) if tile.shape[dim] > 1], wanted, tile.stride())
 
 
 # ---------------------------------------------------------------------------------------------- asking torch
@@ -93,15 +99,27 @@ def _key(value: Any) -> Any:
 
 
 def _asked(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
-    with _disable_current_modes():
+    with _disable_current_modes(), FakeTensorMode(), _quiet():  # on this device: kernels choose, and meta has its own
         try:
             made = func(*tree_map(_empty, args), **tree_map(_empty, kwargs))
-        except (NotImplementedError, RuntimeError):  # it looks at values
+        except (NotImplementedError, RuntimeError, ValueError):  # it looks at values
             return ()
     return tuple(each.stride() if isinstance(each, Tensor) else None for each in (made if type(made) is tuple else (made,)))
 
 
 def _empty(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return torch.device("meta") if isinstance(value, torch.device) else value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Fake tensors print the errors that they raise, too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -14,8 +14,8 @@ from widefield.engine.homes import version_of
 from widefield.engine.layout import Cut, Layout, layout_of, uncut
 from widefield.engine.mesh import Mesh
 from widefield.engine.partial import settle
-from widefield.engine.places import on_layout, recut, space_group
-from widefield.engine.tiled import TiledTensor, wrap
+from widefield.engine.places import is_dense, on_layout, recut, space_group
+from widefield.engine.tiled import TiledTensor, wrap, wrap_view
 from widefield.geometry.interval import natural_cut
 
 
@@ -131,7 +131,8 @@ class _Tile(torch.autograd.Function):
     def forward(ctx: Any, image: Tensor, layout: Layout) -> Tensor:
         ctx.layout = layout
         part = image[tuple(slice(i.start, i.stop) for i in layout.box)]
-        return wrap(part.clone() if layout.is_cut else part.view_as(part), layout)  # its own memory, in the whole's format
+        part = part.clone() if layout.is_cut else part.view_as(part)  # its own memory, in the whole's format
+        return wrap_view(part, layout, image.stride() if is_dense(image) else None)  # which thin tiles do not tell
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

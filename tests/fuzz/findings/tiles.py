@@ -141,4 +141,32 @@ OF_TILES: list[tuple[Program, Layout]] = [
         )
         for by in (1, 10)
     ),
+    # Images with channels last in tiles of one pixel: what was made of them lay in memory by chance, another on each rank, and
+    # convolutions were asked how they lie on a device that has no kernels.
+    *(
+        (
+            Program(
+                shape,
+                {
+                    "m0": "nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.3), nn.Conv2d(4, 4, 1))",
+                    "p0": "nn.Parameter(torch.randn(7, 2))",
+                },
+                (first, "v3 = self.m0(v1)" if "p0" not in first else "v3 = v1 * 1"),
+                ("v3",),
+                Habit(channels_last=True),
+            ),
+            Layout(plan, cuts),
+        )
+        for shape, first, plan, cuts in (
+            ((1, 4, 5, 5), "v1 = x * 2", Plan(space=[3, 1]), None),
+            (
+                (1, 4, 5, 6),
+                "v1 = F.pad(x, [0, 1, 1, 0], mode='replicate') @ self.p0",
+                Plan(space=[1, 3]),
+                ((0, 5), (0, 3, 3, 6)),
+            ),
+            ((1, 4, 7, 9), "v1 = F.pad(x, [0, 2, 1, 2], mode='reflect')", Plan(space=[2, 2]), ((0, 3, 7), (0, 0, 9))),
+            ((2, 4, 7, 9), "v1 = torch.empty_like(x).fill_(0.2)", Plan(replicate=2, channel=2), None),
+        )
+    ),
 ]

@@ -19,7 +19,6 @@ from widefield.engine.stream.apart import APART, DRAWS
 from widefield.engine.stream.graph import Node, Value
 from widefield.engine.stream.stand_ins import tensors_of
 from widefield.engine.stream.watch import Watch
-from widefield.engine.tiled import TiledTensor
 
 aten = torch.ops.aten
 
@@ -98,7 +97,7 @@ class Recorder(FakeTensorMode):
 
     def source(self, like: Any, kind: str, name: str) -> Tensor:
         """A fake tensor for a parameter, buffer or input."""
-        strided = callable(getattr(like, "stride", None)) and type(like) is not TiledTensor
+        strided = callable(getattr(like, "stride", None))
         strides = like.stride() if strided else torch.empty(tuple(like.shape), device="meta").stride()
         with torch.no_grad():
             made = torch.empty_strided(tuple(like.shape), strides, dtype=like.dtype, device=like.device)
