@@ -151,14 +151,14 @@ OF_TILES: list[tuple[Program, Layout]] = [
                     "m0": "nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.3), nn.Conv2d(4, 4, 1))",
                     "p0": "nn.Parameter(torch.randn(7, 2))",
                 },
-                (first, "v3 = self.m0(v1)" if "p0" not in first else "v3 = v1 * 1"),
+                (first, "v3 = self.m0(v1 * 0.1) * 0.1" if "p0" not in first else "v3 = v1 * 1"),
                 ("v3",),
                 Habit(channels_last=True),
             ),
             Layout(plan, cuts),
         )
         for shape, first, plan, cuts in (
-            ((1, 4, 5, 5), "v1 = x * 2", Plan(space=[3, 1]), None),
+            ((1, 4, 5, 5), "v1 = x * 0.1", Plan(space=[3, 1]), None),
             (
                 (1, 4, 5, 6),
                 "v1 = F.pad(x, [0, 1, 1, 0], mode='replicate') @ self.p0",
