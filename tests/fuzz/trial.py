@@ -76,8 +76,13 @@ def step_of(program: Program, model: Callable, x: Tensor, samples: float, unsent
     total = torch.zeros((), dtype=torch.float64)
     for left in reversed(range(program.habit.passes)):
         with unsent() if left else nullcontext():
-            total = total + _pass_of(program, model, x.flip(-1) * 0.7 if left else x, samples)
+            total = total + _pass_of(program, model, other(x) if left else x, samples)
     return total
+
+
+def other(x: Tensor) -> Tensor:
+    """Images that a step may look at besides."""
+    return x.flip(-1) * 0.7
 
 
 def _pass_of(program: Program, model: Callable, x: Tensor, samples: float) -> Tensor:
@@ -90,7 +95,7 @@ def _pass_of(program: Program, model: Callable, x: Tensor, samples: float) -> Te
         (slope,) = torch.autograd.grad(sum((out.sum() for out in outputs), torch.zeros(())), x, create_graph=True)
         loss = loss + slope.square().sum() * 0.1 / samples
     for _ in range(habit.forwards - 1):
-        loss = loss + loss_of(program, model(x.flip(-1) * 0.7), samples)
+        loss = loss + loss_of(program, model(other(x)), samples)
     for left in reversed(range(habit.backwards)):
         loss.backward(retain_graph=left > 0)
     return loss.detach()
@@ -243,7 +248,7 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
         x = program.images(step)[mine].clone().requires_grad_()
         torch.manual_seed(step)
         if mesh.plan.stage > 1:
-            images = [laid((x.flip(-1) * 0.7 if left else x).detach()) for left in reversed(range(program.habit.passes))]
+            images = [laid((other(x) if left else x).detach()) for left in reversed(range(program.habit.passes))]
             loss = _in_stages(program, model, images, samples) / samples
         else:
             loss = step_of(program, model, laid(x), samples, partial(without_sync, model))

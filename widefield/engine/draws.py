@@ -55,10 +55,8 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     strides = halo.gather_sums(mine, layout.grid.size, space_group(layout.grid)).tolist()
     known = {pair for box, own in zip(layout.boxes, strides, strict=True) for pair in _told_by(box, own)}
     told = [own for own in strides if _pairs(own, layout.shape) <= known]
-    orders = told or [
-        tuple(tensor.stride()),
-        *usual_orders(len(layout.shape)),
-    ]  # a view knows its order, if that of its source is known
+    # A view knows its order, if that of its source is known.
+    orders = told or [tuple(tensor.stride()), *usual_orders(len(layout.shape))]
     fitting = {_pairs(order, layout.shape): tuple(order) for order in orders if _fits(order, known)}
     if len(fitting) != 1:
         agree = not any((inner, outer) in known for outer, inner in known)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -27,10 +28,10 @@ def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
     out = run(func, args, kwargs)
     is_unsure = _reads_thin(args)
     if type(out) is TiledTensor:
-        return _in_order(func, out, _strides(func, args, kwargs), 0) if is_unsure or out.laid.is_thin else out
+        return _in_order(out, _strides(func, args, kwargs), 0) if is_unsure or out.laid.is_thin else out
     if type(out) is tuple and (is_unsure or any(type(each) is TiledTensor and each.laid.is_thin for each in out)):
         strides = _strides(func, args, kwargs)
-        return tuple(_in_order(func, each, strides, at) for at, each in enumerate(out))
+        return tuple(_in_order(each, strides, at) for at, each in enumerate(out))
     return out
 
 
@@ -45,14 +46,12 @@ def _reads_thin(args: Sequence[Any]) -> bool:
     return False
 
 
-def _in_order(func: Any, made: Any, strides: Sequence[Strides | None], at: int) -> Any:
+def _in_order(made: Any, strides: Sequence[Strides | None], at: int) -> Any:
     if type(made) is not TiledTensor or not made.laid.is_cut or made.home is not None or type(made.own) is not Tensor:
         return made
     wanted = strides[at] if at < len(strides) else None
     if wanted is None or wanted == made.stride() and _lies_as(made.own, wanted):
         return made
-    if "batch_norm" in func.__name__ and not same_order(made.laid.dims_told, wanted, made.own.stride()):
-        return made  # without data it keeps any order
     tile = made.own
     if not _lies_as(tile, wanted):
         order = sorted(range(tile.ndim), key=lambda dim: -wanted[dim])
@@ -99,12 +98,20 @@ def _key(value: Any) -> Any:
 
 
 def _asked(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
-    with _disable_current_modes(), FakeTensorMode(), _quiet():  # on this device: kernels choose, and meta has its own
+    with _disable_current_modes(), FakeTensorMode(), quiet():  # on this device: kernels choose, and meta has its own
         try:
-            made = func(*tree_map(_empty, args), **tree_map(_empty, kwargs))
+            made = as_kernels_lay(func, func(*tree_map(_empty, args), **tree_map(_empty, kwargs)))
         except (NotImplementedError, RuntimeError, ValueError):  # it looks at values
             return ()
     return tuple(each.stride() if isinstance(each, Tensor) else None for each in (made if type(made) is tuple else (made,)))
+
+
+def as_kernels_lay(func: Any, made: Any) -> Any:
+    """What an operation makes without data; batch norms keep any order then, and kernels make row-major or channels last."""
+    if "batch_norm" not in func.__name__ or not isinstance(made, tuple):
+        return made
+    image = made[0]
+    return torch.empty_like(image, memory_format=suggest_memory_format(image)), *made[1:]
 
 
 def _empty(value: Any) -> Any:
@@ -114,7 +121,7 @@ def _empty(value: Any) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Fake tensors print the errors that they raise, too."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level

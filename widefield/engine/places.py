@@ -130,6 +130,11 @@ def space_group(grid: Grid) -> str:
     return grid.group_name(tuple(range(len(grid.sizes)))) if grid.size > 1 else ""
 
 
+def inverse(order: Sequence[int]) -> list[int]:
+    """What `permute` takes to undo `permute(order)`."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill a run of memory, in whatever order of dims."""
     expected = 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from widefield.engine.channel.part import Part
 from widefield.engine.layout import layout_of
 from widefield.engine.partial import PartialGradient, partial_of
-from widefield.engine.places import is_dense, memory_of, on_layout
+from widefield.engine.places import inverse, is_dense, memory_of, on_layout
 from widefield.engine.tiled import TiledTensor, wrap
 
 
@@ -77,7 +77,7 @@ class Exchange:
     def _laid(self, tensor: Tensor) -> Tensor:
         if self.order is None:
             return tensor.contiguous()
-        return tensor.permute(self.order).contiguous().permute(sorted(range(tensor.ndim), key=self.order.__getitem__))
+        return tensor.permute(self.order).contiguous().permute(inverse(self.order))
 
 
 def added(own: Tensor, ranks: Ranks) -> Tensor:

@@ -71,7 +71,7 @@ def _convolution(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
     out = node.outs[0]
     assert out is not None
     inputs, outputs = (0, 1) if transposed else (1, 0)
-    if x is weight:
+    if x is weight:  # it can be but one part
         return
     if groups > 1:
         yield from _grouped(node, given, cutter)
@@ -152,7 +152,7 @@ def _bmm(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
             continue
         if part.dim == 0:
             yield Way({value: part, other: part}, [part])
-        elif a is b:
+        elif a is b:  # it can be but one part
             return
         elif part.dim == free:
             yield Way({value: part, other: ENTERED}, [part])
@@ -254,11 +254,10 @@ def _mask(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
     x, out = node.args[0], node.outs[0]
     if x not in given or out is None:
         return
-    op, back = node.op, sorted(range(x.ndim), key=x.order.__getitem__)
-    shape = [x.shape[dim] for dim in x.order]
+    op = node.op
 
     def draw(image: Any, *args: Any, **kwargs: Any) -> Any:
-        return op(torch.empty(shape, dtype=image.dtype, device=image.device).permute(back), *args, **kwargs)
+        return op(torch.empty_permuted(x.shape, x.order, dtype=image.dtype, device=image.device), *args, **kwargs)
 
     yield Way({x: given[x]}, [WHOLE], op=draw)
 

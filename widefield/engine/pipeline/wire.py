@@ -16,6 +16,7 @@ from torch import Tensor
 
 from widefield.engine.layout import Layout
 from widefield.engine.partial import plain_value
+from widefield.engine.places import inverse
 from widefield.engine.stream.graph import Value
 from widefield.engine.tiled import TiledTensor
 from widefield.engine.tiling import as_tile, own_tile
@@ -66,7 +67,7 @@ def _unpacked(tensor: Tensor, value: Value) -> Tensor:
     tensor = tensor.detach()
     if tensor.dtype != value.dtype:
         tensor = tensor.to(value.dtype) if value.dtype.itemsize == 1 else tensor.view(value.dtype)
-    return tensor.permute(_inverse(value.order))
+    return tensor.permute(inverse(value.order))
 
 
 class _Received(torch.autograd.Function):
@@ -75,7 +76,7 @@ class _Received(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, order: Sequence[int]) -> Tensor:
         ctx.order = order
-        return tensor.permute(_inverse(order))
+        return tensor.permute(inverse(order))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -98,7 +99,3 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         zeros = [torch.zeros(like.shape, dtype=like.dtype, device=at) for like, at in zip(ctx.likes, ctx.devices, strict=True)]
         return grad, *zeros
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=lambda dim: order[dim])

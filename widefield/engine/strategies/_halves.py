@@ -68,12 +68,15 @@ def _is_mixed(first: Any, second: Any, both: Any) -> bool:
     """
     if not isinstance(first, Tensor):
         return False
-    if first.ndim and len(both) == 2 * len(first):
-        halves = (first, both[: len(first)]), (second, both[len(first) :])
-        apart = [differ(half, found) for half, found in halves]
-        return any(apart)
-    apart = [differ(half, both) for half in (first, second)]  # both of them, for ranks look at them together
-    return any(apart)
+    return _apart(first, second, both, 0 if first.ndim and len(both) == 2 * len(first) else None)
+
+
+def _apart(first: Tensor, second: Tensor, both: Tensor, dim: int | None) -> bool:
+    """Whether `both` is not the halves behind each other along `dim`, or, where there is none, not what either is."""
+    count = 0 if dim is None else first.shape[dim]
+    found = (both, both) if dim is None else (both.narrow(dim, 0, count), both.narrow(dim, count, count))
+    apart = [differ(half, some) for half, some in zip((first, second), found, strict=True)]
+    return any(apart)  # of both, for ranks look at them together
 
 
 def differ(alone: Any, among_all: Any) -> bool:
@@ -144,8 +147,7 @@ def _halved(first: Any, second: Any, both: Any) -> int | str:
         return "equal" if near(first, second) and near(first, both) else "met"
     if isinstance(dim, str):
         return dim
-    halves = zip((first, second), both.split(first.shape[dim], dim), strict=True)
-    return "neither" if any(differ(half, found) for half, found in halves) else dim
+    return "neither" if _apart(first, second, both, dim) else dim
 
 
 def _doubled(first: Tensor, second: Tensor, both: Tensor) -> int | str:
@@ -179,7 +181,6 @@ def _gives_other(func: Any, calls: Sequence[Any]) -> bool:
         return False
     for first, second, both in zip(*found, strict=False):
         dim = _doubled(first, second, both) if isinstance(first, Tensor) else "neither"
-        halves = both.split(first.shape[dim], dim) if isinstance(dim, int) else (both, both)
-        if dim != "neither" and any(differ(half, some) for half, some in zip((first, second), halves, strict=True)):
+        if dim != "neither" and _apart(first, second, both, dim if isinstance(dim, int) else None):
             return True
     return False

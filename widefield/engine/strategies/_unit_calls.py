@@ -106,15 +106,11 @@ class UnitCalls:
         self._inside[name] = max(0, self._inside[name] - 1)
         if self._inside[name] or output is None:
             return
-        if name:
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                    leaf.register_hook(partial(self._unit_is_reached, name))
-            return
-        self.goes_to("the end")
+        if not name:
+            self.goes_to("the end")
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(self._reached)
+                leaf.register_hook(partial(self._unit_is_reached, name) if name else self._reached)
 
     @torch.compiler.disable
     def _is_called(self, name: str, part: nn.Module, inputs: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from widefield.engine import normalization  # noqa: F401  it registers an operation
 from widefield.engine.dispatch import load_rules
-from widefield.engine.places import is_dense
+from widefield.engine.places import inverse, is_dense
 from widefield.engine.rules import COMPOSED, Local, Meta, Reduced
 from widefield.engine.stream.graph import Graph, Node, Value
 
@@ -121,7 +121,7 @@ def _slice_scatter(x: Tensor, part: Tensor, dim: int = 0, start=None, end=None, 
     pieces = [*before, part, *after]
     row_major = torch.contiguous_format
     out = aten.cat.default(pieces, dim) if len(pieces) > 1 else aten.clone.default(part, memory_format=row_major)
-    return aten.permute.default(out, sorted(range(x.ndim), key=order.__getitem__)) if is_moved else out
+    return aten.permute.default(out, inverse(order)) if is_moved else out
 
 
 def _select_scatter(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:

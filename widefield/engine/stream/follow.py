@@ -7,7 +7,6 @@ becomes an update at the end.  Whatever depends on pixels' values cannot be foll
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves, tree_map
 
+from widefield.engine.memory_order import quiet
 from widefield.engine.stream.apart import with_linears
 from widefield.engine.stream.graph import Graph, Value, link
 from widefield.engine.stream.left_behind import GIVEN, Left, left_by, seen_by, settle
@@ -142,11 +142,8 @@ def _called(
     module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor], args: tuple, kwargs: dict, watch: Watch, aim: str
 ) -> Any:
     saved = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward)  # not those around, as checkpoint's
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints the errors that are raised, too
-    level = log.level
-    log.setLevel(logging.CRITICAL)
     try:
-        with with_weights(module, fakes), without_weights_cache(), refusing_hooks(), saved, warnings.catch_warnings():
+        with quiet(), with_weights(module, fakes), without_weights_cache(), refusing_hooks(), saved, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # one that the module holds
             with watch:
                 return forward(*args, **kwargs)
@@ -159,8 +156,6 @@ def _called(
             raise
         # torch's own code, which looks at a tensor's memory
         raise _asks_for_values(module, what="an operation", aim=aim) from error
-    finally:
-        log.setLevel(level)
 
 
 def _refuse_backward(_: Any) -> Tensor:

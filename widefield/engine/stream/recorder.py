@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield.engine.alike import is_in_place
+from widefield.engine.memory_order import as_kernels_lay
 from widefield.engine.places import is_dense
 from widefield.engine.stream.apart import APART, DRAWS
 from widefield.engine.stream.graph import Node, Value
@@ -143,8 +143,7 @@ class Recorder(FakeTensorMode):
             out = super().__torch_dispatch__(func, types, args, kwargs)
             if func in _SCATTERS and out.stride() != args[0].stride() and is_dense(args[0]):
                 out = torch.empty_strided(out.shape, args[0].stride(), dtype=out.dtype, device=out.device)
-            elif "batch_norm" in func.__name__ and isinstance(out, tuple):
-                out = _as_kernels_lay(out[0]), *out[1:]
+            out = as_kernels_lay(func, out)
         finally:
             self.depth -= 1
         if self.is_on and self.depth == 0 and any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
@@ -267,12 +266,6 @@ def _copied(like: Tensor, source: Tensor) -> Tensor:
 
 POINTWISE = {_copied}
 """What is written down in place of torch's own operations, and gives each output pixel from the same pixel of its inputs."""
-
-
-def _as_kernels_lay(image: Tensor) -> Tensor:
-    """What batch norms make, row-major or channels last, as kernels lay it out; without pixels torch keeps any order."""
-    made = torch.empty_like(image, memory_format=suggest_memory_format(image))
-    return image if made.stride() == image.stride() else made
 
 
 def _inner(tensor: Tensor) -> Tensor:
