@@ -233,6 +233,24 @@ def sharded(zero: int, **axes: Any) -> Plan:
     return Plan(shard=2, sharding={"zero": zero}, **axes)
 
 
+def laid_out_otherwise(mesh: Any) -> list[str]:
+    """As where the first rank alone loads weights with assign=True, which lay with channels last when they were saved."""
+    alone, model = net(), net()
+    if mesh.is_main:
+        model.load_state_dict(net().to(memory_format=torch.channels_last).state_dict(), assign=True)
+    assert model[0].weight.is_contiguous() != mesh.is_main
+    wf.parallelize(model, mesh)
+    model(mine(mesh, images())).square().mean().backward()
+    alone(images()).square().mean().backward()
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    return difference(mesh, model, gradients_of(model), gradients_of(alone))
+
+
+@pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(shard=2, sharding={"zero": 1})], ids=str)
+def test_weights_that_lie_otherwise_on_one_rank(plan):
+    assert on_ranks(2, laid_out_otherwise, plan=plan) == [[], []]
+
+
 @pytest.mark.parametrize(
     "plan", [Plan(replicate=2), Plan(space=[2, 1]), sharded(1), sharded(3), Plan(replicate=2, space=[2, 1])], ids=str
 )

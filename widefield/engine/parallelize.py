@@ -10,10 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from widefield.engine.executed import flow_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.normalization import SyncBatchNorm
+from widefield.engine.places import is_dense
 from widefield.engine.strategies import Phase, data, fully_shard
 from widefield.naming import load
 from widefield.plan import STRATEGY_OF_AXIS, Plan
@@ -90,12 +92,13 @@ def _refuse_parts(model: nn.Module) -> None:
 
 
 def _check_alike(model: nn.Module, mesh: Mesh) -> None:
-    """See that all ranks have the same model, which no strategy has cut yet; one message."""
-    mine = [_told(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta]
+    """See that all ranks have the same model, which no strategy has cut yet, laid out in memory as on rank 0; one message."""
+    tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta]
+    mine = [_told(name, t) for name, t in tensors], [_strides(t) for _, t in tensors]
     sparse = [name for name, layer in model.named_modules() if getattr(layer, "sparse", False) is True]
-    of_ranks = mesh.gather_objects((mine, sparse))
-    expected = of_ranks[0][0]
-    for rank, (theirs, sparse) in enumerate(of_ranks):
+    of_ranks = mesh.gather_objects((*mine, sparse))
+    expected, lie, _ = of_ranks[0]
+    for rank, (theirs, _, sparse) in enumerate(of_ranks):
         lazy = next((name for name, shape, _ in theirs if shape is None), None)
         if lazy is not None:
             raise NotImplementedError(
@@ -112,11 +115,22 @@ def _check_alike(model: nn.Module, mesh: Mesh) -> None:
                 f"{len(theirs)} parameters and buffers on rank {rank} where rank 0 has {len(expected)}"
             )  # fmt: skip
             raise ValueError(f"ranks have different models: {told}; build the same model on every rank")
+    for (_, tensor), strides in zip(tensors, lie, strict=True):
+        if _strides(tensor) != strides:  # gradients travel as weights lie
+            values = tensor.detach()
+            tensor.data = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
 
 
 def _told(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...] | None, str]:
-    is_lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
-    return name, None if is_lazy else tuple(tensor.shape), str(tensor.dtype)
+    return name, None if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Those of memory without gaps, 1 in dims of one, which tell nothing; None for one without a shape, or a sparse one."""
+    if is_lazy(tensor) or tensor.layout != torch.strided:
+        return None
+    strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+    return tuple(by if many > 1 else 1 for by, many in zip(strides, tensor.shape, strict=True))
 
 
 def evaluates_together(model: nn.Module) -> bool:

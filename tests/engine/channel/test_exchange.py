@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from widefield.engine.channel.exchange import AddUp, Enter, Exchange, Fetch, Keep, Ranks
+from widefield.engine.channel.exchange import AddUp, Enter, Exchange, Fetch, Keep, Ranks, Sum
 from widefield.engine.channel.part import Part
 from widefield.plan import Plan
 
@@ -50,7 +50,7 @@ def adjoint(mesh, kind):
     x = {"keep": whole, "enter": whole, "fetch": exchange.keep(own), "add": own}[kind].clone().requires_grad_()
     out = {
         "keep": lambda: Keep.apply(x, exchange), "fetch": lambda: Fetch.apply(x, exchange),
-        "enter": lambda: Enter.apply(x, ranks), "add": lambda: AddUp.apply(x, ranks),
+        "enter": lambda: Enter.apply(x, Sum(ranks)), "add": lambda: AddUp.apply(x, Sum(ranks)),
     }[kind]()  # fmt: skip
     torch.manual_seed(7 if kind in ("fetch", "add") else 8 + mesh.rank)  # the gradient of a whole is the same on all ranks
     y = torch.randn(out.shape, dtype=torch.float64)
@@ -68,10 +68,16 @@ def test_gradients_are_adjoints(kind):
 
 
 def in_memory_order(mesh):
-    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last) * 0 + mesh.rank + 1
-    out = AddUp.apply(x, ranks_of(mesh))
-    return out.unique().tolist(), out.is_contiguous(memory_format=torch.channels_last)
+    x = (torch.arange(120.0).view(2, 3, 4, 5) + mesh.rank).requires_grad_()
+    own = x.to(memory_format=torch.channels_last) if mesh.rank else x  # as a layer of one channel alone may lay it
+    adding = Sum(ranks_of(mesh), (0, 2, 3, 1))
+    out = AddUp.apply(own, adding)
+    assert torch.equal(out, 2 * torch.arange(120.0).view(2, 3, 4, 5) + 1)
+    entered = Enter.apply(x, adding)
+    entered.backward(own.detach())
+    assert torch.equal(x.grad, out)
+    return out.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_sum_keeps_the_order_of_memory():
-    assert on_ranks(2, in_memory_order, plan=Plan(channel=2)) == [([3.0], True)] * 2
+def test_what_lies_in_other_orders_is_added_up_in_the_order_of_the_whole():
+    assert on_ranks(2, in_memory_order, plan=Plan(channel=2)) == [True] * 2

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils._pytree import tree_map
 
 from widefield.engine.channel.ahead import AHEAD, MOVES, VIEWS, shapes_behind
-from widefield.engine.channel.exchange import AddUp, Enter, Exchange, Fetch, Keep, Ranks
+from widefield.engine.channel.exchange import AddUp, Enter, Exchange, Fetch, Keep, Ranks, Sum
 from widefield.engine.channel.part import Part, split_along, viewed
 from widefield.engine.channel.views import move_of, moved_to
 from widefield.engine.channel.way import ENTERED, SUM, WHOLE, Cutter, Layout, Way
@@ -234,9 +234,9 @@ class _Chooser:
         ranks, own = self.ranks, self.have[value][before]
         made = self._new(value, after)
         if after is ENTERED:
-            op, extra, factor = Enter.apply, ranks, 2 * bool(value.wants_grad)
+            op, extra, factor = Enter.apply, Sum(ranks, value.order), 2 * bool(value.wants_grad)
         elif before is SUM:
-            op, extra, factor = AddUp.apply, ranks, 2
+            op, extra, factor = AddUp.apply, Sum(ranks, value.order), 2
         elif isinstance(after, Part):
             op, extra, factor = Keep.apply, Exchange(after, ranks, value.order), int(value.wants_grad)
         else:

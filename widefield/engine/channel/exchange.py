@@ -17,7 +17,7 @@ from torch import Tensor
 from widefield.engine.channel.part import Part
 from widefield.engine.layout import layout_of
 from widefield.engine.partial import PartialGradient, partial_of
-from widefield.engine.places import inverse, is_dense, memory_of, on_layout
+from widefield.engine.places import inverse, on_layout
 from widefield.engine.tiled import TiledTensor, wrap
 
 
@@ -56,8 +56,8 @@ class Exchange:
         """This rank's part of a whole, in memory of its own."""
         dim, own = self.part.dim, self._own
         if isinstance(own, slice):
-            return self._laid(whole.narrow(dim, own.start, own.stop - own.start))
-        return self._laid(whole.index_select(dim, own.to(whole.device)))
+            return _laid(whole.narrow(dim, own.start, own.stop - own.start), self.order)
+        return _laid(whole.index_select(dim, own.to(whole.device)), self.order)
 
     def fetch(self, own: Tensor) -> Tensor:
         """The whole, from every rank's part."""
@@ -72,20 +72,26 @@ class Exchange:
             gathered = torch.cat([gathered[n * most : n * most + count] for n, count in enumerate(counts)])
         if self._places is not None:
             gathered = gathered.index_select(0, self._places.to(gathered.device))
-        return self._laid(gathered.movedim(0, dim))
-
-    def _laid(self, tensor: Tensor) -> Tensor:
-        if self.order is None:
-            return tensor.contiguous()
-        return tensor.permute(self.order).contiguous().permute(inverse(self.order))
+        return _laid(gathered.movedim(0, dim), self.order)
 
 
-def added(own: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of every rank's tensor, in the order of memory of this one."""
-    total = own.detach().clone(memory_format=torch.preserve_format)
-    total = total if is_dense(total) else total.contiguous()
-    dist.all_reduce(memory_of(total), group=ranks.group)
-    return total
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """What ranks add up, each laid out in `order` first: layers of one channel may lay out otherwise what they make."""
+
+    ranks: Ranks
+    order: tuple[int, ...] | None = None
+
+    def total(self, own: Tensor) -> Tensor:
+        """What all have together, new."""
+        order = self.order or tuple(range(own.ndim))
+        total = own.detach().permute(order).clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.ranks.group)
+        return total.permute(inverse(order))
+
+
+def _laid(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    return tensor.contiguous() if order is None else tensor.permute(order).contiguous().permute(inverse(order))
 
 
 # ---------------------------------------------------------------------------------------------- with tiles in space
@@ -138,26 +144,26 @@ class Enter(torch.autograd.Function):
     """Whole to entered: nothing forward, the ranks' gradients are added up."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, tensor: Tensor, adding: Sum) -> Tensor:
+        ctx.adding = adding
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return AddUp.apply(grad, ctx.ranks), None
+        return AddUp.apply(grad, ctx.adding), None
 
 
 class AddUp(torch.autograd.Function):
     """A sum in parts to the whole; the gradient of each part is the whole's."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _like(added(_tile_of(tensor), ranks), tensor, None)
+    def forward(ctx: Any, tensor: Tensor, adding: Sum) -> Tensor:
+        ctx.adding = adding
+        return _like(adding.total(_tile_of(tensor)), tensor, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return Enter.apply(grad, ctx.ranks), None
+        return Enter.apply(grad, ctx.adding), None
 
 
 class Keep(torch.autograd.Function):

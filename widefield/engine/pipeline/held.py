@@ -62,9 +62,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def agree(model: nn.Module, mesh: Mesh) -> None:
     """Weights and buffers become those of the first copy, on every rank that has them."""
-    for tensor in named_tensors(model).values():
-        if not tensor.is_meta and mesh.data_size > 1:
-            mesh.broadcast_(tensor)
+    mesh.broadcast_all_([tensor for tensor in named_tensors(model).values() if not tensor.is_meta])
 
 
 @torch.no_grad()

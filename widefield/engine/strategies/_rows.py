@@ -338,7 +338,7 @@ def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
     if type(tensor) is not TiledTensor:
         return _OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
     layout = tensor.laid
-    first = layout.cuts[0]
+    first = layout.cuts[0] if layout.cuts else None
     cuts = [None if cut is not None and 0 in cut.axes else cut for cut in layout.cuts]
     if each is None and first is not None and first.axes == (0,):
         return _Leave.apply(tensor, rows, layout, count, 1)
