@@ -332,12 +332,36 @@ def a_sample_that_is_put_into_others(mesh):
     wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), PutsFirst()).double(), mesh)(images(0))
 
 
+class AddsFirst(nn.Module):
+    """Adds what the first sample gives to it, which is nothing yet, beside an operation that copies cannot share."""
+
+    def __init__(self, *, is_behind: bool) -> None:
+        super().__init__()
+        self.is_behind = is_behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x - 1e3).relu()
+        if self.is_behind:
+            x = torch.linalg.svdvals(x)
+        x = torch.index_put(x, (torch.tensor([0]),), x[:1], accumulate=True)
+        return x if self.is_behind else torch.linalg.svdvals(x)
+
+
+def zeros_before_it(mesh):
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), AddsFirst(is_behind=False)).double(), mesh)(images(0))
+
+
+def zeros_behind_it(mesh):
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), AddsFirst(is_behind=True)).double(), mesh)(images(0))
+
+
 def one_by_one(mesh):
     class InOrder(nn.Module):
         """No rule says what it does, and samples do not meet."""
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.linalg.svdvals(x).sum(-1)
+            pairs = torch.cat([torch.linalg.svdvals(x), x.amax((2, 3)).unsqueeze(-1)], 2)
+            return torch.stack([F.normalize(each, dim=0) for each in pairs]).sum(-1)
 
     wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), InOrder()).double(), mesh)(images(0)).sum().backward()
 
@@ -348,6 +372,8 @@ REFUSALS = {
     a_mean_without_a_rule: "aten._trilinear.default cannot run on an image cut into tiles",
     without_a_rule: "set mesh.independent=true to let each copy draw",
     a_sample_that_is_put_into_others: "aten.put.default cannot run on an image cut into tiles",
+    zeros_before_it: "aten._linalg_svd.default cannot run on an image cut into tiles",
+    zeros_behind_it: "aten._linalg_svd.default cannot run on an image cut into tiles",
     a_hidden_write: "aten.put.default cannot run on an image cut into tiles",
 }
 

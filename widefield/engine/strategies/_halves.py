@@ -26,8 +26,9 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
 def mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: dict, samples: Sequence[Tensor]) -> bool:
     """Whether samples, and as many others behind them, give something else than each half alone.
 
-    What operations without a rule give is looked at by itself, on numbers by chance too, for what follows may hide it.
-    BatchNorms, whose statistics are of all copies anyway, take their running ones meanwhile.
+    What operations without a rule give is looked at by itself, on numbers by chance too, for what follows may hide it; behind
+    them also what others give, but for those that only move numbers.  BatchNorms, whose statistics are of all copies anyway,
+    take their running ones meanwhile.
     """
     norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
 
@@ -97,7 +98,10 @@ def differ(alone: Any, among_all: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- operations without a rule
 
 _Call = tuple[Any, tuple, dict]
-"""An operation and what it is given."""
+"""An operation and what it is given; of one that has a rule, the shapes of what it is given alone."""
+
+_MOVES = {"cat", "flip", "roll", "index", "index_select", "gather", "empty_like", "new_empty", "new_empty_strided"}
+"""Operations that are no views and give what they are given, or nothing: end to end it shows whether samples meet."""
 
 
 _NUMBERS = {Tensor, nn.Parameter, TiledTensor}
@@ -105,21 +109,46 @@ _NUMBERS = {Tensor, nn.Parameter, TiledTensor}
 
 
 class _Unknown(TorchDispatchMode):
-    """Inside, `calls` gets the operations that have no rule, messages left out, with copies of what they are given."""
+    """Inside, `calls` gets the operations that have no rule, with copies of what they are given, and others behind them.
+
+    Messages are left out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
+        self._is_behind = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kinds = {type(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if is_unknown(func) and "c10d" not in func.namespace and kinds and kinds <= _NUMBERS:
             self.calls.append((func, tree_map(_copied, args), tree_map(_copied, kwargs or {})))
+            self._is_behind = True
+        elif self._is_behind and kinds and kinds <= _NUMBERS and _may_mix(func):
+            self.calls.append((func, tree_map(_shape_of, args), tree_map(_shape_of, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
 def _copied(value: Any) -> Any:
     return own_of(value).detach().clone() if isinstance(value, Tensor) else value
+
+
+def _shape_of(value: Any) -> Any:
+    """Zeros of a tensor's shape that take no memory; of integers, which may be indices, a copy."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return _copied(value)
+    return torch.zeros((), dtype=value.dtype, device=value.device).expand(own_of(value).shape)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.is_floating_point() and not any(value.stride())
+
+
+def _may_mix(func: Any) -> bool:
+    """Whether an operation does more than to go through numbers one by one, or to move them."""
+    if not isinstance(func, torch._ops.OpOverload) or func.is_view or torch.Tag.pointwise in func.tags:
+        return False
+    return "c10d" not in func.namespace and func.overloadpacket.__name__ not in _MOVES
 
 
 def _call_mixes(first: _Call, second: _Call, both: _Call) -> bool:
@@ -132,7 +161,7 @@ def _call_mixes(first: _Call, second: _Call, both: _Call) -> bool:
         return True
     if "neither" in dims or dims.count("equal") == len(dims):  # they do not lie so
         return False
-    return any(_gives_other(func, given) for given in (calls, _by_chance(calls, dims)))
+    return any(_gives_other(func, given) for given in ((calls,) if is_unknown(func) else ()) + (_by_chance(calls, dims),))
 
 
 def _halved(first: Any, second: Any, both: Any) -> int | str:
@@ -165,10 +194,10 @@ def _by_chance(calls: Sequence[Any], dims: Sequence[int | str]) -> list[Any]:
     chance, made = None, []
     flat = [tree_flatten(call) for call in calls]
     for first, second, both, dim in zip(*(leaves for leaves, _ in flat), dims, strict=True):
-        if isinstance(dim, int) and first.is_floating_point():
+        if isinstance(dim, int) and first.is_floating_point() or _is_shape(first):
             chance = chance or torch.Generator(first.device).manual_seed(0)
-            both = torch.empty_like(both).normal_(generator=chance)
-            first, second = both.split(first.shape[dim], dim)
+            both = torch.empty(both.shape, dtype=both.dtype, device=both.device).normal_(generator=chance)
+            first, second = both.split(first.shape[dim], dim) if isinstance(dim, int) else (both, both)
         made.append((first, second, both))
     return [tree_unflatten([leaves[n] for leaves in made], spec) for n, (_, spec) in enumerate(flat)]
 
@@ -177,7 +206,7 @@ def _gives_other(func: Any, calls: Sequence[Any]) -> bool:
     try:
         with torch.no_grad():
             found = [tree_leaves(func(*tree_map(_copied, args), **tree_map(_copied, kwargs))) for args, kwargs in calls]
-    except RuntimeError:  # chance gives what it cannot take
+    except (RuntimeError, IndexError):  # chance gives what it cannot take
         return False
     for first, second, both in zip(*found, strict=False):
         dim = _doubled(first, second, both) if isinstance(first, Tensor) else "neither"

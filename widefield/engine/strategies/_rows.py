@@ -147,7 +147,8 @@ class Rows:
             with watch:
                 among_all = self._run(model, run, args, kwargs)
         except NotImplementedError:  # raised on every rank, before any message
-            return self._some(mix_among_themselves(model, run, args, kwargs, _samples_in(args, kwargs)) and not is_ghost(model))
+            mixes = mix_among_themselves(model, run, args, kwargs, _samples_in(args, kwargs)) or bool(watch.found)
+            return self._some(mixes and not is_ghost(model))
         pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
         apart = [differ(alone, found) for alone, found in pairs]  # all of them, for ranks look at them together
         mixes = bool(watch.found) or self.gives_sums or any(apart)
