@@ -23,6 +23,7 @@ from widefield.engine.parallelize import parallelize, reasons
 from widefield.engine.passes import backward_of, without_sync
 from widefield.engine.pipeline.flow import _schedule
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, orders, schedule_grid
+from widefield.engine.pipeline.split import united
 from widefield.engine.strategies.pipeline import held_bytes
 from widefield.engine.stream.stand_ins import named_tensors
 from widefield.geometry.interval import even_cut, parts_of
@@ -590,6 +591,19 @@ def torchs_order(mesh, schedule, micro):
 
 
 @pytest.mark.parametrize("micro", [3, 4, 6])
+def test_weights_that_meet_at_the_same_places_are_one_group():
+    groups = [
+        {"params": {"a"}, "intermediates": ["x", "y"], "grads": [1, 2]},
+        {"params": {"b"}, "intermediates": ["z"], "grads": [3]},
+        {"params": {"c"}, "intermediates": ["y", "w"], "grads": [2, 4]},
+        {"params": {"c", "d"}, "intermediates": ["v"], "grads": [5]},
+    ]
+    found = {
+        frozenset(group["params"]): dict(zip(group["intermediates"], group["grads"], strict=True)) for group in united(groups)
+    }
+    assert found == {frozenset("b"): {"z": 3}, frozenset("acd"): {"x": 1, "y": 2, "w": 4, "v": 5}}
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 def test_the_grid_is_what_torch_runs(schedule, micro):
     ours = [[f"{a.stage}{a.kind}{a.micro_batch}" for a in actions] for actions in orders(schedule, 3, micro)]

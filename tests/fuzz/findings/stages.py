@@ -68,4 +68,24 @@ OF_STAGES: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2, stage=2)),
     ),
+    # Torch made two groups of weights that meet the way to the input at the same places, as the order of a set fell.
+    (
+        Program(
+            (1, 1, 10, 11),
+            {
+                "m0": "nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.Identity(), nn.ReLU(inplace=True), nn.ReLU())",
+                "m1": "nn.Embedding(5, 2)",
+                "m2": "nn.Conv3d(1, 3, 1, (1, 3, 1), 'valid', (1, 2, 1), 1, False, 'replicate')",
+                "p3": "nn.Parameter(torch.randn(4, 3, 3, 3, 3))",
+            },
+            (
+                "v1 = self.m0(x)",
+                "v2 = self.m1((v1.detach() > 0).long())",
+                "v4 = self.m2(v2)",
+                "v5 = F.conv3d(v4, self.p3, None, 1, 'same', (1, 1, 1), 1)",
+            ),
+            ("v5", "v4"),
+        ),
+        Layout(Plan(stage=2, pipeline={"schedule": "zero_bubble"})),
+    ),
 ]

@@ -1,7 +1,8 @@
 """Stages whose backward runs in two halves: first what the stage before waits for, later the gradients of the weights.
 
 Torch's halves go from a stage's inputs up and from its weights up, until they meet.  Weights that meet no way to an input that
-learns, as behind a `detach`, got no gradient, in silence; and a gradient that repeats one number could not be added to.
+learns, as behind a `detach`, got no gradient, in silence; a gradient that repeats one number could not be added to; and weights
+that meet several ways could be taken twice, as the order of a set fell.
 """
 
 from __future__ import annotations
@@ -31,11 +32,28 @@ class SplitStage(PipelineStage):
                 grads = bwd_kwargs["output_grads"]
                 return stage_backward(outputs[0] if grads is None else outputs, grads, inputs), []  # one loss, or outputs
         found = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "input":
+            return found[0], united(found[1] or [])
         if backward_type == "weight":
             for weight in self.submod.parameters():
                 if weight.grad is not None and 0 in weight.grad.stride():
                     weight.grad = weight.grad.clone(memory_format=torch.contiguous_format)
         return found
+
+
+def united(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of weights that share a weight or a place where they meet a way to an input, as one each.
+
+    params: of a group.  intermediates: the places.  grads: what each place got, in the same order.
+    """
+    apart: list[tuple[set, dict[Node, Any]]] = []
+    for group in groups:
+        params, met = set(group["params"]), dict(zip(group["intermediates"], group["grads"], strict=True))
+        for other in [other for other in apart if not (params.isdisjoint(other[0]) and met.keys().isdisjoint(other[1]))]:
+            apart.remove(other)
+            params, met = other[0] | params, other[1] | met
+        apart.append((params, met))
+    return [{"params": params, "intermediates": [*met], "grads": [*met.values()]} for params, met in apart]
 
 
 def _all_lead_to(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
