@@ -164,7 +164,8 @@ class Careful(TorchFunctionMode):
 
     That is the standard deviation of constants, and a norm over samples or pixels of them; the commonest of values, some of
     which differ by rounding alone; resizing with antialiasing to or from a width of one pixel, whose kernels mix up the dims;
-    sampling at places that are no numbers; circular padding of more pixels than its crop has left; and, where a gradient comes
+    sampling at places that are no numbers; second derivatives of logcumsumexp, which takes the logarithm of its gradient, where
+    that is rounding; circular padding of more pixels than its crop has left; and, where a gradient comes
     with channels last, batch norms of one sample or of images one pixel high or wide, and all instance norms.
     """
 
@@ -185,6 +186,8 @@ class Careful(TorchFunctionMode):
             raise Uninteresting("a norm of constants")
         if (name == "instance_norm" or name == "batch_norm" and 1 in found.shape) and found.ndim > 3 and found.requires_grad:
             found.register_hook(_as_the_image_lies)
+        if name == "logcumsumexp" and found.requires_grad:
+            found.register_hook(_has_a_logarithm)
         if name == "interpolate" and (kwargs or {}).get("antialias") and 1 in (*args[0].shape[2:], *found.shape[2:]):
             raise Uninteresting("torch mixes up the dims of an image that is one pixel wide")
         return found
@@ -199,6 +202,11 @@ def _is_flat(image: Tensor, dims: int) -> bool:
 def _as_the_image_lies(gradient: Tensor) -> None:
     if gradient.stride(1) == 1 and not gradient.is_contiguous():
         raise Uninteresting("torch takes a gradient with channels last for a row-major one")
+
+
+def _has_a_logarithm(gradient: Tensor) -> None:
+    if gradient.requires_grad and bool((gradient.detach().abs() < TOLERANCE).any()):
+        raise Uninteresting("a logarithm of rounding, or none of zero")
 
 
 def _wraps_too_far(image: Tensor, pads: Sequence[int]) -> bool:
