@@ -36,7 +36,7 @@ def draw_program(seed: int) -> tuple[Program, Outcome]:
     """A program that trains on one device, and what it gives there."""
     for attempt in range(TRIES_MOST):
         rng = random.Random(seed * 1000 + attempt)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -68,7 +68,7 @@ class Program:
         """The module, in float64, with the same weights each time."""
         scope = new_scope()
         exec(compile(self.text(), "<program>", "exec"), scope)
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         model = scope["Net"]().double()
         with torch.no_grad():
             for parameter in model.parameters():

@@ -104,7 +104,7 @@ def drawn(seed: int) -> tuple[Program, Layout, Outcome]:
 
 def again(ranks: Pool, program: Program, layout: Layout) -> Verdict:
     """The verdict on a program that may be none any more: None then, too."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     try:
         whole = train_whole(program)
     except Exception:

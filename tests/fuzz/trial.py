@@ -104,7 +104,7 @@ def _pass_of(program: Program, model: Callable, x: Tensor, samples: float) -> Te
 @torch.no_grad()
 def evaluated(program: Program, model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     """What the model gives in between, in eval mode."""
-    torch.manual_seed(7)
+    torch.default_generator.manual_seed(7)
     outputs = model.eval()(x)
     model.train(program.habit.train)
     return {f"evaluated {number}": wf.whole(output) for number, output in enumerate(outputs)}
@@ -126,7 +126,7 @@ def _trained(program: Program, nudge: float) -> Outcome:
         optimizer.zero_grad()
         x = program.images(step)
         x = (x * (1 + nudge * torch.randn(x.shape, generator=torch.Generator().manual_seed(9), dtype=x.dtype))).requires_grad_()
-        torch.manual_seed(step)
+        torch.default_generator.manual_seed(step)
         loss = step_of(program, model, x, len(x))
         if 0 < abs(loss.item()) < TOLERANCE:
             raise Uninteresting("a loss that is rounding")
@@ -254,7 +254,7 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
             thaw(program, model)
         optimizer.zero_grad()
         x = program.images(step)[mine].clone().requires_grad_()
-        torch.manual_seed(step)
+        torch.default_generator.manual_seed(step)
         if mesh.plan.stage > 1:
             images = [laid((other(x) if left else x).detach()) for left in reversed(range(program.habit.passes))]
             loss = _in_stages(program, model, images, samples) / samples
