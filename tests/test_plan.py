@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from widefield.config import StreamConfig, parse_config
+from widefield.config import ShardingConfig, StreamConfig, parse_config
 from widefield.plan import Plan, check, from_text, plan_of, ranks_asked_for, to_text
 
 RECIPE = "model: {name: resnet}\ndata: {name: digits}\n"
@@ -132,6 +132,22 @@ def test_a_plan_that_fits_is_accepted():
 def test_a_plan_that_does_not_fit_the_ranks_says_which_axis_to_change(one, ranks, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         check(one, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("one", "told"),
+    [
+        (Plan(replicate=2, sharding=ShardingConfig(offload=True)), "the CPU's memory and mesh.shard=1 leaves weights whole"),
+        (
+            Plan(shard=2, sharding=ShardingConfig(zero=1, offload=True)),
+            "and sharding.zero=1 leaves weights whole; set mesh.shard",
+        ),
+        (Plan(stage=2, sharding=ShardingConfig(zero=1, offload=True)), "and mesh.shard=1 leaves weights whole"),
+    ],
+)
+def test_there_are_no_parts_to_offload(one, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check(one, ranks=2)
 
 
 def test_ranks_that_no_multiple_fits_say_the_multiple():

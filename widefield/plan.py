@@ -161,6 +161,12 @@ def _check_mixes(plan: Plan) -> None:
             "batch_norm=per_micro_batch is about the micro-batches of mesh.stage, which is 1; set batch_norm=synchronized, or "
             "averaged for the statistics of each copy"
         )
+    if plan.sharding.offload and (plan.shard == 1 or plan.sharding.zero == 1):
+        why = "mesh.shard=1" if plan.shard == 1 else "sharding.zero=1"
+        raise ValueError(
+            f"sharding.offload=true keeps parts of weights in the CPU's memory and {why} leaves weights whole; set mesh.shard "
+            "with sharding.zero=3, or sharding.offload=false"
+        )
 
 
 def stage_problems(plan: Plan) -> list[str]:

@@ -109,11 +109,6 @@ def _check(mesh: Mesh) -> None:
             "sharding.offload=true keeps weights and optimizer state in the CPU's memory and the device is the CPU already; "
             "set sharding.offload=false"
         )
-    if asked.offload and asked.zero == 1:
-        raise ValueError(
-            "sharding.offload=true moves parts of weights to the CPU and sharding.zero=1 leaves weights whole; "
-            "set sharding.zero=3, or sharding.offload=false"
-        )
 
 
 def _check_parameters(model: nn.Module) -> None:
