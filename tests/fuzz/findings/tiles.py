@@ -169,4 +169,20 @@ OF_TILES: list[tuple[Program, Layout]] = [
             ((2, 4, 7, 9), "v1 = torch.empty_like(x).fill_(0.2)", Plan(replicate=2, channel=2), None),
         )
     ),
+    # Sums of a bin's parts were divided before they were added up: bins that are equal on one device were not.
+    (
+        Program(
+            (1, 1, 5, 3, 5),
+            {
+                "m0": "nn.Sequential(nn.Conv3d(1, 1, 3, padding=1), nn.ReLU(inplace=True), nn.BatchNorm3d(1), nn.Identity())",
+            },
+            (
+                "a = self.m0(x)",
+                "b = F.interpolate(a, size=(5, 6, 2), mode='area')",
+                "c = b.argmax(4, keepdim=True).double() * 0.1 + b",
+            ),
+            ("c",),
+        ),
+        Layout(Plan(space=[1, 1, 2])),
+    ),
 ]

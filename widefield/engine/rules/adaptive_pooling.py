@@ -68,15 +68,20 @@ def _uncut_last(image: Meta, counts: Sequence[int]) -> tuple[tuple[int, ...], Cu
     return (*image.shape[:lead], *counts), (*image.cuts[:lead], *[None] * len(counts))
 
 
-def _means(tile: Tensor, ranges: Ranges, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Sums of the ranges over the sizes of their bins, dim after dim; at least in float32."""
+def _sums(tile: Tensor, ranges: Ranges) -> Tensor:
+    """Of the ranges, dim after dim; at least in float32."""
     out = tile if tile.dtype in (torch.float32, torch.float64) else tile.float()
-    dims = len(ranges)
-    for n, (found, of_dim) in enumerate(zip(ranges, sizes, strict=True)):
-        parts = zip(found, of_dim, strict=True)
-        dim = n - dims
-        out = torch.cat([out.narrow(dim, a, b - a).sum(dim, keepdim=True).div_(size) for (a, b), size in parts], dim)
+    for dim, found in zip(range(-len(ranges), 0), ranges, strict=True):
+        out = torch.cat([out.narrow(dim, a, b - a).sum(dim, keepdim=True) for a, b in found], dim)
     return out
+
+
+def _over(sums: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Sums over the sizes of their bins, one dim after the other, as torch's kernels divide."""
+    for n, of_dim in enumerate(sizes, 1):
+        is_even = len(set(of_dim)) == 1  # a number needs no memory on the device
+        sums = sums / (of_dim[0] if is_even else sums.new_tensor(of_dim).view(-1, *[1] * (len(sizes) - n)))
+    return sums
 
 
 def _sizes(bins: list[Bins], write: Sequence[Interval]) -> list[list[int]]:
@@ -95,7 +100,7 @@ def _adaptive_avg_pool(dims: int, image: Meta, output_size) -> Windowed | Reduce
         ranges, sizes, size = _ranges(bins, read, write), _sizes(bins, write), [len(i) for i in write]
         if _is_plain(ranges, read):
             return lambda tile: pool(tile, size)
-        return lambda tile: _means(tile, ranges, sizes).to(tile.dtype)
+        return lambda tile: _over(_sums(tile, ranges), sizes).to(tile.dtype)
 
     return Windowed([Read(image, reach_of(image, bins))], [Tile(pooled_shape(image, counts))], prepare)
 
@@ -108,9 +113,9 @@ def _summed_avg(image: Meta, bins: list[Bins]) -> Reduced:
     return Reduced(
         [image],
         range(image.ndim - dims, image.ndim),
-        lambda tile: _means(tile, ranges, sizes),
+        lambda tile: _sums(tile, ranges),
         [Tile(shape, cuts)],
-        finish=lambda total, tile: total.to(tile.dtype),
+        finish=lambda total, tile: _over(total, sizes).to(tile.dtype),
     )
 
 
