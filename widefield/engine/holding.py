@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from widefield.engine.mesh import Mesh
-from widefield.engine.places import is_dense, memory_of
+from widefield.engine.places import dense_strides, is_dense, memory_of
 
 Path = tuple[Any, ...]
 """The keys that lead to a value in nested dicts."""
@@ -155,7 +155,7 @@ def wholes_on_main(model: nn.Module, mesh: Mesh, state: dict) -> dict:
     if not is_parted(mesh):
         return state
     found = dict(_gather(model, mesh, state, spread=False))
-    having = mesh.gather_objects({path: _dense_strides(value) for path, value in found.items() if isinstance(value, Tensor)})
+    having = mesh.gather_objects({path: dense_strides(value) for path, value in found.items() if isinstance(value, Tensor)})
     united = _united(mesh, found)
     for path, value in united.items():
         ranks = [rank for rank, strides in enumerate(having) if path in strides]
@@ -235,13 +235,8 @@ def _united(mesh: Mesh, found: dict[Path, Any]) -> dict[Path, Any]:
     return united
 
 
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """How a tensor's elements lie in a message: as in its memory where that has no gaps."""
-    return tensor.stride() if is_dense(tensor) else tensor.contiguous().stride()
-
-
 def _sent(value: Any, mesh: Mesh, *, source: int, strides: tuple[int, ...]) -> Any:
-    """A tensor that `source` has, on rank 0 too; what the others have stays.  strides: the source's, see `_dense_strides`."""
+    """A tensor that `source` has, on rank 0 too; what the others have stays.  strides: the source's, see `dense_strides`."""
     group = mesh.checkpoint_group  # in `mesh.group` it would count among the collectives, see engine/mesh.py
     if mesh.rank == 0:
         value = torch.empty_strided(value.shape, strides, dtype=value.dtype)

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from widefield.engine.executed import flow_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.normalization import SyncBatchNorm
-from widefield.engine.places import is_dense
+from widefield.engine.places import dense_strides
 from widefield.engine.strategies import Phase, data, fully_shard
 from widefield.naming import load
 from widefield.plan import STRATEGY_OF_AXIS, Plan
@@ -129,8 +129,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Those of memory without gaps, 1 in dims of one, which tell nothing; None for one without a shape, or a sparse one."""
     if is_lazy(tensor) or tensor.layout != torch.strided:
         return None
-    strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-    return tuple(by if many > 1 else 1 for by, many in zip(strides, tensor.shape, strict=True))
+    return tuple(by if many > 1 else 1 for by, many in zip(dense_strides(tensor), tensor.shape, strict=True))
 
 
 def evaluates_together(model: nn.Module) -> bool:

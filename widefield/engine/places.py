@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from widefield.engine import halo
@@ -143,6 +144,11 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= extent
     return True
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's strides, or where its memory has gaps those of a row-major one."""
+    return tuple(tensor.stride()) if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
 
 
 def memory_of(tensor: Tensor) -> Tensor:

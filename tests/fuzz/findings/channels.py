@@ -151,4 +151,30 @@ OF_CHANNELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2), None, False, True),
     ),
+    # Parts of weights were kept row-major, and dropout drew in the order of what a convolution makes with such a weight.
+    (
+        Program(
+            (2, 2, 4, 7),
+            {"m1": "nn.Conv2d(2, 2, 3, padding=1)"},
+            ("a = x.contiguous()", "b = F.dropout(self.m1(a), 0.3)"),
+            ("b",),
+            Habit(channels_last=True),
+        ),
+        Layout(Plan(channel=2), None, False, True),
+    ),
+    # Ranks with unequal parts of channels put an operation into unequal stages, and waited for each other.
+    (
+        Program(
+            (1, 1, 6, 11),
+            {"p0": "nn.Parameter(torch.randn(3, 1, 5, 5))", "m1": "nn.Conv2d(2, 4, (3, 2), padding='same')"},
+            (
+                "v2 = F.conv2d(x, self.p0, None, 1, 'same', (1, 1), 1)",
+                "v3 = F.max_pool2d(v2, 2, (3, 3), 0, (1, 1), True)",
+                "v4 = v3.diff(dim=-3)",
+                "v7 = self.m1(v4)",
+            ),
+            ("v7",),
+        ),
+        Layout(Plan(channel=2, stage=2)),
+    ),
 ]

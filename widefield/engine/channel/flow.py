@@ -14,6 +14,7 @@ from widefield.engine.channel.exchange import Exchange, Ranks
 from widefield.engine.channel.part import Part
 from widefield.engine.draws import compare_generators
 from widefield.engine.executed import Executed, Flow, Whole
+from widefield.engine.places import dense_strides
 from widefield.engine.stream.follow import follow
 from widefield.engine.stream.graph import Graph
 from widefield.engine.stream.known import Known
@@ -22,11 +23,12 @@ from widefield.engine.stream.watch import Guards
 
 
 class ChannelFlow(Flow):
-    """parts: of every weight of which each rank holds a part, by name; its shape on the whole: `shapes`."""
+    """parts: of every weight of which each rank holds a part, by name.  shapes, strides: its own, on the whole."""
 
     def __init__(self, module: nn.Module, ranks: Ranks, like: Like, device: torch.device) -> None:
         self.device = device
         self.ranks, self.shapes = ranks, {name: tuple(t.shape) for name, t in named_tensors(module).items()}
+        self.strides = {name: dense_strides(tensor) for name, tensor in named_tensors(module).items()}
         self.parts: dict[str, Part] = {}
         self.known: Known[Whole] = Known()
         self.parts = dict(self._chosen(module, (like,), {}, None).stored)
@@ -61,7 +63,8 @@ class ChannelFlow(Flow):
 
     def exchanges(self) -> dict[str, Exchange]:
         """How a weight's parts become the whole and the other way, of every weight that is cut."""
-        return {name: Exchange(part, self.ranks) for name, part in self.parts.items()}
+        orders = {name: sorted(range(len(by)), key=lambda dim: (-by[dim], dim)) for name, by in self.strides.items()}
+        return {name: Exchange(part, self.ranks, tuple(orders[name])) for name, part in self.parts.items()}
 
     def _chosen(
         self,
@@ -73,7 +76,7 @@ class ChannelFlow(Flow):
         guards: Guards | None = None,
     ) -> Chosen:
         held = {**named_tensors(module), **likes}
-        wholes = {name: Like.of(held[name], shape=self.shapes[name]) for name in self.parts}
+        wholes = {name: Like.whole(held[name], self.shapes[name], self.strides[name]) for name in self.parts}
         likes = {**likes, **wholes}
         forward = super(Executed, module).forward if isinstance(module, Executed) else module.forward  # type: ignore[misc]
         graph = follow(module, forward, args, kwargs, likes=likes, aim="cut by channels", guards=guards)

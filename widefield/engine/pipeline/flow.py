@@ -24,7 +24,7 @@ from widefield.engine.executed import Executed, Flow, flow_of
 from widefield.engine.layout import Layout, layout_of
 from widefield.engine.mesh import Mesh
 from widefield.engine.partial import partial_of
-from widefield.engine.pipeline.cutting import Division
+from widefield.engine.pipeline.cutting import Division, cuts_of
 from widefield.engine.pipeline.held import average_gradients
 from widefield.engine.pipeline.job import Job, LossOf
 from widefield.engine.pipeline.parts import Part, parts_of
@@ -99,7 +99,10 @@ class PipelineFlow(Flow):
         assert self.division is not None, "stages are cut before the first pass"
         if learns and self.micro_batches > 1 and self.mesh.plan.batch_norm != "per_micro_batch":
             refuse_batchwise(module, graph, self.micro_batches)
-        made = _Pass(graph, parts_of(graph, self.division, constants_of(module, graph)))
+        cuts = cuts_of(graph, self.division)
+        if self.mesh.plan.channel > 1:  # ranks with unequal parts of channels count unequal bytes
+            cuts = self.mesh.least_of_copy(cuts)
+        made = _Pass(graph, parts_of(graph, self.division, cuts, constants_of(module, graph)))
         if learns:
             inputs = tensors_of((args, kwargs))
             if self.is_tiled:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from widefield.engine.executed import Program
-from widefield.engine.pipeline.cutting import Division, cuts_of, free_values
+from widefield.engine.pipeline.cutting import Division, free_values
 from widefield.engine.stream.graph import Graph, Node, Value
 from widefield.engine.stream.known import Constant
 
@@ -51,9 +51,9 @@ class Part:
         return [found[value] for value in self.gives]
 
 
-def parts_of(graph: Graph, division: Division, constants: Mapping[Value, Constant]) -> list[Part]:
-    """Every stage's part of a graph.  constants: where the module holds the graph's."""
-    ends = [0, *cuts_of(graph, division), len(graph.nodes)]
+def parts_of(graph: Graph, division: Division, cuts: Sequence[int], constants: Mapping[Value, Constant]) -> list[Part]:
+    """Every stage's part of a graph.  cuts: before which operations.  constants: where the module holds the graph's."""
+    ends = [0, *cuts, len(graph.nodes)]
     free = free_values(graph)
     runs = [_with_free(graph.nodes[a:b], graph, free) for a, b in pairwise(ends)]
     wanted = [value for value in dict.fromkeys(tree_leaves(graph.outputs)) if isinstance(value, Value)]

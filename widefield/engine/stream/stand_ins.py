@@ -45,6 +45,11 @@ class Like:
             strides = torch.empty_permuted(shape, order, device="meta").stride()
         return cls(shape, tensor.dtype, device or tensor.device, strides, tensor.requires_grad)
 
+    @classmethod
+    def whole(cls, part: Tensor | Like, shape: tuple[int, ...], strides: tuple[int, ...]) -> Like:
+        """As the whole of which a rank holds a part."""
+        return cls(shape, part.dtype, part.device, strides, part.requires_grad)
+
     def stride(self) -> tuple[int, ...]:
         return self.strides
 
