@@ -165,8 +165,8 @@ class Careful(TorchFunctionMode):
     That is the standard deviation of constants, and a norm over samples or pixels of them; the commonest of values, some of
     which differ by rounding alone; resizing with antialiasing to or from a width of one pixel, whose kernels mix up the dims;
     sampling at places that are no numbers; second derivatives of logcumsumexp, which takes the logarithm of its gradient, where
-    that is rounding; circular padding of more pixels than its crop has left; and, where a gradient comes
-    with channels last, batch norms of one sample or of images one pixel high or wide, and all instance norms.
+    that is rounding; circular padding of more pixels than its crop has left; and, where a gradient lies in memory otherwise than
+    the image, batch norms of one sample or of images one pixel high or wide, and all instance norms.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -185,7 +185,7 @@ class Careful(TorchFunctionMode):
         if name in ("batch_norm", "instance_norm") and _is_flat(args[0].detach(), 2 if name == "instance_norm" else 1):
             raise Uninteresting("a norm of constants")
         if (name == "instance_norm" or name == "batch_norm" and 1 in found.shape) and found.ndim > 3 and found.requires_grad:
-            found.register_hook(_as_the_image_lies)
+            found.register_hook(partial(_lies_as, args[0].detach()))
         if name == "logcumsumexp" and found.requires_grad:
             found.register_hook(_has_a_logarithm)
         if name == "interpolate" and (kwargs or {}).get("antialias") and 1 in (*args[0].shape[2:], *found.shape[2:]):
@@ -199,9 +199,11 @@ def _is_flat(image: Tensor, dims: int) -> bool:
     return bool(((rows.std(1, correction=0) < FLAT) & (rows.abs().amax(1) > 0)).any()) if rows.numel() else False
 
 
-def _as_the_image_lies(gradient: Tensor) -> None:
-    if gradient.stride(1) == 1 and not gradient.is_contiguous():
-        raise Uninteresting("torch takes a gradient with channels last for a row-major one")
+def _lies_as(image: Tensor, gradient: Tensor) -> None:
+    dims = [dim for dim in range(image.ndim) if image.shape[dim] > 1]
+    rows, last = ([sorted(dims, key=lambda dim: -each.stride(dim)) for each in (image, gradient)]), gradient.stride(1) == 1
+    if rows[0] != rows[1] or last and not gradient.is_contiguous():
+        raise Uninteresting("torch takes a gradient in one order in memory for one in another")
 
 
 def _has_a_logarithm(gradient: Tensor) -> None:
