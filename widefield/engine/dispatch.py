@@ -31,26 +31,12 @@ from widefield.engine.layout import Layout, layout_of
 from widefield.engine.memory_order import ordered
 from widefield.engine.partial import INTO_LEAF, into_leaf, is_for_leaf
 from widefield.engine.places import moved, on_layout, own_of, recut, whole_of
+from widefield.engine.pointwise import is_pointwise
 from widefield.engine.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Local, Meta, Reduced, Turns
 from widefield.engine.tiled import TiledTensor, wrap
 from widefield.engine.writes import new_of, outs_of, written_by
 
 aten = torch.ops.aten
-
-SAME_PIXELS = {
-    aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default, aten.lift_fresh.default,
-    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,
-    aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.contiguous.default,
-    aten.positive.default, aten.conj.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor,
-    aten.hardswish.default, aten.hardswish_.default, aten.mish_.default, aten.gelu_.default, aten.threshold_.default,
-    aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.abs_.default,
-    aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.log_sigmoid_backward.default,
-    aten.mish_backward.default, aten.softplus_backward.default, aten._prelu_kernel.default,
-    aten._prelu_kernel_backward.default, aten.masked_fill.Tensor, aten.rsub.Tensor, aten.leaky_relu.default,
-    aten.leaky_relu_.default, aten.hardshrink_backward.default, aten.softshrink_backward.default, aten.complex.default,
-    aten.polar.default,
-}  # fmt: skip
-"""Operations that give each output pixel from the same pixel of the inputs, though torch does not tag them pointwise."""
 
 
 @cache
@@ -85,10 +71,9 @@ def _handler_of(func: Any) -> Callable:
         return into_buckets
     if func._schema.name.startswith("aten::_foreach_"):
         return each
-    is_pointwise = func in SAME_PIXELS or torch.Tag.pointwise in func.tags
     if outs_of(func) and new_of(func) is not None:
-        return pointwise_out if is_pointwise else into_outs
-    if is_pointwise:
+        return pointwise_out if is_pointwise(func) else into_outs
+    if is_pointwise(func):
         return pointwise_in_place if is_in_place(func) else _pointwise
     return _other
 

@@ -54,9 +54,11 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     mine = torch.tensor(tile.stride(), dtype=torch.int64, device=tile.device)
     strides = halo.gather_sums(mine, layout.grid.size, space_group(layout.grid)).tolist()
     known = {pair for box, own in zip(layout.boxes, strides, strict=True) for pair in _told_by(box, own)}
-    told = [own for own in strides if _pairs(own, layout.shape) <= known]
+    told = [own for own in strides if _pairs(own, layout.shape) <= known and _tells_all(own, layout.shape)]
     # A view knows its order, if that of its source is known.
     orders = told or [tuple(tensor.stride()), *usual_orders(len(layout.shape))]
+    if not told and _tells_all(orders[0], layout.shape) and _fits(orders[0], known):
+        return orders[0]
     fitting = {_pairs(order, layout.shape): tuple(order) for order in orders if _fits(order, known)}
     if len(fitting) != 1:
         agree = not any((inner, outer) in known for outer, inner in known)
@@ -77,6 +79,11 @@ def _told_by(box: Box, strides: Sequence[int]) -> frozenset[tuple[int, int]]:
 def _pairs(strides: Sequence[int], shape: Sequence[int]) -> frozenset[tuple[int, int]]:
     dims = [dim for dim, extent in enumerate(shape) if extent > 1]
     return frozenset((a, b) for a in dims for b in dims if strides[a] > strides[b])
+
+
+def _tells_all(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    own = [stride for stride, extent in zip(strides, shape, strict=True) if extent > 1]
+    return len(set(own)) == len(own)
 
 
 def _fits(order: Sequence[int], known: Set[tuple[int, int]]) -> bool:

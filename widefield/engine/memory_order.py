@@ -1,6 +1,7 @@
-"""The order in memory of what an operation makes of tiles too thin to tell it: torch is asked, on tensors without data.
+"""The order in memory of what an operation makes of tiles that do not tell it: torch is asked, on tensors without data.
 
-A tile of one pixel on a dim does not say where that dim lies.  Which formulas autograd picks, whether a reshape is a view, and
+A tile of one pixel on a dim does not say where that dim lies, and what rules make of images with channels last may lie
+otherwise than what torch makes.  Which formulas autograd picks, whether a reshape is a view, and
 in which order random numbers are drawn depend on it.
 """
 
@@ -16,17 +17,37 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from widefield.engine.places import is_dense
+from widefield.engine.pointwise import is_pointwise
 from widefield.engine.tiled import TiledTensor, same_order, wrap_view
 
+aten = torch.ops.aten
 Strides = tuple[int, ...]
+_MADE_OF_OTHERS = {aten.roll.default}
+"""What is made of other operations, which are each in order, and about which torch is wrong without data."""
+_LIKE: dict[Any, int] = {
+    aten.replication_pad2d_backward.default: 1, aten.reflection_pad2d_backward.default: 1,
+    aten.replication_pad3d.default: 0, aten.replication_pad3d_backward.default: 1,
+    aten.reflection_pad3d.default: 0, aten.reflection_pad3d_backward.default: 1,
+    aten.native_batch_norm_backward.default: 1, aten.native_group_norm.default: 0,
+    aten.native_group_norm_backward.default: 1, aten.channel_shuffle.default: 0,
+}  # fmt: skip
+"""Kernels that make row-major images, or ones with channels last, as this argument is."""
+_ROW_MAJOR = {
+    aten.native_layer_norm_backward.default, aten.mse_loss_backward.default, aten.huber_loss_backward.default,
+    aten.glu_backward.default, aten.log_sigmoid_forward.default, aten.poisson.default, aten.rrelu_with_noise.default,
+}  # fmt: skip
+"""Kernels that make row-major images of any."""
 
 
 def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
-    """What `run` gives for `func`, which makes new tensors; thin ones, and what is made of thin ones, lie as the whole does."""
+    """What `run` gives for `func`, which makes new tensors, lying as the whole does."""
     out = run(func, args, kwargs)
-    is_unsure = _reads_thin(args)
+    if func in _MADE_OF_OTHERS:
+        return out
+    is_unsure = _is_unsure(args, of_tiles=is_pointwise(func))
     if type(out) is TiledTensor:
         return _in_order(out, _strides(func, args, kwargs), 0) if is_unsure or out.laid.is_thin else out
     if type(out) is tuple and (is_unsure or any(type(each) is TiledTensor and each.laid.is_thin for each in out)):
@@ -35,28 +56,48 @@ def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-def _reads_thin(args: Sequence[Any]) -> bool:
-    """Whether a tile is too thin to tell; what comes of it lies as it does by chance, another on each rank."""
+def _is_unsure(args: Sequence[Any], *, of_tiles: bool) -> bool:
+    """Whether what comes of it may lie otherwise than the whole does.
+
+    What comes of a tile that is too thin to tell lies by chance, another on each rank.  And of images that are not row-major
+    some of torch's operations make images like them and some row-major ones, which is more than rules know.
+    of_tiles: the operation itself runs on the tiles.
+    """
     for arg in args:
         if type(arg) is TiledTensor:
-            if arg.laid.is_thin:
+            if arg.laid.is_thin or not (of_tiles or arg.is_contiguous()):
                 return True
-        elif type(arg) is list and _reads_thin(arg):
+        elif isinstance(arg, Tensor):
+            if not (of_tiles or arg.is_contiguous()):
+                return True
+        elif type(arg) is list and _is_unsure(arg, of_tiles=of_tiles):
             return True
     return False
 
 
 def _in_order(made: Any, strides: Sequence[Strides | None], at: int) -> Any:
-    if type(made) is not TiledTensor or not made.laid.is_cut or made.home is not None or type(made.own) is not Tensor:
+    if type(made) is not TiledTensor or made.home is not None or type(made.own) is not Tensor:
         return made
     wanted = strides[at] if at < len(strides) else None
-    if wanted is None or wanted == made.stride() and _lies_as(made.own, wanted):
+    if wanted is None:
         return made
-    tile = made.own
-    if not _lies_as(tile, wanted):
-        order = sorted(range(tile.ndim), key=lambda dim: -wanted[dim])
-        tile = torch.empty_permuted(tile.shape, order, dtype=tile.dtype, device=tile.device).copy_(tile)
-    return wrap_view(tile, made.laid, wanted)
+    tile = _laid(made.own, wanted)
+    return made if wanted == made.stride() and tile is made.own else wrap_view(tile, made.laid, wanted)
+
+
+def _laid(tile: Tensor, wanted: Strides) -> Tensor:
+    """The tile with its dims in the order of a whole's strides; a copy where it lies otherwise.
+
+    A dim of one pixel has the stride that torch would give it, for by others kernels may see another format.
+    """
+    lies = _lies_as(tile, wanted)
+    if lies and 1 not in tile.shape:
+        return tile
+    order = sorted(range(tile.ndim), key=lambda dim: (-wanted[dim], dim))
+    strides = torch.empty_permuted(tile.shape, order, device="meta").stride()
+    if lies and is_dense(tile):
+        return tile if tile.stride() == strides else tile.as_strided(tile.shape, strides)
+    return tile if lies else torch.empty_strided(tile.shape, strides, dtype=tile.dtype, device=tile.device).copy_(tile)
 
 
 def _lies_as(tile: Tensor, wanted: Strides) -> bool:
@@ -98,20 +139,72 @@ def _key(value: Any) -> Any:
 
 
 def _asked(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
+    if _runs_on_few(func):
+        return _of_few(func, args, kwargs)
     with _disable_current_modes(), FakeTensorMode(), quiet():  # on this device: kernels choose, and meta has its own
         try:
-            made = as_kernels_lay(func, func(*tree_map(_empty, args), **tree_map(_empty, kwargs)))
+            given, named = tree_map(_empty, args), tree_map(_empty, kwargs)
+            made = as_kernels_lay(func, given, named, func(*given, **named))
         except (NotImplementedError, RuntimeError, ValueError):  # it looks at values
             return ()
     return tuple(each.stride() if isinstance(each, Tensor) else None for each in (made if type(made) is tuple else (made,)))
 
 
-def as_kernels_lay(func: Any, made: Any) -> Any:
-    """What an operation makes without data; batch norms keep any order then, and kernels make row-major or channels last."""
-    if "batch_norm" not in func.__name__ or not isinstance(made, tuple):
+def _runs_on_few(func: Any) -> bool:
+    """Whether torch can be asked on a few pixels: what goes through pixels one by one looks at no sizes."""
+    return is_pointwise(func) and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _of_few(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
+    """The strides of what `func` makes, by torch's own kernels on images of one pixel, or two, per dim that lie alike."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+            made = func(*tree_map(_few, args), **tree_map(_few, kwargs))
+        except (NotImplementedError, RuntimeError, ValueError):
+            return ()
+    found: list[Strides | None] = []
+    for each in made if type(made) is tuple else (made,):
+        if not isinstance(each, Tensor) or each.ndim != len(shape):
+            found.append(None)
+            continue
+        order = sorted(range(each.ndim), key=lambda dim: (-each.stride(dim), dim))
+        found.append(torch.empty_permuted(shape, order, device="meta").stride())
+    return tuple(found)
+
+
+def _few(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    strides, step = [0] * value.ndim, 1
+    few = [min(2, max(1, extent)) for extent in value.shape]
+    for dim in sorted(range(value.ndim), key=lambda dim: (value.stride(dim), -dim)):
+        if value.stride(dim):
+            strides[dim], step = step, step * few[dim]
+    return torch.empty_strided(few, strides, dtype=value.dtype, device=value.device).fill_(1)
+
+
+def as_kernels_lay(func: Any, args: tuple, kwargs: dict, made: Any) -> Any:
+    """What an operation makes without data, as its kernels lay it out, where torch says otherwise without data."""
+    first = made[0] if isinstance(made, tuple) else made
+    if not isinstance(first, Tensor):
         return made
-    image = made[0]
-    return torch.empty_like(image, memory_format=suggest_memory_format(image)), *made[1:]
+    if func in _ROW_MAJOR or func in _LIKE:
+        like = first if func in _ROW_MAJOR else args[_LIKE[func]]
+        memory_format = torch.contiguous_format if func in _ROW_MAJOR else suggest_memory_format(like)
+        first = torch.empty_like(first, memory_format=memory_format)
+    elif "batch_norm" in func.__name__ and isinstance(made, tuple):  # forward, which keeps any order without data
+        first = torch.empty_like(first, memory_format=suggest_memory_format(first))
+    elif _runs_on_few(func) and not func.is_view and any(_is_odd(leaf) for leaf in tree_leaves((args, kwargs))):
+        (strides, *_) = _of_few(func, args, kwargs) or (None,)
+        if strides is not None and len(strides) == first.ndim and strides != first.stride():
+            first = first.new_empty_strided(first.shape, strides)
+    return (first, *made[1:]) if isinstance(made, tuple) else first
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_contiguous()
 
 
 def _empty(value: Any) -> Any:

@@ -240,8 +240,15 @@ def dense(image: Tensor) -> Tensor:
 
 
 def image_of(rows: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The (N, C, ...) that `rows_of` made these of."""
-    return rows[0].view(like.shape) if len(rows) == 1 else torch.cat(list(rows))
+    """The (N, C, ...) that `rows_of` made these of.
+
+    Of a single sample with channels last a kernel takes the first stride for one between channels; convolutions in groups then
+    have wrong gradients.  So that stride is a sample's.
+    """
+    if len(rows) > 1:
+        return torch.cat(list(rows))
+    image = rows[0].view(like.shape)
+    return image if image.is_contiguous() else image.as_strided(image.shape, (image.numel(), *image.stride()[1:]))
 
 
 def each(run: Callable[..., Any], images: Sequence[Sequence[Tensor]], vectors: Sequence[Tensor | None]) -> list[Any]:

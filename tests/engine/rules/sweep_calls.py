@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.dispatch import SAME_PIXELS, load_rules
+from widefield.engine.dispatch import load_rules
+from widefield.engine.pointwise import SAME_PIXELS
 from widefield.engine.rules import COMPOSED, RULES
 from widefield.engine.writes import outs_of, written_by
 

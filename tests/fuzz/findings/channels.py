@@ -177,4 +177,25 @@ OF_CHANNELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2, stage=2)),
     ),
+    # Stacks of images with channels last, group norms of one sample and draws in place lay otherwise in a capture.
+    (
+        Program(
+            (1, 4, 11, 5),
+            {"m0": "nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(1, 4), nn.GroupNorm(1, 4))"},
+            ("v1 = F.dropout(self.m0(x), 0.5)", "v2 = F.dropout(torch.stack(x.unbind(2)[::-1], 2), 0.5) + v1"),
+            ("v2",),
+            Habit(channels_last=True),
+        ),
+        Layout(Plan(channel=2)),
+    ),
+    # What a model makes for its batch, of no sample, was given to each copy whole.
+    (
+        Program(
+            (2, 4, 11),
+            {"m0": "nn.Conv1d(4, 4, 3, padding=1)", "m2": "nn.Linear(12, 2)"},
+            ("v1 = self.m0(x)", "v6 = F.interpolate(torch.zeros_like(v1), size=(12,))", "v7 = self.m2(v6)"),
+            ("v7",),
+        ),
+        Layout(Plan(replicate=2, channel=2), None, False, True),
+    ),
 ]

@@ -185,4 +185,48 @@ OF_TILES: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(space=[1, 1, 2])),
     ),
+    # Of one sample with channels last group norm gave strides by which torch's grouped convolutions have wrong gradients.
+    (
+        Program(
+            (1, 4, 5, 9),
+            {
+                "m0": "nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.LeakyReLU(0.1, inplace=True), nn.GroupNorm(1, 4))",
+                "p1": "nn.Parameter(torch.randn(2, 2, 2, 2))",
+            },
+            ("v1 = self.m0(x)", "v2 = F.conv2d(v1, self.p1, None, 1, (3, 3), (1, 1), 2)"),
+            ("v2",),
+            Habit(channels_last=True),
+        ),
+        Layout(Plan(space=[1, 2])),
+    ),
+    # Of tiles none of which tells an order, one was taken to tell it, and chance was drawn in that one.
+    (
+        Program(
+            (1, 4, 5, 2, 3),
+            {"m0": "nn.Sequential(nn.Conv3d(4, 4, 3, padding=1), nn.LeakyReLU(0.1, inplace=True), nn.Conv3d(4, 4, 1))"},
+            (
+                "v1 = self.m0(x)",
+                "v2 = v1[:, ::2, 2::2, -1, 1::2]",
+                "v3 = F.one_hot(v2.detach().argmax(1), v2.shape[1]).movedim(-1, 1).double() * v2",
+                "v4 = v3 * (torch.rand_like(v3) < 0.7)",
+            ),
+            ("v4",),
+        ),
+        Layout(Plan(space=[2, 1, 2])),
+    ),
+    # Torch lays out pools of images with channels last like these, and some other things row-major, which rules did not.
+    (
+        Program(
+            (2, 3, 12, 10),
+            {"m0": "nn.Conv2d(3, 4, 3, padding=1)"},
+            (
+                "v1 = F.adaptive_avg_pool2d(self.m0(x), 3)",
+                "v2 = F.dropout(v1, 0.5) + F.dropout(torch.stack([x, x], 2)[:, :, 0], 0.5).mean()",
+                "v3 = F.dropout(F.pad(self.m0(x), [1, 1, 1, 1], mode='replicate'), 0.5).mean() + v2",
+            ),
+            ("v3",),
+            Habit(channels_last=True),
+        ),
+        Layout(Plan(space=[2, 1])),
+    ),
 ]

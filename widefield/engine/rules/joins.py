@@ -123,7 +123,7 @@ def rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     if k % 4 == 2:
         return aten.flip.default(x, [a, b])
     if k % 4 == 0:
-        return aten.clone.default(x)
+        return aten.clone.default(x, memory_format=torch.contiguous_format)
     return aten.transpose.int(aten.flip.default(x, [b if k % 4 == 1 else a]), a, b)
 
 

@@ -31,7 +31,7 @@ from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.mesh import Mesh, device_of_words
 from widefield.engine.mixing import Watch
 from widefield.engine.partial import settled
-from widefield.engine.places import on_layout
+from widefield.engine.places import is_dense, on_layout
 from widefield.engine.strategies._forward_state import ForwardState
 from widefield.engine.strategies._halves import differ, mix_among_themselves
 from widefield.engine.strategies._route import Compiled
@@ -185,7 +185,10 @@ class Rows:
             real_buffers(model)
 
         def entered(leaf: Any) -> Any:
-            return _Enter.apply(leaf, rows, rows.of_batch(leaf), 1) if any(leaf is each for each in samples) else leaf
+            if not any(leaf is each for each in samples):
+                return leaf
+            layout = rows.of_batch(leaf)
+            return _Enter.apply(leaf, rows, layout, 1, _strides_of_batch(leaf, layout))
 
         leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
         known = self.rows_each[model.training]
@@ -237,6 +240,12 @@ class _Share:
     def copies(self) -> int:
         return len(self.bounds) - 1
 
+    @property
+    def bounds_here(self) -> tuple[int, int]:
+        """Of this copy's rows."""
+        copy = self.grid.index // self.tiles.size
+        return self.bounds[copy], self.bounds[copy + 1]
+
     def of_batch(self, tensor: Tensor) -> Layout:
         """The layout on the grid of a tensor of this copy's samples."""
         cuts = tensor.laid.cuts[1:] if type(tensor) is TiledTensor else (None,) * (tensor.ndim - 1)
@@ -255,6 +264,14 @@ class _Share:
         return layout_of(tuple(whole) if count is None else (count, *whole[1:]), tuple(cuts), self.tiles)
 
 
+def _strides_of_batch(sample: Tensor, layout: Layout) -> tuple[int, ...] | None:
+    """Those of all copies' samples, where this copy's tell: a row or a tile that is thin or empty does not."""
+    if not is_dense(sample):
+        return None
+    order = sorted(range(sample.ndim), key=lambda dim: (-sample.stride(dim), dim))
+    return torch.empty_permuted(layout.shape, order, device="meta").stride()
+
+
 class _Enter(torch.autograd.Function):
     """This copy's samples, times a factor, as their rows of the batch.
 
@@ -262,16 +279,18 @@ class _Enter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout, factor: float) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, rows: _Share, layout: Layout, factor: float, strides: tuple[int, ...] | None = None
+    ) -> Tensor:
         ctx.rows, ctx.layout, ctx.count, ctx.factor = rows, layout, len(tensor), factor
         local, tensor = rows.local(layout, len(tensor)), settled(tensor)
         own = (tensor if local is None else on_layout(tensor, local))[: layout.tile_shape[0]]
-        return wrap(own if factor == 1 else own * factor, layout)
+        return wrap_view(own if factor == 1 else own * factor, layout, strides)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows = ctx.rows
-        return _Leave.apply(grad, rows, ctx.layout, ctx.count, ctx.factor * rows.copies), None, None, None
+        return _Leave.apply(grad, rows, ctx.layout, ctx.count, ctx.factor * rows.copies), None, None, None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -337,6 +356,9 @@ def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
     all; where that is not known, a result that is cut by samples is theirs.
     """
     if type(tensor) is not TiledTensor:
+        if each and tensor.ndim and len(tensor) == each * rows.bounds[-1]:  # made for the batch, of no sample
+            first, last = (each * bound for bound in rows.bounds_here)
+            return tensor[first:last] if last - first == count * each else tensor[: count * each] * 0
         return _OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
     layout = tensor.laid
     first = layout.cuts[0] if layout.cuts else None

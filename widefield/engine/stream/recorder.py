@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield.engine.alike import is_in_place
 from widefield.engine.memory_order import as_kernels_lay
-from widefield.engine.places import is_dense
+from widefield.engine.places import inverse, is_dense
 from widefield.engine.stream.apart import APART, DRAWS
 from widefield.engine.stream.graph import Node, Value
 from widefield.engine.stream.stand_ins import tensors_of
@@ -133,7 +133,8 @@ class Recorder(FakeTensorMode):
             self.busy.append(func)
             try:
                 with self:
-                    return APART[func](*args, **kwargs)
+                    out = APART[func](*args, **kwargs)
+                return self._as_joined(func, args, kwargs, out) if func in _JOINS else out
             finally:
                 self.busy.pop()
         if self.is_on and self.depth == 0:
@@ -142,13 +143,30 @@ class Recorder(FakeTensorMode):
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
             if func in _SCATTERS and out.stride() != args[0].stride() and is_dense(args[0]):
-                out = torch.empty_strided(out.shape, args[0].stride(), dtype=out.dtype, device=out.device)
-            out = as_kernels_lay(func, out)
+                out = out.new_empty_strided(out.shape, args[0].stride())
+            elif self.written is not None and isinstance(out, Tensor) and _is_written(args, self.written[1], out):
+                out = out.new_empty_strided(out.shape, self.written[1])  # as in place
+            elif not func.is_view and not func._schema.is_mutable:
+                out = as_kernels_lay(func, args, kwargs, out)
         finally:
             self.depth -= 1
         if self.is_on and self.depth == 0 and any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
             self._note(func, args, kwargs, out)
         return out
+
+    def _as_joined(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> Tensor:
+        """What an operation is made of may lie otherwise than what it makes by itself."""
+        self.depth += 1
+        try:
+            wanted = super().__torch_dispatch__(func, (), args, kwargs).stride()
+        finally:
+            self.depth -= 1
+        order = sorted(range(out.ndim), key=lambda dim: (-wanted[dim], dim))
+        if order == sorted(range(out.ndim), key=lambda dim: (-out.stride(dim), dim)):
+            return out
+        with self:
+            moved = aten.clone.default(aten.permute.default(out, order), memory_format=torch.contiguous_format)
+            return aten.permute.default(moved, inverse(order))
 
     def _note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -234,6 +252,17 @@ class Unseen:
         with torch.no_grad():
             written = self.op(x, *args, **kwargs)
         return x + (written - x).detach() if x.requires_grad else written
+
+
+_JOINS = {aten.stack.default, aten.repeat.default}
+"""Operations that lay out by themselves what they make."""
+
+
+def _is_written(args: tuple, strides: tuple[int, ...], out: Tensor) -> bool:
+    """Whether an operation that stands for one in place gives what it would have written."""
+    if not args or not isinstance(args[0], Tensor) or out.stride() == strides:
+        return False
+    return args[0].shape == out.shape and args[0].stride() == strides
 
 
 def _drawn(op: Any, strides: tuple[int, ...], like: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.dispatch import SAME_PIXELS
 from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.places import first_cut, following_cuts
+from widefield.engine.pointwise import SAME_PIXELS
 from widefield.engine.rules import RULES, Description, Local, Reduced, Windowed
 from widefield.engine.stream import recorder
 from widefield.engine.stream.graph import Graph, Node, Value
