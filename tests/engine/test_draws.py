@@ -240,6 +240,22 @@ def test_tiles_of_one_pixel_draw_as_their_whole():
     assert on_ranks(4, _of_one_pixel, plan=Plan(space=[2, 2])) == [[]] * 4
 
 
+def test_tiles_that_are_too_thin_to_tell_their_order_do_not_draw():
+    """As where a tile was put into another order by hand: no usual one fits, and one pixel does not tell the rest."""
+    words = on_ranks(2, _words_of_a_moved_tile, plan=Plan(space=[2, 1]))
+    assert all("too thin to tell the order" in text for text in words), words
+
+
+def _words_of_a_moved_tile(mesh) -> str:
+    image = tile(torch.ones(2, 3, 2, 6), mesh)
+    image.own = image.own.transpose(0, 1).contiguous().transpose(0, 1)
+    try:
+        image.bernoulli_(0.5)
+    except NotImplementedError as error:
+        return str(error)
+    return "drawn"
+
+
 def _words_of_dropout(mesh, size, turned) -> str:
     """What a draw says for tiles that lie in channels-last order on the ranks in `turned`."""
     image = tile(torch.ones(2, 3, *size), mesh)

@@ -23,6 +23,7 @@ from widefield.engine.holding import wholes_on_main
 from widefield.engine.mesh import Mesh
 from widefield.engine.parallelize import share_states
 from widefield.engine.passes import backward_of, without_sync
+from widefield.engine.tiled import same_order
 from widefield.geometry.interval import even_cut, parts_of
 
 from .errors import TOO_FEW, Finding, Refusal, has_too_few_samples, is_refusal
@@ -201,8 +202,8 @@ def _is_flat(image: Tensor, dims: int) -> bool:
 
 def _lies_as(image: Tensor, gradient: Tensor) -> None:
     dims = [dim for dim in range(image.ndim) if image.shape[dim] > 1]
-    rows, last = ([sorted(dims, key=lambda dim: -each.stride(dim)) for each in (image, gradient)]), gradient.stride(1) == 1
-    if rows[0] != rows[1] or last and not gradient.is_contiguous():
+    has_channels_last = gradient.stride(1) == 1 and not gradient.is_contiguous()
+    if has_channels_last or not same_order(dims, image.stride(), gradient.stride()):
         raise Uninteresting("torch takes a gradient in one order in memory for one in another")
 
 

@@ -55,10 +55,10 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     strides = halo.gather_sums(mine, layout.grid.size, space_group(layout.grid)).tolist()
     known = {pair for box, own in zip(layout.boxes, strides, strict=True) for pair in _told_by(box, own)}
     told = [own for own in strides if _pairs(own, layout.shape) <= known and _tells_all(own, layout.shape)]
-    # A view knows its order, if that of its source is known.
-    orders = told or [tuple(tensor.stride()), *usual_orders(len(layout.shape))]
-    if not told and _tells_all(orders[0], layout.shape) and _fits(orders[0], known):
-        return orders[0]
+    kept = tuple(tensor.stride())  # by the operations that made it, see memory_order
+    if not told and _tells_all(kept, layout.shape) and _fits(kept, known):
+        return kept
+    orders = told or [kept, *usual_orders(len(layout.shape))]
     fitting = {_pairs(order, layout.shape): tuple(order) for order in orders if _fits(order, known)}
     if len(fitting) != 1:
         agree = not any((inner, outer) in known for outer, inner in known)
@@ -82,6 +82,7 @@ def _pairs(strides: Sequence[int], shape: Sequence[int]) -> frozenset[tuple[int,
 
 
 def _tells_all(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether no two dims of more than one pixel have the same stride."""
     own = [stride for stride, extent in zip(strides, shape, strict=True) if extent > 1]
     return len(set(own)) == len(own)
 

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import _register_effectful_op
 
 from widefield.geometry.box import Box, Route, holds, is_empty, route, size_of, within
+from widefield.geometry.strides import stride_order
 
 Piece = tuple[Box, Tensor]
 
@@ -180,12 +181,7 @@ def _empty(tile: Tensor, size: tuple[int, ...]) -> Tensor:
     """A new tensor whose dims lie in memory in the tile's order."""
     if tile.is_contiguous():
         return tile.new_empty(size)
-    return torch.empty_permuted(size, _order(tile.stride()), dtype=tile.dtype, device=tile.device)
-
-
-def _order(strides: Sequence[int]) -> list[int]:
-    """The dims from the outermost in memory to the innermost."""
-    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    return torch.empty_permuted(size, stride_order(tile.stride()), dtype=tile.dtype, device=tile.device)
 
 
 def gather(moves: Sequence[Move], tiles: Sequence[Tensor], group_name: str) -> list[Tensor]:

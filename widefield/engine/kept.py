@@ -20,6 +20,7 @@ from torch import Tensor
 from widefield.engine.pool import Block, Pool
 from widefield.geometry.box import Box, holds, is_empty, meet, rest_of, size_of, within
 from widefield.geometry.interval import Interval
+from widefield.geometry.strides import stride_order
 from widefield.geometry.window import hull
 from widefield.naming import did_you_mean
 
@@ -92,8 +93,7 @@ class Kept:
     @classmethod
     def of(cls, tensor: Tensor) -> Kept:
         """A tensor that exists already, without a copy: what is written to it is written to the tensor."""
-        order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
-        kept = cls(tensor.shape, tensor.dtype, tensor.device, order=order)
+        kept = cls(tensor.shape, tensor.dtype, tensor.device, order=stride_order(tensor.stride()))
         kept._memory, kept._written = tensor.detach(), [all_of(tensor.shape)]
         return kept
 

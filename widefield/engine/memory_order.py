@@ -1,8 +1,8 @@
 """The order in memory of what an operation makes of tiles that do not tell it: torch is asked, on tensors without data.
 
 A tile of one pixel on a dim does not say where that dim lies, and what rules make of images with channels last may lie
-otherwise than what torch makes.  Which formulas autograd picks, whether a reshape is a view, and
-in which order random numbers are drawn depend on it.
+otherwise than what torch makes.  Which formulas autograd picks, whether a reshape is a view, and in which order random numbers
+are drawn depend on it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from widefield.engine.places import is_dense
 from widefield.engine.pointwise import is_pointwise
 from widefield.engine.tiled import TiledTensor, same_order, wrap_view
+from widefield.geometry.strides import strides_like
 
 aten = torch.ops.aten
 Strides = tuple[int, ...]
@@ -93,8 +94,7 @@ def _laid(tile: Tensor, wanted: Strides) -> Tensor:
     lies = _lies_as(tile, wanted)
     if lies and 1 not in tile.shape:
         return tile
-    order = sorted(range(tile.ndim), key=lambda dim: (-wanted[dim], dim))
-    strides = torch.empty_permuted(tile.shape, order, device="meta").stride()
+    strides = strides_like(tile.shape, wanted)
     if lies and is_dense(tile):
         return tile if tile.stride() == strides else tile.as_strided(tile.shape, strides)
     return tile if lies else torch.empty_strided(tile.shape, strides, dtype=tile.dtype, device=tile.device).copy_(tile)
@@ -164,47 +164,36 @@ def _of_few(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
             made = func(*tree_map(_few, args), **tree_map(_few, kwargs))
         except (NotImplementedError, RuntimeError, ValueError):
             return ()
-    found: list[Strides | None] = []
-    for each in made if type(made) is tuple else (made,):
-        if not isinstance(each, Tensor) or each.ndim != len(shape):
-            found.append(None)
-            continue
-        order = sorted(range(each.ndim), key=lambda dim: (-each.stride(dim), dim))
-        found.append(torch.empty_permuted(shape, order, device="meta").stride())
-    return tuple(found)
+    return tuple(
+        strides_like(shape, each.stride()) if isinstance(each, Tensor) and each.ndim == len(shape) else None
+        for each in (made if type(made) is tuple else (made,))
+    )
 
 
 def _few(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    strides, step = [0] * value.ndim, 1
     few = [min(2, max(1, extent)) for extent in value.shape]
-    for dim in sorted(range(value.ndim), key=lambda dim: (value.stride(dim), -dim)):
-        if value.stride(dim):
-            strides[dim], step = step, step * few[dim]
+    strides = strides_like(few, value.stride(), keeps_zeros=True)
     return torch.empty_strided(few, strides, dtype=value.dtype, device=value.device).fill_(1)
 
 
 def as_kernels_lay(func: Any, args: tuple, kwargs: dict, made: Any) -> Any:
-    """What an operation makes without data, as its kernels lay it out, where torch says otherwise without data."""
+    """What an operation that is no view makes without data, as its kernels lay it out, where torch says otherwise."""
     first = made[0] if isinstance(made, tuple) else made
     if not isinstance(first, Tensor):
         return made
-    if func in _ROW_MAJOR or func in _LIKE:
-        like = first if func in _ROW_MAJOR else args[_LIKE[func]]
-        memory_format = torch.contiguous_format if func in _ROW_MAJOR else suggest_memory_format(like)
-        first = torch.empty_like(first, memory_format=memory_format)
+    if func in _ROW_MAJOR:
+        first = torch.empty_like(first, memory_format=torch.contiguous_format)
+    elif func in _LIKE:
+        first = torch.empty_like(first, memory_format=suggest_memory_format(args[_LIKE[func]]))
     elif "batch_norm" in func.__name__ and isinstance(made, tuple):  # forward, which keeps any order without data
         first = torch.empty_like(first, memory_format=suggest_memory_format(first))
-    elif _runs_on_few(func) and not func.is_view and any(_is_odd(leaf) for leaf in tree_leaves((args, kwargs))):
+    elif _runs_on_few(func) and any(isinstance(a, Tensor) and not a.is_contiguous() for a in tree_leaves((args, kwargs))):
         (strides, *_) = _of_few(func, args, kwargs) or (None,)
         if strides is not None and len(strides) == first.ndim and strides != first.stride():
             first = first.new_empty_strided(first.shape, strides)
     return (first, *made[1:]) if isinstance(made, tuple) else first
-
-
-def _is_odd(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_contiguous()
 
 
 def _empty(value: Any) -> Any:

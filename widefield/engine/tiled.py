@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from widefield.engine.layout import Layout, uncut
+from widefield.geometry.strides import strides_like
 
 _make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _replay_views = torch._C._set_view_replay_enabled
@@ -155,12 +156,7 @@ def whole_strides(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a whole without gaps whose dims lie in memory in the order of a tile's `strides`."""
     if not layout.is_cut:
         return strides
-    order = sorted(range(len(strides)), key=lambda dim: (strides[dim], -dim))
-    whole, step = [0] * len(strides), 1
-    for dim in order:
-        whole[dim] = step if strides[dim] else 0
-        step *= max(1, layout.shape[dim]) if strides[dim] else 1
-    return tuple(whole)
+    return strides_like(layout.shape, strides, keeps_zeros=True)
 
 
 def wrap_uncut(value: Any, grid: Any) -> Any:

@@ -20,6 +20,7 @@ from widefield.engine.stream.graph import Graph
 from widefield.engine.stream.known import Known
 from widefield.engine.stream.stand_ins import Like, named_tensors
 from widefield.engine.stream.watch import Guards
+from widefield.geometry.strides import stride_order
 
 
 class ChannelFlow(Flow):
@@ -63,8 +64,7 @@ class ChannelFlow(Flow):
 
     def exchanges(self) -> dict[str, Exchange]:
         """How a weight's parts become the whole and the other way, of every weight that is cut."""
-        orders = {name: sorted(range(len(by)), key=lambda dim: (-by[dim], dim)) for name, by in self.strides.items()}
-        return {name: Exchange(part, self.ranks, tuple(orders[name])) for name, part in self.parts.items()}
+        return {name: Exchange(part, self.ranks, stride_order(self.strides[name])) for name, part in self.parts.items()}
 
     def _chosen(
         self,

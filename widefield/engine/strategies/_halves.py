@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from widefield.engine.dispatch import is_unknown
 from widefield.engine.places import on_layout, own_of
+from widefield.engine.pointwise import is_pointwise
 from widefield.engine.tiled import TiledTensor
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
@@ -100,7 +101,7 @@ def differ(alone: Any, among_all: Any) -> bool:
 _Call = tuple[Any, tuple, dict]
 """An operation and what it is given; of one that has a rule, the shapes of what it is given alone."""
 
-_MOVES = {"cat", "flip", "roll", "index", "index_select", "gather", "empty_like", "new_empty", "new_empty_strided"}
+_MOVES = {"cat", "flip", "roll", "index", "index_select", "gather", "new_empty", "new_empty_strided"}
 """Operations that are no views and give what they are given, or nothing: end to end it shows whether samples meet."""
 
 
@@ -146,7 +147,7 @@ def _is_shape(value: Any) -> bool:
 
 def _may_mix(func: Any) -> bool:
     """Whether an operation does more than to go through numbers one by one, or to move them."""
-    if not isinstance(func, torch._ops.OpOverload) or func.is_view or torch.Tag.pointwise in func.tags:
+    if not isinstance(func, torch._ops.OpOverload) or func.is_view or is_pointwise(func):
         return False
     return "c10d" not in func.namespace and func.overloadpacket.__name__ not in _MOVES
 

@@ -38,6 +38,7 @@ from widefield.engine.strategies._route import Compiled
 from widefield.engine.strategies._unit_calls import Parted
 from widefield.engine.stream.streamed import Streamed
 from widefield.engine.tiled import TiledTensor, wrap, wrap_view
+from widefield.geometry.strides import strides_like
 
 PATIENCE_SECONDS = 120.0
 """For other copies to find out that a model draws, too."""
@@ -266,10 +267,7 @@ class _Share:
 
 def _strides_of_batch(sample: Tensor, layout: Layout) -> tuple[int, ...] | None:
     """Those of all copies' samples, where this copy's tell: a row or a tile that is thin or empty does not."""
-    if not is_dense(sample):
-        return None
-    order = sorted(range(sample.ndim), key=lambda dim: (-sample.stride(dim), dim))
-    return torch.empty_permuted(layout.shape, order, device="meta").stride()
+    return strides_like(layout.shape, sample.stride()) if is_dense(sample) else None
 
 
 class _Enter(torch.autograd.Function):

@@ -19,6 +19,7 @@ from widefield.engine.stream.apart import APART, DRAWS
 from widefield.engine.stream.graph import Node, Value
 from widefield.engine.stream.stand_ins import tensors_of
 from widefield.engine.stream.watch import Watch
+from widefield.geometry.strides import stride_order
 
 aten = torch.ops.aten
 
@@ -110,7 +111,7 @@ class Recorder(FakeTensorMode):
         return functional
 
     def _remember(self, fake: Tensor, source: str = "made", name: str = "") -> Value:
-        order = tuple(sorted(range(fake.ndim), key=lambda dim: (-fake.stride(dim), dim)))
+        order = stride_order(fake.stride())
         value = Value(self._count, tuple(fake.shape), fake.dtype, fake.device, order, source, name)
         self._count += 1
         self._values[id(fake)] = (fake, value)
@@ -161,8 +162,8 @@ class Recorder(FakeTensorMode):
             wanted = super().__torch_dispatch__(func, (), args, kwargs).stride()
         finally:
             self.depth -= 1
-        order = sorted(range(out.ndim), key=lambda dim: (-wanted[dim], dim))
-        if order == sorted(range(out.ndim), key=lambda dim: (-out.stride(dim), dim)):
+        order = stride_order(wanted)
+        if order == stride_order(out.stride()):
             return out
         with self:
             moved = aten.clone.default(aten.permute.default(out, order), memory_format=torch.contiguous_format)

@@ -13,6 +13,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
+from widefield.geometry.strides import strides_like
+
 
 def name_of(module: nn.Module) -> str:
     """Of the class that the user wrote."""
@@ -41,8 +43,7 @@ class Like:
         """As a tensor, or as it would be on another device, or of another shape with its dims in the same order in memory."""
         strides, shape = tuple(tensor.stride()), tuple(tensor.shape) if shape is None else shape
         if shape != tuple(tensor.shape):
-            order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim))
-            strides = torch.empty_permuted(shape, order, device="meta").stride()
+            strides = strides_like(shape, strides)
         return cls(shape, tensor.dtype, device or tensor.device, strides, tensor.requires_grad)
 
     @classmethod
