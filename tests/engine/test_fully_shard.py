@@ -150,6 +150,50 @@ def test_weights_in_channels_last_are_sharded_too():
     on_ranks(2, in_another_memory_format, plan=sharding(3))
 
 
+def drawing_in_another_memory_format(mesh, *layers):
+    """What a model with channels last says, whose images lie row by row, in two forwards."""
+    model = parallelize(nn.Sequential(nn.Conv2d(2, 4, 3), *layers).to(memory_format=torch.channels_last), mesh)
+    try:
+        for _ in range(2):
+            model(torch.ones(1, 2, 6, 5))
+    except NotImplementedError as error:
+        return str(error)
+    return "drawn"
+
+
+@pytest.mark.parametrize(
+    ("layers", "is_refused"),
+    [
+        ([nn.Dropout(0.5)], True),
+        ([nn.Flatten(2), nn.Dropout(0.5)], True),
+        ([nn.Dropout2d(0.5)], False),
+        ([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5)], False),
+        ([nn.ReLU()], False),
+    ],
+    ids=["of an image", "of rows of pixels", "of channels", "of features", "none"],
+)
+def test_weights_in_channels_last_and_chance_for_images_are_refused(layers, is_refused):
+    """FSDP2 makes weights row-major, and a convolution's pixels lie as they do: one device's masks would be others'."""
+    for words in on_ranks(2, drawing_in_another_memory_format, *layers, plan=sharding(3)):
+        if is_refused:
+            assert "draws random numbers for images, and 1 of its weights (0.weight, ...) lie in channels-last" in words
+        else:
+            assert words == "drawn"
+
+
+def chance_that_comes_late(mesh):
+    late = nn.Dropout(0.0)
+    model = parallelize(nn.Sequential(nn.Conv2d(2, 4, 3), late).to(memory_format=torch.channels_last), mesh)
+    model(torch.ones(1, 2, 6, 5))
+    late.p = 0.5
+    with pytest.raises(NotImplementedError, match="set sharding.zero=1"):
+        model(torch.ones(1, 2, 6, 5))
+
+
+def test_weights_in_channels_last_and_chance_that_comes_late_are_refused():
+    on_ranks(2, chance_that_comes_late, plan=sharding(3))
+
+
 def streamed(mesh, widths):
     """Tiles in time on each copy; the batch's statistics are taken in a pass of their own."""
     alone = models.build(ModelConfig(name="unet", options={"widths": widths}), in_channels=2, num_classes=3).double()

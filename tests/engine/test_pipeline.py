@@ -521,6 +521,24 @@ class Centred(TwoLayers):
         return self.two(seen - seen.mean(0))
 
 
+class Numbered(TwoLayers):
+    """Weighs samples by their number in the batch, or sets features above it to zero."""
+
+    def __init__(self, is_weighed: bool) -> None:
+        super().__init__()
+        self.is_weighed = is_weighed
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.one(x)
+        return self.two(seen * torch.arange(len(x)).add(1)[:, None] if self.is_weighed else seen.tril())
+
+
+def test_copies_in_stages_refuse_samples_told_apart_by_their_number():
+    for is_weighed, name in ((True, "aten.mul.Tensor"), (False, "aten.tril")):
+        for text in on_ranks(4, refused, partial(Numbered, is_weighed), (3, 4), plan=Plan(replicate=2, stage=2)):
+            assert f"Numbered mixes the samples of a batch ({name}), and 2 copies of it" in text
+
+
 def test_copies_in_stages_refuse_samples_that_meet_however_few_each_has():
     plan = Plan(replicate=2, stage=2)
     for samples in (1, 3):

@@ -18,8 +18,11 @@ import widefield as wf
 from widefield.engine import halo
 from widefield.engine.ghost import ghost
 from widefield.engine.holding import wholes_on_main
+from widefield.engine.layout import Cut, layout_of
+from widefield.engine.mixing import Watch
 from widefield.engine.parallelize import share_states
 from widefield.engine.strategies import _rows
+from widefield.engine.tiled import wrap
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.plan import Plan
 
@@ -475,6 +478,56 @@ def messages(mesh) -> dict[str, list]:
 
 def test_layers_that_take_samples_one_by_one_send_nothing_between_copies():
     assert on_ranks(2, messages) == [{}, {}]
+
+
+FIRST = (torch.arange(4) < 1)[:, None, None, None]
+TOLD_APART = {
+    "a slice": lambda x: x[:1] * 1,
+    "every other": lambda x: x[::2] * 1,
+    "one": lambda x: x[0] * 1,
+    "halves": lambda x: x.chunk(2),
+    "each": lambda x: x.unbind(0),
+    "a triangle": lambda x: x.flatten(1).tril(),
+    "a triangle up": lambda x: x.transpose(0, 2).triu(),
+    "a diagonal": lambda x: x.flatten(1).diagonal() * 1,
+    "written": lambda x: x.slice_scatter(torch.ones(1, 3, 4, 6), 0, 0, 1),
+    "one written": lambda x: x.select_scatter(torch.ones(3, 4, 6), 0, 0),
+    "filled": lambda x: x.index_fill(0, torch.tensor([0]), 1),
+    "weighed": lambda x: x * torch.arange(4.0)[:, None, None, None],
+    "masked": lambda x: x.masked_fill(FIRST, 0),
+    "chosen": lambda x: torch.where(FIRST, x, 0),
+    "in turn": lambda x: x.flip(0),
+    "twice": lambda x: x.repeat(2, 1, 1, 1),
+}
+LEFT_ALIKE = {
+    "merged": lambda x: x.flatten(0, 1).sin().unflatten(0, (4, 3)),
+    "channels": lambda x: x.transpose(0, 1)[:2] * 1,
+    "parts": lambda x: x.reshape(4, 3, 24).permute(1, 0, 2).unbind(0),
+    "pooled": lambda x: x.mean((2, 3)),
+    "copies": lambda x: x[None].expand(3, -1, -1, -1, -1)[0] * 1,
+    "triangles": lambda x: x.triu(),
+    "equal weights": lambda x: x * torch.ones(4, 1, 1, 1),
+    "weights of pixels": lambda x: x * torch.arange(6.0),
+    "joined": lambda x: torch.cat([x, x], 1),
+    "repeated": lambda x: x.repeat_interleave(2, 0),
+}
+
+
+def told_apart(mesh):
+    found = {}
+    for name, body in {**TOLD_APART, **LEFT_ALIKE}.items():
+        layout = layout_of((4, 3, 4, 6), (Cut((0,), (0, 1, 4)), None, None, None), mesh.grid)
+        with Watch(mesh.grid) as watch:
+            body(wrap(torch.randn(layout.tile_shape), layout))
+        found[name] = list(watch.found)
+    return found
+
+
+def test_operations_that_tell_samples_apart_by_their_number_are_seen():
+    """In a copy's part of the batch that number is another's, and neither a message nor a value need tell."""
+    for found in on_ranks(2, told_apart, plan=Plan(space=[2, 1])):
+        assert [name for name in TOLD_APART if not found[name]] == []
+        assert {name: found[name] for name in LEFT_ALIKE if found[name]} == {}
 
 
 class SkipsByChance(nn.Module):

@@ -1,7 +1,8 @@
 """Does an operation mix the samples of a batch?  Rules send something between ranks that have different samples where it may.
 
 A value alone does not show it: where samples meet in a step, in a maximum or in what a normalization takes out again, the
-numbers of one batch may be those that a part of it gives.
+numbers of one batch may be those that a part of it gives.  No rule sends something where samples are told apart by their number
+in the batch, as where its first one is clamped: then other samples are taken in each part of a batch.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from widefield.engine import halo
 from widefield.engine.alike import tensors_in
 from widefield.engine.layout import Grid
+from widefield.engine.pointwise import is_pointwise
 from widefield.engine.tiled import TiledTensor
 
 ROW_BY_ROW = {"linear", "aten.native_group_norm", "aten.native_layer_norm", "aten.view", "aten._unsafe_view", "aten.reshape"}
 """Operations that mix no samples, though rules may send something for them: sums of groups, rows that come to lie elsewhere."""
+VIEWS = {"aten.view", "aten._unsafe_view", "aten.reshape"}
+"""Operations that make fewer rows of samples without leaving any out: several samples' numbers come to lie in one."""
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
 """Those that mix none as long as one factor alone is made of samples."""
 
@@ -39,6 +44,56 @@ def may_mix(func: Any, of_samples: int) -> bool:
     return of_samples > 1 if name_of(func) in PRODUCTS else name_of(func) not in ROW_BY_ROW
 
 
+def _bounds(tensor: TiledTensor) -> tuple[int, ...] | None:
+    """Of each rank's samples, along the dim where they lie; None where samples are not cut, or not one after another."""
+    dim = _dim_of_samples(tensor)
+    cut = None if dim is None else tensor.laid.cuts[dim]
+    return None if cut is None else cut.bounds[:: tensor.laid.grid.ways(cut.axes[1:])]
+
+
+def _dim_of_samples(tensor: TiledTensor) -> int | None:
+    return next((dim for dim, cut in enumerate(tensor.laid.cuts) if cut is not None and cut.axes[0] == 0), None)
+
+
+def leaves_some_out(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
+    """Whether some ranks' samples have more rows in a result than others', as where the first sample of a batch is taken."""
+    of = {bounds for tensor in tiled if (bounds := _bounds(tensor)) is not None}
+    if len(of) != 1:
+        return False
+    (mine,) = of
+    for out in tensors_in((made,), {}):
+        theirs = _bounds(out) if type(out) is TiledTensor else None
+        if theirs is None or not mine[-1]:
+            continue
+        if len(theirs) != len(mine) or any(a * mine[-1] != b * theirs[-1] for a, b in zip(theirs, mine, strict=True)):
+            return True
+        if theirs[-1] < mine[-1] and name_of(func) not in VIEWS:
+            return True
+    return False
+
+
+def tells_samples_apart(func: Any, args: tuple) -> bool:
+    """Whether an operation does something else to some rows of samples than to others, by their number in the batch."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    dims = [(x.ndim, dim) for x in args if type(x) is TiledTensor and (dim := _dim_of_samples(x)) is not None]
+    name = func.overloadpacket.__name__
+    if name.rstrip("_") in ("tril", "triu"):
+        return any(dim >= ndim - 2 for ndim, dim in dims[:1])
+    if name == "slice_scatter":
+        return any(dim == (args[2] if len(args) > 2 else 0) % ndim for ndim, dim in dims[:1])
+    plain = [x for x in args if isinstance(x, Tensor) and type(x) is not TiledTensor] if is_pointwise(func) else []
+    return any(_differs_along(x, dim - ndim) for x in plain for ndim, dim in dims)
+
+
+def _differs_along(plain: Tensor, dim: int) -> bool:
+    """Whether rows along a dim, counted from the last, are not all the same."""
+    if plain.is_meta or plain.ndim < -dim or plain.shape[dim] < 2:
+        return False
+    first = plain.narrow(dim, 0, 1)
+    return not bool(((plain == first) | (plain != plain) & (first != first)).all())
+
+
 def _takes_them_together(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
     """Whether a reduction gives something that has no longer a row for each row of what it read."""
     if not (isinstance(func, torch._ops.OpOverload) and torch.Tag.reduction in func.tags):
@@ -54,7 +109,8 @@ def _lies_by_samples(tensor: TiledTensor) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """Inside, `found` gets the names of operations that mix samples which lie along the first axis of `grid`."""
+    """Inside, `found` gets the names of operations that mix samples which lie along the first axis of `grid`, or that tell
+    them apart by their number in the batch, which in a copy's part of it is another."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
@@ -86,6 +142,7 @@ class Watch(TorchDispatchMode):
         tiled = [tensor for tensor in tensors_in(args, kwargs or {}) if type(tensor) is TiledTensor]
         of_rows = all(map(_lies_by_samples, tiled))  # else a rank may have all samples of what it has, and need no message
         mixes = self._has_talked and may_mix(func, len(tiled)) if of_rows else _takes_them_together(func, tiled, made)
+        mixes = mixes or leaves_some_out(func, tiled, made) or tells_samples_apart(func, args)
         if tiled and mixes:
             self.found[name_of(func)] = None
         return made

@@ -116,7 +116,8 @@ def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None) -> P
     seed_everything(config.seed)
     model = models.build(config.model, in_channels=dataset.channels, num_classes=len(dataset.classes))
     model.to(mesh.device, arithmetic.dtype)
-    if channels_last:
+    gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1
+    if channels_last and (config.model.channels_last or not gathers):  # FSDP2 would make weights row-major again
         model.to(memory_format=torch.channels_last)
     if config.model.weights is not None:
         load_weights(config.model.weights, model)

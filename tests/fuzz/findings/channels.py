@@ -198,4 +198,14 @@ OF_CHANNELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=2, channel=2), None, False, True),
     ),
+    # A capture drew rrelu's slopes into memory in another order than torch's kernel takes for granted.
+    (
+        Program(
+            (1, 3, 9, 6),
+            {"p0": "nn.Parameter(torch.randn(1, 1))"},
+            ("v5 = F.rrelu(x.flatten(2).transpose(1, 2) * self.p0, 0.1, 0.3, self.training)",),
+            ("v5",),
+        ),
+        Layout(Plan(channel=2)),
+    ),
 ]

@@ -263,4 +263,14 @@ OF_MODELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(shard=2)),
     ),
+    # What one device does to the first sample of a batch, each copy did to its own first, where only statistics tell.
+    (
+        Program(
+            (2, 3, 8, 11),
+            {"m1": "nn.BatchNorm2d(3, 1e-2, 0.3, True, True)", "p3": "nn.Parameter(torch.randn(11))"},
+            ("v2 = x + 0", "v2[:1].clamp_(-0.7, 0.7)", "v4 = self.m1(v2)", "v6 = torch.eq(v4, self.p3).double() + self.p3"),
+            ("v6",),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
 ]

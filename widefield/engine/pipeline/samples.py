@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from widefield.engine.layout import Cut, Grid, layout_of
-from widefield.engine.mixing import PRODUCTS, ROW_BY_ROW, may_mix, name_of
+from widefield.engine.mixing import PRODUCTS, ROW_BY_ROW, may_mix, name_of, tells_samples_apart
 from widefield.engine.stream.apart import BATCH_NORM_OVER
 from widefield.engine.stream.graph import Graph, Node, Value
 from widefield.engine.tiled import TiledTensor, wrap
@@ -31,10 +31,15 @@ def where_samples_meet(graph: Graph) -> list[str]:
     known = {value: _cut(value, 0) if value.shape and value.shape[0] == rows else _plain(value) for value in graph.inputs}
     found: dict[str, None] = {}
     inner: Inner = {}
+    numbers = dict(graph.constants)  # and what is made of them alone, as of the batch's size
     with torch.no_grad():
         for node in graph.nodes:
             reads_samples = any(type(known.get(value)) is TiledTensor for value in node.reads)
             made = _run(node, known, rows, found) if reads_samples and not node.draws else None
+            if reads_samples:
+                _look_for_numbers(node, known, numbers, found)
+            elif not node.draws and numbers.keys() >= set(node.reads):
+                numbers.update(_made_of(node, numbers))
             for out, tensor in zip(node.outs, made or [None] * len(node.outs), strict=True):
                 if out is None:
                     continue
@@ -89,6 +94,19 @@ def _run(node: Node, known: dict[Value, Tensor], rows: int, found: dict[str, Non
         return None
     fits = len(leaves) == len(node.outs)
     return leaves if fits else None
+
+
+def _look_for_numbers(node: Node, known: dict[Value, Tensor], numbers: dict[Value, Tensor], found: dict[str, None]) -> None:
+    """Note an operation that tells samples apart by their number in the batch."""
+    args, _ = node.filled(iter([numbers.get(value, known.get(value)) for value in node.reads]))
+    if tells_samples_apart(node.op, args):
+        found[name_of(node.op)] = None
+
+
+def _made_of(node: Node, numbers: dict[Value, Tensor]) -> dict[Value, Tensor]:
+    made = node.call(iter([numbers[value] for value in node.reads]))
+    leaves = [made] if node.is_single else tree_leaves(made, is_leaf=lambda leaf: leaf is None)
+    return {out: leaf for out, leaf in zip(node.outs, leaves, strict=False) if out is not None and isinstance(leaf, Tensor)}
 
 
 def _has_every_sample(tensor: TiledTensor, rows: int) -> bool:

@@ -15,12 +15,25 @@ PLAIN = (bool, int, float, str, type(None))
 """What a module may hold that a forward changes and that is no tensor: a counter, a mode."""
 
 
+def random_states(model: nn.Module) -> list[Tensor]:
+    """Of torch's own generators, on the CPU and on the devices that hold the model."""
+    return _random_of(_devices(model))
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    return sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
+
+
+def _random_of(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+
 class ForwardState:
     """Random states, buffers and plain attributes of modules before a forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.devices = sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
-        self.random, self.of_python, self.of_numpy = self._random(), random.getstate(), np.random.get_state()
+        self.devices = _devices(model)
+        self.random, self.of_python, self.of_numpy = _random_of(self.devices), random.getstate(), np.random.get_state()
         held = [
             (part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items() if buffer is not None
         ]
@@ -28,16 +41,13 @@ class ForwardState:
         self.values = [buffer.detach().clone() for *_, buffer in held]
         self.attributes = [(part, part.__dict__.copy()) for part in model.modules()]
 
-    def _random(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
-
     def has_changed(self, *, by_value: bool = False) -> bool:
         """Whether torch drew numbers, or a buffer was written that is not a BatchNorm's, which are synchronized.
 
         Numbers of Python's and numpy's are of no tensor's size: what they decide, they decide for a batch as for its parts.
         by_value: looks at what buffers hold, too, since `F.batch_norm` writes without a word.
         """
-        return not all(map(torch.equal, self.random, self._random())) or any(
+        return not all(map(torch.equal, self.random, _random_of(self.devices))) or any(
             part._buffers.get(name) is not buffer or buffer._version != version or by_value and not torch.equal(buffer, value)
             for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True)
             if not isinstance(part, _BatchNorm)

@@ -30,6 +30,7 @@ from widefield.engine.mesh import Mesh
 from widefield.engine.strategies import Case, Phase, data
 from widefield.engine.strategies._pick import CONTAINERS, picked, some
 from widefield.engine.strategies._route import watch
+from widefield.engine.strategies._row_order import NoDraws, others
 from widefield.engine.strategies._unit_calls import SENDS_ZEROS, UnitCalls
 from widefield.engine.stream.streamed import Streamed
 
@@ -50,7 +51,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     take part in.
     ValueError: units that are not there, compression of gradients, offload to a CPU from a CPU.
     NotImplementedError: ranks whose gradients reach different parameters; a parameter without dims; in a forward, a weight of
-    a unit that is read where the unit is not called.
+    a unit that is read where the unit is not called, or random numbers for images where weights are in channels last.
     """
     plan = mesh.plan
     _check(mesh)
@@ -59,6 +60,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     _check_parameters(model)
     units, why = _units(model, plan.sharding.units)
     reasons = data.synchronize(model, mesh) if plan.batch_norm == "synchronized" and mesh.copies > 1 else []
+    in_other_order = others(model)
     _begin_alike(model, mesh)
     reasons += _look(model, mesh, rehearse)
     watched = watch(model)
@@ -68,6 +70,8 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     calls.group = mesh.lend_group(calls)
     data.share_rows(watched, mesh, calls.group, ended=calls.goes_to)
     watched.around = partial(_whole_or_told, list(units), watched.around)
+    if in_other_order and not plan.independent:
+        watched.around = NoDraws(in_other_order, watched.around)
     if plan.batch_norm == "broadcast":
         model.register_forward_pre_hook(partial(data.send_buffers, mesh))
     model.register_forward_hook(_rest_after)

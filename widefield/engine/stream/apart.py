@@ -34,15 +34,16 @@ def _(image, p):
 
 @torch.library.custom_op("widefield::rrelu_noise", mutates_args=())
 def rrelu_noise(image: Tensor, lower: float, upper: float) -> Tensor:
-    """The slopes that `rrelu` draws for the pixels of an image; 1 where they are positive."""
-    noise = torch.empty_like(image)
+    """The slopes that `rrelu` draws for the pixels of an image; 1 where they are positive.  Row-major, as its kernel takes for
+    granted."""
+    noise = torch.empty_like(image, memory_format=torch.contiguous_format)
     aten.rrelu_with_noise.default(image, noise, lower, upper, True)
     return noise
 
 
 @rrelu_noise.register_fake
 def _(image, lower, upper):
-    return torch.empty_like(image)
+    return torch.empty_like(image, memory_format=torch.contiguous_format)
 
 
 DRAWS = {torch.ops.widefield.dropout_mask.default, torch.ops.widefield.rrelu_noise.default}
@@ -62,7 +63,7 @@ def _rrelu(image: Tensor, noise: Tensor, lower=0.125, upper=1 / 3, training=Fals
         return aten.leaky_relu.default(image, (lower + upper) / 2)
     if generator is not None:
         raise NotImplementedError("rrelu with a generator of its own cannot be streamed; leave the generator out")
-    return aten.mul.Tensor(image, torch.ops.widefield.rrelu_noise(image, lower, upper))
+    return aten.mul.Tensor(torch.ops.widefield.rrelu_noise(image, lower, upper), image)  # which lies as the first
 
 
 def _rrelu_functional(image: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,84 @@
+"""FSDP2 takes and gathers weights in row order alone.  Where a model's lay otherwise, may it draw random numbers?
+
+Convolutions give what lies as their image or their weight does, and torch draws in the order of memory.  So with weights in row
+order a dropout may draw the same numbers for other pixels than on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from widefield.engine.strategies._forward_state import random_states
+from widefield.engine.strategies._route import Compiled
+from widefield.engine.stream.apart import DRAWS
+
+
+def others(model: nn.Module) -> list[str]:
+    """The names of parameters that lie in another order than row by row."""
+    return [name for name, p in model.named_parameters() if not p.is_contiguous() or _is_last(p)]
+
+
+def _is_last(weight: Tensor) -> bool:
+    return weight.ndim in (4, 5) and suggest_memory_format(weight) != torch.contiguous_format
+
+
+class NoDraws:
+    """Runs forwards, and refuses those that draw for images.  names: of weights that lay otherwise.
+
+    The first forward in which torch draws is looked at, operation by operation.  NotImplementedError: it draws for something
+    of several dims, or an earlier one drew nothing.
+    """
+
+    def __init__(self, names: list[str], around: Callable | None) -> None:
+        self.names, self.around, self.calls = names, around, 0
+        self.has_drawn = False
+
+    def __call__(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> Any:
+        if self.has_drawn:
+            return self._run(model, run, args, kwargs)
+        before, looks = random_states(model), not self.calls and not isinstance(run, Compiled)
+        self.calls += model.training
+        if looks:
+            with _Look(self._words(model)):
+                output = self._run(model, run, args, kwargs)
+        else:
+            output = self._run(model, run, args, kwargs)
+        draws = not all(map(torch.equal, before, random_states(model)))
+        if draws and not looks:
+            raise NotImplementedError(self._words(model))
+        self.has_drawn = draws
+        return output
+
+    def _run(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> Any:
+        return run(*args, **kwargs) if self.around is None else self.around(model, run, args, kwargs)
+
+    def _words(self, model: nn.Module) -> str:
+        return (
+            f"{type(model).__qualname__} draws random numbers for images, and {len(self.names)} of its weights ({self.names[0]}"
+            ", ...) lie in channels-last or another order, which FSDP2 does not keep: what they make would lie otherwise than "
+            "on one device, and random numbers come to other pixels; leave the model's weights row-major and give it images "
+            "with channels last, or set sharding.zero=1"
+        )
+
+
+class _Look(TorchDispatchMode):
+    """Inside, NotImplementedError(words) where numbers are drawn for something of more dims than samples and channels."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self.words = words
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags or func in DRAWS:
+            for leaf in tree_leaves((args, made)):
+                if isinstance(leaf, Tensor) and leaf.ndim > 2 and sum(extent > 1 for extent in leaf.shape[1:]) > 1:
+                    raise NotImplementedError(self.words)
+        return made
