@@ -311,6 +311,23 @@ def a_mean_without_a_rule(mesh):
     wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Mean()).double(), mesh)(images(0))
 
 
+class Picks(nn.Module):
+    """Bounds the first sample's features, which are within them at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(4, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x.mean((2, 3)), x.amax((2, 3))) * 1
+        x[:1].clamp_(-99, 99)
+        return x
+
+
+def a_pick_without_a_rule(mesh):
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Picks()).double(), mesh)(images(0))
+
+
 class Puts(nn.Module):
     """Writes into a batch's first sample, and hides it."""
 
@@ -372,6 +389,7 @@ def one_by_one(mesh):
 REFUSALS = {
     seeded_apart: "call torch.manual_seed with the same number on all of them",
     sizes_apart: "copies got samples of different sizes, this one",
+    a_pick_without_a_rule: "aten._trilinear.default cannot run on an image cut into tiles",
     a_mean_without_a_rule: "aten._trilinear.default cannot run on an image cut into tiles",
     without_a_rule: "set mesh.independent=true to let each copy draw",
     a_sample_that_is_put_into_others: "aten.put.default cannot run on an image cut into tiles",

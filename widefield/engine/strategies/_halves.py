@@ -51,7 +51,14 @@ def mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: d
         for norm in norms:
             norm.training = True
     mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # each, for ranks look at them together
-    return any(mixed) or any(_call_mixes(*calls) for calls in zip(*(each.calls for each in called), strict=False))
+    return any(mixed) or any(_call_mixes(*calls) for calls in zip(*_matched([each.calls for each in called]), strict=False))
+
+
+def _matched(called: list[list[_Call]]) -> list[list[_Call]]:
+    """Calls of each half and of both; where both have more, a model takes samples one by one, and picks each of them."""
+    if len({len(calls) for calls in called}) == 1:
+        return called
+    return [[call for call in calls if _name_of(call[0]) not in _PICKS] for calls in called]
 
 
 def _as_it_is(leaf: Any) -> Any:
@@ -105,6 +112,8 @@ _MOVES = {"cat", "flip", "roll", "index", "index_select", "gather", "new_empty",
 """Operations that are no views and give what they are given, or nothing: end to end it shows whether samples meet."""
 
 
+_PICKS = {"slice", "select"}
+"""Views that may leave samples out."""
 _NUMBERS = {Tensor, nn.Parameter, TiledTensor}
 """Kinds of tensors that are none of a capture."""
 
@@ -147,9 +156,14 @@ def _is_shape(value: Any) -> bool:
 
 def _may_mix(func: Any) -> bool:
     """Whether an operation does more than to go through numbers one by one, or to move them."""
-    if not isinstance(func, torch._ops.OpOverload) or func.is_view or is_pointwise(func):
+    if not isinstance(func, torch._ops.OpOverload) or is_pointwise(func):
         return False
-    return "c10d" not in func.namespace and func.overloadpacket.__name__ not in _MOVES
+    name = _name_of(func)
+    return "c10d" not in func.namespace and name not in _MOVES and (name in _PICKS or not func.is_view)
+
+
+def _name_of(func: Any) -> str:
+    return getattr(func, "overloadpacket", func).__name__
 
 
 def _call_mixes(first: _Call, second: _Call, both: _Call) -> bool:
