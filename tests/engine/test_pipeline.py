@@ -539,6 +539,45 @@ def test_copies_in_stages_refuse_samples_told_apart_by_their_number():
             assert f"Numbered mixes the samples of a batch ({name}), and 2 copies of it" in text
 
 
+class Counts(TwoLayers):
+    """Features depend on how many samples there are: by a number, or by a choice."""
+
+    def __init__(self, chooses: bool) -> None:
+        super().__init__()
+        self.chooses = chooses
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.one(x)
+        return self.two(seen.neg() if self.chooses and len(x) > 3 else seen if self.chooses else seen / len(x))
+
+
+def counts(mesh, chooses):
+    torch.manual_seed(0)
+    alone, model = Counts(chooses).double(), Counts(chooses).double()
+    model.load_state_dict(alone.state_dict())
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    parallelize(model, mesh, sample=x)
+    with torch.no_grad():
+        model.eval()
+        torch.testing.assert_close(model(x), alone(x))
+    model.train()
+    backward_of(model, x, torch.zeros(4, 4).double(), loss_of=partial(times, 1.0))
+    times(1.0, alone(x), torch.zeros(4, 4).double()).backward()
+    theirs = dict(alone.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            torch.testing.assert_close(parameter.grad, theirs[name].grad)
+
+
+@pytest.mark.parametrize("chooses", [False, True], ids=["a number", "a choice"])
+def test_models_that_count_their_samples_get_whole_batches(chooses):
+    on_ranks(2, counts, chooses, plan=Plan(stage=2))
+    for text in on_ranks(2, refused, partial(Counts, chooses), (4, 4), plan=plan_of(2, micro=4)):
+        assert "pipeline.micro_batches=4 cannot give what 1 layers or operations make of the whole batch" in text, text
+    for text in on_ranks(4, refused, partial(Counts, chooses), (2, 4), plan=Plan(replicate=2, stage=2)):
+        assert "Counts computes with the number of samples in a batch" in text, text
+
+
 def test_copies_in_stages_refuse_samples_that_meet_however_few_each_has():
     plan = Plan(replicate=2, stage=2)
     for samples in (1, 3):

@@ -275,9 +275,12 @@ def _without_generators(module: nn.Module, graph: Graph) -> Graph:
     return graph
 
 
-def refuse_batchwise(module: nn.Module, graph: Graph, micro_batches: int) -> None:
-    """NotImplementedError where a layer that learns looks at the whole batch, which no micro-batch has."""
-    layers = batchwise(module, graph)
+def refuse_batchwise(module: nn.Module, graph: Graph, micro_batches: int, counted: Sequence[str] = ()) -> None:
+    """NotImplementedError where a layer that learns looks at the whole batch, which no micro-batch has.
+
+    counted: operations that count samples.
+    """
+    layers = batchwise(module, graph) or counted
     if layers:
         raise NotImplementedError(
             f"pipeline.micro_batches={micro_batches} cannot give what {len(layers)} layers or operations make of the whole "

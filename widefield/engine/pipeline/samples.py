@@ -8,6 +8,7 @@ first one, takes others out of a part of the batch, and counts with these.
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -48,6 +49,40 @@ def where_samples_meet(graph: Graph) -> list[str]:
                 known[out] = shown if shown is not None else tensor if tells else _after(out, node, known, rows)
                 _pass_on(out, node, inner)
     return list(found)
+
+
+def where_counts_enter(graph: Graph, other: Graph) -> list[str]:
+    """The first operation that is given other numbers for so many samples than for the `other` graph's; none, or its name.
+
+    Looked at is what goes through numbers one by one.  How torch copies and multiplies depends on sizes, and whether it adds a
+    bias apart.
+    """
+    ours, theirs = ([node for node in each.nodes if _is_counted(node)] for each in (graph, other))
+    for (value, one), (_, two) in zip(graph.constants, other.constants, strict=False):
+        if one.shape == two.shape and not torch.equal(one, two):
+            return [name_of(user.op) for user in value.users[:1]]
+    for one, two in zip_longest(ours, theirs):
+        if one is None or two is None or one.op is not two.op or _numbers_in(one) != _numbers_in(two):
+            return [name_of((one or two).op)]
+    return []
+
+
+_FILLS = {"full", "full_like", "new_full", "fill", "scalar_tensor", "constant_pad_nd"}
+_COPIES = {"clone", "copy", "_to_copy", "alias", "detach", "lift_fresh", "lift_fresh_copy"}
+
+
+def _is_counted(node: Node) -> bool:
+    if not isinstance(node.op, torch._ops.OpOverload):
+        return False
+    name = node.op.overloadpacket.__name__
+    is_bias = node.op is torch.ops.aten.add.Tensor and not _numbers_in(node)
+    return name not in _COPIES and not is_bias and (name in _FILLS or torch.Tag.pointwise in node.op.tags)
+
+
+def _numbers_in(node: Node) -> list[Any]:
+    """What an operation is given besides tensors and, as lists, sizes."""
+    given = (*node.args, *node.kwargs.values())
+    return [leaf for leaf in given if isinstance(leaf, (bool, int, float, complex))]
 
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)

@@ -20,7 +20,7 @@ from widefield.engine.partial import manage
 from widefield.engine.pipeline import held
 from widefield.engine.pipeline.cutting import Division, divide
 from widefield.engine.pipeline.flow import PipelineFlow, batchwise, refuse_batchwise, remembered
-from widefield.engine.pipeline.samples import where_samples_meet
+from widefield.engine.pipeline.samples import where_counts_enter, where_samples_meet
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, schedule_grid
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies._buckets import bucket_mib
@@ -54,12 +54,16 @@ def apply(
     flow.likes = remembered(model, mesh.device)
     together = max(2, most) if mesh.copies > 1 else most  # samples of two copies meet as two do
     batch = _followed(flow, model, sample, together)
-    flow.micro_batches, why = _micro_batches(model, batch, plan)
+    counted = where_counts_enter(batch, _followed(flow, model, sample, 2 * together))
+    flow.micro_batches, why = _micro_batches(model, batch, plan, counted)
     _refuse_compiled(plan, model)
     if mesh.copies > 1 and not plan.independent:
-        _refuse_mixing(model, batch, mesh)
+        _refuse_mixing(model, batch, mesh, counted)
     each = -(-most // flow.micro_batches)
     graph = batch if each == together else _followed(flow, model, sample, each)
+    if flow.micro_batches > 1 and (fewer := where_counts_enter(graph, batch)):
+        flow.micro_batches, why = _micro_batches(model, batch, plan, fewer)
+        graph = batch if most == together else _followed(flow, model, sample, most)
     draws = _own_draws(plan) if any(node.draws for node in graph.nodes) else []
     trained = frozenset(name for name, _ in model.named_parameters())
     division = divide(graph, flow.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
@@ -82,9 +86,19 @@ def _followed(flow: PipelineFlow, model: nn.Module, sample: Tensor, rows: int) -
     return flow.graph_of(model, (Like.of(bare, flow.mesh.device),), {})
 
 
-def _refuse_mixing(model: nn.Module, graph: Graph, mesh: Mesh) -> None:
-    """NotImplementedError where samples meet in something else than a BatchNorm, which takes those of all copies."""
+def _refuse_mixing(model: nn.Module, graph: Graph, mesh: Mesh, counted: list[str]) -> None:
+    """NotImplementedError where samples meet in something else than a BatchNorm, which takes those of all copies.
+
+    counted: operations that count samples.
+    """
     mixing = [name for name in where_samples_meet(graph) if name != name_of(BATCH_NORM_OVER)]
+    if counted and not mixing:
+        raise NotImplementedError(
+            f"{type(model).__qualname__} computes with the number of samples in a batch ({', '.join(counted[:3])}), of which "
+            f"{mesh.copies} copies of it in mesh.stage={mesh.plan.stage} stages have each their part; leave the number out of "
+            "the forward, set mesh.independent=true to let each take its own, which is not one device's, or train without "
+            "copies, or without stages"
+        )
     if mixing:
         raise NotImplementedError(
             f"{type(model).__qualname__} mixes the samples of a batch ({', '.join(mixing[:3])}), and {mesh.copies} copies "
@@ -107,13 +121,16 @@ def _mine(flow: PipelineFlow, division: Division) -> frozenset[str]:
     return frozenset(mine | division.shared)
 
 
-def _micro_batches(model: nn.Module, graph: Graph, plan: Plan) -> tuple[int, str]:
-    """As the plan asks; else 2 per stage, or 1 where a layer needs the whole batch; and the reason."""
-    asked, layers = plan.pipeline.micro_batches, batchwise(model, graph)
+def _micro_batches(model: nn.Module, graph: Graph, plan: Plan, counted: list[str]) -> tuple[int, str]:
+    """As the plan asks; else 2 per stage, or 1 where a layer needs the whole batch; and the reason.
+
+    counted: operations that count samples.
+    """
+    asked, layers = plan.pipeline.micro_batches, batchwise(model, graph) or counted
     exact = plan.batch_norm != "per_micro_batch"
     if asked is not None:
         if asked > 1 and exact:
-            refuse_batchwise(model, graph, asked)
+            refuse_batchwise(model, graph, asked, counted)
         return asked, f"pipeline.micro_batches={asked}, as asked"
     if layers and exact:
         return 1, (
