@@ -273,4 +273,14 @@ OF_MODELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=2)),
     ),
+    # Copies weighed images by how many each has, which only the statistics of a BatchNorm behind it tell.
+    (
+        Program(
+            (4, 3, 6, 5),
+            {"m0": "nn.Conv2d(3, 3, 3)", "m1": "nn.BatchNorm2d(3, 1e-14)"},
+            ("v1 = self.m0(x) * x.shape[0]", "v2 = self.m1(v1).sin()"),
+            ("v2",),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
 ]

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from widefield.engine import halo
@@ -108,9 +109,9 @@ class Rows:
             if self._some(failed is not None):  # copies differ in how many samples they have, and so in their tiles
                 raise failed or NotImplementedError("another copy of the model cannot run on its samples, and says why")
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
-            meets = self._some(before.has_changed(by_value=True))
+            meets, statistics = self._some(before.has_changed(by_value=True)), _statistics(model)
             before.restore()
-            self.together[model.training] = meets or self._mixes(model, run, args, kwargs, output)
+            self.together[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics))
             before.restore()
 
     def _rows_each(self, leaves: list[Any], count: int) -> list[int | None]:
@@ -141,16 +142,20 @@ class Rows:
             ) from error
         return bool(found.item())
 
-    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, output: Any) -> bool:
-        """Whether samples of several copies meet, on any copy, in an operation on the rows of all or by what that gives."""
+    def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, made: Any) -> bool:
+        """Whether samples of several copies meet, on any copy, in an operation on the rows of all or by what that gives.
+
+        made: what the copy alone gave, and the statistics of BatchNorms, which are synchronized; their images' scale is no
+        longer seen behind them.
+        """
         watch = Watch(self.mesh.grid_of_rows())
         try:
             with watch:
-                among_all = self._run(model, run, args, kwargs)
+                among_all = self._run(model, run, args, kwargs), _statistics(model)
         except NotImplementedError:  # raised on every rank, before any message
             mixes = mix_among_themselves(model, run, args, kwargs, _samples_in(args, kwargs)) or bool(watch.found)
             return self._some(mixes and not is_ghost(model))
-        pairs = zip(tree_leaves(output), tree_leaves(among_all), strict=True)
+        pairs = zip(tree_leaves(made), tree_leaves(among_all), strict=True)
         apart = [differ(alone, found) for alone, found in pairs]  # all of them, for ranks look at them together
         mixes = bool(watch.found) or self.gives_sums or any(apart)
         return self._some(mixes and not is_ghost(model))
@@ -213,6 +218,11 @@ class Rows:
         for rows, _ in of_copies:
             bounds.append(bounds[-1] + rows)
         return _Share(self.mesh.grid_of_rows(), self.mesh.grid, tuple(bounds))
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """The buffers of its BatchNorms, as they are now."""
+    return [b.detach().clone() for part in model.modules() if isinstance(part, _BatchNorm) for b in part.buffers(recurse=False)]
 
 
 def _samples_in(args: tuple, kwargs: dict) -> list[Tensor]:
