@@ -165,16 +165,19 @@ class Careful(TorchFunctionMode):
     """Inside, a program is Uninteresting whose numbers are rounding, or torch's mistake.
 
     That is the standard deviation of constants, and a norm over samples or pixels of them; the commonest of values, some of
-    which differ by rounding alone; resizing with antialiasing to or from a width of one pixel, whose kernels mix up the dims;
-    sampling at places that are no numbers; second derivatives of logcumsumexp, which takes the logarithm of its gradient, where
-    that is rounding; circular padding of more pixels than its crop has left; and, where a gradient lies in memory in another
-    order than the image, batch norms of one sample or of images one pixel high or wide, and all instance norms.
+    which differ by rounding alone; resizing with antialiasing to or from a width of one pixel, whose kernels mix up the
+    dims; sampling at places that are no numbers; medians of broadcast images; second derivatives of logcumsumexp, which
+    takes the logarithm of its gradient, where that is rounding; circular padding of more pixels than its crop has left;
+    and, where a gradient lies in memory in another order than the image, batch norms of one sample or of images one pixel
+    high or wide, and all instance norms.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", "")
         if name == "grid_sample" and not bool((args[1].detach().abs() < LARGEST).all()):
             raise Uninteresting("torch reads outside of memory for a grid of what is no number")
+        if name in ("median", "nanmedian") and 0 in args[0].stride():
+            raise Uninteresting("torch sorts broadcast images in place, where their copies share memory")
         if name == "pad" and "circular" in ((kwargs or {}).get("mode"), *args[2:3]) and _wraps_too_far(args[0], args[1]):
             raise Uninteresting("torch leaves memory as it is where it crops and then wraps more than is left")
         found = func(*args, **(kwargs or {}))

@@ -229,4 +229,31 @@ OF_TILES: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(space=[2, 1])),
     ),
+    # Circular padding by nothing kept channels last, and torch's makes it row-major.
+    (
+        Program(
+            (1, 4, 6, 3),
+            {"m0": "nn.Conv2d(4, 4, (2, 3), 1, 'valid', 1, 4, True, 'circular')"},
+            ("v1 = self.m0(x)", "v2 = F.alpha_dropout(v1, 0.2, self.training)"),
+            ("v2",),
+            Habit(channels_last=True),
+        ),
+        Layout(Plan(space=[1, 2])),
+    ),
+    # A gradient that is no number went, with a weight of zero, to pixels that do not read it.
+    (
+        Program(
+            (1, 4, 8, 9),
+            {"m0": "nn.Conv2d(4, 2, (8, 3), padding=(0, 1))", "m3": "nn.Conv1d(2, 2, 3, padding=1)"},
+            (
+                "v1 = self.m0(x).squeeze(2)",
+                "v5 = F.relu(self.m3(v1))",
+                "v6 = F.interpolate(v5, scale_factor=0.5, mode='nearest')",
+                "v7 = torch.sinc(v6)",
+            ),
+            ("v7",),
+            Habit(penalty=True),
+        ),
+        Layout(Plan(space=[1, 2])),
+    ),
 ]

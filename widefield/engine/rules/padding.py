@@ -320,7 +320,7 @@ def _circular(keys: Any, image: Tensor, pad: Sequence[int]) -> Tensor:
     out: Tensor = image
     for dim, (before, after) in sides.items():
         out = torch.ops.widefield.circular_pad(out, dim, max(before, 0), max(after, 0))
-    return out if sides else image.clone()
+    return out if sides else image.clone(memory_format=torch.contiguous_format)
 
 
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)

@@ -196,30 +196,34 @@ class _Weights:
         self.dim = dim
         self.pixels = [[min(max(first + n - read.start, 0), last) for first, _ in taps] for n in range(most)]
         self.numbers = [[weights[n] if n < len(weights) else 0.0 for _, weights in taps] for n in range(most)]
+        self.unread = [[n >= len(weights) for _, weights in taps] for n in range(most)]
         self.is_copy = most == 1 and all(number == 1.0 for number in self.numbers[0])
         self.shrinks = len(write) <= len(read)
-        self.known: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.known: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def tensors(self, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """The pixels and, shaped to be multiplied, the weights; made once per device and dtype, anew under a compiler."""
+    def tensors(self, tile: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The pixels, their weights, shaped to be multiplied, and where there is none; made once per device and dtype."""
         key = (tile.device, tile.dtype)
         if key in self.known:
             return self.known[key]
         shape = [-1 if dim == self.dim else 1 for dim in range(tile.ndim)]
         numbers = torch.tensor(self.numbers, device=tile.device, dtype=tile.dtype)
-        made = torch.tensor(self.pixels, device=tile.device), numbers.view(len(self.numbers), *shape)
-        if type(tile) is Tensor and type(numbers) is Tensor:
+        unread = torch.tensor(self.unread, device=tile.device).view(-1, *shape)
+        made = torch.tensor(self.pixels, device=tile.device), numbers.view(-1, *shape), unread
+        if type(tile) is Tensor and type(numbers) is Tensor:  # and not under a compiler
             self.known[key] = made
         return made
 
     def __call__(self, tile: Tensor) -> Tensor:
-        pixels, numbers = self.tensors(tile)
-        out = tile.index_select(self.dim, pixels[0])
+        pixels, numbers, unread = self.tensors(tile)
         if self.is_copy:
-            return out
-        out = out.mul_(numbers[0])
-        for n in range(1, len(self.pixels)):
-            out.addcmul_(tile.index_select(self.dim, pixels[n]), numbers[n])
+            return tile.index_select(self.dim, pixels[0])
+        out = None
+        for n, at in enumerate(pixels):
+            tap = tile.index_select(self.dim, at)
+            if any(self.unread[n]):  # a weight of 0 would let NaN and infinity in
+                tap.masked_fill_(unread[n], 0)
+            out = tap.mul_(numbers[n]) if out is None else out.addcmul_(tap, numbers[n])
         return out
 
 
