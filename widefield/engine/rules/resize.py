@@ -1,8 +1,8 @@
 """Resizing, forward and backward: nearest, linear and cubic, with and without antialiasing, by size or by scale factor.
 
-Both directions are windows: an output pixel reads the pixels around its source, a pixel of the input's gradient reads the
-output's pixels that read it.  Where a tile lies on the whole's raster, as with whole factors, torch's own kernel runs on the
-tile, once the weights of every pixel prove to be the whole's; along other dims the same sums are made from the weights.
+An output pixel reads pixels around its source, one of the input's gradient reads the output's pixels that read it.  Where a
+tile lies on the whole's raster, as with whole factors, torch's own kernel runs on it, once the weights of every pixel prove to
+be the whole's; along other dims the same sums are made from the weights.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class _Run:
 
 def _format_of(tile: Tensor) -> torch.memory_format:
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tile.ndim)
-    is_last = last is not None and tile.is_contiguous(memory_format=last) and not tile.is_contiguous()
-    return last if is_last and last is not None else torch.contiguous_format
+    is_last = last is not None and not tile.is_contiguous() and tile.is_contiguous(memory_format=last)
+    return last if is_last else torch.contiguous_format
 
 
 # ---------------------------------------------------------------------------------------------- by torch's kernel
@@ -148,8 +148,7 @@ def _side(reach: Resize | Resized, read: Interval, write: Interval) -> _Side | N
 
     Pixels that want more than `read`, which the engine makes again with their halo, may come out in any way.
     """
-    whole = _resize_of(reach)
-    backward = isinstance(reach, Resized)
+    whole, backward = _resize_of(reach), isinstance(reach, Resized)
     outputs, inputs = (read, write) if backward else (write, read)
     if (len(inputs), len(outputs)) == (whole.extent, whole.count):
         return _Side(len(write), whole.scale)
@@ -193,12 +192,11 @@ class _Weights:
         taps = [reach.taps(at) for at in write]
         most = max(1, *(len(weights) for _, weights in taps)) if taps else 1
         last = max(0, len(read) - 1)
-        self.dim = dim
+        self.dim, self.shrinks = dim, len(write) <= len(read)
         self.pixels = [[min(max(first + n - read.start, 0), last) for first, _ in taps] for n in range(most)]
         self.numbers = [[weights[n] if n < len(weights) else 0.0 for _, weights in taps] for n in range(most)]
         self.unread = [[n >= len(weights) for _, weights in taps] for n in range(most)]
         self.is_copy = most == 1 and all(number == 1.0 for number in self.numbers[0])
-        self.shrinks = len(write) <= len(read)
         self.known: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
 
     def tensors(self, tile: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,10 +204,9 @@ class _Weights:
         key = (tile.device, tile.dtype)
         if key in self.known:
             return self.known[key]
-        shape = [-1 if dim == self.dim else 1 for dim in range(tile.ndim)]
-        numbers = torch.tensor(self.numbers, device=tile.device, dtype=tile.dtype)
-        unread = torch.tensor(self.unread, device=tile.device).view(-1, *shape)
-        made = torch.tensor(self.pixels, device=tile.device), numbers.view(-1, *shape), unread
+        shape = [len(self.numbers), *(-1 if dim == self.dim else 1 for dim in range(tile.ndim))]
+        numbers, unread = torch.tensor(self.numbers, device=tile.device, dtype=tile.dtype), torch.tensor(self.unread)
+        made = torch.tensor(self.pixels, device=tile.device), numbers.view(shape), unread.view(shape).to(tile.device)
         if type(tile) is Tensor and type(numbers) is Tensor:  # and not under a compiler
             self.known[key] = made
         return made

@@ -52,18 +52,8 @@ def apply(
     reasons = synchronize(model, mesh) if mesh.copies > 1 else []
     flow = PipelineFlow(model, mesh, micro_batches=1)
     flow.likes = remembered(model, mesh.device)
-    together = max(2, most) if mesh.copies > 1 else most  # samples of two copies meet as two do
-    batch = _followed(flow, model, sample, together)
-    counted = where_counts_enter(batch, _followed(flow, model, sample, 2 * together))
-    flow.micro_batches, why = _micro_batches(model, batch, plan, counted)
+    graph, why = _micro_batch(flow, model, sample, most)
     _refuse_compiled(plan, model)
-    if mesh.copies > 1 and not plan.independent:
-        _refuse_mixing(model, batch, mesh, counted)
-    each = -(-most // flow.micro_batches)
-    graph = batch if each == together else _followed(flow, model, sample, each)
-    if flow.micro_batches > 1 and (fewer := where_counts_enter(graph, batch)):
-        flow.micro_batches, why = _micro_batches(model, batch, plan, fewer)
-        graph = batch if most == together else _followed(flow, model, sample, most)
     draws = _own_draws(plan) if any(node.draws for node in graph.nodes) else []
     trained = frozenset(name for name, _ in model.named_parameters())
     division = divide(graph, flow.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
@@ -76,6 +66,27 @@ def apply(
     manage(parameter for parameter in model.parameters() if not parameter.is_meta)
     lay(model, flow)
     return [*reasons, *_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches), *measured, *draws]
+
+
+def _micro_batch(flow: PipelineFlow, model: nn.Module, sample: Tensor, most: int) -> tuple[Graph, str]:
+    """What the model does with a micro-batch of `most` images, and why there are so many, which `flow` is told.
+
+    NotImplementedError: copies whose samples meet, or are counted; micro-batches that cannot be.
+    """
+    mesh = flow.mesh
+    plan = mesh.plan
+    together = max(2, most) if mesh.copies > 1 else most  # samples of two copies meet as two do
+    batch = _followed(flow, model, sample, together)
+    counted = where_counts_enter(batch, _followed(flow, model, sample, 2 * together))
+    flow.micro_batches, why = _micro_batches(model, batch, plan, counted)
+    if mesh.copies > 1 and not plan.independent:
+        _refuse_mixing(model, batch, mesh, counted)
+    each = -(-most // flow.micro_batches)
+    graph = batch if each == together else _followed(flow, model, sample, each)
+    if flow.micro_batches > 1 and (fewer := where_counts_enter(graph, batch)):
+        flow.micro_batches, why = _micro_batches(model, batch, plan, fewer)
+        graph = batch if most == together else _followed(flow, model, sample, most)
+    return graph, why
 
 
 def _followed(flow: PipelineFlow, model: nn.Module, sample: Tensor, rows: int) -> Graph:
