@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
@@ -24,6 +26,7 @@ from widefield.engine.parallelize import share_states
 from widefield.engine.strategies import _rows
 from widefield.engine.tiled import wrap
 from widefield.geometry.interval import even_cut, parts_of
+from widefield.models.unet import UNet
 from widefield.plan import Plan
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
@@ -257,6 +260,36 @@ def one_sample(mesh) -> list[str]:
         close([b.double() for b in model.buffers()], everywhere)
         wrong += differences(mesh, dict(model.named_buffers()), dict(alone.named_buffers()), f"{name}, buffers")
     return wrong
+
+
+class Levels(nn.Module):
+    """Behind its pool one sample lies whole on each rank, the one that has none included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = UNet(3, 2, widths=[4, 6, 8], norm="batch")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + 0.1 * torch.rand_like(x))
+
+
+def statistics_of_levels(mesh) -> list[str]:
+    torch.manual_seed(1)
+    alone = Levels().double()
+    model = deepcopy(alone)
+    wf.parallelize(model, mesh)
+    image = torch.randn(1, 3, 48, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.manual_seed(2)
+    alone(image)
+    torch.manual_seed(2)
+    with ghost(model) if mesh.rank else nullcontext():
+        model(image).sum().backward()
+    return differences(mesh, dict(model.named_buffers()), dict(alone.named_buffers()), "buffers")
+
+
+def test_a_copy_without_samples_counts_what_it_holds_of_others():
+    wrong = on_ranks(2, statistics_of_levels, plan=Plan(shard=2, sharding={"zero": 3, "units": ["net.down.*"]}))[0]
+    assert not wrong, "\n\n".join(wrong)
 
 
 def test_a_copy_without_samples_counts_nothing():

@@ -48,6 +48,19 @@ def is_ghost(model: nn.Module) -> bool:
     return model in _GHOSTS
 
 
+@contextmanager
+def counted(model: nn.Module) -> Iterator[None]:
+    """Inside, SyncBatchNorms of a stand-in count what they are given, as where copies share a batch of which it has no row."""
+    layers = [layer for layer in model.modules() if getattr(layer, "ghost", False)]
+    for layer in layers:
+        layer.ghost = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.ghost = True
+
+
 def real_buffers(model: nn.Module) -> None:
     """Let a stand-in's pass write to the model's own buffers: where copies share a batch, all write the same."""
     others = _GHOSTS[model]

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from widefield.engine import halo
-from widefield.engine.ghost import is_ghost, real_buffers
+from widefield.engine.ghost import counted, is_ghost, real_buffers
 from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.mesh import Mesh, device_of_words
 from widefield.engine.mixing import Watch
@@ -196,7 +196,8 @@ class Rows:
             layout = rows.of_batch(leaf)
             return _Enter.apply(leaf, rows, layout, 1, _strides_of_batch(leaf, layout))
 
-        leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
+        with counted(model):
+            leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
         known = self.rows_each[model.training]
         pairs = list(zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True))
         self.gives_sums = any(_is_of_all(leaf, each, rows) for leaf, each in pairs)
