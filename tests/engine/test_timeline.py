@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
+from widefield.engine import collectives
 from widefield.engine.timeline import Timeline, Traffic, recorded, traffic, traffic_of
 
 
@@ -60,7 +61,7 @@ def _sent(mesh, folder: str) -> Traffic:
     with recorded(path):
         dist.all_reduce(torch.ones(1000), group=mesh.group)
         dist.all_reduce(torch.ones(10, dtype=torch.float64), group=mesh.group, async_op=True).wait()
-        dist.all_gather_into_tensor(torch.empty(12), torch.ones(6), group=mesh.group)
+        collectives.all_gather_single(torch.empty(12), torch.ones(6), group=mesh.group)
         dist.broadcast(torch.ones(5, dtype=torch.uint8), 0, group=mesh.group)
     return traffic_of(path)
 

@@ -14,7 +14,7 @@ from torch._library.effects import EffectType
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import _register_effectful_op
 
-from widefield.engine import halo
+from widefield.engine import collectives, halo
 from widefield.engine.places import space_group
 from widefield.engine.tiled import TiledTensor, usual_orders, whole_strides
 from widefield.geometry.box import Box, is_empty, size_of, within
@@ -155,7 +155,7 @@ def compare_generators(
     mark = torch.tensor([_mark(device, generator, drawn)], dtype=torch.int64, device=_device_of(group, device))
     marks = mark.new_empty(group.size())
     halo.TRAFFIC.draw_messages += 1
-    work = dist.all_gather_into_tensor(marks, mark, group=group, async_op=True)
+    work = collectives.all_gather_single(marks, mark, group=group, async_op=True)
     whose = f"torch's generators on {device.type}" if generator is None else f"their torch.Generator on {generator.device}"
     comparison, kind = _Comparison(mark, marks, work, whose), (device, generator is None)
     if kind in _MET.setdefault(group, set()):

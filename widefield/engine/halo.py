@@ -19,6 +19,7 @@ from torch._library.effects import EffectType
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import _register_effectful_op
 
+from widefield.engine import collectives
 from widefield.geometry.box import Box, Route, holds, is_empty, route, size_of, within
 from widefield.geometry.strides import stride_order
 
@@ -217,7 +218,7 @@ def _gather(part: Tensor, ways: int, group_name: str) -> Tensor:
     for hear in LISTENERS:
         hear(group_name, None)
     parts = part.new_empty(ways * part.numel())
-    dist.all_gather_into_tensor(parts, part.reshape(-1), group=_resolve_process_group(group_name))
+    collectives.all_gather_single(parts, part.reshape(-1), group=_resolve_process_group(group_name))
     return parts.view(ways, *part.shape)
 
 

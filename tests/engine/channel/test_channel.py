@@ -15,7 +15,8 @@ from ranks import on_ranks
 from torch import nn
 
 from widefield.config import RecomputeConfig, StreamConfig
-from widefield.engine.channel import choose, exchange
+from widefield.engine import collectives
+from widefield.engine.channel import choose
 from widefield.engine.executed import flow_of
 from widefield.engine.parallelize import parallelize, reasons
 from widefield.engine.training_parity import compare_training
@@ -132,19 +133,22 @@ def sent_bytes(mesh):
     with every_layer():
         parallelize(model, mesh, sample=torch.empty(shape, device="meta"))
         sent = 0
-        reduce, gather = torch.distributed.all_reduce, torch.distributed.all_gather_into_tensor
+        reduce, gather = torch.distributed.all_reduce, collectives.all_gather_single
 
         def all_reduce(tensor, **kwargs):
             nonlocal sent
             sent += 2 * tensor.nbytes
             return reduce(tensor, **kwargs)
 
-        def all_gather(out, tensor, **kwargs):
+        def all_gather(out, tensor, *args, **kwargs):
             nonlocal sent
             sent += out.nbytes * tensor.is_floating_point()  # but for where generators stand
-            return gather(out, tensor, **kwargs)
+            return gather(out, tensor, *args, **kwargs)
 
-        with mock.patch.multiple(exchange.dist, all_reduce=all_reduce, all_gather_into_tensor=all_gather):
+        with (
+            mock.patch.object(torch.distributed, "all_reduce", all_reduce),
+            mock.patch.object(collectives, "all_gather_single", all_gather),
+        ):
             model(torch.randn(shape)).square().sum().backward()
     return sent, flow_of(model).first.sent
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from widefield.engine import collectives
 from widefield.engine.channel.part import Part
 from widefield.engine.layout import layout_of
 from widefield.engine.partial import PartialGradient, partial_of
@@ -67,7 +68,7 @@ class Exchange:
         if len(padded) < most:
             padded = torch.cat([padded, padded.new_zeros(most - len(padded), *padded.shape[1:])])
         gathered = padded.new_empty(self.ranks.size * most, *padded.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded, group=self.ranks.group)
+        collectives.all_gather_single(gathered, padded, group=self.ranks.group)
         if min(counts) < most:
             gathered = torch.cat([gathered[n * most : n * most + count] for n, count in enumerate(counts)])
         if self._places is not None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from widefield.engine import halo
+from widefield.engine import collectives, halo
 from widefield.engine.ghost import counted, is_ghost, real_buffers
 from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.mesh import Mesh, device_of_words
@@ -208,7 +208,7 @@ class Rows:
         tiles, device = self.mesh.grid.size, device_of_words(self.group)
         mine = torch.tensor([count, zlib.crc32(str(tuple(sample.shape[1:])).encode())], dtype=torch.int64, device=device)
         told = mine.new_empty(self.group.size(), 2)
-        dist.all_gather_into_tensor(told, mine[None], group=self.group)
+        collectives.all_gather_single(told, mine[None], group=self.group)
         of_copies = told[::tiles].tolist()
         if len({shape for rows, shape in of_copies if rows}) > 1:
             raise NotImplementedError(

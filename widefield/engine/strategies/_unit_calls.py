@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from widefield.engine import collectives
 from widefield.engine.mesh import device_of_words
 from widefield.engine.partial import manage, part_of_mean
 
@@ -143,7 +144,7 @@ class UnitCalls:
         device = device_of_words(self.group)
         mine = torch.tensor([zlib.crc32(name.encode())], device=device)
         marks = torch.empty(size, dtype=torch.int64, device=device)
-        work = dist.all_gather_into_tensor(marks, mine, group=self.group, async_op=True)
+        work = collectives.all_gather_single(marks, mine, group=self.group, async_op=True)
         what = f"here '{name or type(self.model).__qualname__}' is next"
         advice = (
             "weights in parts can only be gathered by all ranks together; let every rank call the same layers, set "
