@@ -197,7 +197,7 @@ class PipelineConfig(Section):
 
     micro_batches: Positive | None = None
     """Parts that a pass is cut into along the batch, so that ranks work at the same time; 2 per stage where null, and 1 where
-    a BatchNorm needs the whole batch."""
+    a BatchNorm or an operation needs the whole batch."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """The order of forwards and backwards of micro-batches; all give the same numbers."""
     stages: list[str] = []

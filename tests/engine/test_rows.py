@@ -263,7 +263,7 @@ def one_sample(mesh) -> list[str]:
 
 
 class Levels(nn.Module):
-    """Behind its pool one sample lies whole on each rank, the one that has none included."""
+    """In units of ZeRO-3 one sample comes to lie whole on each rank, the one that has none included."""
 
     def __init__(self) -> None:
         super().__init__()

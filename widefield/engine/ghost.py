@@ -51,7 +51,7 @@ def is_ghost(model: nn.Module) -> bool:
 @contextmanager
 def counted(model: nn.Module) -> Iterator[None]:
     """Inside, SyncBatchNorms of a stand-in count what they are given, as where copies share a batch of which it has no row."""
-    layers = [layer for layer in model.modules() if getattr(layer, "ghost", False)]
+    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)] if is_ghost(model) else []
     for layer in layers:
         layer.ghost = False
     try:

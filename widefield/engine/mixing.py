@@ -1,8 +1,8 @@
 """Does an operation mix the samples of a batch?  Rules send something between ranks that have different samples where it may.
 
 A value alone does not show it: where samples meet in a step, in a maximum or in what a normalization takes out again, the
-numbers of one batch may be those that a part of it gives.  No rule sends something where samples are told apart by their number
-in the batch, as where its first one is clamped: then other samples are taken in each part of a batch.
+numbers of one batch may be those that a part of it gives.  And where samples are told apart by their number in the batch, as
+where its first one is clamped, other samples are taken in each part of it, and a rule may send nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from widefield.engine.layout import Grid
 from widefield.engine.pointwise import is_pointwise
 from widefield.engine.tiled import TiledTensor
 
-ROW_BY_ROW = {"linear", "aten.native_group_norm", "aten.native_layer_norm", "aten.view", "aten._unsafe_view", "aten.reshape"}
-"""Operations that mix no samples, though rules may send something for them: sums of groups, rows that come to lie elsewhere."""
 VIEWS = {"aten.view", "aten._unsafe_view", "aten.reshape"}
 """Operations that make fewer rows of samples without leaving any out: several samples' numbers come to lie in one."""
+ROW_BY_ROW = {"linear", "aten.native_group_norm", "aten.native_layer_norm"} | VIEWS
+"""Operations that mix no samples, though rules may send something for them: sums of groups, rows that come to lie elsewhere."""
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
 """Those that mix none as long as one factor alone is made of samples."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from widefield.engine.layout import Cut, Grid, layout_of
-from widefield.engine.mixing import PRODUCTS, ROW_BY_ROW, may_mix, name_of, tells_samples_apart
+from widefield.engine.mixing import PRODUCTS, ROW_BY_ROW, VIEWS, may_mix, name_of, tells_samples_apart
 from widefield.engine.stream.apart import BATCH_NORM_OVER
 from widefield.engine.stream.graph import Graph, Node, Value
 from widefield.engine.tiled import TiledTensor, wrap
@@ -44,7 +44,7 @@ def where_samples_meet(graph: Graph) -> list[str]:
             for out, tensor in zip(node.outs, made or [None] * len(node.outs), strict=True):
                 if out is None:
                     continue
-                shown = _viewed(out, node, known, inner) if node.op in VIEWS and reads_samples else None
+                shown = _viewed(out, node, known, inner) if name_of(node.op) in VIEWS and reads_samples else None
                 tells = type(tensor) is TiledTensor or isinstance(tensor, Tensor) and isinstance(node.op, torch._ops.OpOverload)
                 known[out] = shown if shown is not None else tensor if tells else _after(out, node, known, rows)
                 _pass_on(out, node, inner)
@@ -85,7 +85,6 @@ def _numbers_in(node: Node) -> list[Any]:
     return [leaf for leaf in given if isinstance(leaf, (bool, int, float, complex))]
 
 
-VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 Inner = dict[Value, tuple[int, int]]
 """Of values whose rows along a dim are so many others times samples, as after (tokens, samples, channels) is viewed as rows of
 channels: that dim, and how many.  They are held as if samples came first, which is all the same to what takes row by row."""
@@ -123,7 +122,7 @@ def _run(node: Node, known: dict[Value, Tensor], rows: int, found: dict[str, Non
         if may_mix(node.op, sum(type(known.get(value)) is TiledTensor for value in node.reads)):
             found[name_of(node.op)] = None
         return None
-    leaves = [made] if node.is_single else tree_leaves(made, is_leaf=lambda leaf: leaf is None)
+    leaves = _leaves(node, made)
     if any(type(leaf) is TiledTensor and not _has_every_sample(leaf, rows) for leaf in leaves):
         found[name_of(node.op)] = None
         return None
@@ -139,9 +138,13 @@ def _look_for_numbers(node: Node, known: dict[Value, Tensor], numbers: dict[Valu
 
 
 def _made_of(node: Node, numbers: dict[Value, Tensor]) -> dict[Value, Tensor]:
-    made = node.call(iter([numbers[value] for value in node.reads]))
-    leaves = [made] if node.is_single else tree_leaves(made, is_leaf=lambda leaf: leaf is None)
+    leaves = _leaves(node, node.call(iter([numbers[value] for value in node.reads])))
     return {out: leaf for out, leaf in zip(node.outs, leaves, strict=False) if out is not None and isinstance(leaf, Tensor)}
+
+
+def _leaves(node: Node, made: Any) -> list[Any]:
+    """What a node gives, one for each of its outs."""
+    return [made] if node.is_single else tree_leaves(made, is_leaf=lambda leaf: leaf is None)
 
 
 def _has_every_sample(tensor: TiledTensor, rows: int) -> bool:

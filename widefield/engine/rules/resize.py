@@ -197,16 +197,16 @@ class _Weights:
         self.numbers = [[weights[n] if n < len(weights) else 0.0 for _, weights in taps] for n in range(most)]
         self.unread = [[n >= len(weights) for _, weights in taps] for n in range(most)]
         self.is_copy = most == 1 and all(number == 1.0 for number in self.numbers[0])
-        self.known: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
+        self.known: dict[Any, tuple[Tensor, Tensor, list[Tensor | None]]] = {}
 
-    def tensors(self, tile: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The pixels, their weights, shaped to be multiplied, and where there is none; made once per device and dtype."""
-        key = (tile.device, tile.dtype)
-        if key in self.known:
+    def tensors(self, tile: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Per tap the pixels, their weights, shaped to be multiplied, and where there is none; once per device and dtype."""
+        if (key := (tile.device, tile.dtype)) in self.known:
             return self.known[key]
-        shape = [len(self.numbers), *(-1 if dim == self.dim else 1 for dim in range(tile.ndim))]
-        numbers, unread = torch.tensor(self.numbers, device=tile.device, dtype=tile.dtype), torch.tensor(self.unread)
-        made = torch.tensor(self.pixels, device=tile.device), numbers.view(shape), unread.view(shape).to(tile.device)
+        shape = [-1 if dim == self.dim else 1 for dim in range(tile.ndim)]
+        numbers = torch.tensor(self.numbers, device=tile.device, dtype=tile.dtype).view(len(self.numbers), *shape)
+        unread = [torch.tensor(taps, device=tile.device).view(shape) if any(taps) else None for taps in self.unread]
+        made = torch.tensor(self.pixels, device=tile.device), numbers, unread
         if type(tile) is Tensor and type(numbers) is Tensor:  # and not under a compiler
             self.known[key] = made
         return made
@@ -216,11 +216,11 @@ class _Weights:
         if self.is_copy:
             return tile.index_select(self.dim, pixels[0])
         out = None
-        for n, at in enumerate(pixels):
+        for at, weights, nothing in zip(pixels, numbers, unread, strict=True):
             tap = tile.index_select(self.dim, at)
-            if any(self.unread[n]):  # a weight of 0 would let NaN and infinity in
-                tap.masked_fill_(unread[n], 0)
-            out = tap.mul_(numbers[n]) if out is None else out.addcmul_(tap, numbers[n])
+            if nothing is not None:  # a weight of 0 would let NaN and infinity in
+                tap.masked_fill_(nothing, 0)
+            out = tap.mul_(weights) if out is None else out.addcmul_(tap, weights)
         return out
 
 

@@ -20,12 +20,12 @@ from widefield.engine.strategies._route import Compiled
 from widefield.engine.stream.apart import DRAWS
 
 
-def others(model: nn.Module) -> list[str]:
+def not_row_major(model: nn.Module) -> list[str]:
     """The names of parameters that lie in another order than row by row."""
-    return [name for name, p in model.named_parameters() if not p.is_contiguous() or _is_last(p)]
+    return [name for name, p in model.named_parameters() if not p.is_contiguous() or _is_channels_last(p)]
 
 
-def _is_last(weight: Tensor) -> bool:
+def _is_channels_last(weight: Tensor) -> bool:
     return weight.ndim in (4, 5) and suggest_memory_format(weight) != torch.contiguous_format
 
 
@@ -37,14 +37,14 @@ class NoDraws:
     """
 
     def __init__(self, names: list[str], around: Callable | None) -> None:
-        self.names, self.around, self.calls = names, around, 0
-        self.has_drawn = False
+        self.names, self.around = names, around
+        self.has_trained = self.has_drawn = False
 
     def __call__(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> Any:
         if self.has_drawn:
             return self._run(model, run, args, kwargs)
-        before, looks = random_states(model), not self.calls and not isinstance(run, Compiled)
-        self.calls += model.training
+        before, looks = random_states(model), not self.has_trained and not isinstance(run, Compiled)
+        self.has_trained |= model.training
         if looks:
             with _Look(self._words(model)):
                 output = self._run(model, run, args, kwargs)

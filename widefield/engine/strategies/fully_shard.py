@@ -30,7 +30,7 @@ from widefield.engine.mesh import Mesh
 from widefield.engine.strategies import Case, Phase, data
 from widefield.engine.strategies._pick import CONTAINERS, picked, some
 from widefield.engine.strategies._route import watch
-from widefield.engine.strategies._row_order import NoDraws, others
+from widefield.engine.strategies._row_order import NoDraws, not_row_major
 from widefield.engine.strategies._unit_calls import SENDS_ZEROS, UnitCalls
 from widefield.engine.stream.streamed import Streamed
 
@@ -60,7 +60,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     _check_parameters(model)
     units, why = _units(model, plan.sharding.units)
     reasons = data.synchronize(model, mesh) if plan.batch_norm == "synchronized" and mesh.copies > 1 else []
-    in_other_order = others(model)
+    in_other_order = not_row_major(model)
     _begin_alike(model, mesh)
     reasons += _look(model, mesh, rehearse)
     watched = watch(model)

@@ -77,15 +77,19 @@ def _micro_batch(flow: PipelineFlow, model: nn.Module, sample: Tensor, most: int
     plan = mesh.plan
     together = max(2, most) if mesh.copies > 1 else most  # samples of two copies meet as two do
     batch = _followed(flow, model, sample, together)
+
+    def followed() -> Graph:
+        each = -(-most // flow.micro_batches)
+        return batch if each == together else _followed(flow, model, sample, each)
+
     counted = where_counts_enter(batch, _followed(flow, model, sample, 2 * together))
     flow.micro_batches, why = _micro_batches(model, batch, plan, counted)
     if mesh.copies > 1 and not plan.independent:
         _refuse_mixing(model, batch, mesh, counted)
-    each = -(-most // flow.micro_batches)
-    graph = batch if each == together else _followed(flow, model, sample, each)
+    graph = followed()
     if flow.micro_batches > 1 and (fewer := where_counts_enter(graph, batch)):
         flow.micro_batches, why = _micro_batches(model, batch, plan, fewer)
-        graph = batch if most == together else _followed(flow, model, sample, most)
+        graph = followed()
     return graph, why
 
 
