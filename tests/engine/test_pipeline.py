@@ -278,6 +278,41 @@ def test_passes_add_up_and_a_copy_without_samples_adds_nothing():
     on_ranks(4, accumulates, plan=plan_of(2, replicate=2))
 
 
+class Joined(nn.Module):
+    """A token of its own before those of the image, and a weight that is turned, before the second stage begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.token, self.turned = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, turned = self.patch(x).flatten(2).transpose(1, 2), self.turned.weight.t()
+        return self.block(torch.cat([self.token.expand(len(x), -1, -1), tokens], 1)) @ turned
+
+
+def accumulates_where_a_weight_is_sent(mesh):
+    """Gradients that stay in place, as zero_grad(set_to_none=False) leaves them, and are added to by several passes."""
+    torch.manual_seed(1)
+    alone = Joined().double()
+    model = parallelize(copy.deepcopy(alone), mesh, sample=torch.empty(2, 3, 16, 16, dtype=torch.float64, device="meta"))
+    assert re.search(r"cut before block.*, as pipeline.stages says", reasons(model)[0]), reasons(model)[0]
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        for module in (alone, model):
+            module.zero_grad(set_to_none=False)
+        for _ in range(2):
+            x, y = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in [(2, 3, 16, 16), (2, 17, 8)])
+            backward_of(model, x, y, loss_of=loss_of)
+            loss_of(alone(x), y).backward()
+        same_where_here(model, alone)
+
+
+def test_passes_add_up_where_a_weight_is_sent_on():
+    for schedule in ("1f1b", "zero_bubble"):
+        on_ranks(2, accumulates_where_a_weight_is_sent, plan=plan_of(2, schedule, 2, stages=["block"]))
+
+
 def runs_under_autocast(mesh):
     alone, model = net("resnet").float(), net("resnet").float()
     x, y = (tensor.float() for tensor in batch("resnet", 0, 4))

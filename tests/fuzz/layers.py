@@ -202,6 +202,7 @@ CHANCE = [
     "{x} * torch.bernoulli(torch.full_like({x}, 0.6))",
     "{x} * {x}.new_empty({x}.shape[0], *[1] * ({x}.ndim - 1)).bernoulli_(0.7)",
     "{x}[:, torch.randperm({x}.shape[1])]", "F.rrelu({x}, 0.1, 0.3, self.training)", "torch.normal({x}, 0.1)",
+    "torch._standard_gamma({x}.abs() + 0.5)",
     "{x} + torch.rand({x}.shape[1], *[1] * ({x}.ndim - 2), dtype=torch.float64)", "{x} * torch.rand((), dtype=torch.float64)",
     "{x} + torch.empty({x}.shape, dtype=torch.float64).uniform_(-0.1, 0.1)", "{x} + torch.randint_like({x}, 3) * 0.1",
     "torch.poisson({x}.abs()) * 0.1 + {x}", "F.dropout({x}, {p}, True)", "{x} + torch.randint(0, 3, {x}.shape) * 0.1",

@@ -78,6 +78,7 @@ IN_PLACE = [
     "F.leaky_relu_({x}, 0.1)", "F.elu_({x})", "{x}.neg_()", "{x}.sin_()", "{x}.square_()", "{x}.lerp_({y}, 0.3)",
     "{x}.exp_().clamp_(max=5)",
     "F.hardtanh_({x})", "{x}.mul_({y})", "{x}.abs_()", "{x}.floor_()", "{x}.pow_(2)",
+    "{x}.detach_()", "{x}.normal_()", "{x}.bernoulli_(0.6)", "{x}.uniform_(-1, 1)",
 ]  # fmt: skip
 BROADCAST = ("same", "channel", "scalar", "row", "column", "reduced", "image", "number")
 
@@ -135,13 +136,14 @@ def _in_place(words: str) -> Draw:
         y = w.value(lambda t: t.shape == w.tensor(x).shape)
         if w.chance(0.25):
             return f"!{words.format(x=x, y=y, n=w.number())}"
+        unseen = "with torch.no_grad():\n!    " if w.chance(0.2) else ""  # autograd does not see the write then
         if w.chance(0.5):
-            return f"!{made} = {x}.clone()\n!{words.format(x=made, y=y, n=w.number())}\n{made} * 1.0"
+            return f"!{made} = {x}.clone()\n!{unseen}{words.format(x=made, y=y, n=w.number())}\n{made} * 1.0"
         view = w.pick(
             "[:1]", "[..., ::2]", "[:, -1:]", ".flatten(1)", ".transpose(0, -1)", "[..., 1:]", ".unsqueeze(0)", ".select(-1, 0)"
         )
         inner = words.format(x=f"{made}{view}", y=f"{y}{view}", n=w.number())
-        return f"!{made} = {x} + 0\n!{inner}\n{made} * 1.0"
+        return f"!{made} = {x} + 0\n!{unseen}{inner}\n{made} * 1.0"
 
     return draw
 

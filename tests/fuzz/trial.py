@@ -131,9 +131,6 @@ def _trained(program: Program, nudge: float) -> Outcome:
         loss = step_of(program, model, x, len(x))
         if 0 < abs(loss.item()) < TOLERANCE:
             raise Uninteresting("a loss that is rounding")
-        learns = any(leaf.grad is not None and bool(leaf.grad.any()) for leaf in (x, *model.parameters()))
-        if not learns and "torch.normal(" in program.text():
-            raise Uninteresting("nothing learns behind chance, which has zeros for a gradient, and none where it is captured")
         found.note(f"step {step}", {"loss": loss, "image's gradient": x.grad})
         found.note(f"step {step}, gradient", {name: p.grad for name, p in model.named_parameters()})
         optimizer.step()
@@ -329,6 +326,8 @@ def compare(program: Program, layout: Layout, whole: Outcome, ranks: list[Outcom
                 continue
             wanted = _share(program, layout, name, expected, rank, copies)
             error = _error(value, wanted, 1e-3 * scale if "gradient" in name else 1e-6)
+            if ", gradient" in name and (value is None) != (wanted is None):
+                error = float("inf")  # an optimizer with momentum or decay takes a step for zeros
             if error > tolerance:
                 wrong.append((f"rank {rank}, {name}", error, value, wanted))
     for name in (name for name in expected if name.endswith("loss")):

@@ -19,7 +19,7 @@ SAME_PIXELS = {
     aten.mish_backward.default, aten.softplus_backward.default, aten._prelu_kernel.default,
     aten._prelu_kernel_backward.default, aten.masked_fill.Tensor, aten.rsub.Tensor, aten.leaky_relu.default,
     aten.leaky_relu_.default, aten.hardshrink_backward.default, aten.softshrink_backward.default, aten.complex.default,
-    aten.polar.default,
+    aten.polar.default, aten._standard_gamma_grad.default,
 }  # fmt: skip
 """Operations that give each output pixel from the same pixel of the inputs, though torch does not tag them pointwise."""
 

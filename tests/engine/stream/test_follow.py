@@ -17,6 +17,15 @@ from widefield.engine.stream.follow import follow
 from widefield.engine.stream.streamed import stream
 
 
+def _seen_without_gradients(self, x):
+    y = self.a(x)
+    top = y[:, :, :9]
+    with torch.no_grad():
+        y.mul_(2)
+        total = top.sum()
+    return top * total
+
+
 class _Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -78,6 +87,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "an assertion on pixels": (lambda: Doing(lambda self, x: x if not torch.isnan(x).any() else None), ASKS),
     "a shape of pixels": (lambda: Doing(lambda self, x: x[x > 0]), ASKS),
     "an autograd.Function": (lambda: Doing(lambda self, x: _Doubled.apply(x)), SEES_NOT),
+    "a view of what was written to without gradients": (
+        lambda: Doing(_seen_without_gradients, a=conv()),
+        r"gradients of \[2, 4, 9, 13\] px were written to while gradients were off go where the operations do not say",
+    ),
     "a backward hook inside": (_hooked_backward, SEES_NOT),
     "a hook on a tensor": (lambda: Doing(_hooked, a=conv()), "a hook is registered on a tensor .* inside of the forward"),
     "a backward in the forward": (lambda: Doing(_penalized, a=conv()), "a backward .* runs inside of the forward"),

@@ -42,6 +42,41 @@ def _written_without_gradients(self, x):
     return y * y
 
 
+def _written_to_parts_without_gradients(self, x):
+    y, z = self.a(x), self.a(x) * 2
+    rows = y[:, :, 2:9]
+    with torch.no_grad():
+        rows.mul_(3)
+        y[..., 0] = 1.5
+        y[:, 1:].masked_fill_(y[:, :1] > 0, -1.0)
+        z.mT.add_(torch.linspace(0, 1, x.shape[2]))
+        z[:, :, 1:].normal_()
+    return y * z, rows.sin()
+
+
+def _detached_in_place(self, x):
+    made = self.a(x)
+    scale, mean = torch.std_mean(made, (2, 3), keepdim=True)
+    scale.detach_()
+    y = made + 1
+    doubled = y * 2
+    y.detach_()
+    y.add_(1)
+    return made * scale + mean, doubled * y, y, (y * 1).detach_().requires_grad_() * made
+
+
+def _drawn(self, x):
+    y = self.a(x)
+    around = torch.normal(y, 0.1) + torch.normal(y.mean(1, keepdim=True), y.square())
+    return around, torch.poisson(y.abs()), torch.bernoulli(y.sigmoid()), (y * 1).normal_(), (y * 2).bernoulli_(y.sigmoid())
+
+
+def _shaped_alike(self, x):
+    y = self.a(x)
+    copied = (y * 1).copy_(torch.ones_like(y))
+    return torch.zeros_like(y), y.new_ones(y.shape), torch.empty_like(y).fill_(2.0) * y.detach(), copied, y.sign()
+
+
 def _written_to_views(self, x):
     y = self.a(x)
     y[:, :, 2:5].mul_(3)
@@ -152,6 +187,11 @@ MAY: dict[str, tuple[Callable[[], nn.Module], list, dict]] = {
     "detach": (lambda: Doing(_detached, a=conv(), b=conv()), [IMAGE], {}),
     "turn gradients off": (lambda: Doing(_without_gradients, a=conv()), [IMAGE], {}),
     "write without gradients": (lambda: Doing(_written_without_gradients, a=conv()), [IMAGE], {}),
+    "write to parts without gradients": (lambda: Doing(_written_to_parts_without_gradients, a=conv()), [IMAGE], {}),
+    "detach in place": (lambda: Doing(_detached_in_place, a=conv()), [IMAGE], {}),
+    "draw around what learns": (lambda: Doing(_drawn, a=conv()), [IMAGE], {}),
+    "draw from Gamma": (lambda: Doing(lambda self, x: torch._standard_gamma(self.a(x).abs() + 0.5), a=conv()), [IMAGE], {}),
+    "make what is shaped alike": (lambda: Doing(_shaped_alike, a=conv()), [IMAGE], {}),
     "write to views": (lambda: Doing(_written_to_views, a=conv()), [IMAGE], {}),
     "write to skip connections": (lambda: Doing(_written_to_a_skip, a=conv(), b=nn.Conv2d(4, 4, 3, padding=1)), [IMAGE], {}),
     "have ReLUs in place": (lambda: nn.Sequential(conv(), nn.ReLU(True), nn.Conv2d(4, 4, 3), nn.ReLU(True)), [IMAGE], {}),

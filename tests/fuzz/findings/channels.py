@@ -208,4 +208,25 @@ OF_CHANNELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2)),
     ),
+    # Numbers drawn around what learns have zeros for a gradient; captured they had none, which nothing could be asked of.
+    (
+        Program(
+            (1, 2, 6, 11),
+            {"m1": "nn.Linear(11, 1, True)"},
+            ("v3 = torch.normal(x, 0.1)", "v5 = self.m1(v3)"),
+            ("v5",),
+            Habit(penalty=True),
+        ),
+        Layout(Plan(channel=2)),
+    ),
+    # A write to a part while gradients were off took the gradient of the whole away.
+    (
+        Program(
+            (2, 2, 6, 5),
+            {"m0": "nn.Conv2d(2, 3, 3, padding=1)"},
+            ("v1 = self.m0(x)", "with torch.no_grad():", "    v1[:, 1:].mul_(2)", "v2 = v1 * x.mean()"),
+            ("v2",),
+        ),
+        Layout(Plan(channel=2)),
+    ),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from widefield.plan import Plan
 
 from ..plans import Layout
-from ..program import Program
+from ..program import Habit, Program
 
 OF_STAGES: list[tuple[Program, Layout]] = [
     # Torch's split of a backward lost weights that meet no way to an input, added to gradients that repeat one number, and took
@@ -87,5 +87,16 @@ OF_STAGES: list[tuple[Program, Layout]] = [
             ("v5", "v4"),
         ),
         Layout(Plan(stage=2, pipeline={"schedule": "zero_bubble"})),
+    ),
+    # A weight that is turned and sent on had the memory for a gradient, into which the next pass was received.
+    (
+        Program(
+            (1, 2, 8),
+            {"m1": "nn.LayerNorm([2, 8], 1e-2, True)", "m2": "nn.Linear(8, 3, True)", "m3": "nn.Conv1d(2, 2, 1, padding=0)"},
+            ("v2 = self.m1(x)", "v3 = self.m2(v2)", "v4 = torch.cat([self.m3(part) for part in v3.split(1)])"),
+            ("v4",),
+            Habit(passes=2),
+        ),
+        Layout(Plan(stage=2, pipeline={"micro_batches": 1, "schedule": "interleaved"})),
     ),
 ]

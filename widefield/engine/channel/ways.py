@@ -17,7 +17,7 @@ from widefield.engine.channel.part import Part, in_groups
 from widefield.engine.channel.way import ENTERED, SUM, WHOLE, Cutter, Given, Layout, Rule, Way, even
 from widefield.engine.stream.apart import BATCH_NORM_OVER, linear
 from widefield.engine.stream.graph import Node, Value
-from widefield.engine.stream.recorder import POINTWISE, Unseen
+from widefield.engine.stream.recorder import POINTWISE
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def _rule_of(node: Node) -> Rule | None:
     op = node.op
     if op in RULES:
         return RULES[op]
-    if op in POINTWISE or isinstance(op, Unseen) or torch.Tag.pointwise in getattr(op, "tags", ()):
+    if op in POINTWISE or torch.Tag.pointwise in getattr(op, "tags", ()):
         return _pointwise
     name = getattr(getattr(op, "_schema", None), "name", "").removeprefix("aten::")
     return next((rule for start, rule in BY_NAME.items() if name.startswith(start)), None)

@@ -30,7 +30,7 @@ from widefield.engine.pipeline.job import Job, LossOf
 from widefield.engine.pipeline.parts import Part, parts_of
 from widefield.engine.pipeline.samples import where_samples_meet
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK
-from widefield.engine.pipeline.split import SplitStage
+from widefield.engine.pipeline.split import OwningStage, SplitStage
 from widefield.engine.pipeline.stage import StageModule
 from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta
 from widefield.engine.places import own_of
@@ -330,7 +330,7 @@ class _Pass:
             made = StageModule(self.parts[stage], weights, **place)
             takes, gives = made.metas(like)
             self.modules.append(made)
-            torchs = SplitStage if splits else pipelining.PipelineStage
+            torchs = SplitStage if splits else OwningStage
             stages.append(torchs(made, stage, count, device, input_args=takes, output_args=gives, group=flow.group))
         self.has_first, self.positions = 0 in mine, torch.arange(flow.micro_batches * len(inputs[0]))
         self.schedule = _schedule(kind, stages, flow.micro_batches, self._loss)

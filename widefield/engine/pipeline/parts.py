@@ -57,12 +57,19 @@ def parts_of(graph: Graph, division: Division, cuts: Sequence[int], constants: M
     free = free_values(graph)
     runs = [_with_free(graph.nodes[a:b], graph, free) for a, b in pairwise(ends)]
     wanted = [value for value in dict.fromkeys(tree_leaves(graph.outputs)) if isinstance(value, Value)]
+    _stop_gradients(graph, _pulled(graph.nodes, wanted))
     taken = _taken(graph, runs, wanted, free)
     parts = []
     for stage, nodes in enumerate(runs):
         gives = wanted if stage == len(runs) - 1 else taken[stage + 1]
         parts.append(_part(graph, division, stage, nodes, taken[stage], gives, constants))
     return parts
+
+
+def _stop_gradients(graph: Graph, pulled: set[Value]) -> None:
+    """No gradient is sent back for what no output learns from: zeros would be a gradient where one device has none."""
+    for value in (out for node in graph.nodes for out in node.outs if out is not None):
+        value.wants_grad = value.wants_grad and value in pulled
 
 
 def _taken(graph: Graph, runs: Sequence[Sequence[Node]], wanted: Sequence[Value], free: set[Value]) -> list[list[Value]]:

@@ -17,13 +17,37 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 
 
-class SplitStage(PipelineStage):
+class OwningStage(PipelineStage):
+    """A stage whose weights own the memory of their gradients.
+
+    A weight that is sent on as it is, or joined to the first token of an image, gets a view of what came back for it, into
+    which the next pass receives.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._received: set[int] = set()
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        self._received.update(_memory_of(grad) for grad in bwd_kwargs.get("output_grads") or () if grad is not None)
+        without = [weight for weight in self.submod.parameters() if weight.grad is None]
+        found = self._backward(backward_type, bwd_kwargs, last_backward)
+        for weight in without:
+            if weight.grad is not None and _memory_of(weight.grad) in self._received:
+                weight.grad = weight.grad.clone()
+        return found
+
+    def _backward(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool) -> Any:
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+class SplitStage(OwningStage):
     """A stage whose backward is split where that gives all weights their gradients; elsewhere its first half is all of it."""
 
     _is_split: bool | None = None
     """Known from the first micro-batch on, since all run the same operations."""
 
-    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+    def _backward(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool) -> Any:
         if backward_type == "input":
             outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
             if self._is_split is None:
@@ -31,7 +55,7 @@ class SplitStage(PipelineStage):
             if not self._is_split:
                 grads = bwd_kwargs["output_grads"]
                 return stage_backward(outputs[0] if grads is None else outputs, grads, inputs), []  # one loss, or outputs
-        found = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        found = super()._backward(backward_type, bwd_kwargs, last_backward)
         if backward_type == "input":
             return found[0], united(found[1] or [])
         if backward_type == "weight":
@@ -39,6 +63,10 @@ class SplitStage(PipelineStage):
                 if weight.grad is not None and 0 in weight.grad.stride():
                     weight.grad = weight.grad.clone(memory_format=torch.contiguous_format)
         return found
+
+
+def _memory_of(gradient: Tensor) -> int:
+    return getattr(gradient, "part", gradient).untyped_storage().data_ptr()
 
 
 def united(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

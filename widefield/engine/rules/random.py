@@ -230,6 +230,7 @@ CASES = [
     case("poisson", lambda x: x + torch.poisson(_chance(x)), (2, 3, 9, 7)),
     case("binomial", lambda x: x + torch.binomial(torch.full_like(x, 5.0), _chance(x)), (2, 3, 9, 7)),
     case("normal around pixels", lambda x: torch.normal(x, 1.0) + torch.normal(x, _chance(x)), (2, 3, 9, 7)),
+    case("Gamma around pixels", lambda x: torch._standard_gamma(x.abs() + 0.5), (2, 3, 9, 7)),
     case("multinomial", lambda x: torch.multinomial(_chance(x), 3), (4, 9)),
     case("gumbel softmax", lambda x: F.gumbel_softmax(x, dim=1), (2, 3, 9, 7)),
     case("rrelu", lambda x: F.rrelu(x, training=True), (2, 3, 9, 7)),

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from widefield.engine.memory_order import quiet
 from widefield.engine.stream.apart import with_linears
+from widefield.engine.stream.gradients import refuse_python_gradients
 from widefield.engine.stream.graph import Graph, Value, link
 from widefield.engine.stream.left_behind import GIVEN, Left, left_by, seen_by, settle
 from widefield.engine.stream.recorder import Functional, Recorder, backward_inside
@@ -101,7 +102,7 @@ def _recorded(
         stand_ins = {weights[name]: fake for name, fake in fakes.items()}
         out = _called(module, forward, stand_ins, fake_args, fake_kwargs, recorder.watch, aim)
         recorder.settle(out)
-        _refuse_python_gradients(out)
+        refuse_python_gradients(out)
         outputs = tree_map(lambda leaf: recorder.value_of(leaf) if isinstance(leaf, Tensor) else leaf, out)
         after = {name: recorder.value_of(fake) for name, fake in fakes.items()}
         inputs_after = [recorder.value_of(fake) for fake in given]
@@ -169,21 +170,3 @@ def _asks_for_values(module: nn.Module, what: str, aim: str) -> NotImplementedEr
         f"its forward depend (so does BatchNorm with momentum=None), and what is to be {aim} is laid out before there are any; "
         "take the parts before and after it alone"
     )
-
-
-def _refuse_python_gradients(out: Any) -> None:
-    """A torch.autograd.Function's backward is not among the operations, so it would be lost."""
-    stack = [leaf.grad_fn for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        is_known = type(node).__name__.startswith("GeneratedBackwardFor_")  # of a custom op, which knows its own backward
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_known:
-            name = type(node).__name__.removesuffix("Backward")
-            raise NotImplementedError(
-                f"{name} is a torch.autograd.Function, whose backward a stream does not see; write it with torch's operations, "
-                "or as a torch.library.custom_op with register_autograd, or stream the parts before and after it"
-            )
-        following = [parent for parent, _ in node.next_functions if parent is not None and parent not in seen]
-        seen.update(following)
-        stack += following

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from widefield.engine.alike import is_in_place
 from widefield.engine.memory_order import as_kernels_lay
 from widefield.engine.places import inverse, is_dense
+from widefield.engine.stream import gradients
 from widefield.engine.stream.apart import APART, DRAWS
+from widefield.engine.stream.gradients import (
+    learns_from,
+    reaches,
+    refuse_python_gradients,
+    with_gradient_of,
+    with_gradient_of_gamma,
+    with_zero_gradient,
+)  # fmt: skip
 from widefield.engine.stream.graph import Node, Value
 from widefield.engine.stream.stand_ins import tensors_of
 from widefield.engine.stream.watch import Watch
@@ -37,7 +47,7 @@ class Functional(FunctionalTensorMode):
 
     def _dispatched(self, func: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
         types = tuple(kind for kind in types if kind is not nn.Parameter)  # one that the module does not know: a constant
-        self.recorder.settle(args)
+        self.recorder.settle((args, kwargs))
         first = args[0] if args and isinstance(args[0], FunctionalTensor) else None
         if first is None or not isinstance(func, torch._ops.OpOverload):
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -48,9 +58,10 @@ class Functional(FunctionalTensorMode):
                 f"{func} writes to {list(first.shape)} px that {first.hidden} shows, and a stream cannot tell what that is to "  # type: ignore
                 "the tensor it shows them of; write to that tensor's own slices, or make a new one, as torch.where does"
             )
-        self.recorder.written = func, _inner(first).stride(), first.requires_grad and not torch.is_grad_enabled()
+        self.recorder.written = func, _inner(first).stride()
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            with self.recorder.keeping_gradients(first):
+                return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.recorder.written = None
 
@@ -80,11 +91,14 @@ class Recorder(FakeTensorMode):
         self.sources: dict[str, list[Value]] = {"input": [], "weight": []}
         self.constants: list[tuple[Value, Tensor]] = []
         self.is_on, self.depth = False, 0
-        self.unsure: dict[Value, Node] = {}
+        self.leaves: list[Tensor] = []
+        """What autograd gives gradients of."""
+        self.makers: dict[Value, Node] = {}
+        self.used: set[Value] = set()
         self.busy: list[Any] = []
         """Operations that are being taken apart, perhaps into themselves."""
-        self.written: tuple[Any, tuple[int, ...], bool] | None = None
-        """Of an operation in place: what it was, the strides of what it writes to, and whether autograd was not to see it."""
+        self.written: tuple[Any, tuple[int, ...]] | None = None
+        """Of an operation in place: what it was, and the strides of what it writes to."""
 
         self._values: dict[int, tuple[Tensor, Value]] = {}
         self._count = 0
@@ -92,6 +106,7 @@ class Recorder(FakeTensorMode):
     def close(self) -> None:
         """Forget what was recorded: tensors know this mode, which functional ones hold where no garbage collector looks."""
         self._values.clear()
+        self.leaves.clear()
         del self.watch
 
     # ------------------------------------------------------------------------------------------ values
@@ -107,6 +122,8 @@ class Recorder(FakeTensorMode):
         functional.requires_grad_(getattr(like, "requires_grad", False))
         value = self._remember(_inner(functional), kind, name)
         value.wants_grad = functional.requires_grad
+        if value.wants_grad:
+            self.leaves.append(functional)
         self.sources[kind].append(value)
         return functional
 
@@ -181,30 +198,80 @@ class Recorder(FakeTensorMode):
         node.draws = _draws(func, args, kwargs)
         if not node.grad and getattr(func, "namespace", "aten") != "aten":  # torch calls custom operations without, either way
             node.grad = True
-            self.unsure.update({out: node for out in outs if out is not None})
         if self.written is not None and func not in _VIEWS:
             self._as_written(node, *self.written)
         pulled = node.grad and any(value.wants_grad for value in node.reads) and func not in _STOPS and not node.draws
         for number, value in enumerate(outs):
             if value is not None and (number == 0 or func not in _FIRST_ALONE):
                 value.wants_grad = pulled and (value.dtype.is_floating_point or value.dtype.is_complex)
+        self._add(node)
+
+    def _add(self, node: Node) -> None:
+        self.used.update(node.reads)
+        self.makers.update({out: node for out in node.outs if out is not None})
         self.nodes.append(node)
 
-    def settle(self, tensors: Any) -> None:
-        """Whether a custom operation was called with gradients on shows in what it gave, once that is used."""
-        for tensor in tensors_of(tensors) if self.unsure else ():
-            value = self.value_of(tensor)
-            node = self.unsure.pop(value, None)
-            if node is not None and not tensor.requires_grad and value.wants_grad:
-                node.grad = value.wants_grad = False
-
-    def _as_written(self, node: Node, func: Any, strides: tuple[int, ...], unseen: bool) -> None:
-        """Numbers are drawn in place in the order in which they lie in memory; what autograd does not see keeps its
-        gradient."""
+    def _as_written(self, node: Node, func: Any, strides: tuple[int, ...]) -> None:
+        """Numbers are drawn in place in the order in which they lie in memory."""
         if node.draws and node.op not in DRAWS:
             node.op = partial(_drawn, func, strides)
-        elif unseen and node.outs[0] is not None and node.reads[0].shape == node.outs[0].shape:
-            node.op, node.grad = Unseen(node.op), True
+
+    # ------------------------------------------------------------------------------------------ gradients
+
+    def settle(self, tensors: Any) -> None:
+        """Take over what autograd knows of tensors before they are used: whether gradients go back from them."""
+        for tensor in tensors_of(tensors) if self.is_on and torch.is_grad_enabled() else ():
+            if isinstance(tensor, FunctionalTensor):
+                self._settle(tensor)
+
+    def _settle(self, tensor: Any) -> Value:
+        value = self.value_of(tensor)
+        learns = value.source == "made" and learns_from(tensor)
+        if value.source == "made" and value.wants_grad and not learns:
+            self._stop(tensor, value)
+        elif learns and not value.wants_grad:
+            self._pull(tensor, value)
+        return self.value_of(tensor)
+
+    def _stop(self, tensor: Any, value: Value) -> None:
+        """No gradient goes back from here: torch has no derivative, or `detach_` came before."""
+        maker = self.makers[value]
+        if maker.is_single and value not in self.used:
+            maker.grad = value.wants_grad = False
+        else:
+            self._replace(tensor, aten.detach.default, [value], wants_grad=False)
+
+    def _pull(self, tensor: Any, value: Value) -> None:
+        """A draw of which torch has a derivative."""
+        maker = self.makers[value]
+        if maker.draws:
+            reads = [read for read in maker.reads if read.wants_grad]
+            self._replace(tensor, _DERIVATIVES.get(maker.op, with_zero_gradient), [value, *reads], wants_grad=True)
+        elif reaches(tensor.grad_fn, self.leaves):
+            refuse_python_gradients(tensor)
+            raise NotImplementedError(
+                f"gradients of {list(value.shape)} px were written to while gradients were off go where the operations do not "
+                "say; write to new tensors, or with gradients on"
+            )
+
+    def _replace(self, tensor: Any, op: Any, reads: list[Value], *, wants_grad: bool) -> None:
+        """From now on a tensor stands for what `op` gives."""
+        fake = _inner(tensor)
+        value = self._remember(fake, "made", "")
+        value.wants_grad = wants_grad
+        self._add(Node(op, tuple(reads), {}, [value], True, True))
+
+    @contextmanager
+    def keeping_gradients(self, written: Any) -> Iterator[None]:
+        """Around a write while gradients are off: what is written to, and what it is a view of, keep their gradients."""
+        tensors = [] if torch.is_grad_enabled() or not self.is_on else [written, written._base]
+        kept = [tensor for tensor in tensors if tensor is not None and learns_from(tensor)]
+        before = [self._settle(tensor) for tensor in kept]
+        yield
+        for tensor, value in zip(kept, before, strict=True):
+            after = self.value_of(tensor)
+            if after is not value and value.wants_grad:
+                self._replace(tensor, with_gradient_of, [after, value], wants_grad=True)
 
     def _made(self, result: Tensor) -> Value | None:
         """The value that an operation makes; None where it gives back what it was given."""
@@ -243,18 +310,6 @@ _FIRST_ALONE = {
 _VIEWS = {aten.slice.Tensor, aten.view.default, aten.permute.default, aten.expand.default, aten.alias.default}
 
 
-class Unseen:
-    """A pointwise operation written into its first argument while gradients were off: that one's gradient stays as it was."""
-
-    def __init__(self, op: Callable) -> None:
-        self.op = op
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.no_grad():
-            written = self.op(x, *args, **kwargs)
-        return x + (written - x).detach() if x.requires_grad else written
-
-
 _JOINS = {aten.stack.default, aten.repeat.default}
 """Operations that lay out by themselves what they make."""
 
@@ -291,10 +346,12 @@ def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
 
 def _copied(like: Tensor, source: Tensor) -> Tensor:
     """torch's `copy`, which has no derivative: the source's pixels in the shape, dtype and order in memory of another."""
-    return torch.empty_like(like).copy_(source)
+    return with_zero_gradient(torch.empty_like(like).copy_(source), like)
 
 
-POINTWISE = {_copied}
+_DERIVATIVES = {aten._standard_gamma.default: with_gradient_of_gamma}
+"""Of draws that have one which is not zero."""
+POINTWISE = {_copied} | gradients.POINTWISE
 """What is written down in place of torch's own operations, and gives each output pixel from the same pixel of its inputs."""
 
 

@@ -102,11 +102,7 @@ class _Reader:
             self._new(node)
         elif node.draws or not any(layout is not None and layout.is_cut for layout in layouts):
             self._once(node, layouts)
-        elif (
-            node.op in POINTWISE
-            or isinstance(node.op, recorder.Unseen)
-            or (torch.Tag.pointwise in getattr(node.op, "tags", ()) and node.op not in RULES)
-        ):
+        elif node.op in POINTWISE or (torch.Tag.pointwise in getattr(node.op, "tags", ()) and node.op not in RULES):
             self._pointwise(node, layouts)
         elif rule_of(node) is None or not self._by_rule(node, layouts):
             self._once(node, layouts)
