@@ -66,7 +66,7 @@ UNDEFINED = {
 }
 """What is not asked of a stream, as the whole run itself gives nothing to compare with."""
 
-if torch.__version__ < "2.15":  # so with 2.11, and mended by 2.15
+if torch.__version__ < "2.14":  # so with 2.11, and mended by 2.14
     REFUSED["ordering: quantile along a cut dim"] = ASKS  # torch compares its numbers first
     UNDEFINED.add("slices: a row that is not there")  # followed, it raises where the case can no longer catch it
 
