@@ -29,11 +29,12 @@ class OwningStage(PipelineStage):
         self._received: set[int] = set()
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
-        self._received.update(_memory_of(grad) for grad in bwd_kwargs.get("output_grads") or () if grad is not None)
+        for gradient in bwd_kwargs.get("output_grads") or ():
+            self._received |= set() if gradient is None else _memory_of(gradient)
         without = [weight for weight in self.submod.parameters() if weight.grad is None]
         found = self._backward(backward_type, bwd_kwargs, last_backward)
         for weight in without:
-            if weight.grad is not None and _memory_of(weight.grad) in self._received:
+            if weight.grad is not None and not self._received.isdisjoint(_memory_of(weight.grad)):
                 weight.grad = weight.grad.clone()
         return found
 
@@ -65,8 +66,11 @@ class SplitStage(OwningStage):
         return found
 
 
-def _memory_of(gradient: Tensor) -> int:
-    return getattr(gradient, "part", gradient).untyped_storage().data_ptr()
+def _memory_of(tensor: Tensor) -> set[int]:
+    """Where its numbers lie; of a tensor of ours, those of what it holds."""
+    if type(tensor) is Tensor:
+        return {tensor.untyped_storage().data_ptr()}
+    return set().union(*(_memory_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]))
 
 
 def united(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
