@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import re
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from itertools import accumulate
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from marks import few
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -278,17 +280,27 @@ def test_passes_add_up_and_a_copy_without_samples_adds_nothing():
     on_ranks(4, accumulates, plan=plan_of(2, replicate=2))
 
 
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(17, 8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + self.place.unsqueeze(0)
+
+
 class Joined(nn.Module):
     """A token of its own before those of the image, and a weight that is turned, before the second stage begins."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patch, self.token, self.turned = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 8)
+        self.placed = Placed()
         self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens, turned = self.patch(x).flatten(2).transpose(1, 2), self.turned.weight.t()
-        return self.block(torch.cat([self.token.expand(len(x), -1, -1), tokens], 1)) @ turned
+        return self.block(self.placed(torch.cat([self.token.expand(len(x), -1, -1), tokens], 1))) @ turned
 
 
 def accumulates_where_a_weight_is_sent(mesh):
@@ -296,21 +308,32 @@ def accumulates_where_a_weight_is_sent(mesh):
     torch.manual_seed(1)
     alone = Joined().double()
     model = parallelize(copy.deepcopy(alone), mesh, sample=torch.empty(2, 3, 16, 16, dtype=torch.float64, device="meta"))
-    assert re.search(r"cut before block.*, as pipeline.stages says", reasons(model)[0]), reasons(model)[0]
-    draw = torch.Generator().manual_seed(3)
+    assert re.search(r"cut before placed.*, as pipeline.stages says", reasons(model)[0]), reasons(model)[0]
+    draw, sent = torch.Generator().manual_seed(3), []
     for _ in range(2):
         for module in (alone, model):
             module.zero_grad(set_to_none=False)
         for _ in range(2):
             x, y = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in [(2, 3, 16, 16), (2, 17, 8)])
-            backward_of(model, x, y, loss_of=loss_of)
+            with mock.patch.object(dist.P2POp, "__init__", partialmethod(_told_what_is_sent, dist.P2POp.__init__, sent)):
+                backward_of(model, x, y, loss_of=loss_of)
             loss_of(alone(x), y).backward()
         same_where_here(model, alone)
+    memory = {tensor.untyped_storage().data_ptr() for tensor in sent}
+    assert memory, "nothing was sent"
+    learned = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    written = [name for name, gradient in learned.items() if gradient.untyped_storage().data_ptr() in memory]
+    assert not written, f"the next micro-batch adds to what may be under way: {written}"
+
+
+def _told_what_is_sent(op, init, sent, kind, tensor, *args, **kwargs):
+    sent += [tensor] * (kind is dist.isend)
+    init(op, kind, tensor, *args, **kwargs)
 
 
 def test_passes_add_up_where_a_weight_is_sent_on():
     for schedule in ("1f1b", "zero_bubble"):
-        on_ranks(2, accumulates_where_a_weight_is_sent, plan=plan_of(2, schedule, 2, stages=["block"]))
+        on_ranks(2, accumulates_where_a_weight_is_sent, plan=plan_of(2, schedule, 2, stages=["placed"]))
 
 
 def runs_under_autocast(mesh):

@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "an autograd.Function": (lambda: Doing(lambda self, x: _Doubled.apply(x)), SEES_NOT),
     "a view of what was written to without gradients": (
         lambda: Doing(_seen_without_gradients, a=conv()),
-        r"gradients of \[2, 4, 9, 13\] px were written to while gradients were off go where the operations do not say",
+        r"a view of \[2, 4, 9, 13\] px was looked at without gradients after its image was written to",
     ),
     "a backward hook inside": (_hooked_backward, SEES_NOT),
     "a hook on a tensor": (lambda: Doing(_hooked, a=conv()), "a hook is registered on a tensor .* inside of the forward"),

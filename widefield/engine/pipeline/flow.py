@@ -323,7 +323,7 @@ class _Pass:
         kind = flow.mesh.plan.pipeline.schedule
         mine = [stage for stage in range(count) if flow.rank_of(stage) == flow.mesh.stage]
         like = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs)
-        stages = []
+        self.stages: list[OwningStage] = []
         for stage in mine:
             splits = kind == "zero_bubble"
             place = {"stage": stage, "stages": count, "splits": splits, "laid": self.laid}
@@ -331,9 +331,9 @@ class _Pass:
             takes, gives = made.metas(like)
             self.modules.append(made)
             torchs = SplitStage if splits else OwningStage
-            stages.append(torchs(made, stage, count, device, input_args=takes, output_args=gives, group=flow.group))
+            self.stages.append(torchs(made, stage, count, device, input_args=takes, output_args=gives, group=flow.group))
         self.has_first, self.positions = 0 in mine, torch.arange(flow.micro_batches * len(inputs[0]))
-        self.schedule = _schedule(kind, stages, flow.micro_batches, self._loss)
+        self.schedule = _schedule(kind, self.stages, flow.micro_batches, self._loss)
         names = inspect.signature(self.schedule.step).parameters
         self._options = {"return_outputs": False} if "return_outputs" in names else {}
 
@@ -349,6 +349,8 @@ class _Pass:
             raise cause from cause.__cause__
         finally:
             self._job = None
+            for stage in self.stages:
+                stage.end_pass()
         return torch.stack(self._losses).double().sum() if self._losses else torch.zeros((), dtype=torch.float64)
 
     def _loss(self, outputs: tuple[Tensor, ...], positions: Tensor) -> Tensor:

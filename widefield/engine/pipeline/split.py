@@ -1,8 +1,9 @@
-"""Stages whose backward runs in two halves: first what the stage before waits for, later the gradients of the weights.
+"""Torch's stages with gradients that weights own, and with a backward in two halves that gives all weights theirs.
 
-Torch's halves go from a stage's inputs up and from its weights up, until they meet.  Weights that meet no way to an input that
-learns, as behind a `detach`, got no gradient, in silence; a gradient that repeats one number could not be added to; and weights
-that meet several ways could be taken twice, as the order of a set fell.
+The first half is what the stage before waits for, the second the gradients of the weights.  Torch's halves go from a stage's
+inputs up and from its weights up, until they meet.  Weights that meet no way to an input that learns, as behind a `detach`, got
+no gradient, in silence; a gradient that repeats one number could not be added to; and weights that meet several ways could be
+taken twice, as the order of a set fell.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ from torch.distributed.pipelining._backward import stage_backward
 class OwningStage(PipelineStage):
     """A stage whose weights own the memory of their gradients.
 
-    A weight that is sent on as it is, or joined to the first token of an image, gets a view of what came back for it, into
-    which the next pass receives.
+    Autograd gives a weight that is turned, joined to a token or added to an image a view of the gradient that came from the
+    next stage, into which the next pass receives, or of the one that goes to the stage before, which may be under way while
+    the next micro-batch adds to it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._received: set[int] = set()
+        self._sent: set[int] = set()
+        """Where gradients lie that were received or sent in this pass."""
+
+    def end_pass(self) -> None:
+        self._sent.clear()
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
-        for gradient in bwd_kwargs.get("output_grads") or ():
-            self._received |= set() if gradient is None else _memory_of(gradient)
         without = [weight for weight in self.submod.parameters() if weight.grad is None]
         found = self._backward(backward_type, bwd_kwargs, last_backward)
+        for gradient in (*(bwd_kwargs.get("output_grads") or ()), *(found[0] or ())):
+            self._sent |= set() if gradient is None else _memory_of(gradient)
         for weight in without:
-            if weight.grad is not None and not self._received.isdisjoint(_memory_of(weight.grad)):
+            if weight.grad is not None and not self._sent.isdisjoint(_memory_of(weight.grad)):
                 weight.grad = weight.grad.clone()
         return found
 

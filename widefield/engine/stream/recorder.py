@@ -250,8 +250,8 @@ class Recorder(FakeTensorMode):
         elif reaches(tensor.grad_fn, self.leaves):
             refuse_python_gradients(tensor)
             raise NotImplementedError(
-                f"gradients of {list(value.shape)} px were written to while gradients were off go where the operations do not "
-                "say; write to new tensors, or with gradients on"
+                f"a view of {list(value.shape)} px was looked at without gradients after its image was written to without "
+                "gradients, so where its own goes is in none of the operations; write to new tensors, or with gradients on"
             )
 
     def _replace(self, tensor: Any, op: Any, reads: list[Value], *, wants_grad: bool) -> None:
