@@ -7,6 +7,8 @@ import warnings
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -419,7 +421,25 @@ def one_by_one(mesh):
     wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), InOrder()).double(), mesh)(images(0)).sum().backward()
 
 
+def outputs_in_an_object(mesh):
+    class Gives(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return SimpleNamespace(found=super().forward(x))
+
+    wf.parallelize(Gives(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double(), mesh)(images(0))
+
+
+def images_in_an_object(mesh):
+    class Takes(nn.Sequential):
+        def forward(self, given: Any) -> Tensor:
+            return super().forward(given.image)
+
+    wf.parallelize(Takes(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double(), mesh)(SimpleNamespace(image=images(0)))
+
+
 REFUSALS = {
+    outputs_in_an_object: "Gives returns a SimpleNamespace, whose .found is a tensor that nobody finds there",
+    images_in_an_object: "Takes is given a SimpleNamespace, whose .image is a tensor that nobody finds there",
     seeded_apart: "call torch.manual_seed with the same number on all of them",
     sizes_apart: "copies got samples of different sizes, this one",
     a_pick_without_a_rule: "aten._trilinear.default cannot run on an image cut into tiles",

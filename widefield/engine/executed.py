@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.engine.batch_statistics import batch_norm_over
+from widefield.engine.nests import refuse_hidden
 from widefield.engine.stream.apart import BATCH_NORM_OVER
 from widefield.engine.stream.follow import without_autocast
 from widefield.engine.stream.graph import Graph, Node, Value, put_in
@@ -53,6 +54,7 @@ class Executed(Wrapping):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         flow: Flow | None = self.__dict__.get(_FLOW)
+        refuse_hidden(self, (args, kwargs), "is given")
         tensors = tensors_of((args, kwargs))
         if flow is None or any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # somebody follows the module

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -106,6 +110,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: _scaled(_written_weight, nn.Parameter),
         "cannot be streamed: its forward writes to the parameter scale; write to it after the optimizer's step",
     ),
+    "an object of outputs": (
+        lambda: Doing(lambda self, x: SimpleNamespace(found=[self.a(x)]), a=conv()),
+        "Doing returns a SimpleNamespace, whose .found is a tensor that nobody finds there: .* pass it in one of those",
+    ),
     "a write to windows": (
         lambda: Doing(lambda self, x: (x * 1).unfold(2, 3, 2).mul_(2)),
         r"mul_.* writes to \[2, 3, 8, 13, 3\] px that aten.unfold.default shows",
@@ -121,6 +129,30 @@ def test_refused_in_words(what):
     with pytest.raises(NotImplementedError, match=words):
         module(IMAGE.clone().requires_grad_())
     assert _state_of(module) == before
+
+
+@dataclass
+class Noted:
+    pages: dict[str, Tensor]
+    names: tuple[str, ...] = ("one",)
+
+
+@pytest.mark.parametrize(
+    "hide", [lambda x: UserDict(page=x), lambda x: SimpleNamespace(inner=Noted({"page": x})), lambda x: {x}]
+)
+def test_an_image_inside_of_what_no_pytree_knows_is_refused(hide):
+    net = made(conv, tiles=(2, 2))
+    doing = Doing(lambda self, given, like: net(like), net=net)
+    stream(doing, tiles=(2, 2))
+    with pytest.raises(NotImplementedError, match="Doing is given a .*, whose .* is a tensor that nobody finds there"):
+        doing(hide(IMAGE), IMAGE)
+
+
+def test_objects_without_images_are_given_as_they_are():
+    doing = Doing(lambda self, x, kept, loss: loss(self.a(x) * len(kept.names)), a=conv())
+    plain, streamed = doing.double(), stream(copy.deepcopy(doing), tiles=(2, 2))
+    given = IMAGE, Noted({}, ("one", "two")), nn.Hardtanh()
+    torch.testing.assert_close(streamed(*given), plain(*given))
 
 
 def test_an_array_of_pixels_is_refused_by_torch():

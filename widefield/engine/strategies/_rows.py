@@ -31,6 +31,7 @@ from widefield.engine.ghost import counted, is_ghost, real_buffers
 from widefield.engine.layout import Cut, Grid, Layout, layout_of
 from widefield.engine.mesh import Mesh, device_of_words
 from widefield.engine.mixing import Watch
+from widefield.engine.nests import refuse_hidden
 from widefield.engine.partial import settled
 from widefield.engine.places import is_dense, on_layout
 from widefield.engine.strategies._forward_state import ForwardState
@@ -66,7 +67,10 @@ class Rows:
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
-        if not (model.training or torch.is_grad_enabled()) or not _samples_in(args, kwargs):
+        if not (model.training or torch.is_grad_enabled()):
+            return run(*args, **kwargs)
+        refuse_hidden(model, (args, kwargs), "is given")
+        if not _samples_in(args, kwargs):
             return run(*args, **kwargs)
         plain = run.uncompiled if isinstance(run, Compiled) else run
         run, plain, is_compiled = partial(self._ended, run), partial(self._ended, plain), plain is not run
@@ -108,6 +112,7 @@ class Rows:
                 failed = error
             if self._some(failed is not None):  # copies differ in how many samples they have, and so in their tiles
                 raise failed or NotImplementedError("another copy of the model cannot run on its samples, and says why")
+            refuse_hidden(model, output, "returns")
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
             meets, statistics = self._some(before.has_changed(by_value=True)), _statistics(model)
             before.restore()

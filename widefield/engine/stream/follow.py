@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_map
 
 from widefield.engine.memory_order import quiet
+from widefield.engine.nests import refuse_hidden
 from widefield.engine.stream.apart import with_linears
 from widefield.engine.stream.gradients import refuse_python_gradients
 from widefield.engine.stream.graph import Graph, Value, link
@@ -101,6 +102,7 @@ def _recorded(
         recorder.is_on = True
         stand_ins = {weights[name]: fake for name, fake in fakes.items()}
         out = _called(module, forward, stand_ins, fake_args, fake_kwargs, recorder.watch, aim)
+        refuse_hidden(module, out, "returns")
         recorder.settle(out)
         refuse_python_gradients(out)
         outputs = tree_map(lambda leaf: recorder.value_of(leaf) if isinstance(leaf, Tensor) else leaf, out)

@@ -15,6 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.engine.kept import PLACES
 from widefield.engine.layout import Cuts, Grid
+from widefield.engine.nests import refuse_hidden
 from widefield.engine.partial import partial_of, settled
 from widefield.engine.places import recut
 from widefield.engine.pool import Pool
@@ -187,6 +188,7 @@ class Streamed(Wrapping):
         return self._in_turns(args, kwargs)
 
     def _in_turns(self, args: tuple, kwargs: dict) -> Any:
+        refuse_hidden(self, (args, kwargs), "is given")
         tensors = tensors_of((args, kwargs))
         if any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # somebody follows the module that this one is a part of
