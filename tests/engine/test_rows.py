@@ -97,6 +97,35 @@ class Summaries(nn.Module):
                 "rows": x.reshape(-1, x.shape[3]).sin(), "weight": self.net.weight.sum()}  # fmt: skip
 
 
+class WritesIntoNew(nn.Module):
+    """What samples give is written into tensors that are made for the batch, which stay plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.scale = nn.Conv2d(3, 4, 3), nn.Dropout(0.3), nn.Parameter(torch.ones(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.first(x))
+        both = self.scale * torch.ones(len(x), 8, *x.shape[2:], dtype=x.dtype)
+        both[:, :4] = x
+        both[:, 4:].mul_(x.sin())
+        means = torch.zeros(len(x), 1, 1, 1, dtype=x.dtype).add_(x.mean((1, 2, 3), keepdim=True))
+        return both.tanh() * self.scale.sin() + means
+
+
+class ReadsRows(nn.Module):
+    """An image's rows one after another, as text is read (Shi et al. 2017); torch adds into what begins as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rows, self.last = nn.Conv2d(3, 4, 3, 2), nn.LSTM(12, 5, 2, batch_first=True, dropout=0.3), nn.RNN(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        read, (_, cell) = self.rows(x.permute(0, 2, 1, 3).flatten(2))
+        return torch.cat([self.last(read.transpose(0, 1))[0].sum(0), cell[-1]], 1)
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -121,6 +150,8 @@ NETS = {
     "queue and counter": Remembers,
     "summaries": Summaries,
     "a checkpoint": Checkpointed,
+    "writes into new tensors": WritesIntoNew,
+    "rows that are read": ReadsRows,
     "nothing of that": partial(_layers, nn.SiLU()),
 }
 
@@ -437,7 +468,20 @@ def images_in_an_object(mesh):
     wf.parallelize(Takes(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double(), mesh)(SimpleNamespace(image=images(0)))
 
 
+def counts_how_often(mesh):
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Embedding(5, 4, scale_grad_by_freq=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.codes((x[:, 0] > 0).long()).movedim(-1, 1) * x.mean(1, keepdim=True)
+
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Codes()).double(), mesh)(images(0))
+
+
 REFUSALS = {
+    counts_how_often: "an embedding of tiles counts no frequencies",
     outputs_in_an_object: "Gives returns a SimpleNamespace, whose .found is a tensor that nobody finds there",
     images_in_an_object: "Takes is given a SimpleNamespace, whose .image is a tensor that nobody finds there",
     seeded_apart: "call torch.manual_seed with the same number on all of them",

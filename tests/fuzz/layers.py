@@ -165,6 +165,15 @@ def attention(w: Workbench) -> str:
     return f"F.scaled_dot_product_attention({tokens}, {tokens}, {tokens}, attn_mask={mask})"
 
 
+def recurrent(w: Workbench) -> str:
+    """A value's rows, one after another."""
+    x = w.value(lambda t: t.ndim in (3, 4) and 1 < t.shape[-2] < 9)
+    first, numbers, layers = w.chance(0.6), w.tensor(x).shape[-1], w.pick(1, 1, 2)
+    words = f"{numbers}, {w.pick(1, 3)}, {layers}, batch_first={first}, bidirectional={w.chance(0.3)}"
+    layer, rows = w.layer(f"nn.{w.pick('LSTM', 'GRU', 'RNN')}({words})"), f"{x}.flatten(1, -2)"
+    return f"{layer}({rows})[0]" if first else f"{layer}({rows}.transpose(0, 1))[0].transpose(0, 1)"
+
+
 def linear(w: Workbench) -> str:
     x = w.value(lambda t: t.ndim >= 1 and t.shape[-1] < 200)
     size, kind = w.tensor(x).shape[-1], w.pick("linear", "linear", "bilinear", "embedding", "recurrent", "prelu", "lazy")
@@ -225,7 +234,7 @@ def chance_layer(w: Workbench) -> str:
 
 
 DRAWS: list[tuple[float, Draw]] = [
-    (26, convolution), (8, transposed), (14, pool), (10, resize), (14, normalization),
+    (26, convolution), (8, transposed), (14, pool), (10, resize), (14, normalization), (3, recurrent),
     (6, attention), (7, linear), (4, sampling),
     (3, chance), (2, chance_layer),
 ]  # fmt: skip

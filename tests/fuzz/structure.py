@@ -62,6 +62,13 @@ BLOCKS = [
     "!{v} = {x}.sum()\n!{u} = {v} * {x}\n{u} / ({v}.abs() + 1)",
     "!{v} = [{x}]\n!for _ in range(2):\n!    {v}.append({m}({v}[-1].flip(-1)).mean() + {v}[-1])\ntorch.cat({v}, 1)",
     "!{v} = {x}.shape[2] // 2\n{x}[:, :, {v}:] + {x}[:, :, :1]",
+    "!{v} = torch.zeros({x}.shape, dtype={x}.dtype)\n!{v}[:, :1] = {x}[:, -1:]\n{v}.cos()",
+    "!{v} = {m}.weight.mean() * torch.ones({x}.shape, dtype={x}.dtype)\n!{v}.mul_({x})\n{v} * 1",
+    "!{v} = torch.ones({x}.shape[0], {x}.shape[1], dtype={x}.dtype)\n!{v}.add_({x}.flatten(2).mean(2))\n{v}.tanh()",
+    "!{v} = torch.zeros({x}.shape[0], *[k + 2 for k in {x}.shape[1:]], dtype={x}.dtype)\n"
+    "!{u} = {v}[(slice(None), *[slice(1, -1)] * ({x}.ndim - 1))]\n!{u}.add_({m}({x}))\n{v} * 2",
+    "!{v} = torch.zeros({x}.shape[0], dtype={x}.dtype)\n!for k in range({x}.shape[0]):\n!    {v}[k] = {x}[k].mean()\n"
+    "{x} * {v}.reshape(-1, *[1] * ({x}.ndim - 1))",
 ]  # fmt: skip
 
 

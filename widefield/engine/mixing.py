@@ -73,13 +73,18 @@ def leaves_some_out(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
 
 
 def tells_samples_apart(func: Any, args: tuple) -> bool:
-    """Whether an operation does something else to some rows of samples than to others, by their number in the batch."""
+    """Whether an operation does something else to some rows of samples than to others, by their number in the batch.
+
+    Or its backward, as that of an embedding which counts how often the batch asks for a row.
+    """
     if not isinstance(func, torch._ops.OpOverload):
         return False
     dims = [(x.ndim, dim) for x in args if type(x) is TiledTensor and (dim := _dim_of_samples(x)) is not None]
     name = func.overloadpacket.__name__
     if name.rstrip("_") in ("tril", "triu"):
         return any(dim >= ndim - 2 for ndim, dim in dims[:1])
+    if name.startswith(("embedding", "_embedding_bag")):
+        return bool(dims) and len(args) > 3 and args[3] is True
     if name == "slice_scatter":
         return any(dim == (args[2] if len(args) > 2 else 0) % ndim for ndim, dim in dims[:1])
     plain = [x for x in args if isinstance(x, Tensor) and type(x) is not TiledTensor] if is_pointwise(func) else []
@@ -138,11 +143,12 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._has_talked = False
-        made = func(*args, **(kwargs or {}))
         tiled = [tensor for tensor in tensors_in(args, kwargs or {}) if type(tensor) is TiledTensor]
+        if tiled and tells_samples_apart(func, args):  # before it runs, for on rows it may be refused
+            self.found[name_of(func)] = None
+        made = func(*args, **(kwargs or {}))
         of_rows = all(map(_lies_by_samples, tiled))  # else a rank may have all samples of what it has, and need no message
         mixes = self._has_talked and may_mix(func, len(tiled)) if of_rows else _takes_them_together(func, tiled, made)
-        mixes = mixes or leaves_some_out(func, tiled, made) or tells_samples_apart(func, args)
-        if tiled and mixes:
+        if tiled and (mixes or leaves_some_out(func, tiled, made)):
             self.found[name_of(func)] = None
         return made

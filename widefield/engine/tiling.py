@@ -85,6 +85,11 @@ def as_tile(tile: Tensor, layout: Layout) -> Tensor:
     return _FromTile.apply(tile, layout)
 
 
+def as_tiles(whole: Tensor, layout: Layout) -> Tensor:
+    """A plain tensor, the same on every rank, cut; so is its gradient."""
+    return _Tile.apply(whole, layout)
+
+
 def own_tile(tensor: Tensor, layout: Layout) -> Tensor:
     """This rank's part of a tiled tensor by `layout`, plain; its gradient goes back into the tiled one, as the same part."""
     return _OwnTile.apply(tensor, layout)

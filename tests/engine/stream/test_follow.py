@@ -155,6 +155,18 @@ def test_objects_without_images_are_given_as_they_are():
     torch.testing.assert_close(streamed(*given), plain(*given))
 
 
+def test_a_matrix_that_has_no_inverse_is_told_in_each_pass():
+    def forward(self, x):
+        return x * torch.linalg.inv(self.mix).sum()
+
+    doing = made(lambda: Doing(forward, mix=nn.Parameter(torch.eye(3))), tiles=(2, 2))
+    assert doing(IMAGE).shape == IMAGE.shape
+    with torch.no_grad():
+        doing.mix[1, 1] = 0
+    with pytest.raises(torch.linalg.LinAlgError, match="linalg.inv: The diagonal element 2 is zero"):
+        doing(IMAGE)
+
+
 def test_an_array_of_pixels_is_refused_by_torch():
     with pytest.raises(RuntimeError, match=r"\.numpy\(\) is not supported"):
         made(lambda: Doing(lambda self, x: x * float(x.numpy().mean())), tiles=(2, 2))(IMAGE)

@@ -71,6 +71,12 @@ def _drawn(self, x):
     return around, torch.poisson(y.abs()), torch.bernoulli(y.sigmoid()), (y * 1).normal_(), (y * 2).bernoulli_(y.sigmoid())
 
 
+def _turned_back(self, x):
+    """A mix of channels that has an inverse, as flows have (Kingma and Dhariwal 2018), and what torch checks of it."""
+    mix = self.mix @ self.mix.mT + torch.eye(3, dtype=x.dtype)
+    return torch.einsum("bchw,cd->bdhw", x, torch.linalg.inv(mix)) * torch.linalg.slogdet(mix)[1], torch.linalg.cholesky(mix)
+
+
 def _shaped_alike(self, x):
     y = self.a(x)
     copied = (y * 1).copy_(torch.ones_like(y))
@@ -191,6 +197,7 @@ MAY: dict[str, tuple[Callable[[], nn.Module], list, dict]] = {
     "detach in place": (lambda: Doing(_detached_in_place, a=conv()), [IMAGE], {}),
     "draw around what learns": (lambda: Doing(_drawn, a=conv()), [IMAGE], {}),
     "draw from Gamma": (lambda: Doing(lambda self, x: torch._standard_gamma(self.a(x).abs() + 0.5), a=conv()), [IMAGE], {}),
+    "invert a matrix": (lambda: Doing(_turned_back, mix=nn.Parameter(torch.randn(3, 3))), [IMAGE], {}),
     "make what is shaped alike": (lambda: Doing(_shaped_alike, a=conv()), [IMAGE], {}),
     "write to views": (lambda: Doing(_written_to_views, a=conv()), [IMAGE], {}),
     "write to skip connections": (lambda: Doing(_written_to_a_skip, a=conv(), b=nn.Conv2d(4, 4, 3, padding=1)), [IMAGE], {}),

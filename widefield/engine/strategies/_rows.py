@@ -40,6 +40,7 @@ from widefield.engine.strategies._route import Compiled
 from widefield.engine.strategies._unit_calls import Parted
 from widefield.engine.stream.streamed import Streamed
 from widefield.engine.tiled import TiledTensor, wrap, wrap_view
+from widefield.engine.tiling import as_tiles
 from widefield.geometry.strides import strides_like
 
 PATIENCE_SECONDS = 120.0
@@ -369,11 +370,11 @@ def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
     count: of its samples, where it has none that count.  each: how many rows of the result belong to a sample, 0 where it is of
     all; where that is not known, a result that is cut by samples is theirs.
     """
-    if type(tensor) is not TiledTensor:
-        if each and tensor.ndim and len(tensor) == each * rows.bounds[-1]:  # made for the batch, of no sample
-            first, last = (each * bound for bound in rows.bounds_here)
-            return tensor[first:last] if last - first == count * each else tensor[: count * each] * 0
-        return _OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
+    if type(tensor) is not TiledTensor:  # made for the batch, of no sample, or written to with what is of samples
+        if not (each and tensor.ndim and len(tensor) == each * rows.bounds[-1]):
+            return _OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
+        by_samples = Cut((0,), tuple(bound * each for bound in rows.bounds))
+        tensor = as_tiles(tensor, layout_of(tuple(tensor.shape), (by_samples, *[None] * (tensor.ndim - 1)), rows.grid))
     layout = tensor.laid
     first = layout.cuts[0] if layout.cuts else None
     cuts = [None if cut is not None and 0 in cut.axes else cut for cut in layout.cuts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -46,6 +46,8 @@ class Functional(FunctionalTensorMode):
             return self._dispatched(func, types, args, kwargs)
 
     def _dispatched(self, func: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
+        if func is aten._linalg_check_errors.default:
+            return self.recorder.check(*args, **kwargs or {})
         types = tuple(kind for kind in types if kind is not nn.Parameter)  # one that the module does not know: a constant
         self.recorder.settle((args, kwargs))
         first = args[0] if args and isinstance(args[0], FunctionalTensor) else None
@@ -273,6 +275,12 @@ class Recorder(FakeTensorMode):
             if after is not value and value.wants_grad:
                 self._replace(tensor, with_gradient_of, [after, value], wants_grad=True)
 
+    def check(self, info: Tensor, api_name: str, *, is_matrix: bool) -> None:
+        """What an operation says of its success is looked at each time that it runs."""
+        node = self.makers.get(self.value_of(info)) if self.is_on else None
+        if node is not None:
+            node.op = Checked(node.op, node.outs.index(self.value_of(info)), api_name, is_matrix)
+
     def _made(self, result: Tensor) -> Value | None:
         """The value that an operation makes; None where it gives back what it was given."""
         fake = _inner(result)
@@ -308,6 +316,19 @@ _FIRST_ALONE = {
 }  # fmt: skip
 """Norms of which torch gives no gradient to the statistics that they return."""
 _VIEWS = {aten.slice.Tensor, aten.view.default, aten.permute.default, aten.expand.default, aten.alias.default}
+
+
+class Checked:
+    """An operation on matrices that raises torch's LinAlgError where its result `place` says that it failed."""
+
+    def __init__(self, op: Callable, place: int, api_name: str, is_matrix: bool) -> None:
+        self.op, self.place, self.api_name, self.is_matrix = op, place, api_name, is_matrix
+        self.__name__ = str(op)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.op(*args, **kwargs)
+        aten._linalg_check_errors.default(out[self.place], self.api_name, is_matrix=self.is_matrix)
+        return out
 
 
 _JOINS = {aten.stack.default, aten.repeat.default}
