@@ -176,15 +176,13 @@ def recurrent(w: Workbench) -> str:
 
 def linear(w: Workbench) -> str:
     x = w.value(lambda t: t.ndim >= 1 and t.shape[-1] < 200)
-    size, kind = w.tensor(x).shape[-1], w.pick("linear", "linear", "bilinear", "embedding", "recurrent", "prelu", "lazy")
+    size, kind = w.tensor(x).shape[-1], w.pick("linear", "linear", "bilinear", "embedding", "prelu", "lazy")
     if kind == "linear":
         return f"{w.layer(f'nn.Linear({size}, {w.pick(1, 2, 3)}, {w.chance(0.7)})')}({x})"
     if kind == "bilinear" and size < 12:
         return f"{w.layer(f'nn.Bilinear({size}, {size}, 2)')}({x}, {x}.sin())"
     if kind == "embedding":
         return f"{w.layer('nn.Embedding(5, 2)')}(({x}.detach() > 0).long())"
-    if kind == "recurrent" and w.tensor(x).ndim == 3 and w.tensor(x).shape[1] < 30:
-        return f"{w.layer(f'nn.GRU({size}, 2, batch_first=True)')}({x})[0]"
     if w.tensor(x).ndim < 2:
         raise Unfit
     return f"{w.layer(f'nn.PReLU({w.pick(1, w.tensor(x).shape[1])})')}({x})"

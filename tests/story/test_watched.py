@@ -38,8 +38,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_steps_are_a_timeline(tmp_pat
         "mesh.replicate=2", "log.stall_seconds=0.4", "log.timeline=true", "--run", tmp_path / "run", cwd=tmp_path,
     )  # fmt: skip
     warnings = [line for line in text.splitlines() if line.startswith("warning: step ")]
-    named = [line for line in warnings if "1 of 2 ranks has not arrived: rank 1 is at sleepy.py:16 in forward" in line]
-    assert named, warnings  # there may be more of them: on a machine under load other steps wait, too
+    assert warnings and all("1 of 2 ranks has not arrived: rank 1 is at sleepy.py:16 in forward" in line for line in warnings)
     assert len(losses(tmp_path / "run")) == 8 and "trained to the end" in text
     for rank in range(2):
         events = json.loads((tmp_path / "run" / f"timeline-rank{rank}.json").read_text())["traceEvents"]

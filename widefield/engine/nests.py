@@ -11,7 +11,23 @@ from torch.utils._pytree import tree_leaves
 
 from widefield.engine.stream.stand_ins import is_tensor, name_of
 
-_BARE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator, nn.Module, type)
+_BARE = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    memoryview,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.Generator,
+    nn.Module,
+    type,
+)
 """What holds no images."""
 _DEPTH = 3
 

@@ -85,8 +85,8 @@ def as_tile(tile: Tensor, layout: Layout) -> Tensor:
     return _FromTile.apply(tile, layout)
 
 
-def as_tiles(whole: Tensor, layout: Layout) -> Tensor:
-    """A plain tensor, the same on every rank, cut; so is its gradient."""
+def cut_by(whole: Tensor, layout: Layout) -> Tensor:
+    """The tiled tensor of a plain one that is the same on every rank, as `layout` says; so is the plain one's gradient."""
     return _Tile.apply(whole, layout)
 
 

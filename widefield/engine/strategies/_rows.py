@@ -40,7 +40,7 @@ from widefield.engine.strategies._route import Compiled
 from widefield.engine.strategies._unit_calls import Parted
 from widefield.engine.stream.streamed import Streamed
 from widefield.engine.tiled import TiledTensor, wrap, wrap_view
-from widefield.engine.tiling import as_tiles
+from widefield.engine.tiling import cut_by
 from widefield.geometry.strides import strides_like
 
 PATIENCE_SECONDS = 120.0
@@ -370,17 +370,18 @@ def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
     count: of its samples, where it has none that count.  each: how many rows of the result belong to a sample, 0 where it is of
     all; where that is not known, a result that is cut by samples is theirs.
     """
-    if type(tensor) is not TiledTensor:  # made for the batch, of no sample, or written to with what is of samples
-        if not (each and tensor.ndim and len(tensor) == each * rows.bounds[-1]):
-            return _OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
+    by_samples = None
+    if each and tensor.ndim and len(tensor) == each * rows.bounds[-1]:
         by_samples = Cut((0,), tuple(bound * each for bound in rows.bounds))
-        tensor = as_tiles(tensor, layout_of(tuple(tensor.shape), (by_samples, *[None] * (tensor.ndim - 1)), rows.grid))
+    if type(tensor) is not TiledTensor:  # made for the batch, of no sample, or written to with what is of samples
+        if by_samples is None:
+            return _OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
+        tensor = cut_by(tensor, layout_of(tuple(tensor.shape), (by_samples, *[None] * (tensor.ndim - 1)), rows.grid))
     layout = tensor.laid
     first = layout.cuts[0] if layout.cuts else None
     cuts = [None if cut is not None and 0 in cut.axes else cut for cut in layout.cuts]
     if each is None and first is not None and first.axes == (0,):
         return _Leave.apply(tensor, rows, layout, count, 1)
-    if each and len(tensor) == each * rows.bounds[-1]:
-        by_samples = Cut((0,), tuple(bound * each for bound in rows.bounds))
+    if each and by_samples is not None:
         return _Leave.apply(tensor, rows, layout_of(layout.shape, (by_samples, *cuts[1:]), layout.grid), count * each, 1)
     return _OfAll.apply(tensor, rows, layout_of(layout.shape, tuple(cuts), layout.grid))

@@ -109,6 +109,8 @@ class Recorder(FakeTensorMode):
         """Forget what was recorded: tensors know this mode, which functional ones hold where no garbage collector looks."""
         self._values.clear()
         self.leaves.clear()
+        self.makers.clear()
+        self.used.clear()
         del self.watch
 
     # ------------------------------------------------------------------------------------------ values
@@ -253,7 +255,8 @@ class Recorder(FakeTensorMode):
             refuse_python_gradients(tensor)
             raise NotImplementedError(
                 f"a view of {list(value.shape)} px was looked at without gradients after its image was written to without "
-                "gradients, so where its own goes is in none of the operations; write to new tensors, or with gradients on"
+                "gradients, and no operation that was written down says where its gradient goes; write to new tensors, or with "
+                "gradients on"
             )
 
     def _replace(self, tensor: Any, op: Any, reads: list[Value], *, wants_grad: bool) -> None:
@@ -277,9 +280,10 @@ class Recorder(FakeTensorMode):
 
     def check(self, info: Tensor, api_name: str, *, is_matrix: bool) -> None:
         """What an operation says of its success is looked at each time that it runs."""
-        node = self.makers.get(self.value_of(info)) if self.is_on else None
-        if node is not None:
-            node.op = Checked(node.op, node.outs.index(self.value_of(info)), api_name, is_matrix)
+        value = self.value_of(info)
+        if value in self.makers:
+            node = self.makers[value]
+            node.op = Checked(node.op, node.outs.index(value), api_name, is_matrix)
 
     def _made(self, result: Tensor) -> Value | None:
         """The value that an operation makes; None where it gives back what it was given."""
