@@ -9,6 +9,10 @@ settings.register_profile("widefield", deadline=None)
 settings.load_profile("widefield")
 
 
+def pytest_runtest_setup() -> None:
+    ranks.end_idle()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -35,6 +35,8 @@ from widefield.plan import Plan, to_text
 TIMEOUT_SECONDS = 120.0
 PLANS_MOST = 8
 """Plans for which ranks make a mesh, whose process groups have threads and sockets each, before new ranks take over."""
+IDLE_SECONDS = 15.0
+"""After which ranks that nobody asks are not worth what they cost: each process group's thread wakes up 100 times a second."""
 RANKS_MOST = 10
 """Ranks of all world sizes that live at the same time."""
 PRELOADED = ["torch", "torchvision", "timm", "monai.networks.nets", "segmentation_models_pytorch", "widefield.engine.parity"]
@@ -71,6 +73,13 @@ def on_ranks(
         raise
 
 
+def end_idle(seconds: float = IDLE_SECONDS) -> None:
+    """End ranks that have run nothing for so long."""
+    for world_size, pool in list(_POOLS.items()):
+        if time.monotonic() - pool.used > seconds:
+            _POOLS.pop(world_size).kill()
+
+
 def close_all() -> None:
     """End every rank; called when the test session ends."""
     while _POOLS:
@@ -87,6 +96,8 @@ class _Pool:
     folder: tempfile.TemporaryDirectory
     plans: set[str]
     """Of which the ranks have a mesh."""
+    used: float = 0.0
+    """When they ran something last, by time.monotonic()."""
 
     def run(self, body: Callable[..., Any], args: tuple, plan: Plan, timeout_seconds: float) -> list[Any]:
         where = (inspect.getsourcefile(body), body.__module__)
@@ -94,6 +105,7 @@ class _Pool:
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((where, work)))
         answers = self._collect(time.monotonic() + timeout_seconds)
+        self.used = time.monotonic()
         failures = [(rank, answers[rank][1]) for rank in sorted(answers) if not answers[rank][0]]
         if failures:
             first = next((f for f in failures if not any(text in f[1] for text in CONSEQUENCES)), failures[0])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from widefield.engine.parallelize import parallelize
     from widefield.engine.parity import verify
     from widefield.engine.reader import from_reader
+    from widefield.engine.stepping import clip_grad_norm_
     from widefield.engine.stream.streamed import stream
     from widefield.engine.tiled import TiledTensor
     from widefield.engine.tiling import from_tile, tile, whole, window
@@ -37,6 +38,7 @@ _DOOR = {
     "TiledTensor": "engine.tiled",
     "World": "engine.mesh",
     "build_mesh": "launchers",
+    "clip_grad_norm_": "engine.stepping",
     "from_reader": "engine.reader",
     "from_tile": "engine.tiling",
     "parallelize": "engine.parallelize",
@@ -58,6 +60,7 @@ __all__ = [
     "TiledTensor",
     "World",
     "build_mesh",
+    "clip_grad_norm_",
     "from_reader",
     "from_tile",
     "parallelize",

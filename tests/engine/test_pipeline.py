@@ -597,6 +597,22 @@ def test_copies_in_stages_refuse_samples_told_apart_by_their_number():
             assert f"Numbered mixes the samples of a batch ({name}), and 2 copies of it" in text
 
 
+class NormedWeight(TwoLayers):
+    """Scales features by a weight that a BatchNorm has normalized, as no sample is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.randn(3, 4)), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x) * self.norm(self.weight).square().mean())
+
+
+def test_copies_in_stages_refuse_a_batch_norm_of_what_every_copy_would_count():
+    for text in on_ranks(4, refused, NormedWeight, (3, 4), plan=Plan(replicate=2, stage=2)):
+        assert "NormedWeight mixes the samples of a batch (batch_norm of what holds no samples, which every copy" in text
+
+
 class Counts(TwoLayers):
     """Features depend on how many samples there are: by a number, or by a choice."""
 

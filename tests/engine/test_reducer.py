@@ -332,6 +332,10 @@ def without_parameters(mesh: Any) -> list[str]:
         rows = slice(mesh.copy * 4 // mesh.copies, (mesh.copy + 1) * 4 // mesh.copies)
         if not torch.allclose(gradient[rows], image.grad[rows], rtol=1e-12, atol=1e-12):
             wrong.append(type(module).__name__)
+    torch.manual_seed(5)
+    dropped = nn.Dropout()(images())[mesh.copy * 4 // mesh.copies : (mesh.copy + 1) * 4 // mesh.copies]
+    torch.manual_seed(5)
+    close(wf.whole(wf.parallelize(nn.Dropout(), mesh)(mine(mesh, images()))), dropped)
     loss = wf.parallelize(nn.MSELoss(), mesh)
     output, target = mine(mesh, images()), mine(mesh, images(1))
     close(mesh.sum_(loss(output, target)) / mesh.size, F.mse_loss(images(), images(1)))

@@ -17,6 +17,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
+from widefield.engine.executed import OfOneRank
 from widefield.engine.holding import wholes_on_main
 from widefield.engine.normalization import SyncBatchNorm
 from widefield.engine.parallelize import parallelize, reasons, share_states, without_sync
@@ -225,7 +226,8 @@ def test_a_pickle_is_the_plain_model():
 
 
 def copied_from(mesh, is_streamed):
-    """Whether copies of a model that several strategies have wrapped are plain models, with its weights; but for a stream's."""
+    """Whether copies of a model that several strategies have wrapped are plain models, with its weights; but for a stream's,
+    and for those of what one rank has of channels, which compute nothing."""
     case, found = case_at("data", 1), []
     alone = net(case).eval()
     model = stream(net(case), tiles=(2, 2)) if is_streamed else net(case)
@@ -233,9 +235,12 @@ def copied_from(mesh, is_streamed):
     parallelize(model, mesh, sample=image.to("meta"))
     model.eval()
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))):
-        kind = type(made).__mro__[3] if is_streamed else type(made)  # the stream's own classes come before
-        same = mesh.plan.channel > 1 or torch.allclose(made(image), alone(image), rtol=1e-10)
-        found.append((kind is nn.Sequential, same, set(vars(made)) - set(vars(nn.Sequential())) <= {"_stream"}))
+        is_part = isinstance(made, OfOneRank)
+        kind = type(made).__mro__[3] if is_streamed or is_part else type(made)  # classes of ours come before
+        same = is_part if mesh.plan.channel > 1 else torch.allclose(made(image), alone(image), rtol=1e-10)
+        found.append(
+            (kind is nn.Sequential, same, set(vars(made)) - set(vars(nn.Sequential())) <= {"_stream", *OfOneRank.COPIED})
+        )
     return found
 
 

@@ -15,6 +15,7 @@ import warnings
 
 import torch
 
+from ..ranks import end_idle
 from .errors import Finding
 from .findings import FINDINGS
 from .grammar import finished
@@ -68,6 +69,7 @@ def _one(threads: Threads, seed: int, counts: Counts, options: argparse.Namespac
     except Uninteresting:
         return
     on_gloo = random.Random(f"gloo {seed}").random() < options.gloo
+    end_idle()
     ranks: Pool = Processes() if on_gloo else threads
     try:
         verdict = ranks.verdict(program, layout, whole)

@@ -95,7 +95,7 @@ def finished(program: Program) -> tuple[Program, Outcome]:
 
 
 def _per_sample(program: Program) -> tuple[bool | None, ...]:
-    """Of each output, whether its rows belong to samples, by its shape for one more of them, one less and one alone."""
+    """Of each output, whether it holds samples along a dim, by its shape for one more of them, one less and one alone."""
     if not any("x" in used(line) for line in program.lines):
         raise Uninteresting("no image")
     count = program.shape[0]
@@ -115,8 +115,11 @@ def _per_sample(program: Program) -> tuple[bool | None, ...]:
 def _belongs(shape: torch.Size, larger: torch.Size, smaller: torch.Size, single: torch.Size, count: int) -> bool | None:
     if shape == larger == smaller == single:
         return False
-    if not shape or any(other[1:] != shape[1:] for other in (larger, smaller, single)):
+    others = {larger: count + 1, smaller: max(1, count - 1), single: 1}
+    if any(len(other) != len(shape) for other in others):
         return None
-    each, rest = divmod(shape[0], count)
-    rows = {larger[0]: count + 1, smaller[0]: max(1, count - 1), single[0]: 1}
-    return True if not rest and all(found == each * samples for found, samples in rows.items()) else None
+    dims = [dim for dim, extents in enumerate(zip(shape, *others, strict=True)) if len(set(extents)) > 1]
+    if len(dims) != 1:
+        return None
+    each, rest = divmod(shape[dims[0]], count)
+    return True if not rest and all(other[dims[0]] == each * samples for other, samples in others.items()) else None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class Habit:
 class Program:
     """members: `self.name`, in the words that make it; names of buffers begin with b.  outputs: the values that it returns.
 
-    per_sample: of each output, whether its rows belong to samples; None where that cannot be said.
+    per_sample: of each output, whether it holds samples along a dim; None where that cannot be said.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +69,7 @@ class Program:
     def build(self) -> nn.Module:
         """The module, in float64, with the same weights each time."""
         scope = new_scope()
-        exec(compile(self.text(), "<program>", "exec"), scope)
+        exec(_compiled(self.text()), scope)
         torch.default_generator.manual_seed(1)
         model = scope["Net"]().double()
         with torch.no_grad():
@@ -93,6 +95,11 @@ class Program:
         lines = tuple(reversed(kept))
         named = {name for line in lines for name in _MEMBER.findall(line)}
         return replace(self, lines=lines, members={n: w for n, w in self.members.items() if n in named})
+
+
+@lru_cache(16)
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<program>", "exec")
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from widefield.engine.mesh import Mesh, World, join
-from widefield.plan import Plan, to_text
+from widefield.plan import Plan
 
 from .errors import Finding, Refusal, Verdict, pattern, verdict_of_errors
 from .grammar import draw_program
@@ -50,7 +50,7 @@ class Threads:
             self.pools, self.meshes = {}, {}
         if plan.ranks not in self.pools:
             self.pools[plan.ranks] = Ranks(plan.ranks)
-        key = to_text(plan)
+        key = plan.model_dump_json()
 
         def on_rank(rank: int) -> Any:
             if (key, rank) not in self.meshes:

@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg as torch_threads
 
@@ -311,6 +313,8 @@ def installed() -> Iterator[None]:
     def without_backend(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
         return new_group(*args, **kwargs)
 
+    stacks = mock.patch.object(fake_tensor, "traceback", SimpleNamespace(extract_stack=list, format_list=traceback.format_list))
+    stacks.start()  # which every trace of a model would write down, a tenth of the time
     torch_threads._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     dist.new_group = distributed_c10d.new_group = without_backend
@@ -318,6 +322,7 @@ def installed() -> Iterator[None]:
     try:
         yield
     finally:
+        stacks.stop()
         dist.new_group = distributed_c10d.new_group = new_group
         distributed_c10d._store_based_barrier = barrier
         torch._C._distributed_c10d._set_thread_isolation_mode(False)

@@ -25,6 +25,8 @@ from widefield.naming import load, names_in
 from widefield.plan import Plan
 
 PACKAGE = "widefield.launchers"
+SOON = 20.0
+"""In seconds, also on a machine under load; what waits for its grace, or for torch, takes 30."""
 ALL_CASES = [
     pytest.param(name, environment, expected, id=f"{name}-{index}")
     for name in names_in(PACKAGE)
@@ -274,7 +276,7 @@ def test_the_users_thread_count_stands(launch, monkeypatch):
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "7\n"
 
 
-def test_a_rank_that_fails_gives_its_exit_code_and_ends_one_that_will_not_listen_within_3_s(launch):
+def test_a_rank_that_fails_gives_its_exit_code_and_ends_one_that_will_not_listen(launch):
     body = """
 if rank == 0:
     on([TERM], lambda *_: note("asked"))
@@ -288,7 +290,7 @@ while True:
 """
     launched = launch(body)
     assert launched.ends() == 3
-    assert time.time() - float(launched.read("died")) < 4.0  # 1 s, SIGTERM, 1 s, SIGKILL; torch alone takes 30 s
+    assert time.time() - float(launched.read("died")) < SOON  # 1 s, SIGTERM, 1 s, SIGKILL; torch alone takes 30 s
     assert (launched.folder / "asked").exists()
     assert launched.said() == "the reason\nwidefield: rank 1 ended with exit code 3; its message is above\n"
 
@@ -313,7 +315,7 @@ time.sleep(100)
     os.kill(int(launched.read("ready1")), signal.SIGKILL)
     killed = time.monotonic()
     assert launched.ends() == 137
-    assert time.monotonic() - killed < 4.0
+    assert time.monotonic() - killed < SOON
     assert launched.said() == "widefield: rank 1 was killed by SIGKILL; the machine may be out of memory\n"
 
 
@@ -365,7 +367,7 @@ def test_a_second_signal_ends_all_at_once(launch):
     asked = time.monotonic()
     launched.process.send_signal(signal.SIGINT)
     assert launched.ends() == 130
-    assert time.monotonic() - asked < 3.0  # grace is 30 s
+    assert time.monotonic() - asked < SOON
     assert "killed" not in launched.said()
 
 
@@ -376,7 +378,7 @@ def test_a_rank_that_fails_while_saving_is_told_and_the_others_do_not_wait_out_t
     launched.process.send_signal(signal.SIGTERM)
     sent = time.monotonic()
     assert launched.ends() == 5
-    assert time.monotonic() - sent < 5.0
+    assert time.monotonic() - sent < SOON
     assert launched.said().endswith("rank 1 ended with exit code 5; its message is above\n")
 
 

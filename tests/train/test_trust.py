@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
+import timm.optim
 import torch
 from marks import few
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import widefield as wf
 from widefield.config import OptimizerConfig
 from widefield.engine.holding import parts, wholes_on_main
 from widefield.engine.mesh import Mesh, World
@@ -18,7 +20,7 @@ from widefield.engine.parallelize import parallelize, share_states
 from widefield.engine.passes import backward_of
 from widefield.engine.tiling import tile
 from widefield.plan import Plan
-from widefield.train.optimizer import build_optimizer, clip_gradients
+from widefield.train.optimizer import build_optimizer
 from widefield.train.state import load_optimizer_state, optimizer_state
 
 PLANS = [
@@ -68,7 +70,7 @@ def learnt(model: nn.Module, optimizer: Optimizer, mesh: Mesh, *, clip: float | 
         optimizer.zero_grad(set_to_none=True)
         backward_of(model, tile(X[mine], mesh), Y[mine], loss_of=squares, scaled=lambda loss: loss * mesh.copies / 4)
         if clip is not None:
-            clip_gradients(model, mesh, [p for group in optimizer.param_groups for p in group["params"]], clip)
+            wf.clip_grad_norm_(model, mesh, clip)
         optimizer.step()
     return model
 
@@ -126,3 +128,55 @@ def resumed(mesh: Mesh, name: str) -> float:
 def test_a_state_of_one_device_goes_on_in_parts(name):
     assert max(on_ranks(2, resumed, name, plan=Plan(stage=2))) < 1e-12
     assert max(on_ranks(2, resumed, name, plan=Plan(shard=2))) < 1e-12
+
+
+def said_by(mesh: Mesh, kind: type[Optimizer]) -> str:
+    model = parallelize(net(), mesh, sample=torch.empty(4, *X.shape[1:], dtype=torch.float64, device="meta"))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    try:
+        optimizer = share_states(kind([p for p in model.parameters() if not p.is_meta], lr=0.01), mesh)
+        learnt(model, optimizer, mesh, clip=None, steps=1)
+    except NotImplementedError as error:
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True) if not a.is_meta)
+        return str(error)
+    return ""
+
+
+def of_kinds(mesh: Mesh) -> dict[str, str]:
+    class Mine(timm.optim.Lamb):
+        """One's own."""
+
+    return {kind.__name__: said_by(mesh, kind) for kind in (torch.optim.LBFGS, torch.optim.Adafactor, Mine, torch.optim.AdamW)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "looks", "where"),
+    [
+        (
+            Plan(channel=2),
+            {"LBFGS": "all weights together", "Adafactor": "whole weights", "Mine": "whole weights"},
+            "other ranks",
+        ),
+        (Plan(stage=2), {"LBFGS": "all weights together"}, "other ranks hold parts of this model"),
+        (Plan(shard=2, sharding={"zero": 1}), {"LBFGS": "all weights together"}, "with sharding.zero=1 each rank steps some"),
+    ],
+    ids=str,
+)
+def test_optimizers_that_need_more_than_a_part_are_refused(plan, looks, where):
+    for said in on_ranks(2, of_kinds, plan=plan):
+        for kind, words in said.items():
+            wanted = f"{kind} looks at {looks[kind]} in each step, and {where}" if kind in looks else ""
+            assert words.startswith(wanted) and bool(words) == bool(wanted), (kind, words)
+
+
+def clipped_to(mesh: Mesh, most: float) -> str:
+    try:
+        return str(float(wf.clip_grad_norm_(net(), mesh, most)))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_norm_to_clip_to_is_above_zero():
+    alone = Mesh(Plan(), World(), torch.device("cpu"))
+    assert clipped_to(alone, 0.0) == "max_norm=0.0 would leave no gradient; give a norm above 0"
+    assert "max_norm=nan" in clipped_to(alone, float("nan")) and clipped_to(alone, 1.0) == "0.0"

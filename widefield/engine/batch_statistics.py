@@ -6,6 +6,7 @@ What it is used for and what it sends: see normalization.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,9 @@ from widefield.engine.layout import Layout
 from widefield.engine.partial import partial_of, settled
 from widefield.engine.places import moved, on_layout, whole_of
 from widefield.engine.tiled import TiledTensor, wrap
+
+ARE_ROWS: ContextVar[bool] = ContextVar("ARE_ROWS", default=False)
+"""Whether images are rows of a batch that copies share now: what is not cut is then the same on all of them."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ class Share:
         return sums if self.layout is None else partial_of(sums * self.tiles, self.layout.grid)
 
 
-def share_of(input: Tensor, alike: int, *, is_ghost: bool) -> Share:
+def share_of(input: Tensor, alike: int, group: dist.ProcessGroup, *, is_ghost: bool) -> Share:
     if type(input) is not TiledTensor:
-        return Share(None, alike, 1, is_ghost)
+        return Share(None, group.size() if ARE_ROWS.get() else alike, 1, is_ghost)
     layout = moved(input.laid, [1])
     return Share(layout, layout.grid.size // layout.ways, layout.ways, is_ghost)
 
@@ -105,7 +109,7 @@ def batch_norm_over(
 ) -> list[Tensor]:  # fmt: skip
     """What `widefield::batch_norm_over` names, with its gradient: the output, and what the running statistics become."""
     group = dist.distributed_c10d._resolve_process_group(group_name)
-    share = share_of(image, alike, is_ghost=is_ghost)
+    share = share_of(image, alike, group, is_ghost=is_ghost)
     with torch.no_grad():
         whole = merged(image.detach(), share, running_mean, group)
         pairs = ((running_mean, whole.mean), (running_var, whole.unbiased))

@@ -49,8 +49,25 @@ class Flow:
         raise NotImplementedError
 
 
+class OfOneRank(Wrapping):
+    """Put before a module's own class by `lay_part`: it has what one rank has of its weights, and so have copies and pickles.
+
+    They compute nothing: alone, what one rank has would give other numbers, often of the right shape.
+    """
+
+    COPIED = ("_widefield_of_one_rank",)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if flow_of(self) is None:
+            raise RuntimeError(
+                f"this {type(self).__qualname__} is a copy of what one rank has of a model in mesh.channel or mesh.stage, "
+                "which alone gives no model's numbers; copy the model before it is laid out, or load its checkpoint's export"
+            )
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
 class Executed(Wrapping):
-    """Put before a module's own class by `lay`.  A copy or a pickle is the plain module, with the parameters of this rank."""
+    """Put before a module's own class by `lay`.  A copy or a pickle is the plain module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         flow: Flow | None = self.__dict__.get(_FLOW)
@@ -67,6 +84,13 @@ def lay(module: nn.Module, flow: Flow) -> None:
     """From now on calls of `module` are the flow's, in place of one that is there."""
     wrap_class(module, Executed)
     module.__dict__[_FLOW] = flow
+
+
+def lay_part(module: nn.Module, flow: Flow) -> None:
+    """`lay` for a module that has what one rank has of its weights; copies and pickles are `OfOneRank`."""
+    wrap_class(module, OfOneRank)
+    vars(module)[OfOneRank.COPIED[0]] = True
+    lay(module, flow)
 
 
 def refuse_streams(module: nn.Module, axis: str) -> None:

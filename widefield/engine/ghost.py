@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from widefield.engine.batch_statistics import ARE_ROWS
 from widefield.engine.normalization import SyncBatchNorm
 
 
@@ -49,14 +50,16 @@ def is_ghost(model: nn.Module) -> bool:
 
 
 @contextmanager
-def counted(model: nn.Module) -> Iterator[None]:
-    """Inside, SyncBatchNorms of a stand-in count what they are given, as where copies share a batch of which it has no row."""
+def on_rows(model: nn.Module) -> Iterator[None]:
+    """Inside, SyncBatchNorms are given rows of a batch that copies share: a stand-in counts, and what is not cut once."""
     layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)] if is_ghost(model) else []
     for layer in layers:
         layer.ghost = False
+    were = ARE_ROWS.set(True)
     try:
         yield
     finally:
+        ARE_ROWS.reset(were)
         for layer in layers:
             layer.ghost = True
 

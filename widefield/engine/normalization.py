@@ -104,7 +104,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def _over_ranks(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
-        share = share_of(input, self.held.alike, is_ghost=getattr(self, "ghost", False))
+        assert self.group is not None
+        share = share_of(input, self.held.alike, self.group, is_ghost=getattr(self, "ghost", False))
         whole = self._statistics_of_the_whole(input, share)
         return Normalize.apply(input, self.weight, self.bias, whole, self.eps, self.group, share)
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from widefield.engine.executed import flow_of
+from widefield.engine import stepping
+from widefield.engine.executed import OfOneRank
 from widefield.engine.mesh import Mesh
 from widefield.engine.normalization import SyncBatchNorm
 from widefield.engine.places import dense_strides
@@ -48,6 +49,8 @@ def parallelize(
     for strategy in _strategies(mesh):
         more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}
         found += strategy.apply(model, mesh, rehearse=rehearse, **more)
+    if mesh.plan.channel * mesh.plan.stage > 1:
+        stepping.watch(model)
     alone = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
     _REASONS[model] = [*alone, *found]
     return model
@@ -68,8 +71,12 @@ def follow(
 
 
 def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Optimizer:
-    """Share the state of an optimizer of a laid out model over ranks where the plan asks for that; the same optimizer back."""
+    """Share the state of an optimizer of a laid out model over ranks where the plan asks for that; the same optimizer back.
+
+    NotImplementedError: an optimizer that looks at all weights together.
+    """
     if mesh.plan.shard > 1 and mesh.plan.sharding.zero == 1:
+        stepping.refuse_unfit(optimizer, has_whole_weights=True, where="with sharding.zero=1 each rank steps some of them")
         return fully_shard.share_states(optimizer, mesh)
     return optimizer
 
@@ -84,7 +91,7 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 def _refuse_parts(model: nn.Module) -> None:
     """A model whose copies are whole may be laid out anew."""
-    if fully_shard.is_sharded(model) or flow_of(model) is not None:
+    if fully_shard.is_sharded(model) or isinstance(model, OfOneRank):
         raise ValueError(
             f"{type(model).__qualname__} is laid out already and each rank holds a part of its weights; build a new "
             "model, load its weights from a checkpoint, and lay that out"

@@ -34,9 +34,9 @@ from widefield.engine import holding
 from widefield.engine.ghost import ghost
 from widefield.engine.mesh import AgreedError, Mesh
 from widefield.engine.passes import backward_of, without_sync
+from widefield.engine.stepping import clip_grad_norm_
 from widefield.tasks import Task, is_per_pixel
 from widefield.train.arithmetic import Arithmetic
-from widefield.train.optimizer import clip_gradients
 from widefield.train.placing import on_tiles
 from widefield.train.schedule import Schedule
 
@@ -217,7 +217,7 @@ class Learner:
             torch._foreach_mul_(self._gradients_here(), scale)
         if self.config.optimizer.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            clip_gradients(self.model, self.mesh, self._trained, self.config.optimizer.clip_norm)
+            clip_grad_norm_(self.model, self.mesh, self.config.optimizer.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,18 +87,6 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, mesh: 
     except (TypeError, ValueError) as error:  # also a number that it will not have
         raise ValueError(f"optimizer.options {config.options} do not fit '{config.name}': {error}") from None
     return optimizer if mesh is None else for_parts(optimizer, model, mesh)
-
-
-def clip_gradients(model: nn.Module, mesh: Mesh, trained: Sequence[nn.Parameter], most: float) -> None:
-    """Scale the gradients down to a norm of `most` over all of them, whoever holds them.  Every rank calls it."""
-    if not holding.is_parted(mesh):
-        nn.utils.clip_grad_norm_(trained, most)
-        return
-    ids = {id(p) for p in trained}
-    named = {name: p.grad for name, p in model.named_parameters() if id(p) in ids and p.grad is not None}
-    norm = holding.total_norm(model, mesh, named)
-    for gradient in map(holding.local, named.values()):
-        gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0).to(gradient.device, gradient.dtype))  # as torch clips
 
 
 def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> Groups:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from widefield.engine import holding
 from widefield.engine.mesh import Mesh
+from widefield.engine.stepping import STEPS_PARTS
 
 Sums = Callable[[Mapping[Tensor, Sequence[Tensor]], int], dict[Tensor, Tensor]]
 """Adds up, for each parameter, so many numbers that ranks have of their parts: (parameter -> numbers, how many) -> sums.  Every
@@ -32,7 +33,7 @@ def for_parts(optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> Optimizer:
             step(self, sums)
 
         kind = type(optimizer)
-        optimizer.__class__ = type(kind.__name__, (kind,), {"step": Optimizer.profile_hook_step(run)})
+        optimizer.__class__ = type(kind.__name__, (kind,), {"step": Optimizer.profile_hook_step(run), STEPS_PARTS: True})
     return optimizer
 
 

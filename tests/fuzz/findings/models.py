@@ -283,4 +283,43 @@ OF_MODELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=2)),
     ),
+    # A gradient that a forward takes through a unit of weights in parts gave those weights one of zeros.
+    (
+        Program(
+            (2, 4, 5, 6),
+            {"m0": "nn.Conv2d(4, 2, (2, 1), 3)", "m1": "nn.Conv2d(2, 2, 1)"},
+            (
+                "v1 = self.m0(x)",
+                "with torch.enable_grad():\n    v3 = v1.detach().requires_grad_()\n"
+                "    v4, = torch.autograd.grad(self.m1(v3).square().sum(), v3)",
+                "v5 = v1 + v4",
+            ),
+            ("v5",),
+        ),
+        Layout(Plan(shard=2, sharding={"zero": 2}), as_if_large=True),
+    ),
+    # A BatchNorm of what is not cut, which copies on rows all hold, counted it once for each.
+    (
+        Program(
+            (2, 3, 6, 6),
+            {
+                "m0": "nn.LSTM(6, 3, 1, batch_first=True)",
+                "m1": "nn.Conv1d(18, 4, 1)",
+                "m2": "nn.BatchNorm1d(4)",
+            },
+            ("v2 = self.m0(x.flatten(1, -2))[0]", "v3 = self.m1(v2)", "v4 = self.m2(v3)"),
+            ("v4",),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
+    # Outputs that hold samples along another dim than the first were those of all copies.
+    (
+        Program(
+            (3, 3, 4, 5),
+            {"m0": "nn.Conv2d(3, 5, 3, padding=1)", "m1": "nn.Dropout(0.5)"},
+            ("v1 = self.m1(self.m0(x))", "v2 = v1.flatten(2).permute(2, 0, 1)"),
+            ("v2",),
+        ),
+        Layout(Plan(replicate=2)),
+    ),
 ]

@@ -99,4 +99,14 @@ OF_STAGES: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(stage=2, pipeline={"micro_batches": 1, "schedule": "interleaved"})),
     ),
+    # Where micro-batches do not divide a batch, outputs that hold samples along another dim were cut along their first.
+    (
+        Program(
+            (5, 4, 5, 5),
+            {"m0": "nn.Conv2d(4, 3, 2)", "m1": "nn.Conv2d(3, 4, 3)"},
+            ("v1 = self.m0(x)", "v2 = self.m1(v1)", "v3 = v2.flatten(1).t()"),
+            ("v3", "v1"),
+        ),
+        Layout(Plan(stage=2, pipeline={"micro_batches": 2})),
+    ),
 ]

@@ -26,7 +26,7 @@ from widefield.engine.mesh import Mesh
 from widefield.engine.partial import partial_of
 from widefield.engine.pipeline.cutting import Division, cuts_of
 from widefield.engine.pipeline.held import average_gradients
-from widefield.engine.pipeline.job import Job, LossOf
+from widefield.engine.pipeline.job import Job, LossOf, dims_of_samples
 from widefield.engine.pipeline.parts import Part, parts_of
 from widefield.engine.pipeline.samples import where_samples_meet
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK
@@ -208,8 +208,10 @@ class PipelineFlow(Flow):
         each = -(-rows // count)
         with autocast():
             made = self._pass_of(module, (image[:each],), {}, learns=True)
+            filled = _filled(image, each * count)
+            dims = None if filled is image else made.dims_of_samples(partial(self.graph_of, module, (filled[: each + 1],), {}))
         with self._own_draws(made):
-            loss = made.step(_filled(image, each * count), Job(target, rows, loss_of, scaled))
+            loss = made.step(filled, Job(target, rows, loss_of, scaled, dims))
         loss = loss.to(self.mesh.device, torch.float64)
         dist.broadcast(loss, group_src=self.rank_of(self.stages - 1), group=self.group)
         if self.averages:
@@ -316,6 +318,13 @@ class _Pass:
         self.modules: list[StageModule] = []
         self._job: Job | None = None
         self._losses: list[Tensor] = []
+        self._dims: list[int | None] | None = None
+
+    def dims_of_samples(self, larger: Callable[[], Graph]) -> list[int | None]:
+        """The dim along which each output holds samples.  larger: follows the model for more of them."""
+        if self._dims is None:
+            self._dims = dims_of_samples(self.graph, larger())
+        return self._dims
 
     def learn(self, flow: PipelineFlow, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Make torch's schedule.  inputs: such as one micro-batch has on this rank."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from widefield.engine.stream.graph import Graph, Value
 from widefield.engine.stream.stand_ins import tensors_of
 
 LossOf = Callable[[Any, Any], Tensor]
@@ -17,12 +18,16 @@ LossOf = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """What a pass is to learn: `rows` samples count.  scaled: makes of the loss what is differentiated."""
+    """What a pass is to learn: `rows` samples count.
+
+    scaled: makes of the loss what is differentiated.  dims: along which dim each output holds samples, where not all count.
+    """
 
     target: Any
     rows: int
     loss_of: LossOf
     scaled: Callable[[Tensor], Tensor]
+    dims: list[int | None] | None = None
 
     def loss(self, output: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of one micro-batch: what is differentiated, and the detached loss.  positions: of its samples in the batch."""
@@ -31,15 +36,33 @@ class Job:
         if count <= 0:
             nothing = sum((tensor.sum() * 0.0 for tensor in tensors_of(output)), torch.zeros((), device=positions.device))
             return nothing, nothing.detach()
-        mine = output if count == size else tree_map(lambda leaf: _of_samples(leaf, 0, count, size), output)
+        mine = output if count == size else self._first_of(output, count, size)
         target = tree_map(lambda leaf: _of_samples(leaf, start, start + count, self.rows), self.target)
         loss = self.loss_of(mine, target)
         return self.scaled(loss), loss.detach()
 
+    def _first_of(self, output: Any, count: int, size: int) -> Any:
+        """The output for the first `count` of a micro-batch's `size` samples."""
+        assert self.dims is not None, "asked for where not all samples count"
+        leaves, spec = tree_flatten(output)
+        pairs = zip(leaves, self.dims, strict=True)
+        own = [leaf if dim is None else leaf.narrow(dim, 0, count * (leaf.shape[dim] // size)) for leaf, dim in pairs]
+        return tree_unflatten(own, spec)
+
+
+def dims_of_samples(graph: Graph, larger: Graph) -> list[int | None]:
+    """The dim along which each output holds samples, as the same model's graph for a larger batch tells; None for none."""
+    pairs = zip(tree_leaves(graph.outputs), tree_leaves(larger.outputs), strict=True)
+    return [_differing(one.shape, more.shape) if isinstance(one, Value) else None for one, more in pairs]
+
+
+def _differing(shape: Sequence[int], larger: Sequence[int]) -> int | None:
+    return next((dim for dim, (one, more) in enumerate(zip(shape, larger, strict=True)) if one != more), None)
+
 
 def _of_samples(leaf: Any, first: int, last: int, count: int) -> Any:
-    """The rows of some samples out of `count`, each of which may have several."""
-    if not isinstance(leaf, Tensor):
+    """Of a target, the rows of some samples out of `count`, each of which may have several."""
+    if not isinstance(leaf, Tensor) or not leaf.ndim:
         return leaf
     each = max(1, len(leaf) // count)
     return leaf[first * each : last * each]

@@ -35,6 +35,8 @@ def where_samples_meet(graph: Graph) -> list[str]:
     numbers = dict(graph.constants)  # and what is made of them alone, as of the batch's size
     with torch.no_grad():
         for node in graph.nodes:
+            if node.op is BATCH_NORM_OVER and type(known.get(node.reads[0])) is not TiledTensor:
+                found["batch_norm of what holds no samples, which every copy counts"] = None
             reads_samples = any(type(known.get(value)) is TiledTensor for value in node.reads)
             made = _run(node, known, rows, found) if reads_samples and not node.draws else None
             if reads_samples:

@@ -116,6 +116,11 @@ def watch(model: nn.Module) -> Watched:
     return watched
 
 
+def is_inside(model: nn.Module) -> bool:
+    """Whether the forward of a watched model is running."""
+    return vars(model).get(_INSIDE, False)
+
+
 def inside(model: nn.Module) -> Inside:
     """The module to wrap in place of `model`; then `route` calls to the wrapper."""
     if "forward" in vars(model):

@@ -16,7 +16,6 @@ import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,22 +25,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from widefield.engine import collectives, halo
-from widefield.engine.ghost import counted, is_ghost, real_buffers
-from widefield.engine.layout import Cut, Grid, Layout, layout_of
+from widefield.engine import collectives
+from widefield.engine.ghost import is_ghost, on_rows, real_buffers
 from widefield.engine.mesh import Mesh, device_of_words
 from widefield.engine.mixing import Watch
 from widefield.engine.nests import refuse_hidden
-from widefield.engine.partial import settled
-from widefield.engine.places import is_dense, on_layout
+from widefield.engine.strategies._batch import Enter, Share, dims_of_samples, left, strides_of_batch
 from widefield.engine.strategies._forward_state import ForwardState
 from widefield.engine.strategies._halves import differ, mix_among_themselves
 from widefield.engine.strategies._route import Compiled
 from widefield.engine.strategies._unit_calls import Parted
 from widefield.engine.stream.streamed import Streamed
-from widefield.engine.tiled import TiledTensor, wrap, wrap_view
-from widefield.engine.tiling import cut_by
-from widefield.geometry.strides import strides_like
+from widefield.engine.tiled import TiledTensor
 
 PATIENCE_SECONDS = 120.0
 """For other copies to find out that a model draws, too."""
@@ -61,8 +56,10 @@ class Rows:
         self.mesh, self.group, self.ended, self.has_said = mesh, group, ended, False
         self.together: dict[bool, bool] = {}
         """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
-        self.rows_each: dict[bool, list[int | None]] = {}
-        """In each mode, how many rows of each output belong to a sample; 0 of one of all samples, None of what is no tensor."""
+        self.rows_each: dict[bool, list[list[int] | None]] = {}
+        """In each mode, of each dim of each output, how many rows belong to a sample; None of what is no tensor."""
+        self.has_run: set[bool] = set()
+        """The modes in which a forward has run on rows; where the first cannot, the model is to blame and not its user."""
         self.gives_sums = False
         """Whether the last forward on rows gave something of all samples together."""
 
@@ -120,19 +117,22 @@ class Rows:
             self.together[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics))
             before.restore()
 
-    def _rows_each(self, leaves: list[Any], count: int) -> list[int | None]:
-        """How many rows of each output belong to a sample, by what `count` samples alone gave on any copy that has some.
+    def _rows_each(self, leaves: list[Any], count: int) -> list[list[int] | None]:
+        """Of each dim of each output, how many rows may belong to a sample, by what `count` samples alone gave on each copy.
 
-        Not known where copies give unequally many outputs.
+        Not known where copies give outputs of unequally many dims.
         """
-        many = torch.tensor([len(leaves), -len(leaves)], device=device_of_words(self.group))
+        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
+        found = [extent // count if count and extent % count == 0 else 0 for shape in shapes for extent in shape]
+        many = torch.tensor([len(found), -len(found)], device=device_of_words(self.group))
         dist.all_reduce(many, dist.ReduceOp.MAX, group=self.group)
         if many.sum():
             return [None] * len(leaves)
-        found = [divmod(len(leaf), count) if isinstance(leaf, Tensor) and leaf.ndim and count else (0, 0) for leaf in leaves]
-        told = torch.tensor([0 if more else each for each, more in found], device=device_of_words(self.group))
+        told = torch.tensor(found, device=device_of_words(self.group))
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        return [each if isinstance(leaf, Tensor) else None for leaf, each in zip(leaves, told.tolist(), strict=True)]
+        rest = iter(told.tolist())
+        each = [[next(rest) for _ in shape] for shape in shapes]
+        return [many if isinstance(leaf, Tensor) else None for leaf, many in zip(leaves, each, strict=True)]
 
     def _some(self, holds: bool) -> bool:
         """Whether something holds on some rank; RuntimeError where not all come to ask."""
@@ -159,12 +159,33 @@ class Rows:
             with watch:
                 among_all = self._run(model, run, args, kwargs), _statistics(model)
         except NotImplementedError:  # raised on every rank, before any message
-            mixes = mix_among_themselves(model, run, args, kwargs, _samples_in(args, kwargs)) or bool(watch.found)
+            mixes = self._mix_among_themselves(model, run, args, kwargs) or bool(watch.found)
             return self._some(mixes and not is_ghost(model))
+        except Parted:
+            raise
+        except Exception as error:
+            raise self._refusal(model, error) from error
         pairs = zip(tree_leaves(made), tree_leaves(among_all), strict=True)
         apart = [differ(alone, found) for alone, found in pairs]  # all of them, for ranks look at them together
         mixes = bool(watch.found) or self.gives_sums or any(apart)
         return self._some(mixes and not is_ghost(model))
+
+    def _mix_among_themselves(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
+        """Whether this copy's samples meet; NotImplementedError, on every rank, where a copy's cannot be told."""
+        mixes, failed = False, None
+        try:
+            mixes = mix_among_themselves(model, run, args, kwargs, _samples_in(args, kwargs))
+        except Exception as error:
+            failed = error
+        if self._some(failed is not None):
+            raise self._refusal(model, failed or "another copy cannot, and says why") from failed
+        return mixes
+
+    def _refusal(self, model: nn.Module, why: Exception | str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(model).__qualname__} runs on one copy's samples and not on a batch that its {self.mesh.copies} copies "
+            f"share, as with images in a list, so whether samples meet cannot be seen: {why}; {ADVICE}"
+        )
 
     # ------------------------------------------------------------------------------------------ on rows
 
@@ -185,6 +206,12 @@ class Rows:
                 f"{self.mesh.copies} copies share a batch, of which each rank has its rows in place of a tile: {error}. Or "
                 f"{ADVICE}"
             ) from error
+        except Parted:
+            raise
+        except Exception as error:
+            if model.training in self.has_run:
+                raise
+            raise self._refusal(model, error) from error
 
     def _run(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """The forward on tiled tensors whose batch dim is cut over copies; of what it gives, what is this copy's."""
@@ -192,7 +219,7 @@ class Rows:
             raise NotImplementedError("a stream runs tiles of images and no rows of a batch; set stream=null")
         samples = _samples_in(args, kwargs)
         count = len(samples[0])
-        rows = self._rows_of(samples[0], 0 if is_ghost(model) else count)
+        rows = self._rows_of(samples, 0 if is_ghost(model) else count, _sum_of_others(args, kwargs, samples))
         if is_ghost(model):
             real_buffers(model)
 
@@ -200,31 +227,41 @@ class Rows:
             if not any(leaf is each for each in samples):
                 return leaf
             layout = rows.of_batch(leaf)
-            return _Enter.apply(leaf, rows, layout, 1, _strides_of_batch(leaf, layout))
+            return Enter.apply(leaf, rows, layout, 1, strides_of_batch(leaf, layout))
 
-        with counted(model):
+        with on_rows(model):
             leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
         known = self.rows_each[model.training]
-        pairs = list(zip(leaves, known if len(known) == len(leaves) else [None] * len(leaves), strict=True))
+        if len(known) != len(leaves):
+            known = [None] * len(leaves)
+        pairs = list(zip(leaves, known, strict=True))
         self.gives_sums = any(_is_of_all(leaf, each, rows) for leaf, each in pairs)
-        return tree_unflatten([_left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
+        known[:] = [_told_by(leaf, each, rows) for leaf, each in pairs]
+        self.has_run.add(model.training)
+        return tree_unflatten([left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
 
-    def _rows_of(self, sample: Tensor, count: int) -> _Share:
-        """Which rows of the batch this copy has; one small message."""
+    def _rows_of(self, samples: list[Tensor], count: int, others: int) -> Share:
+        """Which rows of the batch this copy has; one small message.  others: a sum of what else the model is given."""
         tiles, device = self.mesh.grid.size, device_of_words(self.group)
-        mine = torch.tensor([count, zlib.crc32(str(tuple(sample.shape[1:])).encode())], dtype=torch.int64, device=device)
-        told = mine.new_empty(self.group.size(), 2)
+        shapes = [tuple(sample.shape[1:]) for sample in samples]
+        mine = torch.tensor([count, zlib.crc32(str(shapes).encode()), others], dtype=torch.int64, device=device)
+        told = mine.new_empty(self.group.size(), 3)
         collectives.all_gather_single(told, mine[None], group=self.group)
         of_copies = told[::tiles].tolist()
-        if len({shape for rows, shape in of_copies if rows}) > 1:
+        if len({found for rows, found, _ in of_copies if rows}) > 1:
             raise NotImplementedError(
-                f"copies got samples of different sizes, this one {tuple(sample.shape[1:])}, which make no batch; give all of "
-                "them one size"
+                f"copies got samples of different sizes, this one {', '.join(map(str, shapes))}, which make no batch; give all "
+                "of them one size"
+            )
+        if len({others for rows, _, others in of_copies if rows}) > 1:
+            raise NotImplementedError(
+                "copies gave the model other numbers besides their samples, and one device has one of each; give all of them "
+                "the same, or a tensor with a row for each sample"
             )
         bounds = [0]
-        for rows, _ in of_copies:
+        for rows, *_ in of_copies:
             bounds.append(bounds[-1] + rows)
-        return _Share(self.mesh.grid_of_rows(), self.mesh.grid, tuple(bounds))
+        return Share(self.mesh.grid_of_rows(), self.mesh.grid, tuple(bounds))
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:
@@ -238,150 +275,29 @@ def _samples_in(args: tuple, kwargs: dict) -> list[Tensor]:
     return [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
 
 
+def _sum_of_others(args: tuple, kwargs: dict, samples: list[Tensor]) -> int:
+    """A checksum of the numbers that a model is given besides samples."""
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if not any(leaf is each for each in samples)]
+    words = [str(leaf) for leaf in leaves if leaf is None or isinstance(leaf, bool | int | float | complex | str)]
+    found = zlib.crc32(str(words).encode())
+    for leaf in leaves:
+        if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_meta:
+            numbers = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            found = zlib.crc32(numbers.flatten().view(torch.uint8).numpy(), found)
+    return found
+
+
 def _same(tensor: Any) -> Any:
     """(A result that is saved as it is would hold the operation that saves it, and neither would ever go.)"""
     return tensor
 
 
-# ---------------------------------------------------------------------------------------------- into rows and out of them
-
-
-@dataclass(frozen=True)
-class _Share:
-    """grid: copies first, then the axes of `tiles`, the ranks that share this copy's images.  bounds: of the copies' rows."""
-
-    grid: Grid
-    tiles: Grid
-    bounds: tuple[int, ...]
-
-    @property
-    def copies(self) -> int:
-        return len(self.bounds) - 1
-
-    @property
-    def bounds_here(self) -> tuple[int, int]:
-        """Of this copy's rows."""
-        copy = self.grid.index // self.tiles.size
-        return self.bounds[copy], self.bounds[copy + 1]
-
-    def of_batch(self, tensor: Tensor) -> Layout:
-        """The layout on the grid of a tensor of this copy's samples."""
-        cuts = tensor.laid.cuts[1:] if type(tensor) is TiledTensor else (None,) * (tensor.ndim - 1)
-        further = [None if cut is None else Cut(tuple(axis + 1 for axis in cut.axes), cut.bounds) for cut in cuts]
-        return layout_of((self.bounds[-1], *tensor.shape[1:]), (Cut((0,), self.bounds), *further), self.grid)
-
-    def local(self, layout: Layout, count: int | None = None) -> Layout | None:
-        """What a tile is a tile of, on this copy alone; None where it is plain.  count: of its rows, where these are cut."""
-        if not self.tiles.sizes:
-            return None
-        cuts = [
-            None if cut is None or 0 in cut.axes else Cut(tuple(axis - 1 for axis in cut.axes), cut.bounds)
-            for cut in layout.cuts
-        ]
-        whole = [n if cut is not None else here for n, here, cut in zip(layout.shape, layout.tile_shape, cuts, strict=True)]
-        return layout_of(tuple(whole) if count is None else (count, *whole[1:]), tuple(cuts), self.tiles)
-
-
-def _strides_of_batch(sample: Tensor, layout: Layout) -> tuple[int, ...] | None:
-    """Those of all copies' samples, where this copy's tell: a row or a tile that is thin or empty does not."""
-    return strides_like(layout.shape, sample.stride()) if is_dense(sample) else None
-
-
-class _Enter(torch.autograd.Function):
-    """This copy's samples, times a factor, as their rows of the batch.
-
-    A loss of this copy's counts by its mean over copies, so the gradient of the batch's is that share of it, and back.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, rows: _Share, layout: Layout, factor: float, strides: tuple[int, ...] | None = None
-    ) -> Tensor:
-        ctx.rows, ctx.layout, ctx.count, ctx.factor = rows, layout, len(tensor), factor
-        local, tensor = rows.local(layout, len(tensor)), settled(tensor)
-        own = (tensor if local is None else on_layout(tensor, local))[: layout.tile_shape[0]]
-        return wrap_view(own if factor == 1 else own * factor, layout, strides)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        rows = ctx.rows
-        return _Leave.apply(grad, rows, ctx.layout, ctx.count, ctx.factor * rows.copies), None, None, None, None
-
-
-class _Leave(torch.autograd.Function):
-    """The rows of this copy's samples, times a factor; zeros for the `count` samples of a stand-in, which count nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout, count: int, factor: float) -> Tensor:
-        ctx.rows, ctx.layout, ctx.factor = rows, layout, factor
-        own = on_layout(settled(tensor), layout)
-        if len(own) != count:
-            own = own.new_zeros(count, *own.shape[1:])
-        own = own.view_as(own) if factor == 1 else own * factor
-        local = rows.local(layout, count)
-        return own if local is None else wrap_view(own, local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Enter.apply(grad, ctx.rows, ctx.layout, ctx.factor / ctx.rows.copies), None, None, None, None
-
-
-class _OfAll(torch.autograd.Function):
-    """What all samples give together, as a mean over the batch: every copy has it, and its gradient is the mean of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout | None) -> Tensor:
-        ctx.rows, ctx.layout = rows, layout
-        if layout is None:
-            return tensor.view_as(tensor)
-        own, local = on_layout(settled(tensor), layout), rows.local(layout)
-        own = own.view_as(own)
-        return own if local is None else wrap_view(own, local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Mean.apply(grad, ctx.rows, ctx.layout), None, None
-
-
-class _Mean(torch.autograd.Function):
-    """The mean over copies, as what all samples give together."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: _Share, layout: Layout | None) -> Tensor:
-        ctx.rows, ctx.layout = rows, layout
-        local = None if layout is None else rows.local(layout)
-        part = settled(tensor) if local is None else on_layout(settled(tensor), local)
-        mean = halo.add_sums(part.contiguous(), rows.grid.group_name((0,))) / rows.copies
-        return mean if layout is None else wrap(mean, layout)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _OfAll.apply(grad, ctx.rows, ctx.layout), None, None
-
-
-def _is_of_all(leaf: Any, each: int | None, rows: _Share) -> bool:
+def _is_of_all(leaf: Any, each: list[int] | None, rows: Share) -> bool:
     """Whether a result, which is no number, is of all samples of a batch together; by chance it may be what one copy gives."""
-    return type(leaf) is TiledTensor and leaf.ndim > 0 and each is not None and len(leaf) != each * rows.bounds[-1]
+    return type(leaf) is TiledTensor and leaf.ndim > 0 and each is not None and not dims_of_samples(leaf, each, rows)
 
 
-def _left(tensor: Tensor, rows: _Share, count: int, each: int | None) -> Tensor:
-    """What this copy gets of a result.
-
-    count: of its samples, where it has none that count.  each: how many rows of the result belong to a sample, 0 where it is of
-    all; where that is not known, a result that is cut by samples is theirs.
-    """
-    by_samples = None
-    if each and tensor.ndim and len(tensor) == each * rows.bounds[-1]:
-        by_samples = Cut((0,), tuple(bound * each for bound in rows.bounds))
-    if type(tensor) is not TiledTensor:  # made for the batch, of no sample, or written to with what is of samples
-        if by_samples is None:
-            return _OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
-        tensor = cut_by(tensor, layout_of(tuple(tensor.shape), (by_samples, *[None] * (tensor.ndim - 1)), rows.grid))
-    layout = tensor.laid
-    first = layout.cuts[0] if layout.cuts else None
-    cuts = [None if cut is not None and 0 in cut.axes else cut for cut in layout.cuts]
-    if each is None and first is not None and first.axes == (0,):
-        return _Leave.apply(tensor, rows, layout, count, 1)
-    if each and by_samples is not None:
-        return _Leave.apply(tensor, rows, layout_of(layout.shape, (by_samples, *cuts[1:]), layout.grid), count * each, 1)
-    return _OfAll.apply(tensor, rows, layout_of(layout.shape, tuple(cuts), layout.grid))
+def _told_by(leaf: Any, each: list[int] | None, rows: Share) -> list[int] | None:
+    """`each` without dims that hold no samples, as far as this batch tells: the extents of another one may fit by chance."""
+    dims = [] if each is None else dims_of_samples(leaf, each, rows)
+    return each if each is None or len(dims) > 1 else [many if dim in dims else 0 for dim, many in enumerate(each)]

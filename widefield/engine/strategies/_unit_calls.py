@@ -184,13 +184,14 @@ class UnitCalls:
         self._begin()
 
     def _unit_is_reached(self, name: str, gradient: Tensor) -> None:
-        """NotImplementedError where a forward takes a gradient: FSDP2 frees the unit's weights after it."""
+        """A backward has reached a unit; NotImplementedError in a forward that would differentiate it again."""
         if self._inside[""] and torch.is_grad_enabled():
             raise NotImplementedError(
                 f"the forward takes a gradient through '{name}', a unit whose weights lie in parts, and would differentiate it "
-                "again; set sharding.units so that this layer is no unit of its own and goes with the model, or set "
-                "sharding.zero=1"
+                "again, for which FSDP2 has freed them; set sharding.units so that this layer is no unit of its own and goes "
+                "with the model, or set sharding.zero=1"
             )
+        self._begin()  # a gradient that a forward takes reaches nothing that the model gave
 
     def _reached(self, gradient: Tensor) -> None:
         """A backward has reached what the model gave."""

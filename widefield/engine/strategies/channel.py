@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from widefield.engine.channel.choose import Chosen
 from widefield.engine.channel.exchange import Exchange, Ranks
 from widefield.engine.channel.flow import ChannelFlow
-from widefield.engine.executed import lay, refuse_streams
+from widefield.engine.executed import lay_part, refuse_streams
 from widefield.engine.holding import tell
 from widefield.engine.mesh import Mesh
 from widefield.engine.strategies import Case, Phase
@@ -44,7 +44,7 @@ def apply(
     shape = mesh.gather_objects(tuple(sample.shape))[0]  # copies may have a sample more, and must not choose other parts
     ranks = Ranks(mesh.channel, mesh.plan.channel, mesh.channel_group)
     flow = ChannelFlow(model, ranks, Like.of(sample, mesh.device, shape), mesh.device)
-    lay(model, flow)
+    lay_part(model, flow)
     tell(model, {name: Held(flow.shapes[name], exchange) for name, exchange in flow.exchanges().items()})
     return _in_words(flow.first, mesh.plan.channel, _weight_bytes(model) / max(1, whole))
 

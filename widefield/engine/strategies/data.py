@@ -25,6 +25,7 @@ from widefield.engine.normalization import SyncBatchNorm, broadcast_buffers
 from widefield.engine.strategies import Case, Phase
 from widefield.engine.strategies._adasum import adasum_hook
 from widefield.engine.strategies._buckets import Seen, bucket_mib
+from widefield.engine.strategies._by_itself import refuse_by_itself, roots_of
 from widefield.engine.strategies._forward_state import without_trace
 from widefield.engine.strategies._reducer import Hook, Reducer
 from widefield.engine.strategies._route import Watched, watch
@@ -52,6 +53,8 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     if before is not None:
         before.close()
     if not any(True for _ in model.parameters()):
+        watched = watch(model)
+        share_rows(model, watched, mesh, mesh.lend_group(watched))
         return [*reasons, "the model has no parameters, so there is nothing to average"]
     seen = None if rehearse is None else _seen(model, mesh, rehearse)
     size, measured = bucket_mib(model, mesh)
@@ -59,10 +62,11 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     reducer = Reducer(model, bucket_bytes=int(size * 2**20), seen=seen, hook=hook, state=state)
     reducer.group = mesh.lend_group(reducer)
     _REDUCERS[model] = reducer
-    watched = watch(model)
-    watched.before += [partial(send_buffers, mesh)] if plan.batch_norm == "broadcast" else []
-    watched.after.append(reducer.after_forward)
-    share_rows(watched, mesh, reducer.group)
+    for root in roots_of(model):
+        watched = watch(root)
+        watched.before += [partial(send_buffers, mesh)] if plan.batch_norm == "broadcast" else []
+        watched.after.append(reducer.after_forward)
+        share_rows(root, watched, mesh, reducer.group)
     return [*reasons, _in_words(reducer, seen, size), *measured, *compressed]
 
 
@@ -75,10 +79,11 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
     return nullcontext() if reducer is None else reducer.paused()
 
 
-def share_rows(watched: Watched, mesh: Mesh, group: dist.ProcessGroup, **options: Any) -> None:
+def share_rows(model: nn.Module, watched: Watched, mesh: Mesh, group: dist.ProcessGroup, **options: Any) -> None:
     """Let the copies' samples be one batch where they meet, but where the plan gives that up.  options: of Rows."""
     if mesh.copies > 1 and mesh.plan.is_one_batch:
         watched.around = Rows(mesh, group, **options).call
+        refuse_by_itself(model)
 
 
 def send_buffers(mesh: Mesh, model: nn.Module, *_: Any) -> None:

@@ -68,7 +68,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     calls = UnitCalls(model, {"": model, **units})
     _CALLS[model] = weakref.ref(calls)
     calls.group = mesh.lend_group(calls)
-    data.share_rows(watched, mesh, calls.group, ended=calls.goes_to)
+    data.share_rows(model, watched, mesh, calls.group, ended=calls.goes_to)
     watched.around = partial(_whole_or_told, list(units), watched.around)
     if in_other_order and not plan.independent:
         watched.around = NoDraws(in_other_order, watched.around)

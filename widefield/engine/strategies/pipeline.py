@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from widefield.engine.executed import lay, refuse_streams
+from widefield.engine.executed import lay_part, refuse_streams
 from widefield.engine.mesh import Mesh
 from widefield.engine.mixing import name_of
 from widefield.engine.partial import manage
@@ -64,7 +64,7 @@ def apply(
     held.agree(model, mesh)
     held.keep(model, _mine(flow, flow.division), mesh)
     manage(parameter for parameter in model.parameters() if not parameter.is_meta)
-    lay(model, flow)
+    lay_part(model, flow)
     return [*reasons, *_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches), *measured, *draws]
 
 

@@ -1,0 +1,168 @@
+"""What copies of a model that share a batch hold of it: samples as rows of the batch, and back what is of a copy's samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.engine import halo
+from widefield.engine.layout import Cut, Grid, Layout, layout_of
+from widefield.engine.partial import settled
+from widefield.engine.places import is_dense, on_layout
+from widefield.engine.tiled import TiledTensor, wrap, wrap_view
+from widefield.engine.tiling import cut_by
+from widefield.geometry.strides import strides_like
+
+
+@dataclass(frozen=True)
+class Share:
+    """grid: copies first, then the axes of `tiles`, the ranks that share this copy's images.  bounds: of the copies' rows."""
+
+    grid: Grid
+    tiles: Grid
+    bounds: tuple[int, ...]
+
+    @property
+    def copies(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def bounds_here(self) -> tuple[int, int]:
+        """Of this copy's rows."""
+        copy = self.grid.index // self.tiles.size
+        return self.bounds[copy], self.bounds[copy + 1]
+
+    def of_batch(self, tensor: Tensor) -> Layout:
+        """The layout on the grid of a tensor of this copy's samples."""
+        cuts = tensor.laid.cuts[1:] if type(tensor) is TiledTensor else (None,) * (tensor.ndim - 1)
+        further = [None if cut is None else Cut(tuple(axis + 1 for axis in cut.axes), cut.bounds) for cut in cuts]
+        return layout_of((self.bounds[-1], *tensor.shape[1:]), (Cut((0,), self.bounds), *further), self.grid)
+
+    def local(self, layout: Layout, count: int | None = None) -> Layout | None:
+        """What a tile is a tile of, on this copy alone; None where it is plain.  count: of its rows, where these are cut."""
+        if not self.tiles.sizes:
+            return None
+        cuts = [
+            None if cut is None or 0 in cut.axes else Cut(tuple(axis - 1 for axis in cut.axes), cut.bounds)
+            for cut in layout.cuts
+        ]
+        whole = [n if cut is not None else here for n, here, cut in zip(layout.shape, layout.tile_shape, cuts, strict=True)]
+        return layout_of(tuple(whole) if count is None else (count, *whole[1:]), tuple(cuts), self.tiles)
+
+
+def strides_of_batch(sample: Tensor, layout: Layout) -> tuple[int, ...] | None:
+    """Those of all copies' samples, where this copy's tell: a row or a tile that is thin or empty does not."""
+    return strides_like(layout.shape, sample.stride()) if is_dense(sample) else None
+
+
+class Enter(torch.autograd.Function):
+    """This copy's samples, times a factor, as their rows of the batch.
+
+    A loss of this copy's counts by its mean over copies, so the gradient of the batch's is that share of it, and back.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, rows: Share, layout: Layout, factor: float, strides: tuple[int, ...] | None = None
+    ) -> Tensor:
+        ctx.rows, ctx.layout, ctx.count, ctx.factor = rows, layout, len(tensor), factor
+        local, tensor = rows.local(layout, len(tensor)), settled(tensor)
+        own = (tensor if local is None else on_layout(tensor, local))[: layout.tile_shape[0]]
+        return wrap_view(own if factor == 1 else own * factor, layout, strides)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows = ctx.rows
+        return Leave.apply(grad, rows, ctx.layout, ctx.count, ctx.factor * rows.copies), None, None, None, None
+
+
+class Leave(torch.autograd.Function):
+    """The rows of this copy's samples, times a factor; zeros for the `count` samples of a stand-in, which count nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: Share, layout: Layout, count: int, factor: float) -> Tensor:
+        ctx.rows, ctx.layout, ctx.factor = rows, layout, factor
+        own = on_layout(settled(tensor), layout)
+        if len(own) != count:
+            own = own.new_zeros(count, *own.shape[1:])
+        own = own.view_as(own) if factor == 1 else own * factor
+        local = rows.local(layout, count)
+        return own if local is None else wrap_view(own, local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return Enter.apply(grad, ctx.rows, ctx.layout, ctx.factor / ctx.rows.copies), None, None, None, None
+
+
+class OfAll(torch.autograd.Function):
+    """What all samples give together, as a mean over the batch: every copy has it, and its gradient is the mean of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: Share, layout: Layout | None) -> Tensor:
+        ctx.rows, ctx.layout = rows, layout
+        if layout is None:
+            return tensor.view_as(tensor)
+        own, local = on_layout(settled(tensor), layout), rows.local(layout)
+        own = own.view_as(own)
+        return own if local is None else wrap_view(own, local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return Mean.apply(grad, ctx.rows, ctx.layout), None, None
+
+
+class Mean(torch.autograd.Function):
+    """The mean over copies, as what all samples give together."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: Share, layout: Layout | None) -> Tensor:
+        ctx.rows, ctx.layout = rows, layout
+        local = None if layout is None else rows.local(layout)
+        part = settled(tensor) if local is None else on_layout(settled(tensor), local)
+        mean = halo.add_sums(part.contiguous(), rows.grid.group_name((0,))) / rows.copies
+        return mean if layout is None else wrap(mean, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return OfAll.apply(grad, ctx.rows, ctx.layout), None, None
+
+
+def dims_of_samples(tensor: Tensor, each: list[int], rows: Share) -> list[int]:
+    """Along which dims a result may hold samples, all of the batch one after the other.
+
+    each: of each of its dims, how many rows belong to a sample, 0 where none do.
+    """
+    pairs = zip(tensor.shape, each, strict=False)
+    return [dim for dim, (extent, many) in enumerate(pairs) if many and extent == many * rows.bounds[-1]]
+
+
+def left(tensor: Tensor, rows: Share, count: int, each: list[int] | None) -> Tensor:
+    """What this copy gets of a result.
+
+    count: of its samples, where it has none that count.  each: see `dims_of_samples`; where it is not known, a result that is
+    cut by samples along its first dim is theirs.
+    """
+    dim = next(iter(dims_of_samples(tensor, each or [], rows)), None)
+    if dim:
+        return _left(tensor.movedim(dim, 0), rows, count, each[dim]).movedim(0, dim)  # type: ignore[index]
+    return _left(tensor, rows, count, None if each is None else 0 if dim is None else each[0])
+
+
+def _left(tensor: Tensor, rows: Share, count: int, each: int | None) -> Tensor:
+    """each: how many rows of the result belong to a sample, 0 where it is of all."""
+    by_samples = Cut((0,), tuple(bound * each for bound in rows.bounds)) if each else None
+    if type(tensor) is not TiledTensor:  # made for the batch, of no sample, or written to with what is of samples
+        if by_samples is None:
+            return OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
+        tensor = cut_by(tensor, layout_of(tuple(tensor.shape), (by_samples, *[None] * (tensor.ndim - 1)), rows.grid))
+    layout = tensor.laid
+    first = layout.cuts[0] if layout.cuts else None
+    cuts = [None if cut is not None and 0 in cut.axes else cut for cut in layout.cuts]
+    if each is None and first is not None and first.axes == (0,):
+        return Leave.apply(tensor, rows, layout, count, 1)
+    if each and by_samples is not None:
+        return Leave.apply(tensor, rows, layout_of(layout.shape, (by_samples, *cuts[1:]), layout.grid), count * each, 1)
+    return OfAll.apply(tensor, rows, layout_of(layout.shape, tuple(cuts), layout.grid))

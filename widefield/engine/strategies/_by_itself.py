@@ -1,0 +1,74 @@
+"""Refuses layers that draw, or remember, where they are called by themselves and not through the model that copies share.
+
+Copies share the random numbers of a batch, and what buffers learn of it, inside of the model's forward alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._pytree import tree_leaves
+
+from widefield.engine.strategies._route import is_inside
+from widefield.engine.wrapping import Wrapping, wrap_class
+
+_ROOTS = "_widefield_roots"
+_THAT_DRAW = {"DropPath", "DropBlock", "DropBlock2d", "DropBlock3d", "StochasticDepth"}
+"""Classes of timm and torchvision, by name."""
+
+
+class OfCopies(Wrapping):
+    """Put before a layer's own class; a copy or a pickle is the plain layer."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and not torch.compiler.is_compiling():
+            roots = [root for held in vars(self).get(_ROOTS, ()) if (root := held()) is not None]
+            if roots and not any(map(is_inside, roots)) and not _is_followed_or_again(args):
+                raise NotImplementedError(
+                    f"{type(self).__qualname__} draws random numbers or writes to buffers and is called by itself, where "
+                    f"copies of {type(roots[0]).__qualname__} share these inside of its forward alone, so they would not be "
+                    f"one device's; call the {type(roots[0]).__qualname__}, lay out each module that you call by a parallelize "
+                    "of its own, or set mesh.independent=true to let each copy draw by itself"
+                )
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def _is_followed_or_again(args: tuple) -> bool:
+    """Whether somebody looks at what a model does ahead of its calls, or a backward runs again what a forward did."""
+    followed = any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in tree_leaves(args))
+    return followed or torch._C._current_graph_task_id() != -1
+
+
+def roots_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are called: the model, or, where it is a container without a forward, those in it."""
+    if type(model).forward is not nn.Module.forward or "forward" in vars(model):
+        yield model
+    else:
+        for part in model.children():
+            yield from roots_of(part)
+
+
+def refuse_by_itself(root: nn.Module) -> None:
+    """From now on, refuse calls in training of layers in `root` that draw, other than by its forward."""
+    for part in root.modules():
+        if part is not root and _counts(part):
+            wrap_class(part, OfCopies)
+            others = [held for held in vars(part).get(_ROOTS, []) if held() not in (None, root)]
+            vars(part)[_ROOTS] = [*others, weakref.ref(root)]
+
+
+def _counts(part: nn.Module) -> bool:
+    if isinstance(part, _InstanceNorm):
+        return part.track_running_stats
+    if isinstance(part, nn.RNNBase):
+        return part.dropout > 0
+    drawing = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+    return isinstance(part, drawing) or any(kind.__name__ in _THAT_DRAW for kind in type(part).__mro__)
