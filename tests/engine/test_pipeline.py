@@ -24,9 +24,11 @@ from widefield.engine.holding import parts, shapes, total_norm, wholes_on_main
 from widefield.engine.parallelize import parallelize, reasons
 from widefield.engine.passes import backward_of, without_sync
 from widefield.engine.pipeline.flow import _schedule
+from widefield.engine.pipeline.samples import where_samples_meet
 from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, orders, schedule_grid
 from widefield.engine.pipeline.split import united
 from widefield.engine.strategies.pipeline import held_bytes
+from widefield.engine.stream.follow import follow
 from widefield.engine.stream.stand_ins import named_tensors
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.plan import Plan, check, stage_problems
@@ -658,6 +660,30 @@ def test_copies_in_stages_refuse_samples_that_meet_however_few_each_has():
         for text in on_ranks(4, refused, Centred, (samples, 4), plan=plan):
             assert "Centred mixes the samples of a batch (aten.mean.dim), and 2 copies of it in mesh.stage=2 stages" in text
             assert "set mesh.independent=true" in text
+
+
+ADDED_UP = {
+    "groups of channels": (lambda x: F.group_norm(x, 1), []),
+    "channels that are samples": (lambda x: F.group_norm(x.transpose(0, 1), 1), ["aten.native_group_norm"]),
+    "pixels that are samples": (lambda x: F.group_norm(x.transpose(0, 2), 1), ["aten.native_group_norm"]),
+    "a norm of pixels": (lambda x: F.layer_norm(x.transpose(0, 1), (3, 5)), []),
+    "a norm of samples": (lambda x: F.layer_norm(x.transpose(0, 2), (2, 4, 5)), ["aten.native_layer_norm"]),
+    "rows of a product": (lambda x: x.flatten(1) @ torch.ones(30, 2), []),
+    "columns of a product": (lambda x: torch.ones(2, 30) @ x.flatten(1).t(), []),
+    "a product over samples": (lambda x: torch.ones(2, 4) @ x.flatten(1), ["aten.mm"]),
+    "a product of samples": (lambda x: x.flatten(1) @ x.flatten(1).t(), ["aten.mm"]),
+    "a layer over samples": (lambda x: F.linear(x.permute(1, 2, 3, 0), torch.ones(2, 4)), ["linear"]),
+    "a sum of products": (lambda x: torch.addmm(x.flatten(1)[:, :2], x.flatten(1), torch.ones(30, 2)), []),
+    "products of pixels": (lambda x: x[:, 0] @ torch.ones(4, 5, 2), []),
+    "products over samples": (lambda x: torch.ones(3, 2, 4) @ x[:, 0].transpose(0, 1), ["aten.bmm"]),
+}
+
+
+@pytest.mark.parametrize("adds, mixing", ADDED_UP.values(), ids=ADDED_UP)
+def test_norms_and_products_mix_the_samples_that_they_add_up_over(adds, mixing):
+    model = nn.Identity()
+    graph = follow(model, adds, (torch.empty(4, 2, 3, 5),), {})
+    assert where_samples_meet(graph) == mixing
 
 
 class FirstAlone(TwoLayers):

@@ -7,7 +7,7 @@ where its first one is clamped, other samples are taken in each part of it, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from widefield.engine.tiled import TiledTensor
 VIEWS = {"aten.view", "aten._unsafe_view", "aten.reshape"}
 """Operations that make fewer rows of samples without leaving any out: several samples' numbers come to lie in one."""
 ROW_BY_ROW = {"linear", "aten.native_group_norm", "aten.native_layer_norm"} | VIEWS
-"""Operations that mix no samples, though rules may send something for them: sums of groups, rows that come to lie elsewhere."""
+"""Operations that mix no samples whose rows lie along a first dim, though rules may send something for them: sums of groups,
+rows that come to lie elsewhere."""
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
-"""Those that mix none as long as one factor alone is made of samples."""
+"""Those that mix none as long as one factor alone is made of samples, and is not added up over them."""
 
 
 def name_of(func: Any) -> str:
@@ -34,14 +35,34 @@ def name_of(func: Any) -> str:
     return name.removesuffix(".default")
 
 
-def may_mix(func: Any, of_samples: int) -> bool:
-    """Whether an operation for which ranks talk mixes samples, as far as its kind tells.
-
-    of_samples: how many of its tensors are made of samples.
-    """
-    if isinstance(func, torch._ops.OpOverload) and torch.Tag.pointwise in func.tags:
+def may_mix(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation for which ranks talk mixes samples, as far as its kind and the dims of its arguments tell."""
+    name = name_of(func)
+    if name in VIEWS or isinstance(func, torch._ops.OpOverload) and torch.Tag.pointwise in func.tags:
         return False
-    return of_samples > 1 if name_of(func) in PRODUCTS else name_of(func) not in ROW_BY_ROW
+    if name not in ROW_BY_ROW | PRODUCTS:
+        return True
+    summed = [
+        (tensor, dims)
+        for place, tensor in enumerate(args)
+        if type(tensor) is TiledTensor and (dims := _dims_summed(name, args, place)) is not None
+    ]
+    return len(summed) > 1 or any(_dim_of_samples(tensor) in dims for tensor, dims in summed)
+
+
+def _dims_summed(name: str, args: Sequence[Any], place: int) -> Collection[int] | None:
+    """Over which dims of the tensor at `place` a norm or a product adds up; None of a tensor that only scales or shifts."""
+    ndim, of_norm = args[place].ndim, "norm" in name
+    if of_norm and place:
+        return None
+    if name == "aten.native_group_norm":
+        return range(1, ndim)
+    if name == "aten.native_layer_norm":
+        return range(ndim - len(args[1]), ndim)
+    if name == "linear":
+        return {ndim - 1} if place < 2 else set()
+    left = 1 if name in ("aten.addmm", "aten.baddbmm") else 0  # behind what is added
+    return {ndim - 1} if place == left else {ndim - 2} if place == left + 1 else set()
 
 
 def _bounds(tensor: TiledTensor) -> tuple[int, ...] | None:
@@ -148,7 +169,7 @@ class Watch(TorchDispatchMode):
             self.found[name_of(func)] = None
         made = func(*args, **(kwargs or {}))
         of_rows = all(map(_lies_by_samples, tiled))  # else a rank may have all samples of what it has, and need no message
-        mixes = self._has_talked and may_mix(func, len(tiled)) if of_rows else _takes_them_together(func, tiled, made)
+        mixes = self._has_talked and may_mix(func, args) if of_rows else _takes_them_together(func, tiled, made)
         if tiled and (mixes or leaves_some_out(func, tiled, made)):
             self.found[name_of(func)] = None
         return made

@@ -109,4 +109,13 @@ OF_STAGES: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(stage=2, pipeline={"micro_batches": 2})),
     ),
+    (  # a group norm over samples that lie along another dim
+        Program(
+            (2, 1, 3, 6),
+            {"m0": "nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 1))", "m1": "nn.GroupNorm(1, 1, 1e-2, False)"},
+            ("v1 = self.m0(x)", "v3 = v1.transpose(2, 0)", "v4 = self.m1(v3)"),
+            ("v4",),
+        ),
+        Layout(Plan(stage=2, pipeline={"schedule": "gpipe"})),
+    ),
 ]

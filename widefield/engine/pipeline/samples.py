@@ -118,10 +118,11 @@ def _pass_on(out: Value, node: Node, inner: Inner) -> None:
 
 def _run(node: Node, known: dict[Value, Tensor], rows: int, found: dict[str, None]) -> list[Any] | None:
     """What the operation gives; None where it wanted to send something, or picked some of the samples."""
+    args, kwargs = node.filled(iter([known[value] if value in known else _plain(value) for value in node.reads]))
     try:
-        made = node.call(iter([known[value] if value in known else _plain(value) for value in node.reads]))
+        made = node.op(*args, **kwargs)
     except Exception:  # of ranks that cannot talk, or of an operation without a rule
-        if may_mix(node.op, sum(type(known.get(value)) is TiledTensor for value in node.reads)):
+        if may_mix(node.op, args):
             found[name_of(node.op)] = None
         return None
     leaves = _leaves(node, made)
