@@ -52,9 +52,15 @@ def handler_of(func: Any) -> Callable:
     found = _handler_of(func)
     if written_by(func):
         found = partial(counted, found)
-    elif not func.is_view:
+    if _gives_new(func):
         found = partial(ordered, found)
     return partial(_unless_for_leaf, found) if func in INTO_LEAF else found
+
+
+def _gives_new(func: Any) -> bool:
+    """Whether all that it gives is new; some operations write to what they are given besides."""
+    given = func._schema.returns
+    return bool(given) and not func.is_view and all(each.alias_info is None for each in given)
 
 
 def _unless_for_leaf(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield.engine.places import is_dense
 from widefield.engine.pointwise import is_pointwise
+from widefield.engine.rules import COMPOSED
 from widefield.engine.tiled import TiledTensor, same_order, wrap_view
 from widefield.geometry.strides import strides_like
 
@@ -48,7 +49,7 @@ def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
     out = run(func, args, kwargs)
     if func in _MADE_OF_OTHERS:
         return out
-    is_unsure = _is_unsure(args, of_tiles=is_pointwise(func))
+    is_unsure = _is_unsure(args, of_tiles=is_pointwise(func) and func not in COMPOSED)
     if type(out) is TiledTensor:
         return _in_order(out, _strides(func, args, kwargs), 0) if is_unsure or out.laid.is_thin else out
     if type(out) is tuple and (is_unsure or any(type(each) is TiledTensor and each.laid.is_thin for each in out)):

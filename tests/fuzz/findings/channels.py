@@ -229,4 +229,14 @@ OF_CHANNELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2)),
     ),
+    # The same of an rrelu that draws nothing, which is taken apart into a leaky_relu.
+    (
+        Program(
+            (1, 3, 8, 7),
+            {"m2": "nn.Sequential(nn.Conv2d(7, 7, 3, padding=1), nn.Dropout(0.3))"},
+            ("v3 = torch.permute(x, (0, 3, 1, 2))", "v4 = F.rrelu(v3, training=False)", "v5 = self.m2(v4)"),
+            ("v5",),
+        ),
+        Layout(Plan(channel=2)),
+    ),
 ]

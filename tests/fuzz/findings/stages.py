@@ -109,7 +109,8 @@ OF_STAGES: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(stage=2, pipeline={"micro_batches": 2})),
     ),
-    (  # a group norm over samples that lie along another dim
+    # A GroupNorm over samples that lie along another dim than the first was taken for one that goes row by row.
+    (
         Program(
             (2, 1, 3, 6),
             {"m0": "nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 1))", "m1": "nn.GroupNorm(1, 1, 1e-2, False)"},

@@ -256,4 +256,14 @@ OF_TILES: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(space=[1, 2])),
     ),
+    # What an operation makes that also writes to what it is given lay as its image, and torch's is row-major.
+    (
+        Program(
+            (1, 3, 8, 7),
+            {"m2": "nn.Sequential(nn.Conv2d(7, 7, 3, padding=1), nn.Dropout(0.3))"},
+            ("v3 = torch.permute(x, (0, 3, 1, 2))", "v4 = F.rrelu(v3, training=False)", "v5 = self.m2(v4)"),
+            ("v5",),
+        ),
+        Layout(Plan(space=[1, 2])),
+    ),
 ]

@@ -60,7 +60,8 @@ def _dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[Tensor
 
 def _rrelu(image: Tensor, noise: Tensor, lower=0.125, upper=1 / 3, training=False, generator=None) -> Tensor:
     if not training:
-        return aten.leaky_relu.default(image, (lower + upper) / 2)
+        rows = image if image.is_contiguous() else aten.clone.default(image, memory_format=torch.contiguous_format)
+        return aten.leaky_relu.default(rows, (lower + upper) / 2)  # row-major, as rrelu's kernel makes it
     if generator is not None:
         raise NotImplementedError("rrelu with a generator of its own cannot be streamed; leave the generator out")
     return aten.mul.Tensor(torch.ops.widefield.rrelu_noise(image, lower, upper), image)  # which lies as the first
