@@ -12,14 +12,21 @@ demo: $(VENV)/installed
 	$(BIN)/widefield train recipes/digits.yaml mesh.replicate=2
 	$(BIN)/widefield train recipes/page.yaml 'data.options.pages=[64,8]' schedule.length=4ep schedule.warmup=1ep
 
+# Two tests at a time, each of one thread; but by itself what times signals, waits and whole runs.
+PAIRS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+ALONE := $(BIN)/python -m pytest
+
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m "not long"
+	$(PAIRS) -m "not alone and not long"
+	$(ALONE) -m "alone and not long"
 
 test-all: $(VENV)/installed-test
-	$(BIN)/python -m pytest
+	$(PAIRS) -m "not alone"
+	$(ALONE) -m "alone"
 
 test-ci: $(VENV)/installed-test
-	$(BIN)/python -m pytest --ignore=tests/zoo/test_families.py --ignore=tests/zoo/test_strategies.py
+	$(PAIRS) -m "not alone and not sweep"
+	$(ALONE) -m "alone and not sweep"
 
 coverage: $(VENV)/installed-test
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered

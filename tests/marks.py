@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 
-def few(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """The cases as parameters of a test, in their order; all but those kept are long."""
-    cases = list(cases)
+def few(cases: Iterable[Any], *kept: Any, is_sweep: bool = False) -> list[Any]:
+    """The cases as parameters of a test, in their order; all but those kept are long, and where told a sweep."""
+    cases, marks = list(cases), [pytest.mark.long, *[pytest.mark.sweep] * is_sweep]
     assert kept and all(case in cases for case in kept), f"of {kept} some are no cases"
-    return [case if case in kept else pytest.param(*_values(case), marks=pytest.mark.long) for case in cases]
+    return [case if case in kept else pytest.param(*_values(case), marks=marks) for case in cases]
 
 
 def _values(case: Any) -> tuple:

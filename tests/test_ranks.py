@@ -5,6 +5,8 @@ import pytest
 import torch
 from ranks import RankFailed, on_ranks
 
+pytestmark = pytest.mark.alone
+
 
 def sums(mesh, addend):
     return mesh.sum_(torch.tensor([float(mesh.rank + addend)])), os.getpid(), mesh.plan.replicate

@@ -14,6 +14,8 @@ from widefield.bench.compare import _own
 from widefield.config import read_config
 from widefield.plan import plan_of, ranks_asked_for
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_every_candidate_is_one_that_a_recipe_takes_and_needs_no_more_ranks(ranks):

@@ -351,6 +351,13 @@ class Reads(nn.ModuleDict):
         return self["a"](x) * self["b"].weight.sum()
 
 
+class ReadsAlone(nn.ModuleDict):
+    """Gives a number of a weight, which torch mixes with numbers of any rank."""
+
+    def forward(self, x):
+        return self["a"](x).mean(), self["b"].weight.mean() * torch.ones(1, 1)
+
+
 class Differentiates(nn.ModuleDict):
     def forward(self, x):
         x = self["a"](x)
@@ -360,7 +367,7 @@ class Differentiates(nn.ModuleDict):
 def other_units(mesh):
     """Rank 1 calls another unit than rank 0, as large, so that their parts would fit together; or what no unit can do."""
     said = []
-    for kind in (RankChooses, Reads, Differentiates):
+    for kind in (RankChooses, Reads, ReadsAlone, Differentiates):
         model = kind({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
         model.rank = mesh.rank
         parallelize(model, mesh)
@@ -373,11 +380,12 @@ def other_units(mesh):
 
 def test_ranks_that_call_other_units_or_ask_what_units_cannot_do_are_told():
     sharded = Plan(shard=2, sharding={"zero": 3, "units": ["a", "b"]})
-    for rank, (calls, reads, differentiates) in enumerate(on_ranks(2, other_units, plan=sharded)):
+    for rank, (calls, reads, reads_alone, differentiates) in enumerate(on_ranks(2, other_units, plan=sharded)):
         assert f"the 2 ranks that share weights do not call the same layers: here '{'ab'[rank]}' is next" in calls
         assert reads.startswith(
             "NotImplementedError: FSDPReads reads a weight of which each rank has a part: that of one of its 2"
         )
+        assert reads_alone.startswith("NotImplementedError: FSDPReadsAlone reads a weight of which each rank has a part")
         assert differentiates.startswith("NotImplementedError: the forward takes a gradient through 'b', a unit whose weights")
 
 

@@ -13,6 +13,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from widefield.engine.stall import StallWatch, Stand, missing, sentence
 
+pytestmark = pytest.mark.alone
+
 
 def stand(beat: int = 1, step: int = 4, begun: int = 9, *, waits: bool = True) -> Stand:
     return Stand(beat, step, begun, "net.py:3 in forward", waits)

@@ -163,8 +163,9 @@ class Careful(TorchFunctionMode):
 
     That is the standard deviation of constants, and a norm over samples or pixels of them; the commonest of values, some of
     which differ by rounding alone; resizing with antialiasing to or from a width of one pixel, whose kernels mix up the
-    dims; sampling at places that are no numbers; medians of broadcast images; second derivatives of logcumsumexp, which
-    takes the logarithm of its gradient, where that is rounding; circular padding of more pixels than its crop has left;
+    dims; quantiles of values some of which are equal; sampling at places that are no numbers; medians of broadcast images;
+    second derivatives of logcumsumexp, which takes the logarithm of its gradient, where that is rounding; circular padding of
+    more pixels than its crop has left;
     and, where a gradient lies in memory in another order than the image, batch norms of one sample or of images one pixel
     high or wide, and all instance norms.
     """
@@ -182,8 +183,10 @@ class Careful(TorchFunctionMode):
             first = found if isinstance(found, Tensor) else found[0]
             if bool((first.detach() < FLAT).any()):
                 raise Uninteresting("a standard deviation of constants")
-        if name == "mode" and bool((args[0].detach().double().flatten().sort()[0].diff() < TOLERANCE).any()):
-            raise Uninteresting("the commonest of values that rounding tells apart")
+        if name in ("mode", "quantile", "nanquantile") and _has_ties(args[0].detach()):
+            raise Uninteresting(
+                "values that rounding tells apart, or of which torch's kernel picks one and its operations another"
+            )
         if name in ("batch_norm", "instance_norm") and _is_flat(args[0].detach(), 2 if name == "instance_norm" else 1):
             raise Uninteresting("a norm of constants")
         if (name == "instance_norm" or name == "batch_norm" and 1 in found.shape) and found.ndim > 3 and found.requires_grad:
@@ -193,6 +196,10 @@ class Careful(TorchFunctionMode):
         if name == "interpolate" and (kwargs or {}).get("antialias") and 1 in (*args[0].shape[2:], *found.shape[2:]):
             raise Uninteresting("torch mixes up the dims of an image that is one pixel wide")
         return found
+
+
+def _has_ties(values: Tensor) -> bool:
+    return bool((values.double().flatten().sort()[0].diff() < TOLERANCE).any())
 
 
 def _is_flat(image: Tensor, dims: int) -> bool:

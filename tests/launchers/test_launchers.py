@@ -24,6 +24,8 @@ from widefield.launchers import local, mpi, slurm, torchrun, world_from
 from widefield.naming import load, names_in
 from widefield.plan import Plan
 
+pytestmark = pytest.mark.alone
+
 PACKAGE = "widefield.launchers"
 SOON = 20.0
 """In seconds, also on a machine under load; what waits for its grace, or for torch, takes 30."""

@@ -24,6 +24,8 @@ from widefield.run import train
 from widefield.train import disk
 from widefield.train.disk import Attempts, Lines, free_bytes, in_words, replace_text
 
+pytestmark = pytest.mark.alone
+
 SHORT = ["schedule.length=4step", "schedule.warmup=0step", "evaluate.every=2step", "checkpoint.every=2step",
          "checkpoint.background=false", "data.batch_size=50", "log.every=1", "mesh.replicate=1"]  # fmt: skip
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -13,6 +13,8 @@ from command import RECIPES, record, run
 from falling import away, fall, in_backward, killed, nothing, raising, worker_killed
 from marks import few
 
+pytestmark = pytest.mark.alone
+
 PAGE = RECIPES / "page.yaml"
 SMALL = ["data.options.size=[48, 40]", "data.options.pages=[6, 3]", "data.batch_size=4", "data.evaluate_batch_size=1",
          "model.options={widths: [4, 6]}", "mesh.space=[]", "mesh.replicate=1", "schedule.length=20ep", "data.workers=0",

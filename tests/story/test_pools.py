@@ -14,6 +14,8 @@ from widefield.config import read_config
 from widefield.engine.mesh import World
 from widefield.run import train
 
+pytestmark = pytest.mark.alone
+
 SHORT = ["schedule.length=8step", "schedule.warmup=2step", "evaluate.every=1000step", "log.tensorboard=false"]
 
 

@@ -13,6 +13,8 @@ import pytest
 from command import DIGITS, fingerprint, kill_rank, losses, ranks_of, record, run, start, wait_for_step
 from marks import few
 
+pytestmark = pytest.mark.alone
+
 KILLS = int(os.environ.get("WIDEFIELD_KILLS", "4"))
 
 

@@ -7,6 +7,8 @@ import json
 import pytest
 from command import DIGITS, losses, run
 
+pytestmark = pytest.mark.alone
+
 SLEEPY = """
 import os
 import time

@@ -11,6 +11,8 @@ import pytest
 
 from widefield.train.interrupt import Interrupt
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(autouse=True)
 def handlers_come_back():

@@ -9,6 +9,8 @@ from zoo.families import FAMILIES
 
 from widefield.plan import Plan
 
+pytestmark = pytest.mark.sweep
+
 QUICK = ["resnet", "convnext", "cpubone", "efficientnet", "mambaout", "maxxvit", "vision_transformer", "beit"]
 """What `make test` runs: families whose smallest model is of a few layers, and what was wrong once."""
 REFUSED = {("convit", "stream"): "puts new tensors in place of its buffers"}

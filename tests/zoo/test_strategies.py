@@ -13,6 +13,8 @@ from zoo.models import EVEN, MODELS, Model, _timm
 
 from widefield.plan import Plan
 
+pytestmark = pytest.mark.sweep
+
 ALL = MODELS | {"timm/caformer_s18": Model(partial(_timm, "caformer_s18"), EVEN)}
 PLANS = {
     "replicate": Plan(replicate=2),

@@ -84,7 +84,7 @@ def check(name: str, tiles: tuple[int, ...], *, batch: int | None = None, train:
     assert verdict.zero_gradients <= 0.1 * len(gradients)  # ReLUs that are off for every pixel
 
 
-@pytest.mark.parametrize("name", few(TRAINED, *FIRST))
+@pytest.mark.parametrize("name", few(TRAINED, *FIRST, is_sweep=True))
 def test_a_whole_model_is_exact_tile_after_tile(name):
     check(name, (2,) * len(TRAINED[name]))
 

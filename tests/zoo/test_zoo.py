@@ -66,7 +66,7 @@ def check(name: str, *tiles: int, cuts=None, train: bool = True) -> None:
     assert {row.kind for row in verdict.rows} >= ({"output", "layer", "gradient"} if train else {"output", "layer"})
 
 
-@pytest.mark.parametrize("name", few(MODELS, *FIRST))
+@pytest.mark.parametrize("name", few(MODELS, *FIRST, is_sweep=True))
 def test_a_whole_model_is_exact_or_refuses_in_words(name):
     check(name, 2)
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as shard_in_place
-from torch.utils._pytree import tree_map
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield.engine.executed import flow_of
 from widefield.engine.mesh import Mesh
@@ -236,17 +237,25 @@ def _whole_or_told(
     units: list[str], around: Callable | None, model: nn.Module, run: Callable, args: tuple, kwargs: dict
 ) -> Any:
     """The forward; NotImplementedError where it reads a weight of a unit while that lies in parts."""
+    words = (
+        f"{type(model).__qualname__} reads a weight of which each rank has a part: that of one of its {len(units)} units "
+        f"({some(units)}) while the unit itself is not called, or any after a gradient through a unit that the forward "
+        "takes; set sharding.units so that this layer is no unit of its own and goes with the model, or set "
+        "sharding.zero=1"
+    )
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        found = run(*args, **kwargs)
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(found)):  # as torch makes of parts with numbers alone
+            raise NotImplementedError(words)
+        return found
+
     try:
-        return run(*args, **kwargs) if around is None else around(model, run, args, kwargs)
+        return plain(*args, **kwargs) if around is None else around(model, plain, args, kwargs)
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
-        raise NotImplementedError(
-            f"{type(model).__qualname__} reads a weight of which each rank has a part: that of one of its {len(units)} units "
-            f"({some(units)}) while the unit itself is not called, or any after a gradient through a unit that the forward "
-            "takes; set sharding.units so that this layer is no unit of its own and goes with the model, or set "
-            "sharding.zero=1"
-        ) from error
+        raise NotImplementedError(words) from error
 
 
 def _no_view(module: nn.Module, inputs: Any, output: Any) -> Any:
