@@ -154,6 +154,7 @@ def test_more_ranks_than_gpus_names_the_axis_to_change():
 DRIVER = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and what nohup starts this
 from widefield.launchers import local
 before = dict(os.environ), [signal.getsignal(number) for number in local.STOP_SIGNALS]
 ranks, grace, worker, *arguments = sys.argv[1:]
