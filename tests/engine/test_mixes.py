@@ -127,7 +127,7 @@ def first_net(mix: str) -> str:
 
 @pytest.mark.parametrize(
     ("mix", "name"),
-    few([(mix, name) for mix in PLANS for name in nets_of(mix)], *((mix, first_net(mix)) for mix in PLANS)),
+    few([(mix, name) for mix in PLANS for name in nets_of(mix)], *((mix, first_net(mix)) for mix in PLANS), is_sweep=True),
 )
 def test_three_steps_equal_one_devices(mix, name):
     plan = spatial(PLANS[mix], name)
@@ -141,6 +141,7 @@ def test_three_steps_equal_one_devices(mix, name):
     few(
         zip(LARGE, ("vit", "resnet", "unet", "convnext", "resnet", "unet"), strict=True),
         ("replicate x channel x stage", "vit"),
+        is_sweep=True,
     ),
 )
 def test_mixes_of_three_axes_on_eight_ranks(mix, name):
