@@ -239,4 +239,17 @@ OF_CHANNELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2)),
     ),
+    # Where a tile's cut lies behind a view of channels with pixels depends on how many channels a rank has.
+    (
+        Program(
+            (1, 3, 4, 7),
+            {
+                "m0": "nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Identity())",
+                "p1": "nn.Parameter(torch.randn(3, 1, 1))",
+            },
+            ("v1 = self.m0(x)", "v1.flatten(1).square_()", "v5 = v1 * self.p1.expand_as(v1).sigmoid()"),
+            ("v5",),
+        ),
+        Layout(Plan(space=[1, 2], channel=2), None, False, True),
+    ),
 ]

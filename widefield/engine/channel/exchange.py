@@ -6,6 +6,7 @@ gradient), a part (each rank has some channels), or a sum in parts.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from widefield.engine import collectives
 from widefield.engine.channel.part import Part
-from widefield.engine.layout import layout_of
-from widefield.engine.partial import PartialGradient, partial_of
-from widefield.engine.places import inverse, on_layout
+from widefield.engine.layout import layout_of, uncut
+from widefield.engine.partial import PartialGradient, partial_of, settled
+from widefield.engine.places import inverse, on_layout, whole_of
 from widefield.engine.tiled import TiledTensor, wrap
 
 
@@ -126,6 +127,24 @@ def _like(tile: Tensor, tensor: Tensor, part: Part | None) -> Tensor:
     return wrap(tile, layout_of(tuple(shape), tensor.laid.cuts, tensor.laid.grid))
 
 
+def _laid_alike(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """The tensor, of which all ranks that share channels have the same tile; one small message.
+
+    Where a cut lies can depend on how many channels a rank has, as behind a view that joins them with pixels: then every
+    tile is the whole from here on.
+    """
+    if type(tensor) not in (TiledTensor, PartialGradient) or ranks.size == 1 or _tile_of(tensor).is_meta:
+        return tensor
+    cuts = tensor.laid.cuts if type(tensor) is TiledTensor else ()
+    mine = torch.tensor([zlib.crc32(f"{type(tensor).__name__} {cuts}".encode())], device=_tile_of(tensor).device)
+    told = mine.new_empty(ranks.size)
+    collectives.all_gather_single(told, mine, group=ranks.group)
+    if bool((told == mine).all()):
+        return tensor
+    tensor = settled(tensor)
+    return wrap(whole_of(tensor), uncut(tuple(tensor.shape), tensor.laid.grid))
+
+
 def _kept(tensor: Tensor, exchange: Exchange) -> Tensor:
     """This rank's part of a whole, tile by tile."""
     tensor = _whole_along(tensor, exchange.part.dim)
@@ -134,7 +153,7 @@ def _kept(tensor: Tensor, exchange: Exchange) -> Tensor:
 
 def _fetched(tensor: Tensor, exchange: Exchange) -> Tensor:
     """The whole of every rank's part, tile by tile."""
-    tensor = _whole_along(tensor, exchange.part.dim)
+    tensor = _laid_alike(_whole_along(tensor, exchange.part.dim), exchange.ranks)
     return _like(exchange.fetch(_tile_of(tensor)), tensor, exchange.part)
 
 
@@ -159,7 +178,7 @@ class AddUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, adding: Sum) -> Tensor:
-        ctx.adding = adding
+        ctx.adding, tensor = adding, _laid_alike(tensor, adding.ranks)
         return _like(adding.total(_tile_of(tensor)), tensor, None)
 
     @staticmethod
