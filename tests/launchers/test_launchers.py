@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -154,7 +155,6 @@ def test_more_ranks_than_gpus_names_the_axis_to_change():
 DRIVER = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and what nohup starts this
 from widefield.launchers import local
 before = dict(os.environ), [signal.getsignal(number) for number in local.STOP_SIGNALS]
 ranks, grace, worker, *arguments = sys.argv[1:]
@@ -196,7 +196,8 @@ class Launched:
         environment |= {"TEST_FOLDER": str(folder), "TEST_MARK": self.mark, "TMPDIR": str(folder / "tmp")}
         command = [sys.executable, "-c", DRIVER, str(ranks), str(grace), WORKER + body, *arguments]
         self.errors = (folder / "stderr").open("w")
-        options = {"stderr": self.errors, "stdout": self.errors, **options}
+        hears = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup made its children deaf to it
+        options = {"stderr": self.errors, "stdout": self.errors, "preexec_fn": hears, **options}
         self.process = subprocess.Popen(command, env=environment, **options)
 
     def until(self, *names: str, seconds: float = 30.0) -> None:
