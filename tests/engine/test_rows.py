@@ -561,7 +561,19 @@ def counts_how_often(mesh):
     wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Codes()).double(), mesh)(images(0))
 
 
+class Scatters(nn.Module):
+    """Puts numbers where a mask says, which is nowhere as yet."""
+
+    def forward(self, x):
+        return x.masked_scatter(x > 1e9, x.flatten())
+
+
+def numbers_put_by_a_mask(mesh):
+    wf.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), Scatters()).double(), mesh)(images(0))
+
+
 REFUSALS = {
+    numbers_put_by_a_mask: "how many pixels it gives depends on the values in all tiles",
     counts_how_often: "an embedding of tiles counts no frequencies",
     a_part_that_draws_by_itself: "Dropout draws random numbers or writes to buffers and is called by itself, where copies",
     images_in_a_list: "Lists runs on one copy's samples and not on a batch that its 2 copies share",

@@ -104,6 +104,8 @@ def tells_samples_apart(func: Any, args: tuple) -> bool:
     name = func.overloadpacket.__name__
     if name.rstrip("_") in ("tril", "triu"):
         return any(dim >= ndim - 2 for ndim, dim in dims[:1])
+    if name.startswith("masked_scatter"):  # which numbers it takes depends on how many the samples before have taken
+        return bool(dims)
     if name.startswith(("embedding", "_embedding_bag")):
         return bool(dims) and len(args) > 3 and args[3] is True
     if name == "slice_scatter":
