@@ -1,6 +1,7 @@
 # make demo      trains on scikit-learn's digits, then on pages cut into tiles, and writes a report of each
 # make test      runs the tests that are not marked long: 15 minutes on two cores
-# make test-all  runs every test, the sweeps over all public models too
+# make test-all  runs every test
+# make test-ci   runs all but the sweeps: what must pass before a change lands
 # make coverage  the same, and which lines no test runs
 # make docs      builds the documentation into site/
 PYTHON ?= python3
@@ -12,7 +13,7 @@ demo: $(VENV)/installed
 	$(BIN)/widefield train recipes/digits.yaml mesh.replicate=2
 	$(BIN)/widefield train recipes/page.yaml 'data.options.pages=[64,8]' schedule.length=4ep schedule.warmup=1ep
 
-# Two tests at a time, each of one thread; but by itself what times signals, waits and whole runs.
+# Two files of tests at a time, on one thread each; then, by itself, what times signals, waits and whole runs.
 PAIRS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 ALONE := $(BIN)/python -m pytest
 

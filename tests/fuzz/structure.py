@@ -14,6 +14,9 @@ FROM_THE_IMAGE = [
     "torch.einsum('bc...,dc->bd...', {x}, {l} * {x}.detach().sigmoid().mean())", "{x} * ({l} @ {l}).sum() + {l}.mean()",
     "F.conv{n}d({x}.reshape(1, -1, *{x}.shape[2:]), {x}.flatten(2).mean(2).reshape(-1, 1, *[1] * {n}), "
     "groups={x}.shape[0] * {x}.shape[1]).reshape({x}.shape)",
+    "{x} + F.conv{n}d({x}.flatten(0, 1)[None], {x}.flatten(0, 1)[:, None, ..., :2], groups=len({x}) * {x}.shape[1]).mean()",
+    "F.conv{n}d({x}, {x}[..., :2]).tanh().mean(1, keepdim=True)",
+    "{x} * F.conv{n}d({x}, {x}, padding=1).tanh().mean(tuple(range(1, {x}.ndim)), keepdim=True)",
     "{x} * torch.sigmoid({q} * {x}.mean(tuple(range(2, {x}.ndim)), keepdim=True))",
     "F.conv{n}d({q}.expand({x}.shape).contiguous(), {p}) + {x}[:, :1] * 0.1",
     "{x} + F.avg_pool{n}d({i}.exp(), 1)", "{x} + F.conv{n}d({i}, {p})", "{x} + F.interpolate({i}[..., :1], size={x}.shape[2:])",

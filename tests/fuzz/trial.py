@@ -165,9 +165,8 @@ class Careful(TorchFunctionMode):
     which differ by rounding alone; resizing with antialiasing to or from a width of one pixel, whose kernels mix up the
     dims; quantiles of values some of which are equal; sampling at places that are no numbers; medians of broadcast images;
     second derivatives of logcumsumexp, which takes the logarithm of its gradient, where that is rounding; circular padding of
-    more pixels than its crop has left;
-    and, where a gradient lies in memory in another order than the image, batch norms of one sample or of images one pixel
-    high or wide, and all instance norms.
+    more pixels than its crop has left; and, where a gradient lies in memory in another order than the image, batch norms of
+    one sample or of images one pixel high or wide, and all instance norms.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

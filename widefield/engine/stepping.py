@@ -6,6 +6,7 @@ weights, or at all weights together: a rank with a part would step otherwise tha
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ STEPS_PARTS = "steps_parts"
 """The attribute of an optimizer's class that says that it adds up over ranks what it needs to know of wholes."""
 
 _parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_is_watching: list[bool] = []
 
 
 def clip_grad_norm_(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
@@ -56,9 +56,13 @@ def watch(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if name in told:
             _parts[parameter] = tuple(told[name].shape) != tuple(parameter.shape)
-    if not _is_watching:
-        _is_watching.append(True)
-        register_optimizer_step_pre_hook(_refuse)
+    _start_refusing()
+
+
+@cache
+def _start_refusing() -> None:
+    """Look at each step of any optimizer, from the first model in parts on."""
+    register_optimizer_step_pre_hook(_refuse)
 
 
 def refuse_unfit(optimizer: Optimizer, *, has_whole_weights: bool, where: str) -> None:

@@ -85,6 +85,9 @@ would hold images in memory without a word."""
 
 ON_THE_WHOLE_IN = {
     "convolution: weight and bias are images": {"convolution"},
+    "convolution: weight is an image": {"convolution"},
+    "convolution: grouped weight is an image": {"convolution"},
+    "convolution: transposed, weight is an image": {"convolution"},
     "cross_entropy: cross entropy, label smoothing and class weights, classes and batch cut": {"gather", "nll_loss_forward"},
     "pooling: avg of integers": {"avg_pool2d"},
     "resize: twice the size, another step": {"upsample_nearest2d"},

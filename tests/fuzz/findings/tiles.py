@@ -266,4 +266,19 @@ OF_TILES: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(space=[1, 2])),
     ),
+    # Samples that lie in a weight as channels cut it on some ranks alone, and those refused its backward.
+    (
+        Program(
+            (3, 1, 11, 5),
+            {"m0": "nn.Conv2d(1, 1, (2, 3), (2, 1), 'valid')", "m1": "nn.Linear(3, 2)"},
+            (
+                "v2 = self.m1(self.m0(x))",
+                "v3 = F.conv2d(v2.reshape(1, -1, *v2.shape[2:]), v2.flatten(2).mean(2).reshape(-1, 1, 1, 1), "
+                "groups=v2.shape[0] * v2.shape[1])",
+                "v5 = v3.reshape(v2.shape)",
+            ),
+            ("v5",),
+        ),
+        Layout(Plan(replicate=2, space=[2, 1])),
+    ),
 ]

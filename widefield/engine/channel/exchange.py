@@ -127,7 +127,7 @@ def _like(tile: Tensor, tensor: Tensor, part: Part | None) -> Tensor:
     return wrap(tile, layout_of(tuple(shape), tensor.laid.cuts, tensor.laid.grid))
 
 
-def _laid_alike(tensor: Tensor, ranks: Ranks) -> Tensor:
+def _on_equal_cuts(tensor: Tensor, ranks: Ranks) -> Tensor:
     """The tensor, of which all ranks that share channels have the same tile; one small message.
 
     Where a cut lies can depend on how many channels a rank has, as behind a view that joins them with pixels: then every
@@ -153,7 +153,7 @@ def _kept(tensor: Tensor, exchange: Exchange) -> Tensor:
 
 def _fetched(tensor: Tensor, exchange: Exchange) -> Tensor:
     """The whole of every rank's part, tile by tile."""
-    tensor = _laid_alike(_whole_along(tensor, exchange.part.dim), exchange.ranks)
+    tensor = _on_equal_cuts(_whole_along(tensor, exchange.part.dim), exchange.ranks)
     return _like(exchange.fetch(_tile_of(tensor)), tensor, exchange.part)
 
 
@@ -178,7 +178,7 @@ class AddUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, adding: Sum) -> Tensor:
-        ctx.adding, tensor = adding, _laid_alike(tensor, adding.ranks)
+        ctx.adding, tensor = adding, _on_equal_cuts(tensor, adding.ranks)
         return _like(adding.total(_tile_of(tensor)), tensor, None)
 
     @staticmethod

@@ -57,18 +57,18 @@ def _output_extents(extents, size, stride, padding, dilation, transposed, output
 
 @rule(aten.convolution.default, aten.convolution_overrideable.default)
 def convolution(
-    image: Meta, weight: Meta, bias, stride, padding, dilation, transposed: bool, output_padding, groups: int
+    image: Meta, weight: Meta, bias: Meta | None, stride, padding, dilation, transposed: bool, output_padding, groups: int
 ) -> Windowed | Additive | Again:
     if image.ndim != weight.ndim:
         raise NotImplementedError(f"a convolution on tiles wants a batch dim: the image has {image.ndim} dims; add image[None]")
-    wholes = ((image, (0, 1) if weight.is_cut else (1,)), (weight, (0, 1)))
+    correlates = weight.is_cut and bias is None and not transposed and groups == 1
+    wholes = [(image, (0, 1) if correlates else (1,)), (weight, (0, 1) if correlates else range(weight.ndim))]
+    wholes += [] if bias is None else [(bias, (0,))]
     mixed = [(meta, dims) for meta, dims in wholes if any(meta.cuts[dim] for dim in dims)]
     if mixed:
         return Again(mixed)
-    if weight.is_cut and bias is not None:
-        raise NotImplementedError("a convolution whose weight is cut into tiles takes no bias; add it to what it gives")
     if weight.is_cut:
-        return _correlation(image, weight, stride, padding, dilation, transposed, groups)
+        return _correlation(image, weight, stride, padding, dilation)
     extents, size = image.shape[2:], weight.shape[2:]
     counts = _output_extents(extents, size, stride, padding, dilation, transposed, output_padding)
     windows = windows_of(extents, counts, size, stride, padding, dilation, transposed)
@@ -86,13 +86,11 @@ def convolution(
     return Windowed([Read(image, reach)], [Tile((image.shape[0], channels, *counts))], prepare, splits=True)
 
 
-def _correlation(image: Meta, weight: Meta, stride, padding, dilation, transposed: bool, groups: int) -> Additive:
+def _correlation(image: Meta, weight: Meta, stride, padding, dilation) -> Additive:
     """An image against another image of its extent: a weight's gradient written as a convolution, as double backward does.
 
     Each pixel of the second stays at home and meets the pixels of the first that it multiplies; the sums are added up.
     """
-    if transposed or groups != 1:
-        raise NotImplementedError("a transposed or grouped convolution whose weight is cut into tiles has no rule")
     dims = image.ndim - 2
     stride, dilation, padding = _full(stride, dims), _full(dilation, dims), _full(padding, dims)
     counts = _output_extents(image.shape[2:], weight.shape[2:], stride, padding, dilation, False, [0] * dims)
@@ -226,15 +224,17 @@ def _pad_argument(extra: Sequence[tuple[int, int]]) -> list[int] | None:
 def convolution_backward(
     grad: Meta, image: Meta, weight: Meta, bias_sizes, stride, padding, dilation, transposed: bool, output_padding, groups, mask
 ) -> Additive | Again:
-    if image.cuts[1] is not None or grad.cuts[1] is not None:
-        return Again([(meta, (1,)) for meta in (grad, image) if meta.cuts[1] is not None])
-    if weight.is_cut:
-        raise NotImplementedError("the backward of a convolution whose weight is cut into tiles has no rule")
+    wholes = ((grad, (1,)), (image, (1,)), (weight, range(weight.ndim)))
+    mixed = [(meta, dims) for meta, dims in wholes if any(meta.cuts[dim] for dim in dims)]
+    deferred = weight.layout is None
+    if not mixed and mask[2] and not deferred and grad.is_cut and image.is_cut and grad.layout.axes != image.layout.axes:
+        mixed = [(grad, range(grad.ndim))]  # a sum over other axes than the image's can be deferred alone
+    if mixed:
+        return Again(mixed)
     size = weight.shape[2:]
     windows = windows_of(image.shape[2:], grad.shape[2:], size, stride, padding, dilation, transposed)
     forward = {2 + n: Spread(w) if transposed else w for n, w in enumerate(windows)}
     backward = {2 + n: w if transposed else Spread(w) for n, w in enumerate(windows)}
-    deferred = weight.layout is None
     sums = [Total(deferred, weight.shape, weight.dtype), Total(deferred, (grad.shape[1],), weight.dtype)]
     totals = [total if wanted else None for total, wanted in zip(sums, mask[1:], strict=True)]
     call = _Backward(windows, _full(stride, len(size)), _full(dilation, len(size)), transposed, groups)
@@ -332,9 +332,16 @@ CASES = [
     case(
         "window does not fit", lambda x, w: F.conv2d(x, w), (1, 2, 4, 4), (2, 2, 7, 7), refuses="(?i)kernel size|does not fit"
     ),
+    case("weight is an image", lambda x, w: F.conv2d(x, w, None, 2, 3), (3, 2, 9, 8), (3, 2, 9, 8), tiled=(0, 1)),
+    case("bias is an image", lambda x, w, b: F.conv2d(x, w, b), (1, 2, 9, 9), (5, 2, 3, 2), (5,), tiled=(0, 2)),
+    case("weight and bias are images", lambda x, w, b: F.conv2d(x, w, b), (1, 2, 9, 9), (4, 2, 7, 7), (4,), tiled=(0, 1, 2)),
     case(
-        "weight and bias are images", lambda x, w, b: F.conv2d(x, w, b), (1, 2, 9, 9), (2, 2, 7, 7), (2,), tiled=(0, 1, 2),
-        refuses="takes no bias",
+        "grouped weight is an image", lambda x, w: F.conv2d(x, w, None, (2, 1), 2, 1, 3), (1, 3, 9, 8), (3, 1, 5, 4),
+        tiled=(0, 1),
+    ),
+    case(
+        "transposed, weight is an image", lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1), (1, 3, 9, 8), (3, 2, 5, 4), (2,),
+        tiled=(0, 1),
     ),
     case(
         "one image without gradient, two halos",

@@ -237,17 +237,11 @@ def _whole_or_told(
     units: list[str], around: Callable | None, model: nn.Module, run: Callable, args: tuple, kwargs: dict
 ) -> Any:
     """The forward; NotImplementedError where it reads a weight of a unit while that lies in parts."""
-    words = (
-        f"{type(model).__qualname__} reads a weight of which each rank has a part: that of one of its {len(units)} units "
-        f"({some(units)}) while the unit itself is not called, or any after a gradient through a unit that the forward "
-        "takes; set sharding.units so that this layer is no unit of its own and goes with the model, or set "
-        "sharding.zero=1"
-    )
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         found = run(*args, **kwargs)
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves(found)):  # as torch makes of parts with numbers alone
-            raise NotImplementedError(words)
+            raise _of_a_part(model, units)
         return found
 
     try:
@@ -255,7 +249,16 @@ def _whole_or_told(
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
-        raise NotImplementedError(words) from error
+        raise _of_a_part(model, units) from error
+
+
+def _of_a_part(model: nn.Module, units: list[str]) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(model).__qualname__} reads a weight of which each rank has a part: that of one of its {len(units)} units "
+        f"({some(units)}) while the unit itself is not called, or any after a gradient through a unit that the forward "
+        "takes; set sharding.units so that this layer is no unit of its own and goes with the model, or set "
+        "sharding.zero=1"
+    )
 
 
 def _no_view(module: nn.Module, inputs: Any, output: Any) -> Any:
