@@ -29,8 +29,8 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 
 from faults import ONE_RANK, Flip, about_of, kill_saves, missed, no_warning, random_flips, state_of  # noqa: E402
 
-from widefield.train.checkpoint import Checkpoints  # noqa: E402
-from widefield.train.shelf import steps_in  # noqa: E402
+from widefield.training.checkpoint import Checkpoints  # noqa: E402
+from widefield.training.checkpoint_directory import steps_in  # noqa: E402
 
 STATE_NUMBERS = 250_000
 """1 MB of float32 in what is flipped and killed."""

@@ -29,16 +29,16 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from widefield.comm.mesh import join, leave
 from widefield.config import parse_config
 from widefield.data import Dataset
-from widefield.engine.mesh import join, leave
 from widefield.launchers import world_from
 from widefield.plan import plan_of
-from widefield.train.assemble import assemble, learner_of, training_batches
-from widefield.train.checkpoint import Checkpoints
-from widefield.train.loop import Passes
-from widefield.train.record import Record
-from widefield.train.story import Story
+from widefield.training.assemble import assemble, learner_of, training_batches
+from widefield.training.checkpoint import Checkpoints
+from widefield.training.loop import Passes
+from widefield.training.record import Record
+from widefield.training.trainer import Story
 
 RESULT = Path(__file__).parent / "results" / "data_parallel.json"
 CLASSES = 10

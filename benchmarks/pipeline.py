@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
 
-from widefield.engine.mesh import Mesh, World, join, leave
-from widefield.engine.parallelize import parallelize
-from widefield.engine.passes import backward_of
+from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.launchers import world_from
+from widefield.parallel.parallelize import parallelize
+from widefield.parallel.passes import backward_of
 from widefield.plan import Plan
 
 RESULT = Path(__file__).parent / "results" / "pipeline.json"

@@ -33,9 +33,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from widefield.engine.mesh import Mesh, join, leave
-from widefield.engine.parallelize import parallelize, share_states
+from widefield.comm.mesh import Mesh, join, leave
 from widefield.launchers import world_from
+from widefield.parallel.parallelize import parallelize, share_states
 from widefield.plan import Plan
 
 RESULT = Path(__file__).parent / "results" / "strategies.json"

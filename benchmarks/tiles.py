@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import widefield as wf
+from widefield.comm.halo import TRAFFIC
+from widefield.comm.mesh import join, leave
 from widefield.config import ModelConfig
-from widefield.engine.halo import TRAFFIC
-from widefield.engine.layout import Grid
-from widefield.engine.mesh import join, leave
+from widefield.geometry.layout import Grid
 from widefield.launchers import world_from
 from widefield.launchers.local import start
 from widefield.models import build

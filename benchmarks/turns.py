@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from widefield.engine.mesh import Mesh
+from widefield.comm.mesh import Mesh
 from widefield.launchers.local import start
 
 Seconds = tuple[float, float]

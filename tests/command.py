@@ -16,7 +16,7 @@ import psutil
 import pytest
 import safetensors.torch
 
-from widefield.train.checkpoint import newest_sound_in, read
+from widefield.training.checkpoint import newest_sound_in, read
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DIGITS = str(RECIPES / "digits.yaml")

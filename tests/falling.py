@@ -138,11 +138,11 @@ def killed(who: int, seconds: float, rank: int) -> None:
 
 def away(who: int, other: int, rank: int) -> None:
     """Rank `who` raises in its third step, in which rank `other` sleeps; a rank is ended that takes a second to come back."""
-    from widefield.engine import failure
-    from widefield.train.loop import Learner
+    from widefield.comm import failure
+    from widefield.training.loop import Learner
 
     failure.LEAVE_SECONDS = 1.0
-    raising(who, "widefield.train.loop:Learner", "learn", RuntimeError("planted"), 2, rank)
+    raising(who, "widefield.training.loop:Learner", "learn", RuntimeError("planted"), 2, rank)
     if rank == other:
         learn, left = Learner.learn, [2]
 

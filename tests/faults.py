@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from widefield.engine.mesh import Mesh, World
+from widefield.comm.mesh import Mesh, World
 from widefield.plan import Plan
-from widefield.train.checkpoint import About, Checkpoints, read
-from widefield.train.manifest import what_is_wrong
-from widefield.train.shelf import newest_sound_in, steps_in
+from widefield.training.checkpoint import About, Checkpoints, read
+from widefield.training.checkpoint_directory import newest_sound_in, steps_in
+from widefield.training.manifest import what_is_wrong
 
 ONE_RANK = Mesh(Plan(), World(), torch.device("cpu"))
 
@@ -106,7 +106,7 @@ class Kill:
 def kill_saves(folder: Path, count: int, *, seed: int = 0, numbers: int = 2048, longest_seconds: float = 0.04) -> list[Kill]:
     """Start a process that saves without end, kill it at a random moment, look at the folder; again, `count` times."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "widefield.train.checkpoint"])
+    context.set_forkserver_preload(["torch", "widefield.training.checkpoint"])
     draw = random.Random(seed)
     return [_kill_once(context, folder, numbers, draw.uniform(0, longest_seconds)) for _ in range(count)]
 

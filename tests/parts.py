@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from widefield.engine import moments
-from widefield.engine.layout import Cut, Grid, Layout, layout_of
-from widefield.engine.places import first_cut, on_layout
-from widefield.engine.rules import RULES, Meta, Reduced, Tile
+from widefield.geometry.layout import Cut, Grid, Layout, layout_of
+from widefield.kernels import moments
+from widefield.rules import RULES, Meta, Reduced, Tile
+from widefield.tiled.redistribute import first_cut, on_layout
 
 Bounds = Sequence[tuple[int, ...]]
 """Of the tiles along the last dim but one, or along the last two."""

@@ -39,7 +39,14 @@ IDLE_SECONDS = 15.0
 """After which ranks that nobody asks are not worth what they cost: each process group's thread wakes up 100 times a second."""
 RANKS_MOST = 10
 """Ranks of all world sizes that live at the same time."""
-PRELOADED = ["torch", "torchvision", "timm", "monai.networks.nets", "segmentation_models_pytorch", "widefield.engine.parity"]
+PRELOADED = [
+    "torch",
+    "torchvision",
+    "timm",
+    "monai.networks.nets",
+    "segmentation_models_pytorch",
+    "widefield.verification.forward",
+]
 """What most bodies import."""
 # What a rank says when another died first; such an error is never the one to show.
 CONSEQUENCES = (
@@ -227,7 +234,7 @@ def _meet(rank: int, world_size: int, folder: str) -> Callable[[Plan], Any]:
     import torch
     import torch.distributed as dist
 
-    from widefield.engine.mesh import World, join
+    from widefield.comm.mesh import World, join
 
     torch.set_num_threads(1)
     if Path("/sys/class/net/lo").exists():

@@ -24,11 +24,11 @@ import widefield as wf
 from widefield import cli, data, launchers, models, tasks
 from widefield.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TaskConfig, parse_config, read_config
 from widefield.data.image import write_image
-from widefield.engine.parity import compare
-from widefield.engine.stream.streamed import Streamed
 from widefield.naming import names_in
 from widefield.plan import Plan
-from widefield.train import optimizer, schedule
+from widefield.streaming.api import Streamed
+from widefield.training import optimizer, schedule
+from widefield.verification.forward import compare
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -231,7 +231,7 @@ def test_the_example_of_a_strategy_gives_one_devices_gradient():
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
     whole = _net()
     (whole(x) - y).square().sum().div(6).backward()
-    for gradients in on_ranks(2, _gradients_under, example("widefield/engine/strategies/plain_average.py"), x, y):
+    for gradients in on_ranks(2, _gradients_under, example("widefield/parallel/strategies/plain_average.py"), x, y):
         for gradient, parameter in zip(gradients, whole.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-12)  # float64, sums of 6 products
 
@@ -253,7 +253,7 @@ def _gradients_under(mesh, source: str, x, y) -> list[torch.Tensor]:
 
 
 def test_the_example_of_an_optimizer_works(monkeypatch):
-    names = _run_example("widefield/train/optimizer.py", vars(optimizer))
+    names = _run_example("widefield/training/optimizer.py", vars(optimizer))
     monkeypatch.setitem(optimizer._OPTIMIZERS, "adagrad", names["ROW"])
     config = OptimizerConfig(name="adagrad")
     rate, _ = optimizer.learning_rate(config, 256)
@@ -266,7 +266,7 @@ def test_the_example_of_an_optimizer_works(monkeypatch):
 
 
 def test_the_example_of_a_schedule_works(monkeypatch):
-    names = _run_example("widefield/train/schedule.py", vars(schedule))
+    names = _run_example("widefield/training/schedule.py", vars(schedule))
     monkeypatch.setitem(schedule._CURVES, "rootdecay", names["ROW"])
     config = ScheduleConfig(name="rootdecay", length="100step", warmup="4step")
     curve = schedule.build_schedule(config, seen=lambda step: 10 * step, steps_per_epoch=5)
@@ -349,7 +349,7 @@ def _example_of_streams(path: str):
 
 @pytest.mark.parametrize("name", ["box_sum", "energy"])
 def test_the_examples_of_rules_are_exact(name):
-    for verdict in on_ranks(2, _verdict_on_a_rule, example(f"widefield/engine/rules/{name}.py"), plan=Plan(space=[2, 1])):
+    for verdict in on_ranks(2, _verdict_on_a_rule, example(f"widefield/ops/{name}.py"), plan=Plan(space=[2, 1])):
         assert verdict.ok and {row.kind for row in verdict.rows} == {"layer", "output", "gradient"}, str(verdict)
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from widefield.engine.executed import Executed, Flow, flow_of, lay
-from widefield.engine.strategies.recompute import _Offloaded, _recompute
-from widefield.engine.stream.streamed import Stream, Streamed
-from widefield.engine.wrapping import wrap_class
+from widefield.capture.interpreter import Executed, Flow, flow_of, lay
+from widefield.module_wrapping import wrap_class
+from widefield.parallel.strategies.recompute import _Offloaded, _recompute
+from widefield.streaming.api import Stream, Streamed
 
 IMAGE = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 

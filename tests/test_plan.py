@@ -160,10 +160,10 @@ def test_ranks_that_no_multiple_fits_say_the_multiple():
 @pytest.mark.parametrize(
     ("axis", "size", "told"),
     [
-        ("shard", 2, "mesh.shard=2 cannot run: engine/strategies/ has no fully_shard.py. It has: "),
-        ("space", [2, 2], "mesh.space=[2, 2] cannot run: engine/strategies/ has no space.py. It has: "),
-        ("channel", 2, "mesh.channel=2 cannot run: engine/strategies/ has no channel.py. It has: "),
-        ("stage", 2, "mesh.stage=2 cannot run: engine/strategies/ has no pipeline.py. It has: "),
+        ("shard", 2, "mesh.shard=2 cannot run: parallel/strategies/ has no fully_shard.py. It has: "),
+        ("space", [2, 2], "mesh.space=[2, 2] cannot run: parallel/strategies/ has no space.py. It has: "),
+        ("channel", 2, "mesh.channel=2 cannot run: parallel/strategies/ has no channel.py. It has: "),
+        ("stage", 2, "mesh.stage=2 cannot run: parallel/strategies/ has no pipeline.py. It has: "),
     ],
 )
 def test_an_axis_without_a_strategy_file_is_refused(monkeypatch, axis, size, told):

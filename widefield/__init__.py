@@ -16,38 +16,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from widefield.comm.mesh import Mesh, World
     from widefield.config import RunConfig, read_config
-    from widefield.engine.mesh import Mesh, World
-    from widefield.engine.normalization import SyncBatchNorm
-    from widefield.engine.parallelize import parallelize
-    from widefield.engine.parity import verify
-    from widefield.engine.reader import from_reader
-    from widefield.engine.stepping import clip_grad_norm_
-    from widefield.engine.stream.streamed import stream
-    from widefield.engine.tiled import TiledTensor
-    from widefield.engine.tiling import from_tile, tile, whole, window
     from widefield.launchers import build_mesh
+    from widefield.parallel.optimizer_steps import clip_grad_norm_
+    from widefield.parallel.parallelize import parallelize
     from widefield.plan import Plan
     from widefield.report import write_report
+    from widefield.streaming.api import stream
+    from widefield.streaming.storage.windowed_image import from_reader
+    from widefield.tiled.api import from_tile, tile, whole, window
+    from widefield.tiled.sync_batch_norm import SyncBatchNorm
+    from widefield.tiled.tensor import TiledTensor
+    from widefield.verification.api import verify
 
 _DOOR = {
-    "Mesh": "engine.mesh",
+    "Mesh": "comm.mesh",
     "Plan": "plan",
     "RunConfig": "config",
-    "SyncBatchNorm": "engine.normalization",
-    "TiledTensor": "engine.tiled",
-    "World": "engine.mesh",
+    "SyncBatchNorm": "tiled.sync_batch_norm",
+    "TiledTensor": "tiled.tensor",
+    "World": "comm.mesh",
     "build_mesh": "launchers",
-    "clip_grad_norm_": "engine.stepping",
-    "from_reader": "engine.reader",
-    "from_tile": "engine.tiling",
-    "parallelize": "engine.parallelize",
+    "clip_grad_norm_": "parallel.optimizer_steps",
+    "from_reader": "streaming.storage.windowed_image",
+    "from_tile": "tiled.api",
+    "parallelize": "parallel.parallelize",
     "read_config": "config",
-    "stream": "engine.stream.streamed",
-    "tile": "engine.tiling",
-    "verify": "engine.parity",
-    "whole": "engine.tiling",
-    "window": "engine.tiling",
+    "stream": "streaming.api",
+    "tile": "tiled.api",
+    "verify": "verification.api",
+    "whole": "tiled.api",
+    "window": "tiled.api",
     "write_report": "report",
 }
 """Each public name and the module it lives in; imported when first asked for, so that `import widefield` costs nothing."""

@@ -17,7 +17,7 @@ from widefield.refusal import FOLLOWED, is_ours, printable
 from widefield.section import to_yaml
 
 if TYPE_CHECKING:
-    from widefield.engine.mesh import World
+    from widefield.comm.mesh import World
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,7 +176,7 @@ def _train_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from widefield.train.folder import existing_folder
+    from widefield.training.run_folder import existing_folder
 
     config = read_config(existing_folder(options.run) / "config.yaml", options.overrides, run=options.run, trust=options.trust)
     _refuse_unused(options.overrides)
@@ -245,10 +245,10 @@ def _sizes(text: str) -> list[int]:
 
 def _verify(options: argparse.Namespace) -> int:
     from widefield.config import ModelConfig
-    from widefield.engine.parity import verify
     from widefield.models import build
     from widefield.plan import from_text
     from widefield.section import parse_section
+    from widefield.verification.api import verify
 
     channels, *extents = options.image
     for name in ("space", "stream"):
@@ -285,7 +285,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     from widefield.report import write_bench, write_report
-    from widefield.train.folder import existing_folder
+    from widefield.training.run_folder import existing_folder
 
     if (Path(options.run) / "bench.json").is_file():
         print(write_bench(options.run))
@@ -309,7 +309,7 @@ def _world(config: RunConfig, options: argparse.Namespace, arguments: Callable[[
         return world, 0
     import torch
 
-    from widefield.engine.mesh import World
+    from widefield.comm.mesh import World
 
     ranks, reason = local_ranks(ranks_asked_for(config), torch.cuda.device_count())
     check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_size)
@@ -320,7 +320,7 @@ def _world(config: RunConfig, options: argparse.Namespace, arguments: Callable[[
 
 
 def _fresh() -> Path:
-    from widefield.train.folder import fresh_folder
+    from widefield.training.run_folder import fresh_folder
 
     return fresh_folder()
 
@@ -346,7 +346,7 @@ def _say(error: Exception, *, is_rank: bool) -> int | None:
         return _refuse(error, rank)
     if not is_rank:
         return None
-    from widefield.engine.failure import PeerFailedError, in_words
+    from widefield.comm.failure import PeerFailedError, in_words
 
     if isinstance(error, PeerFailedError):
         _print_error(f"rank {rank}: {error}")
@@ -361,7 +361,7 @@ def _refuse(error: Exception, rank: int) -> int:
     if rank == 0:
         _print_error(str(error))
         return 2
-    from widefield.engine.mesh import AgreedError
+    from widefield.comm.mesh import AgreedError
 
     if not isinstance(error, AgreedError):
         _print_error(f"rank {rank}: {error}")

@@ -173,7 +173,7 @@ class MeshConfig(Section):
     stage: Positive = 1
     """Ranks that the layers are dealt out to, first to last; see `pipeline`."""
     data_strategy: Literal["data", "data_parallel"] = "data"
-    """A file in widefield/engine/strategies/: `data` averages gradients over processes, `data_parallel` is
+    """A file in widefield/parallel/strategies/: `data` averages gradients over processes, `data_parallel` is
     torch.nn.DataParallel in one process."""
     independent: bool = False
     """Let every copy and stage draw random numbers (dropout), write to buffers and mix samples by itself.  It is faster for

@@ -12,25 +12,25 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from widefield.comm.failure import FailureWatch
+from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.config import RunConfig, read_config
 from widefield.data import Dataset
 from widefield.data.image import read_image, write_labels
 from widefield.data.loader import Batch
 from widefield.data.transforms import Transforms
-from widefield.engine.failure import FailureWatch
-from widefield.engine.mesh import Mesh, World, join, leave
 from widefield.naming import did_you_mean
 from widefield.plan import Plan, plan_of
 from widefield.tasks import is_per_pixel
-from widefield.train.assemble import Parts, assemble
-from widefield.train.average import weights_of
-from widefield.train.checkpoint import newest_sound_in, read
-from widefield.train.disk import replace_text
-from widefield.train.evaluate import Evaluation
-from widefield.train.folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model, save_weights
-from widefield.train.resume import check_state
-from widefield.train.state import shapes_of
-from widefield.train.story import evaluate_parts
+from widefield.training.assemble import Parts, assemble
+from widefield.training.checkpoint import newest_sound_in, read
+from widefield.training.disk import replace_text
+from widefield.training.evaluate import Evaluation
+from widefield.training.resume import check_state
+from widefield.training.run_folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model, save_weights
+from widefield.training.state import shapes_of
+from widefield.training.trainer import evaluate_parts
+from widefield.training.weight_average import weights_of
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ STRATEGY_OF_AXIS = {
     "channel": "channel",
     "stage": "pipeline",
 }
-"""Which file in engine/strategies/ lays a model out over an axis larger than 1."""
+"""Which file in parallel/strategies/ lays a model out over an axis larger than 1."""
 
 
 class Plan(Section):
@@ -124,7 +124,7 @@ def ranks_asked_for(config: RunConfig) -> int | None:
 def check(plan: Plan, *, ranks: int, samples_per_step: int | None = None) -> None:
     """Refuse, in words, a plan that `ranks` ranks cannot carry out exactly.  Every rank calls this before any message.
 
-    ValueError: sizes the user can change.  NotImplementedError: what no file in engine/strategies/ does yet.
+    ValueError: sizes the user can change.  NotImplementedError: what no file in parallel/strategies/ does yet.
     """
     _check_strategies(plan)
     _check_ranks(plan, ranks)
@@ -224,11 +224,11 @@ def _schedule_problem(plan: Plan) -> str | None:
 
 
 def _check_strategies(plan: Plan) -> None:
-    have = names_in("widefield.engine.strategies")
+    have = names_in("widefield.parallel.strategies")
     for axis, size in plan.axes.items():
         if size > 1 and STRATEGY_OF_AXIS[axis] not in have:
             raise NotImplementedError(
-                f"mesh.{axis}={plan.space if axis == 'space' else size} cannot run: engine/strategies/ has no "
+                f"mesh.{axis}={plan.space if axis == 'space' else size} cannot run: parallel/strategies/ has no "
                 f"{STRATEGY_OF_AXIS[axis]}.py. It has: {', '.join(have)}. Set mesh.{axis}={'[]' if axis == 'space' else 1}."
             )
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.layout import Cuts, Layout
 from widefield.geometry.box import Box
+from widefield.geometry.layout import Cuts, Layout
 from widefield.geometry.window import Reach
 
 

@@ -11,26 +11,26 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from widefield import sharded_state
+from widefield.comm.failure import FailureWatch
+from widefield.comm.mesh import AgreedError, Mesh, World, join, leave
+from widefield.comm.stall_watch import StallWatch
+from widefield.comm.timeline import Timeline
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
-from widefield.engine import holding
-from widefield.engine.failure import FailureWatch
-from widefield.engine.mesh import AgreedError, Mesh, World, join, leave
-from widefield.engine.stall import StallWatch
-from widefield.engine.timeline import Timeline
 from widefield.plan import check, plan_of, to_text
 from widefield.report import write_report
-from widefield.train.assemble import Parts, assemble, learner_of, training_batches, write_model_of
-from widefield.train.checkpoint import Checkpoints
-from widefield.train.disk import Attempts, in_words
-from widefield.train.folder import check_fresh, claim, write_config
-from widefield.train.interrupt import Interrupt
-from widefield.train.loop import Learner, Passes
-from widefield.train.record import Record
-from widefield.train.resume import resume
-from widefield.train.state import load_random_state
-from widefield.train.story import Outcome, Story
-from widefield.train.terminal import heard
+from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
+from widefield.training.checkpoint import Checkpoints
+from widefield.training.disk import Attempts, in_words
+from widefield.training.interrupt import Interrupt
+from widefield.training.loop import Learner, Passes
+from widefield.training.record import Record
+from widefield.training.resume import resume
+from widefield.training.run_folder import check_fresh, claim, write_config
+from widefield.training.state import load_random_state
+from widefield.training.terminal import heard
+from widefield.training.trainer import Outcome, Story
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ def _check_sizes(parts: Parts) -> None:
 def _begin(record: Record, parts: Parts, learner: Learner, *, reasons: list[str], last: int) -> None:
     """Say what is about to run, and every value that the program chose with its reason."""
     mesh, steps, dataset = parts.mesh, learner.steps, parts.dataset
-    whole = holding.shapes(learner.model)
+    whole = sharded_state.shapes(learner.model)
     parameters = sum(math.prod(whole[name]) for name, _ in learner.model.named_parameters())
     record.say(
         f"{parts.config.model.name}, {parameters:,} parameters, on {mesh.plan} ({mesh.device.type}); "

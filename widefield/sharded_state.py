@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from widefield.engine.mesh import Mesh
-from widefield.engine.places import dense_strides, is_dense, memory_of
+from widefield.comm.mesh import Mesh
+from widefield.tiled.redistribute import dense_strides, is_dense, memory_of
 
 Path = tuple[Any, ...]
 """The keys that lead to a value in nested dicts."""
@@ -237,7 +237,7 @@ def _united(mesh: Mesh, found: dict[Path, Any]) -> dict[Path, Any]:
 
 def _sent(value: Any, mesh: Mesh, *, source: int, strides: tuple[int, ...]) -> Any:
     """A tensor that `source` has, on rank 0 too; what the others have stays.  strides: the source's, see `dense_strides`."""
-    group = mesh.checkpoint_group  # in `mesh.group` it would count among the collectives, see engine/mesh.py
+    group = mesh.checkpoint_group  # in `mesh.group` it would count among the collectives, see comm/mesh.py
     if mesh.rank == 0:
         value = torch.empty_strided(value.shape, strides, dtype=value.dtype)
         dist.recv(memory_of(value), src=source, group=group)

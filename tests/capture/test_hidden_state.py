@@ -14,15 +14,15 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from engine import hidden
-from engine.hidden import CASES, FIRST, INSIDE, Net, given_by, image, made
+from capture import hidden
+from capture.hidden import CASES, FIRST, INSIDE, Net, given_by, image, made
 from torch import nn
 
-from widefield.engine.stream.follow import follow
-from widefield.engine.stream.known import AGAIN_MOST
-from widefield.engine.stream.left_behind import Gone
-from widefield.engine.stream.state import ARRAY_MOST, MOST, State
-from widefield.engine.stream.streamed import stream
+from widefield.capture.program_cache import AGAIN_MOST
+from widefield.capture.python_state import ARRAY_MOST, MOST, State
+from widefield.capture.side_effects import Gone
+from widefield.capture.trace import follow
+from widefield.streaming.api import stream
 
 
 def named(name: str):

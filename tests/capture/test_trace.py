@@ -12,13 +12,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from engine.stream.both import IMAGE, Doing, conv, made
+from streaming.both import IMAGE, Doing, conv, made
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from widefield.engine.reader import from_reader
-from widefield.engine.stream.follow import follow
-from widefield.engine.stream.streamed import stream
+from widefield.capture.trace import follow
+from widefield.streaming.api import stream
+from widefield.streaming.storage.windowed_image import from_reader
 
 
 def _seen_without_gradients(self, x):

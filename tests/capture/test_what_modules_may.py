@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine.stream.both import IMAGE, Doing, assert_alike, conv, image
+from streaming.both import IMAGE, Doing, assert_alike, conv, image
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from widefield.engine.stream.streamed import stream
+from widefield.streaming.api import stream
 
 LABELS = torch.randint(0, 5, (2, 17, 13), generator=torch.Generator().manual_seed(7))
 KERNEL = image(4, 3, 3, 3)

@@ -10,15 +10,16 @@ from ranks import on_ranks
 from torch.nn import functional as F
 
 import widefield as wf
-from widefield.engine import halo, layout
-from widefield.engine.halo import TRAFFIC, gather, move_of, start
-from widefield.engine.layout import Cut, Grid, layout_of
-from widefield.engine.places import move_for, moved, recut, space_group
-from widefield.engine.tiled import wrap
-from widefield.engine.tiling import _Tile
+from widefield.comm import halo
+from widefield.comm.halo import TRAFFIC, gather, move_of, start
+from widefield.geometry import layout
 from widefield.geometry.box import size_of, within
 from widefield.geometry.interval import Interval, even_cut
+from widefield.geometry.layout import Cut, Grid, layout_of
 from widefield.plan import Plan
+from widefield.tiled.api import _Tile
+from widefield.tiled.redistribute import move_for, moved, recut, space_group
+from widefield.tiled.tensor import wrap
 
 SHAPE = (2, 3, 13, 11)
 PLANS = [Plan(space=[2, 1]), Plan(space=[3, 1]), Plan(space=[2, 2])]

@@ -13,9 +13,9 @@ from ranks import on_ranks
 from torch import nn
 
 from widefield import parallelize
-from widefield.engine.holding import wholes_on_main
-from widefield.engine.mesh import World, join, leave
+from widefield.comm.mesh import World, join, leave
 from widefield.plan import Plan, check
+from widefield.sharded_state import wholes_on_main
 
 
 def place(mesh):
@@ -130,7 +130,7 @@ def test_a_meeting_place_without_an_address_is_an_error_and_never_a_world_of_one
 
 ALONE = """
 import sys
-from widefield.engine.mesh import World, join
+from widefield.comm.mesh import World, join
 from widefield.plan import Plan
 try:
     join(World(rank=int(sys.argv[1]), size=2, port=int(sys.argv[2])), Plan(replicate=2), timeout_seconds=2)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
-from widefield.engine.stall import StallWatch, Stand, missing, sentence
+from widefield.comm.stall_watch import StallWatch, Stand, missing, sentence
 
 pytestmark = pytest.mark.alone
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-from widefield.engine import collectives
-from widefield.engine.timeline import Timeline, Traffic, recorded, traffic, traffic_of
+from widefield.comm import collectives
+from widefield.comm.timeline import Timeline, Traffic, recorded, traffic, traffic_of
 
 
 def gloo(name: str, start: float, stop: float, dims: list, kind: str = "float") -> dict:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from widefield.engine.mesh import Mesh, World, join
+from widefield.comm.mesh import Mesh, World, join
 from widefield.plan import Plan
 
 from .errors import Finding, Refusal, Verdict, pattern, verdict_of_errors

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from widefield.engine import dispatch, layout, memory_order, mesh, moments, windowed
-from widefield.engine.channel import choose
-from widefield.engine.strategies import _buckets, _reducer, fully_shard, recompute
+from widefield.comm import mesh
+from widefield.geometry import layout
+from widefield.kernels import moments
+from widefield.parallel.strategies import _buckets, _reducer, fully_shard, recompute
+from widefield.tensor_parallel import search
+from widefield.tiled import dispatch, memory_format
+from widefield.tiled.executors import windowed
 
 LARGE: tuple[tuple[Any, str, Any], ...] = (
-    (choose, "WEIGHT_LEAST", 1),
-    (choose, "FLOPS_PER_BYTE", 0.01),
+    (search, "WEIGHT_LEAST", 1),
+    (search, "FLOPS_PER_BYTE", 0.01),
     (_buckets, "FIRST_BYTES", 64),
     (_reducer, "LAYOUTS_MOST", 1),
     (fully_shard, "SMALLEST_BYTES", 1),
@@ -21,7 +25,7 @@ LARGE: tuple[tuple[Any, str, Any], ...] = (
     (moments, "CHUNK", 8),
     (windowed, "SMALL_SHARE", 10.0),
     (dispatch, "KNOWN_MOST", 8),
-    (memory_order, "KNOWN_MOST", 8),
+    (memory_format, "KNOWN_MOST", 8),
     (layout, "KEPT_MOST", 64),
 )
 """Layers are cut by channels whatever that costs, gradients leave in many buckets, each block is a unit of its own, halos are

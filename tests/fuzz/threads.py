@@ -28,7 +28,7 @@ from torch._subclasses import fake_tensor
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg as torch_threads
 
-from widefield.engine import homes
+from widefield.tiled import view_writeback
 
 BACKEND = "one_at_a_time"
 
@@ -87,13 +87,13 @@ class Turns:
 
 def _state_of_process() -> tuple:
     """What there is one of in each process, and so for each rank."""
-    return torch.get_rng_state(), random.getstate(), homes._UNSEEN[0]
+    return torch.get_rng_state(), random.getstate(), view_writeback._UNSEEN[0]
 
 
 def _restore(state: tuple) -> None:
     torch.set_rng_state(state[0])
     random.setstate(state[1])
-    homes._UNSEEN[0] = state[2]
+    view_writeback._UNSEEN[0] = state[2]
 
 
 # ---------------------------------------------------------------------------------------------- collectives

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import widefield as wf
-from widefield.engine.holding import wholes_on_main
-from widefield.engine.mesh import Mesh
-from widefield.engine.parallelize import share_states
-from widefield.engine.passes import backward_of, without_sync
-from widefield.engine.tiled import same_order
+from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import even_cut, parts_of
+from widefield.parallel.parallelize import share_states
+from widefield.parallel.passes import backward_of, without_sync
+from widefield.sharded_state import wholes_on_main
+from widefield.tiled.tensor import same_order
 
 from .errors import TOO_FEW, Finding, Refusal, has_too_few_samples, is_refusal
 from .plans import Layout

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from widefield.engine import moments
+from widefield.kernels import moments
 
 SHAPES = [(2, 3, 5), (2, 3, 4, 5), (2, 3, 2, 3, 2)]
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

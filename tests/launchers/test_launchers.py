@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from widefield.engine import mesh
+from widefield.comm import mesh
 from widefield.launchers import local, mpi, slurm, torchrun, world_from
 from widefield.naming import load, names_in
 from widefield.plan import Plan
@@ -422,7 +422,7 @@ def test_ranks_write_to_the_terminal_itself(launch):
 
 JOIN = """
 import os, sys, torch
-from widefield.engine import mesh
+from widefield.comm import mesh
 from widefield.launchers import world_from
 from widefield.plan import Plan
 def main():  # not at the top: a DeviceMesh that lives until Python's end makes Gloo abort the process there, at times

@@ -15,16 +15,16 @@ from itertools import islice
 from typing import Any
 
 import torch
-from engine.rules.sweep_calls import Call, attempts, operations
 from fuzz.threads import Failed, Mismatch, Ranks, Stuck, installed
+from ops.sweep_calls import Call, attempts, operations
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from widefield.engine.layout import Cut, layout_of
-from widefield.engine.mesh import Mesh, World, join
-from widefield.engine.tiling import _Tile, whole
+from widefield.comm.mesh import Mesh, World, join
 from widefield.geometry.interval import even_cut
+from widefield.geometry.layout import Cut, layout_of
 from widefield.plan import Plan
+from widefield.tiled.api import _Tile, whole
 
 TRIES = 40
 """Calls that are made of an operation before it is given up for a legal one."""

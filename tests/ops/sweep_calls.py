@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.dispatch import load_rules
-from widefield.engine.pointwise import SAME_PIXELS
-from widefield.engine.rules import COMPOSED, RULES
-from widefield.engine.writes import outs_of, written_by
+from widefield.rules import COMPOSED, RULES
+from widefield.tiled.dispatch import load_rules
+from widefield.tiled.pointwise import SAME_PIXELS
+from widefield.tiled.schemas import outs_of, written_by
 
 aten = torch.ops.aten
 
@@ -230,7 +230,7 @@ def _run_of(operation: Any, values: Sequence[tuple[Any, Any]], outs: Sequence[st
 
 def _outs(operation: Any, given: dict, outs: Sequence[str], how: int) -> dict[str, Tensor]:
     """Tensors for results: like them, empty, or views of tensors that hold them twice."""
-    from widefield.engine.writes import new_of
+    from widefield.tiled.schemas import new_of
 
     made = new_of(operation)(**given)
     likes = [made] if isinstance(made, Tensor) else list(made)

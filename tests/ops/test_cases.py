@@ -11,18 +11,20 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from widefield.engine import dispatch, rules, windowed
-from widefield.engine.layout import Cut, Layout, layout_of
-from widefield.engine.mesh import Mesh
-from widefield.engine.partial import partial_of
-from widefield.engine.places import moved
-from widefield.engine.rules import Case
-from widefield.engine.tiled import TiledTensor
-from widefield.engine.tiling import _Tile, whole
+from widefield import ops
+from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import even_cut
+from widefield.geometry.layout import Cut, Layout, layout_of
 from widefield.plan import Plan
+from widefield.rules import Case
+from widefield.tiled import dispatch
+from widefield.tiled.api import _Tile, whole
+from widefield.tiled.executors import windowed
+from widefield.tiled.partial_gradient import partial_of
+from widefield.tiled.redistribute import moved
+from widefield.tiled.tensor import TiledTensor
 
-FAMILIES = sorted(found.name for found in pkgutil.iter_modules(rules.__path__))
+FAMILIES = sorted(found.name for found in pkgutil.iter_modules(ops.__path__))
 HOW = {
     "even": 0.25, "uneven": 10.0, "last tile empty": 0.25, "gradient cut elsewhere": 0.25, "cut elsewhere": 0.25,
     "plain, its gradient cut": 0.25, "plain, its gradient partial": 0.25,
@@ -37,7 +39,7 @@ FEWER = {(3,): ("uneven", "last tile empty"), (4,): ("uneven", "last tile empty"
 
 
 def cases_of(family: str) -> list[Case]:
-    return importlib.import_module(f"{rules.__name__}.{family}").CASES
+    return importlib.import_module(f"{ops.__name__}.{family}").CASES
 
 
 @pytest.mark.parametrize("grid", [(2,), (3,), *(pytest.param(grid, marks=pytest.mark.long) for grid in GRIDS[2:])], ids=str)

@@ -12,8 +12,8 @@ from ranks import on_ranks
 from torch.nn import functional as F
 
 import widefield as wf
+from widefield.comm import halo
 from widefield.config import ModelConfig
-from widefield.engine import halo
 from widefield.models import build
 from widefield.plan import Plan
 

@@ -7,12 +7,12 @@ import torch
 from ranks import on_ranks
 from torch import nn
 
-from widefield.engine import dispatch
-from widefield.engine.halo import TRAFFIC
-from widefield.engine.partial import manage
-from widefield.engine.tiled import TiledTensor
-from widefield.engine.tiling import tile, whole
+from widefield.comm.halo import TRAFFIC
 from widefield.plan import Plan
+from widefield.tiled import dispatch
+from widefield.tiled.api import tile, whole
+from widefield.tiled.partial_gradient import manage
+from widefield.tiled.tensor import TiledTensor
 
 ON_ROWS = Plan(space=[2, 1])
 SHAPE = (2, 8, 23, 17)

@@ -10,7 +10,7 @@ import torch
 from parts import Bounds, Call, Given, call, gradients, on_the_whole, tensors_for, tile_after_tile, turn_of
 from torch import Tensor
 
-from widefield.engine.dispatch import load_rules
+from widefield.tiled.dispatch import load_rules
 
 load_rules()
 aten = torch.ops.aten

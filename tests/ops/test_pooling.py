@@ -6,9 +6,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from widefield.engine.rules.pooling import _Fitted, _Framed, planes, recounted
 from widefield.geometry.interval import Interval
 from widefield.geometry.window import Window, window_count
+from widefield.ops.pooling import _Fitted, _Framed, planes, recounted
 
 aten = torch.ops.aten
 ONE = Window(1, extent=1, count=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 
-from engine.rules.sweep import Sweep, problems
 from fuzz.threads import installed
+from ops.sweep import Sweep, problems
 
 
 def test_unusual_arguments_give_the_wholes_numbers_or_are_refused_in_words():

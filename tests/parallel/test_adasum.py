@@ -8,8 +8,8 @@ from command import DIGITS, losses, run
 from ranks import on_ranks
 from torch import nn
 
-from widefield.engine.parallelize import parallelize, reasons
-from widefield.engine.strategies._adasum import adasum
+from widefield.parallel.parallelize import parallelize, reasons
+from widefield.parallel.strategies._adasum import adasum
 from widefield.plan import Plan, check
 
 

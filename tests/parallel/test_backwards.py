@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import widefield as wf
-from widefield.engine.holding import wholes_on_main
-from widefield.engine.parallelize import share_states, without_sync
 from widefield.geometry.interval import even_cut, parts_of
+from widefield.parallel.parallelize import share_states, without_sync
 from widefield.plan import Plan
+from widefield.sharded_state import wholes_on_main
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)  # float64, sums of 1e3 products in another order
 SHAPE = (5, 2, 13, 9)

@@ -8,7 +8,7 @@ from ranks import on_ranks
 from torch import nn
 
 from widefield import parallelize
-from widefield.engine.strategies._buckets import bucket_mib, chosen_mib
+from widefield.parallel.strategies._buckets import bucket_mib, chosen_mib
 from widefield.plan import Plan
 
 MIB = 2**20

@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 import widefield as wf
-from widefield.engine.parallelize import parallelize
-from widefield.engine.strategies.recompute import from_host, to_host
-from widefield.engine.stream.streamed import stream
-from widefield.engine.tiled import TiledTensor
+from widefield.parallel.parallelize import parallelize
+from widefield.parallel.strategies.recompute import from_host, to_host
 from widefield.plan import Plan
+from widefield.streaming.api import stream
+from widefield.tiled.tensor import TiledTensor
 
 
 def net(*more: nn.Module) -> nn.Sequential:

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 import widefield as wf
 from widefield import models
 from widefield.config import ModelConfig
-from widefield.engine.ghost import ghost
-from widefield.engine.holding import local, wholes_on_main
-from widefield.engine.normalization import SyncBatchNorm
-from widefield.engine.parallelize import evaluates_together, parallelize, share_states
-from widefield.engine.strategies.fully_shard import CASES, SMALLEST_BYTES, steps, units_of
+from widefield.parallel.inactive import ghost
+from widefield.parallel.parallelize import evaluates_together, parallelize, share_states
+from widefield.parallel.strategies.fully_shard import CASES, SMALLEST_BYTES, steps, units_of
 from widefield.plan import Plan
+from widefield.sharded_state import local, wholes_on_main
+from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, nets with 1e2 weights
 NET = CASES[0]

@@ -11,15 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
-from engine.hidden import CASES, DRAWS, Case, given_by, image, made
+from capture.hidden import CASES, DRAWS, Case, given_by, image, made
 from ranks import on_ranks
 from torch import nn
 
-from widefield.engine.channel import choose
-from widefield.engine.parallelize import parallelize
-from widefield.engine.passes import backward_of
-from widefield.engine.stream.streamed import stream
+from widefield.parallel.parallelize import parallelize
+from widefield.parallel.passes import backward_of
 from widefield.plan import Plan
+from widefield.streaming.api import stream
+from widefield.tensor_parallel import search
 
 NO_PART = {"one weight twice"}
 """Which take another weight after the model was laid out, of which no rank has a part."""
@@ -35,7 +35,7 @@ def test_every_call_gives_one_devices_numbers_or_is_refused(axis):
 
 def _problems(mesh, axis: str) -> list[str]:
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's, of a tensor's array
-    with mock.patch.multiple(choose, WEIGHT_COST=1e5, WEIGHT_LEAST=0):  # small nets are cut as large ones are
+    with mock.patch.multiple(search, WEIGHT_COST=1e5, WEIGHT_LEAST=0):  # small nets are cut as large ones are
         return [f"{case.name}: {text}" for case in CASES if case.name not in NO_PART for text in _of_case(mesh, case, axis)]
 
 

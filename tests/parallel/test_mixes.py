@@ -16,11 +16,11 @@ from ranks import on_ranks
 from torch import nn
 
 from widefield.config import ModelConfig, PipelineConfig, ShardingConfig
-from widefield.engine.channel import choose
-from widefield.engine.parity import Verdict
-from widefield.engine.training_parity import compare_training
 from widefield.models import build
 from widefield.plan import Plan
+from widefield.tensor_parallel import search
+from widefield.verification.training import compare_training
+from widefield.verification.verdict import Verdict
 
 
 def resnet() -> nn.Module:
@@ -97,7 +97,7 @@ def trained(mesh, name: str, **options: Any) -> Verdict:
     for parameter in model.parameters():
         if parameter.ndim and not parameter.any():
             nn.init.normal_(parameter, std=0.1)
-    with mock.patch.multiple(choose, WEIGHT_COST=1e5, WEIGHT_LEAST=0):
+    with mock.patch.multiple(search, WEIGHT_COST=1e5, WEIGHT_LEAST=0):
         return compare_training(model, shape, mesh, **options)
 
 

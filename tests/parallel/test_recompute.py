@@ -17,17 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import widefield as wf
 from widefield import models
+from widefield.comm.mesh import World, join
 from widefield.config import ModelConfig
-from widefield.engine.ghost import ghost
-from widefield.engine.holding import wholes_on_main
-from widefield.engine.layout import Grid
-from widefield.engine.mesh import World, join
-from widefield.engine.parallelize import follow, parallelize, reasons
-from widefield.engine.strategies import Rehearsal
-from widefield.engine.strategies._saved import costs_of
-from widefield.engine.strategies.recompute import _Offloaded, from_host, to_host
-from widefield.engine.wrapping import wrap_class
+from widefield.geometry.layout import Grid
+from widefield.module_wrapping import wrap_class
+from widefield.parallel.inactive import ghost
+from widefield.parallel.parallelize import follow, parallelize, reasons
+from widefield.parallel.strategies import Rehearsal
+from widefield.parallel.strategies._saved_tensors import costs_of
+from widefield.parallel.strategies.recompute import _Offloaded, from_host, to_host
 from widefield.plan import Plan
+from widefield.sharded_state import wholes_on_main
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, nets with 1e2 weights
 

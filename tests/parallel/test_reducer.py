@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import widefield as wf
-from widefield.engine.holding import wholes_on_main
-from widefield.engine.parallelize import share_states
-from widefield.engine.passes import backward_of
+from widefield.parallel.parallelize import share_states
+from widefield.parallel.passes import backward_of
 from widefield.plan import Plan
+from widefield.sharded_state import wholes_on_main
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, three steps of small nets
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from widefield.engine.channel import choose
-from widefield.engine.holding import Absent, are_finite, local, part, parts, shapes, tell, total_norm, wholes, wholes_on_main
-from widefield.engine.parallelize import parallelize, share_states
+from widefield.parallel.parallelize import parallelize, share_states
 from widefield.plan import Plan
+from widefield.sharded_state import Absent, are_finite, local, part, parts, shapes, tell, total_norm, wholes, wholes_on_main
+from widefield.tensor_parallel import search
 
 LAYOUTS = [Plan(shard=3), Plan(shard=2, space=[2]), Plan(replicate=2, shard=2)]
 
@@ -164,7 +164,7 @@ def _wholes_by_name(mesh):
     torch.manual_seed(0)
     alone = _Twice()
     before = {name: tensor.clone() for name, tensor in alone.state_dict().items()}
-    with mock.patch.multiple(choose, WEIGHT_COST=1e5, WEIGHT_LEAST=0):
+    with mock.patch.multiple(search, WEIGHT_COST=1e5, WEIGHT_LEAST=0):
         model = parallelize(alone, mesh, sample=torch.empty(2, 64, 9, 9, device="meta"))
     found = wholes_on_main(model, mesh, dict(model.state_dict()))
     return [name for name, tensor in before.items() if mesh.is_main and not torch.equal(found[name], tensor)]

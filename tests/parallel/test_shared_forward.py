@@ -20,17 +20,17 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import widefield as wf
-from widefield.engine import halo
-from widefield.engine.ghost import ghost
-from widefield.engine.holding import wholes_on_main
-from widefield.engine.layout import Cut, layout_of
-from widefield.engine.mixing import Watch
-from widefield.engine.parallelize import share_states
-from widefield.engine.strategies import _rows
-from widefield.engine.tiled import wrap
+from widefield.comm import halo
 from widefield.geometry.interval import even_cut, parts_of
+from widefield.geometry.layout import Cut, layout_of
 from widefield.models.unet import UNet
+from widefield.parallel.inactive import ghost
+from widefield.parallel.parallelize import share_states
+from widefield.parallel.strategies import _shared_forward
 from widefield.plan import Plan
+from widefield.sharded_state import wholes_on_main
+from widefield.tiled.sample_mixing import Watch
+from widefield.tiled.tensor import wrap
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 SHAPE = (5, 3, 11, 8)
@@ -650,11 +650,11 @@ def drawing_apart(mesh):
     model(images(0) * (mesh.rank + 1))
     if mesh.rank == 0:
         model[1].forward = F.dropout
-        _rows.PATIENCE_SECONDS = 2.0
+        _shared_forward.PATIENCE_SECONDS = 2.0
     try:
         model(images(0))
     finally:
-        _rows.PATIENCE_SECONDS = 120.0
+        _shared_forward.PATIENCE_SECONDS = 120.0
 
 
 def test_a_copy_that_draws_alone_is_told():

@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import widefield as wf
+from widefield.comm.halo import TRAFFIC
 from widefield.config import ModelConfig
-from widefield.engine.halo import TRAFFIC
-from widefield.engine.layout import Grid
-from widefield.engine.tiled import TiledTensor
+from widefield.geometry.layout import Grid
 from widefield.models import build
 from widefield.plan import Plan
+from widefield.tiled.tensor import TiledTensor
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)  # float64; sums of 1e4 products in another order
 SIZE = (2, 3, 43, 38)
@@ -177,7 +177,7 @@ def test_channels_last_is_kept():
 def accumulated(mesh):
     model = wf.parallelize(unet("group"), mesh)
     alone = unet("group")
-    from widefield.engine.strategies.data import without_sync
+    from widefield.parallel.strategies.data import without_sync
 
     image, target = batch()
     for sample in (slice(0, 1), slice(1, 2)):

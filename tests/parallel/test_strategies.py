@@ -17,20 +17,20 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from widefield.engine.executed import OfOneRank
-from widefield.engine.holding import wholes_on_main
-from widefield.engine.normalization import SyncBatchNorm
-from widefield.engine.parallelize import parallelize, reasons, share_states, without_sync
-from widefield.engine.passes import backward_of
-from widefield.engine.strategies import Case, Phase
-from widefield.engine.strategies.data import hook_state, load_hook_state
-from widefield.engine.stream.streamed import stream
+from widefield.capture.interpreter import OfOneRank
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.naming import load, names_in
+from widefield.parallel.parallelize import parallelize, reasons, share_states, without_sync
+from widefield.parallel.passes import backward_of
+from widefield.parallel.strategies import Case, Phase
+from widefield.parallel.strategies.data import hook_state, load_hook_state
 from widefield.plan import STRATEGY_OF_AXIS, Plan
+from widefield.sharded_state import wholes_on_main
+from widefield.streaming.api import stream
+from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, three steps of nets with 1e2 weights
-FOLDER = "widefield.engine.strategies"
+FOLDER = "widefield.parallel.strategies"
 CASES = [(name, index) for name in names_in(FOLDER) for index in range(len(load(FOLDER, name).CASES))]
 
 

@@ -18,21 +18,21 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
-from widefield.engine.executed import flow_of
-from widefield.engine.ghost import ghost
-from widefield.engine.holding import parts, shapes, total_norm, wholes_on_main
-from widefield.engine.parallelize import parallelize, reasons
-from widefield.engine.passes import backward_of, without_sync
-from widefield.engine.pipeline.flow import _schedule
-from widefield.engine.pipeline.samples import where_samples_meet
-from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, orders, schedule_grid
-from widefield.engine.pipeline.split import united
-from widefield.engine.strategies.pipeline import held_bytes
-from widefield.engine.stream.follow import follow
-from widefield.engine.stream.stand_ins import named_tensors
+from widefield.capture.fake_parameters import named_tensors
+from widefield.capture.interpreter import flow_of
+from widefield.capture.trace import follow
 from widefield.geometry.interval import even_cut, parts_of
+from widefield.parallel.inactive import ghost
+from widefield.parallel.parallelize import parallelize, reasons
+from widefield.parallel.passes import backward_of, without_sync
+from widefield.parallel.strategies.pipeline import held_bytes
+from widefield.pipelining.runtime import _schedule
+from widefield.pipelining.sample_mixing import where_samples_meet
+from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, orders, schedule_grid
+from widefield.pipelining.split_backward import united
 from widefield.plan import Plan, check, stage_problems
-from widefield.train.state import optimizer_state
+from widefield.sharded_state import parts, shapes, total_norm, wholes_on_main
+from widefield.training.state import optimizer_state
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)  # float64; sums of micro-batches in another order
 

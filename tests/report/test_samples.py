@@ -15,13 +15,13 @@ import pytest
 import torch
 from PIL import Image
 
+from widefield.comm.mesh import Mesh, World
 from widefield.data.image import colours, write_image, write_labels
-from widefield.engine.layout import Grid
-from widefield.engine.mesh import Mesh, World
-from widefield.engine.tiling import window
+from widefield.geometry.layout import Grid
 from widefield.plan import Plan
 from widefield.report import write_report
 from widefield.report.samples import cuts, legend, samples
+from widefield.tiled.api import window
 
 START = {
     "kind": "start", "time": 1_767_225_600.0, "ranks": 1, "resumed_from": None, "versions": {"torch": "2.15.0"},

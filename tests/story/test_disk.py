@@ -18,11 +18,11 @@ from command import DIGITS, losses, record
 from marks import few
 from ranks import on_ranks
 
+from widefield.comm.mesh import World
 from widefield.config import read_config
-from widefield.engine.mesh import World
 from widefield.run import train
-from widefield.train import disk
-from widefield.train.disk import Attempts, Lines, free_bytes, in_words, replace_text
+from widefield.training import disk
+from widefield.training.disk import Attempts, Lines, free_bytes, in_words, replace_text
 
 pytestmark = pytest.mark.alone
 
@@ -36,7 +36,7 @@ REFUSE = """
 import errno, json, os, re, sys, io, contextlib
 from pathlib import Path
 from widefield.config import read_config
-from widefield.engine.mesh import World
+from widefield.comm.mesh import World
 from widefield.run import train
 
 root, settings = Path(sys.argv[1]), sys.argv[2:]
@@ -202,7 +202,7 @@ def test_a_record_that_finds_no_room_for_a_while_is_whole_in_the_end(tmp_path, m
         faulty.full = text.count("\n") == 2 if path.name == "summary.csv" else faulty.full
         wrote(path, text)
 
-    monkeypatch.setattr("widefield.train.record.replace_text", replace)
+    monkeypatch.setattr("widefield.training.record.replace_text", replace)
     assert train(read_config(DIGITS, SHORT), folder, World()).status == 0
     assert [line["step"] for line in record(folder, "step")] == [1, 2, 3, 4]
     assert [line["reason"] for line in record(folder, "end")] == ["complete"]
@@ -214,7 +214,7 @@ def test_a_record_that_cannot_be_written_any_more_is_told_with_its_bytes(tmp_pat
     """Where too many lines wait the run stops, after a checkpoint; else it goes on to its end."""
     faulty, folder = Disk(), tmp_path / "run"
     monkeypatch.setattr(disk.os, "write", faulty)
-    monkeypatch.setattr("widefield.train.record.MOST_BYTES", most)
+    monkeypatch.setattr("widefield.training.record.MOST_BYTES", most)
     real, stopped = Lines.add, most < 10**6
 
     def add(self: Lines, text: str) -> None:
@@ -232,7 +232,7 @@ def test_a_record_that_cannot_be_written_any_more_is_told_with_its_bytes(tmp_pat
 
 
 def go(mesh, folder: Path, settings: list[str]) -> list:
-    from widefield.train import record
+    from widefield.training import record
 
     if mesh.is_main:
         record.MOST_BYTES, before, os.write = 500, (record.MOST_BYTES, os.write), Disk()

@@ -21,7 +21,7 @@ SMALL = ["data.options.size=[48, 40]", "data.options.pages=[6, 3]", "data.batch_
          "schedule.warmup=1step", "log.tensorboard=false", "evaluate.every=2ep"]  # fmt: skip
 MOST_SECONDS = 5.0
 """Alone on two cores all ranks have ended 1 s after the error, 1.5 s after a kill; before, some waited 600 s."""
-TASK, LEARNER = "widefield.tasks.segmentation:Segmentation", "widefield.train.loop:Learner"
+TASK, LEARNER = "widefield.tasks.segmentation:Segmentation", "widefield.training.loop:Learner"
 
 BEFALLS = {
     "a backward, while others wait in an all-reduce": (

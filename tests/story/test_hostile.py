@@ -20,7 +20,7 @@ from PIL import EpsImagePlugin, Image
 
 from widefield.cli import main
 from widefield.launchers import local
-from widefield.train import manifest
+from widefield.training import manifest
 
 SHORT = ["schedule.warmup=0step", "log.tensorboard=false", "checkpoint.every=1step", "evaluate.every=1000step"]
 MYNETS = """

@@ -14,12 +14,12 @@ from ranks import on_ranks
 
 from widefield.config import read_config
 from widefield.plan import plan_of
-from widefield.train.assemble import assemble, learner_of, training_batches
-from widefield.train.checkpoint import About, Checkpoints, newest_sound_in, read
-from widefield.train.loop import Passes
-from widefield.train.nested import take_apart
-from widefield.train.resume import resume, state_of
-from widefield.train.state import shapes_of
+from widefield.training.assemble import assemble, learner_of, training_batches
+from widefield.training.checkpoint import About, Checkpoints, newest_sound_in, read
+from widefield.training.loop import Passes
+from widefield.training.resume import resume, state_of
+from widefield.training.state import shapes_of
+from widefield.training.tree_json import take_apart
 
 PAGE = str(RECIPES / "page.yaml")
 SETTINGS = ["mesh.space=[]", "mesh.replicate=1", "data.options.size=[48, 40]", "data.options.pages=[8, 2]", "data.batch_size=4",

@@ -13,10 +13,10 @@ from PIL import Image
 
 from widefield import inference
 from widefield.cli import main
+from widefield.comm.mesh import AgreedError, World
 from widefield.config import read_config
 from widefield.data import open_dataset
 from widefield.data.image import write_image
-from widefield.engine.mesh import AgreedError, World
 from widefield.plan import plan_of
 from widefield.run import train
 

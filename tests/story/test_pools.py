@@ -10,8 +10,8 @@ from command import DIGITS, fingerprint, losses, record
 from marks import few
 from ranks import on_ranks
 
+from widefield.comm.mesh import World
 from widefield.config import read_config
-from widefield.engine.mesh import World
 from widefield.run import train
 
 pytestmark = pytest.mark.alone

@@ -21,10 +21,10 @@ from photos import photo_folder
 from torch import nn
 
 from widefield import inference, models
+from widefield.comm.mesh import AgreedError, World
 from widefield.config import read_config
-from widefield.engine.mesh import AgreedError, World
 from widefield.run import train
-from widefield.train.loop import NonFiniteLossError
+from widefield.training.loop import NonFiniteLossError
 
 SHORT = ["schedule.length=6step", "schedule.warmup=2step", "evaluate.every=1000step", "log.tensorboard=false"]
 

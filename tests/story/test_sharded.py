@@ -11,8 +11,8 @@ from marks import few
 from ranks import on_ranks
 
 from widefield import inference
+from widefield.comm.mesh import AgreedError, World
 from widefield.config import read_config
-from widefield.engine.mesh import AgreedError, World
 from widefield.run import train
 
 PAGE = str(RECIPES / "page.yaml")

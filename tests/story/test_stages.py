@@ -10,8 +10,8 @@ from marks import few
 from ranks import on_ranks
 
 from widefield import inference
+from widefield.comm.mesh import World
 from widefield.config import read_config
-from widefield.engine.mesh import World
 from widefield.run import train
 
 PAGE = str(RECIPES / "page.yaml")

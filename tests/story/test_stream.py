@@ -13,12 +13,12 @@ from ranks import on_ranks
 from torch import nn
 
 from widefield import inference
+from widefield.comm.mesh import AgreedError, World
 from widefield.config import read_config
 from widefield.data import open_dataset
 from widefield.data.image import write_image
-from widefield.engine.mesh import AgreedError, World
-from widefield.engine.stream.streamed import Streamed
 from widefield.run import train
+from widefield.streaming.api import Streamed
 
 STREAMED = str(RECIPES / "page_streamed.yaml")
 PAGES = ["data.options.size=[70, 59]", "data.options.pages=[3, 3]", "data.batch_size=2", "data.workers=0", "precision=float64",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from widefield.engine.parity import TOLERANCE, rows_of
-from widefield.engine.stream.streamed import stream
+from widefield.streaming.api import stream
+from widefield.verification.verdict import TOLERANCE, rows_of
 
 
 class Doing(nn.Module):

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from widefield.engine.reader import from_reader
-from widefield.engine.stream.choice import Choice, choose
-from widefield.engine.stream.follow import follow
-from widefield.engine.stream.graph import Graph
-from widefield.engine.stream.program import Program, program_of
-from widefield.engine.stream.span import ALONE, Span
-from widefield.engine.stream.ways import Units, units_of
+from widefield.capture.ir import Graph
+from widefield.capture.trace import follow
+from widefield.streaming.choice import Choice, choose
+from widefield.streaming.schedule import Program, program_of
+from widefield.streaming.spatial import ALONE, Span
+from widefield.streaming.storage.windowed_image import from_reader
+from widefield.streaming.tile_planner import Units, units_of
 
 
 def graph_of(module: nn.Module, *shape: int, wants_grad: bool = False) -> Graph:

@@ -7,12 +7,12 @@ import pickle
 
 import pytest
 import torch
-from engine.stream.both import IMAGE, Doing, assert_close, both, conv, differences, gradients, made, net, ran
+from streaming.both import IMAGE, Doing, assert_close, both, conv, differences, gradients, made, net, ran
 from torch import nn
 from torch.nn import functional as F
 
-from widefield.engine.parity import TOLERANCE
-from widefield.engine.stream.streamed import stream
+from widefield.streaming.api import stream
+from widefield.verification.verdict import TOLERANCE
 
 # ---------------------------------------------------------------------------------------------- a module among modules
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from widefield.engine import rules
-from widefield.engine.rules import Case
-from widefield.engine.stream.streamed import stream
+from widefield import ops
+from widefield.rules import Case
+from widefield.streaming.api import stream
 
-FAMILIES = sorted(found.name for found in pkgutil.iter_modules(rules.__path__))
+FAMILIES = sorted(found.name for found in pkgutil.iter_modules(ops.__path__))
 TILES = [(2, 2), (3, 5), (3,)]
 """How many along the last dims: (3,) cuts vectors and matrices, too."""
 
@@ -120,7 +120,7 @@ class CaseModule(nn.Module):
 
 
 def cases_of(family: str) -> list[Case]:
-    cases = importlib.import_module(f"{rules.__name__}.{family}").CASES
+    cases = importlib.import_module(f"{ops.__name__}.{family}").CASES
     return [case for case in cases if f"{family}: {case.name}" not in UNDEFINED]
 
 
@@ -192,7 +192,7 @@ def _unlike_errors(expected: Exception | None, got: Exception | None) -> Iterato
 
 def _is_ours(error: Exception) -> bool:
     """Whether it is raised in this package, and not in torch, which asserts where it could say."""
-    return str(Path(rules.__file__).parents[2]) in traceback.extract_tb(error.__traceback__)[-1].filename
+    return str(Path(ops.__file__).parents[1]) in traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 def _differences(got: Tensor | None, expected: Tensor | None) -> Iterator[str]:
@@ -239,6 +239,6 @@ def test_tile_after_tile_equals_the_whole(family, tiles):
 
 
 def test_the_tables_name_cases_that_there_are():
-    names = {f"{family}: {c.name}" for family in FAMILIES for c in importlib.import_module(f"{rules.__name__}.{family}").CASES}
+    names = {f"{family}: {c.name}" for family in FAMILIES for c in importlib.import_module(f"{ops.__name__}.{family}").CASES}
     assert set(REFUSED) | UNDEFINED | set(ON_THE_WHOLE_IN) <= names
     assert set(REFUSED).isdisjoint(UNDEFINED)

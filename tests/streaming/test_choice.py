@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine.stream.both import differences, image, made, ran
-from engine.stream.planned import (
+from marks import few
+from streaming.both import differences, image, made, ran
+from streaming.planned import (
     Loss,
     Residual,
     UNet,
@@ -19,16 +20,15 @@ from engine.stream.planned import (
     unet_with_norms,
     units,
 )
-from marks import few
 from torch import nn
 from torchvision.models import resnet50
 
-from widefield.engine.stream import program as programs
-from widefield.engine.stream import streamed
-from widefield.engine.stream.choice import Choice, bytes_text, grids_of, name_of
-from widefield.engine.stream.estimate import Estimator, Setting, estimate
-from widefield.engine.stream.keeping import Ways
-from widefield.engine.stream.program import Drafts, program_of
+from widefield.streaming import api
+from widefield.streaming import schedule as programs
+from widefield.streaming.choice import Choice, bytes_text, grids_of, name_of
+from widefield.streaming.cost_model import Estimator, Setting, estimate
+from widefield.streaming.schedule import Drafts, program_of
+from widefield.streaming.search import Ways
 
 MIB = 2**20
 
@@ -69,7 +69,7 @@ def test_whatever_is_kept_or_made_again_the_numbers_are_the_same(name: str, seed
         program = program_of(graph, rules, cut, again)
         return Choice(program, tiles, "device", estimate(program, Setting()))
 
-    monkeypatch.setattr(streamed, "choose", at_random)
+    monkeypatch.setattr(api, "choose", at_random)
     expected = ran(made(NETS[name]), image(2, 3, 37, 29))
     problems = list(differences(ran(made(NETS[name], tiles=(2, 3)), image(2, 3, 37, 29)), expected))
     assert taken[0] > 0

@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine.stream.both import Doing
-from engine.stream.planned import Loss, Residual, UNet, graph_of, plain_program, stack, unet, unet_with_norms, units
 from marks import few
+from streaming.both import Doing
+from streaming.planned import Loss, Residual, UNet, graph_of, plain_program, stack, unet, unet_with_norms, units
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from widefield.engine import kept
-from widefield.engine.stream.estimate import MACHINES, WEIGHT_READS, WHOLE_STEP, Lives, Setting, estimate
-from widefield.engine.stream.ledger import work_bytes
-from widefield.engine.stream.program import Program, Segment, program_of
-from widefield.engine.stream.saved import Habits, Saved
-from widefield.engine.stream.streamed import stream
+from widefield.streaming.api import stream
+from widefield.streaming.cost_model import MACHINES, WEIGHT_READS, WHOLE_STEP, Lives, Setting, estimate
+from widefield.streaming.memory_simulator import work_bytes
+from widefield.streaming.saved_tensors import Habits, Saved
+from widefield.streaming.schedule import Program, Segment, program_of
+from widefield.streaming.storage import offload_buffer
 
 
 def two_convolutions() -> nn.Module:
@@ -320,7 +320,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("trains", few([True, False], True), ids=["training", "forward alone"])
 def test_the_peak_is_what_the_allocator_gives(name: str, trains: bool, monkeypatch):
     """Within a quarter, and never below 0.85 of it: kernels take memory of their own."""
-    monkeypatch.setattr(kept, "HOST_BYTES", 1 << 60)  # so that all of it comes from there
+    monkeypatch.setattr(offload_buffer, "HOST_BYTES", 1 << 60)  # so that all of it comes from there
     torch.manual_seed(0)
     module, image = stream(NETS[name](), tiles=(3, 3)), torch.randn(1, 3, 192, 192)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import widefield as wf
-from widefield.engine.stream.fused import runs_of
+from widefield.streaming.fusion import runs_of
 
 
 class Residual(nn.Module):

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from widefield.engine import pool as pools
-from widefield.engine.pool import Block, Pool, Shelf
+from widefield.streaming.storage import memory_pool as pools
+from widefield.streaming.storage.memory_pool import Block, Pool, Shelf
 
 MIB = 1 << 20
 

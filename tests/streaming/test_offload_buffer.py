@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from widefield.engine import kept
-from widefield.engine.kept import PLACES, Kept
-from widefield.engine.pool import Pool
 from widefield.geometry.box import size_of, within
 from widefield.geometry.interval import Interval
+from widefield.streaming.storage import offload_buffer
+from widefield.streaming.storage.memory_pool import Pool
+from widefield.streaming.storage.offload_buffer import PLACES, Kept
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -74,12 +74,12 @@ def compare_with_a_plain_tensor(use, place: str, device: str = "cpu", pool: Pool
 def test_a_kept_tensor_holds_what_a_plain_one_would(place, device):
     pool = Pool()  # whose blocks hold what tensors before had in them
 
-    @given(uses(), st.sampled_from([8, 100, kept.SLAB_BYTES]), st.booleans())
+    @given(uses(), st.sampled_from([8, 100, offload_buffer.SLAB_BYTES]), st.booleans())
     @settings(max_examples=200 if device == "cpu" else 40)
     def law(use, slab_bytes, is_pooled):
         with (
-            mock.patch.object(kept, "SLAB_BYTES", slab_bytes),  # so that a few pixels are many slabs
-            mock.patch.object(kept, "HOST_BYTES", 1),  # and come from the pool
+            mock.patch.object(offload_buffer, "SLAB_BYTES", slab_bytes),  # so that a few pixels are many slabs
+            mock.patch.object(offload_buffer, "HOST_BYTES", 1),  # and come from the pool
         ):
             compare_with_a_plain_tensor(use, place, device, pool if is_pooled else None)
 
@@ -112,7 +112,7 @@ def test_a_tile_on_its_way_is_waited_for_before_anything_else_happens(use):
             "raised": lambda place, device, order: place.clone(),
             "awaited": lambda there, lane: there,
         }.items():
-            stack.enter_context(mock.patch.object(kept, name, fake))
+            stack.enter_context(mock.patch.object(offload_buffer, name, fake))
         compare_with_a_plain_tensor(use, "file")
 
 
@@ -199,7 +199,7 @@ def test_without_a_folder_a_file_lies_where_the_system_has_such_files(tmp_path, 
 
 GROWTH = """
 import sys, torch
-from widefield.engine.kept import Kept
+from widefield.streaming.storage.offload_buffer import Kept
 from widefield.geometry.interval import Interval
 torch.set_num_threads(1)
 
@@ -233,16 +233,22 @@ def test_a_file_of_64_mb_makes_the_process_hold_less_than_half_of_it(place, leas
 def test_slabs_cover_a_box_once_and_reach_no_further_than_they_may():
     box, strides = box_of((0, 2), (1, 6), (2, 9), (0, 8)), (4000, 10, 100, 1)
     seen = torch.zeros(2, 8, 10, 8, dtype=torch.int64)
-    slabs = list(kept._slabs(box, strides, 120))
+    slabs = list(offload_buffer._slabs(box, strides, 120))
     for slab in slabs:
-        assert kept._reach(size_of(slab), strides) <= 120
+        assert offload_buffer._reach(size_of(slab), strides) <= 120
         seen[within(box_of((0, 2), (0, 8), (0, 10), (0, 8)), slab)] += 1
     assert seen.sum() == seen[:, 1:6, 2:9].sum() == 2 * 5 * 7 * 8 and seen.max() == 1 and len(slabs) < 2 * 5 * 7
 
 
 def test_an_image_lies_in_a_file_row_by_row_and_any_other_order_as_it_is():
     orders = [(0, 1, 2, 3), (0, 1, 2, 3, 4), (0, 2, 3, 1), (0, 1, 2), ()]
-    assert [kept._file_order(order) for order in orders] == [(0, 2, 1, 3), (0, 2, 1, 3, 4), (0, 2, 3, 1), (0, 1, 2), ()]
+    assert [offload_buffer._file_order(order) for order in orders] == [
+        (0, 2, 1, 3),
+        (0, 2, 1, 3, 4),
+        (0, 2, 3, 1),
+        (0, 1, 2),
+        (),
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- refusals

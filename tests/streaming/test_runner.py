@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.stream.both import (
+from streaming.both import (
     IMAGE,
     Doing,
     assert_alike,
@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from widefield.engine.reader import from_reader
-from widefield.engine.stream.streamed import stream
+from widefield.streaming.api import stream
+from widefield.streaming.storage.windowed_image import from_reader
 
 # ---------------------------------------------------------------------------------------------- draws
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from zoo.models import MODELS
 
 import widefield as wf
-from widefield.engine.parity import NOISE, TOLERANCE
 from widefield.plan import Plan
+from widefield.verification.verdict import NOISE, TOLERANCE
 
 
 def tensors_of(value) -> list[torch.Tensor]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from widefield.engine.reader import from_reader, keeps_values
 from widefield.geometry.interval import Interval
+from widefield.streaming.storage.windowed_image import from_reader, keeps_values
 
 SHAPE = (1, 3, 10, 12)
 WINDOW = (Interval(0, 1), Interval(0, 3), Interval(4, 7), Interval(0, 12))

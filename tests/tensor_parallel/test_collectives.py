@@ -7,9 +7,9 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from widefield.engine.channel.exchange import AddUp, Enter, Exchange, Fetch, Keep, Ranks, Sum
-from widefield.engine.channel.part import Part
 from widefield.plan import Plan
+from widefield.tensor_parallel.collectives import AddUp, Enter, Exchange, Fetch, Keep, Ranks, Sum
+from widefield.tensor_parallel.placement import Part
 
 PARTS = {
     "in order": [[0, 1, 2], [3, 4, 5]],

@@ -14,13 +14,13 @@ from marks import few
 from ranks import on_ranks
 from torch import nn
 
+from widefield.capture.interpreter import flow_of
+from widefield.comm import collectives
 from widefield.config import RecomputeConfig, StreamConfig
-from widefield.engine import collectives
-from widefield.engine.channel import choose
-from widefield.engine.executed import flow_of
-from widefield.engine.parallelize import parallelize, reasons
-from widefield.engine.training_parity import compare_training
+from widefield.parallel.parallelize import parallelize, reasons
 from widefield.plan import Plan, check
+from widefield.tensor_parallel import search
+from widefield.verification.training import compare_training
 
 
 def layers() -> nn.Module:
@@ -68,7 +68,7 @@ def made(name: str) -> tuple[nn.Module, tuple[int, ...]]:
 
 def every_layer():
     """Small nets are cut as large ones are: every layer that can be."""
-    return mock.patch.multiple(choose, WEIGHT_COST=1e5, WEIGHT_LEAST=0)
+    return mock.patch.multiple(search, WEIGHT_COST=1e5, WEIGHT_LEAST=0)
 
 
 def one_step(mesh, name):

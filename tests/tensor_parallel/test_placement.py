@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from widefield.engine.channel.part import Part, in_groups, joined, sliced, split_along, viewed
+from widefield.tensor_parallel.placement import Part, in_groups, joined, sliced, split_along, viewed
 
 extents = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 

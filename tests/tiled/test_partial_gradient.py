@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 import widefield as wf
-from widefield.engine.halo import TRAFFIC
-from widefield.engine.partial import PartialGradient, manage, part_of_mean, partial_of, release, settle, settled
-from widefield.engine.tiled import TiledTensor
+from widefield.comm.halo import TRAFFIC
 from widefield.plan import Plan
+from widefield.tiled.partial_gradient import PartialGradient, manage, part_of_mean, partial_of, release, settle, settled
+from widefield.tiled.tensor import TiledTensor
 
 TWO = Plan(space=[2, 1])
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, a few sums

@@ -8,12 +8,12 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine import halo
-from widefield.engine.mesh import Mesh
-from widefield.engine.rules.reductions import merge_moments
-from widefield.engine.tiled import TiledTensor
-from widefield.engine.tiling import tile, whole
+from widefield.comm import halo
+from widefield.comm.mesh import Mesh
+from widefield.ops.reductions import merge_moments
 from widefield.plan import Plan
+from widefield.tiled.api import tile, whole
+from widefield.tiled.tensor import TiledTensor
 
 TWO = Plan(space=[2, 1])
 

@@ -7,12 +7,12 @@ import torch
 from ranks import on_ranks
 from torch.nn import functional as F
 
-from widefield.engine.blocks import Cpu, Efficient, Flash, merged, seen
-from widefield.engine.halo import TRAFFIC
-from widefield.engine.layout import Cut, layout_of
-from widefield.engine.tiling import _Tile
+from widefield.comm.halo import TRAFFIC
 from widefield.geometry.interval import even_cut
+from widefield.geometry.layout import Cut, layout_of
+from widefield.kernels.attention import Cpu, Efficient, Flash, merged, seen
 from widefield.plan import Plan
+from widefield.tiled.api import _Tile
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 3, 12, 4
 

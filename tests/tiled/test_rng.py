@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from widefield.engine import draws
-from widefield.engine.parallelize import parallelize
-from widefield.engine.stream.streamed import stream
-from widefield.engine.tiled import TiledTensor
-from widefield.engine.tiling import tile, whole
+from widefield.parallel.parallelize import parallelize
 from widefield.plan import Plan
+from widefield.streaming.api import stream
+from widefield.tiled import rng
+from widefield.tiled.api import tile, whole
+from widefield.tiled.tensor import TiledTensor
 
 
 @pytest.mark.parametrize("drop", [F.dropout, F.dropout2d], ids=["cut", "uncut"])
@@ -24,7 +24,7 @@ def test_ranks_that_would_draw_different_numbers_are_told_to_seed_alike(drop):
 
 
 def _refusal_of_other_seeds(mesh, name: str) -> str:
-    draws.forget()
+    rng.forget()
     torch.manual_seed(mesh.rank)
     return _said(lambda: getattr(F, name)(tile(torch.ones(1, 2, 8, 6), mesh)))
 
@@ -70,7 +70,7 @@ def test_a_divergence_is_found_at_the_next_draw_or_forward_on_every_rank(what, w
 
 
 def _said_of_divergence(mesh, what: str, when: str) -> str:
-    draws.forget()
+    rng.forget()
     torch.manual_seed(3)
     own, image = _again(1), tile(torch.ones(1, 2, 8, 6), mesh)
     run = _drawing(own if "own" in what else None)
@@ -93,7 +93,7 @@ def test_a_second_generator_that_is_seeded_otherwise_is_found():
 
 
 def _said_of_a_second(mesh) -> str:
-    draws.forget()
+    rng.forget()
     image, one, other = tile(torch.ones(1, 2, 8, 6), mesh), _again(1), _again(mesh.rank)
     _drawing(one)(image)
     return _said(lambda: _drawing(other)(image))
@@ -106,7 +106,7 @@ def test_a_rank_that_draws_on_other_tiles_once_more_is_found():
 
 
 def _said_of_one_more(mesh) -> str:
-    draws.forget()
+    rng.forget()
     torch.manual_seed(3)
     image = tile(torch.ones(1, 2, 8, 6), mesh)
     _drawing()(image)
@@ -121,7 +121,7 @@ def test_ranks_that_draw_alike_are_never_told_otherwise():
 
 
 def _draws_alike(mesh) -> bool:
-    draws.forget()
+    rng.forget()
     torch.manual_seed(3)
     image, own = tile(torch.ones(1, 2, 8, 6), mesh).requires_grad_(), _again(2)
     for step in range(4):
@@ -139,9 +139,9 @@ def test_each_draw_is_one_message():
 
 
 def _messages_of_draws(mesh) -> tuple[int, int]:
-    from widefield.engine.halo import TRAFFIC
+    from widefield.comm.halo import TRAFFIC
 
-    draws.forget()
+    rng.forget()
     torch.manual_seed(3)
     TRAFFIC.clear()
     image = tile(torch.ones(1, 2, 8, 6), mesh)
@@ -207,7 +207,7 @@ def _by_heads(image):
 
 
 def _dropped_by_heads(mesh, image):
-    draws.forget()
+    rng.forget()
     torch.manual_seed(1)
     return whole(_by_heads(tile(image, mesh)))
 
@@ -219,7 +219,7 @@ def test_a_refusal_of_one_rank_is_not_hidden():
 
 
 def _draws_with_other_seeds(mesh) -> None:
-    draws.forget()
+    rng.forget()
     torch.manual_seed(mesh.rank)
     F.dropout(tile(torch.ones(1, 2, 8, 6), mesh))
 
@@ -288,7 +288,7 @@ def test_compiled_draws_are_compared_as_they_run():
 
 
 def _compiled_and_apart(mesh) -> tuple[bool, str]:
-    draws.forget()
+    rng.forget()
     torch._dynamo.reset()
     image = tile(torch.ones(2, 3, 8, 6), mesh)
     compiled = torch.compile(
@@ -325,7 +325,7 @@ class _Noisy(nn.Module):
 
 
 def _captured_and_apart(mesh, own: bool) -> tuple[bool, str]:
-    draws.forget()
+    rng.forget()
     torch.manual_seed(3)
     image, generator = torch.randn(2, 3, 12, 10), _again(5) if own else None
     alone = _Noisy(generator)

@@ -14,11 +14,11 @@ from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from widefield.engine.ghost import ghost
-from widefield.engine.normalization import SyncBatchNorm, average_running_statistics, broadcast_buffers
-from widefield.engine.tiling import tile, whole
 from widefield.geometry.interval import parts_of
+from widefield.parallel.inactive import ghost
 from widefield.plan import Plan
+from widefield.tiled.api import tile, whole
+from widefield.tiled.sync_batch_norm import SyncBatchNorm, average_running_statistics, broadcast_buffers
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # sums of at most 1e3 float64 numbers of order 1
 KIND = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}

@@ -12,16 +12,16 @@ import torch
 from command import RECIPES, assert_same, record
 from ranks import on_ranks
 
+from widefield.comm.mesh import AgreedError, Mesh, World
 from widefield.config import read_config
 from widefield.data import BadImageError
 from widefield.data.batch import Batch
 from widefield.data.formats.page import Pages
 from widefield.data.loader import Reader
 from widefield.data.transforms import Transforms
-from widefield.engine.mesh import AgreedError, Mesh, World
 from widefield.plan import Plan
 from widefield.run import train
-from widefield.train.agreed import Agreed, spare_of
+from widefield.training.agreed import Agreed, spare_of
 
 NONE = Transforms([], field="data.read")
 COPY_OF_TWO = Plan(space=[2, 1])

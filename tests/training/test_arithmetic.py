@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from widefield.config import RunConfig
-from widefield.train.arithmetic import PRECISIONS, arithmetic_of, choose_precision
+from widefield.training.arithmetic import PRECISIONS, arithmetic_of, choose_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}

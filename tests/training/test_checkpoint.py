@@ -26,10 +26,10 @@ from faults import (
 from ranks import on_ranks
 from safetensors.torch import load_file
 
-from widefield.engine.holding import Absent
-from widefield.train import manifest, nested, shelf, tensors
-from widefield.train.checkpoint import read
-from widefield.train.shelf import newest_sound_in, steps_in
+from widefield.sharded_state import Absent
+from widefield.training import checkpoint_directory, manifest, tensors, tree_json
+from widefield.training.checkpoint import read
+from widefield.training.checkpoint_directory import newest_sound_in, steps_in
 
 DTYPES = [*tensors._STORED, *tensors._PAIRS]
 
@@ -165,9 +165,11 @@ def test_the_tensors_are_plain_safetensors(two_saved):
 
 def test_every_file_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkeypatch):
     """A power cut cannot be staged here; the order of the calls that guard against it can be seen."""
-    done, fsync, rename = [], os.fsync, shelf.Path.rename
+    done, fsync, rename = [], os.fsync, checkpoint_directory.Path.rename
     monkeypatch.setattr(os, "fsync", lambda handle: (done.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))[1])
-    monkeypatch.setattr(shelf.Path, "rename", lambda path, to: (done.append(f"{path} becomes {to}"), rename(path, to))[1])
+    monkeypatch.setattr(
+        checkpoint_directory.Path, "rename", lambda path, to: (done.append(f"{path} becomes {to}"), rename(path, to))[1]
+    )
     checkpoints_in(tmp_path).save(state_of(1), about_of(1), own={"x": torch.ones(2)}, wait=True)
     partial, current = tmp_path / ".step_00000001.partial", tmp_path / "step_00000001"
     named = done.index(f"{partial} becomes {current}")
@@ -311,7 +313,7 @@ def test_what_one_rank_cannot_save_is_refused_on_all(tmp_path):
 )
 def test_a_leaf_that_no_checkpoint_can_hold_is_refused(leaf, says):
     with pytest.raises(ValueError, match=f"cannot hold.*{says}"):
-        nested.take_apart({"it": leaf})
+        tree_json.take_apart({"it": leaf})
 
 
 def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path):
@@ -323,10 +325,10 @@ def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path):
 @pytest.mark.parametrize("whole", [torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).T])
 def test_a_tensor_that_another_rank_has_is_named_and_comes_back(whole):
     absent = Absent(tuple(whole.shape), whole.dtype, whole.stride())
-    here, tensors = nested.take_apart({"model": {"w": whole}})
-    there, none = nested.take_apart({"model": {"w": absent}})
+    here, tensors = tree_json.take_apart({"model": {"w": whole}})
+    there, none = tree_json.take_apart({"model": {"w": absent}})
     assert there == here and none == {}
-    assert nested.put_together(there, tensors)["model"]["w"] is tensors["model.w"]
+    assert tree_json.put_together(there, tensors)["model"]["w"] is tensors["model.w"]
 
 
 def test_a_failing_disk_is_told_in_its_own_words(two_saved, monkeypatch):

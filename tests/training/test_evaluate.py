@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric, MaxMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
+from widefield.comm.mesh import AgreedError
 from widefield.config import TaskConfig
 from widefield.data import BadImageError
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch, EvaluateSampler, Reader, load_batches
 from widefield.data.transforms import Transforms
-from widefield.engine.mesh import AgreedError
-from widefield.engine.parallelize import parallelize
+from widefield.parallel.parallelize import parallelize
 from widefield.plan import Plan
 from widefield.tasks import build
 from widefield.tasks.classification import Classification
-from widefield.train.arithmetic import arithmetic_of
-from widefield.train.evaluate import Evaluation, evaluate
+from widefield.training.arithmetic import arithmetic_of
+from widefield.training.evaluate import Evaluation, evaluate
 
 CPU = torch.device("cpu")
 CLASSES = 6

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from widefield.train.interrupt import Interrupt
+from widefield.training.interrupt import Interrupt
 
 pytestmark = pytest.mark.alone
 
@@ -68,7 +68,7 @@ def test_outside_the_main_thread_nothing_is_handled_and_nothing_fails():
 
 CHILD = """
 import os, sys, time
-from widefield.train.interrupt import Interrupt
+from widefield.training.interrupt import Interrupt
 if os.fork():
     time.sleep(60)
 with Interrupt(watch_parent=sys.argv[1] == "watch") as interrupt:

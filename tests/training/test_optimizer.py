@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from widefield.config import OptimizerConfig
-from widefield.train.optimizer import build_optimizer, learning_rate
+from widefield.training.optimizer import build_optimizer, learning_rate
 
 
 class Net(nn.Module):

@@ -12,17 +12,17 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from widefield.comm.mesh import Mesh, World
 from widefield.config import RunConfig, parse_config
 from widefield.data import BadImageError, Dataset
 from widefield.data.loader import Batch
-from widefield.engine.mesh import Mesh, World
 from widefield.geometry import Interval, even_cut, parts_of
 from widefield.plan import Plan
-from widefield.train.assemble import Parts, assemble, learner_of, training_batches, write_model_of
-from widefield.train.evaluate import Evaluation, evaluate
-from widefield.train.folder import MODEL
-from widefield.train.loop import Learner, NonFiniteLossError
-from widefield.train.pieces import LONGEST_PX, SHOWN, pieces_of, put_together
+from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
+from widefield.training.evaluate import Evaluation, evaluate
+from widefield.training.loop import Learner, NonFiniteLossError
+from widefield.training.run_folder import MODEL
+from widefield.training.thumbnails import LONGEST_PX, SHOWN, pieces_of, put_together
 
 CPU, CLASSES, IGNORED = torch.device("cpu"), 3, 255
 CONFIG = """

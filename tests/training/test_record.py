@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from widefield.config import LogConfig
-from widefield.train.record import Record, read
-from widefield.train.scalars import check_log
-from widefield.train.terminal import Pace, clock_text, memory_text, rate_text
+from widefield.training.record import Record, read
+from widefield.training.scalars import check_log
+from widefield.training.terminal import Pace, clock_text, memory_text, rate_text
 
 QUIET = LogConfig(tensorboard=False)
 
@@ -115,7 +115,7 @@ def test_a_kill_loses_no_written_line(tmp_path):
     program = (
         "import os, signal, sys, io\n"
         "from widefield.config import LogConfig\n"
-        "from widefield.train.record import Record\n"
+        "from widefield.training.record import Record\n"
         "record = Record.open(sys.argv[1], log=LogConfig(tensorboard=False), stream=io.StringIO())\n"
         "for step in range(1, 51):\n"
         "    record.step(step=step, epoch=0.1, loss=0.5, lr=0.1, samples=8, seconds=0.1, data_seconds=0.0, memory_bytes=1)\n"

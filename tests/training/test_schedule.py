@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from widefield.config import ScheduleConfig
 from widefield.data.loader import Steps
 from widefield.quantity import Duration
-from widefield.train.schedule import build_schedule
+from widefield.training.schedule import build_schedule
 
 EPOCH = Steps(samples=100, batch=10)
 

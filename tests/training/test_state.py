@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from widefield.config import OptimizerConfig
-from widefield.train.optimizer import build_optimizer
-from widefield.train.state import (
+from widefield.training.optimizer import build_optimizer
+from widefield.training.state import (
     load_optimizer_state,
     load_random_state,
     optimizer_state,

@@ -6,13 +6,13 @@ import pytest
 from command import RECIPES
 from torch import nn
 
+from widefield.comm.mesh import World, join
 from widefield.config import StreamConfig, read_config
-from widefield.engine.mesh import World, join
-from widefield.engine.stream.streamed import Stream, Streamed
 from widefield.plan import plan_of
-from widefield.train.assemble import assemble, learner_of, training_batches
-from widefield.train.loop import Learner, Passes
-from widefield.train.streaming import stream_as
+from widefield.streaming.api import Stream, Streamed
+from widefield.training.assemble import assemble, learner_of, training_batches
+from widefield.training.loop import Learner, Passes
+from widefield.training.streaming import stream_as
 
 SMALL = ["data.options.size=[40, 33]", "data.options.pages=[5, 1]", "data.batch_size=4", "data.workers=0",
          "model.options.widths=[4, 6]", "schedule.length=1step", "schedule.warmup=1step"]  # fmt: skip

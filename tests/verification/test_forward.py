@@ -14,10 +14,12 @@ from ranks import on_ranks
 from torch import nn
 
 import widefield as wf
-from widefield.engine import halo, parity
-from widefield.engine.parity import Row, Verdict, compare
-from widefield.engine.tiled import TiledTensor
+from widefield.comm import halo
 from widefield.plan import Plan
+from widefield.tiled.tensor import TiledTensor
+from widefield.verification import api, forward
+from widefield.verification.forward import compare
+from widefield.verification.verdict import Row, Verdict
 
 SHAPE = (2, 3, 19, 14)
 
@@ -167,8 +169,8 @@ def test_a_streamed_model_that_is_exact_is_said_to_be(stream):
 
 def test_the_tiles_are_those_asked_for_and_no_rank_is_started(monkeypatch):
     asked = []
-    monkeypatch.setattr(parity, "streamed", lambda module, tiles: asked.append(tuple(tiles)) or module)
-    monkeypatch.setattr(parity, "_on_own_ranks", None)
+    monkeypatch.setattr(forward, "streamed", lambda module, tiles: asked.append(tuple(tiles)) or module)
+    monkeypatch.setattr(api, "on_own_ranks", None)
     assert wf.verify(Net(), SHAPE, stream=(2, 3)) and wf.verify(Net(), SHAPE, stream=(4,))
     assert asked == [(2, 3), (4, 1)]
 

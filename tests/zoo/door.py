@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_leaves
 from zoo.models import Model
 
 import widefield as wf
-from widefield.engine.holding import local, wholes_on_main
-from widefield.engine.mesh import Mesh
-from widefield.engine.parity import TOLERANCE, rows_of
-from widefield.engine.passes import backward_of
+from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import even_cut, parts_of
+from widefield.parallel.passes import backward_of
 from widefield.plan import Plan
+from widefield.sharded_state import local, wholes_on_main
+from widefield.verification.verdict import TOLERANCE, rows_of
 
 CLASSES = 7
 NUDGES = (1e-13, -3e-13)

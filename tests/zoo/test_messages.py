@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from zoo.models import MODELS
 
 import widefield as wf
-from widefield.engine.halo import TRAFFIC, Traffic
-from widefield.engine.partial import manage
+from widefield.comm.halo import TRAFFIC, Traffic
 from widefield.plan import Plan
+from widefield.tiled.partial_gradient import manage
 
 PAGE, VOLUME = (1, 3, 256, 192), (1, 1, 64, 32, 24)
 SIZES = {

@@ -7,13 +7,13 @@ import torch
 from marks import few
 from zoo.models import MODELS
 
-from widefield.engine import kept
-from widefield.engine.parity import verify
-from widefield.engine.reader import from_reader
-from widefield.engine.stream.follow import follow
-from widefield.engine.stream.program import Program, program_of
-from widefield.engine.stream.span import ALONE, Span
-from widefield.engine.stream.ways import units_of
+from widefield.capture.trace import follow
+from widefield.streaming.schedule import Program, program_of
+from widefield.streaming.spatial import ALONE, Span
+from widefield.streaming.storage import offload_buffer
+from widefield.streaming.storage.windowed_image import from_reader
+from widefield.streaming.tile_planner import units_of
+from widefield.verification.api import verify
 
 AT_LEAST = 34
 
@@ -148,10 +148,10 @@ def test_many_models_are_streamed():
 @pytest.mark.parametrize("moved", ["read", "add"])
 def test_a_wrong_pixel_between_segments_is_seen(moved, monkeypatch):
     """What is read of a kept value in the forward, or added to its gradient in the backward, by a part in a million."""
-    original = getattr(kept.Kept, moved)
+    original = getattr(offload_buffer.Kept, moved)
     wrong = {
         "read": lambda self, box: original(self, box) * (1 + 1e-6),
         "add": lambda self, box, tile: original(self, box, tile * (1 + 1e-6)),
     }
-    monkeypatch.setattr(kept.Kept, moved, wrong[moved])
+    monkeypatch.setattr(offload_buffer.Kept, moved, wrong[moved])
     assert not verify(MODELS["DCGAN discriminator"].make(), (2, 3, 71, 67), stream=(2, 2)).ok

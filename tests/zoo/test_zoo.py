@@ -8,9 +8,10 @@ from marks import few
 from ranks import on_ranks
 from zoo.models import MODELS
 
-from widefield.engine import halo
-from widefield.engine.parity import Verdict, compare
+from widefield.comm import halo
 from widefield.plan import Plan
+from widefield.verification.forward import compare
+from widefield.verification.verdict import Verdict
 
 FIRST = [
     "timm/resnet18", "timm/efficientnet_b0", "timm/convnext_atto", "timm/vit_tiny", "timm/swin_tiny",

@@ -26,8 +26,8 @@ from widefield.plan import check, plan_of, ranks_asked_for
 from widefield.report.bench import write_bench
 from widefield.report.comparison import findings, line, table_text
 from widefield.section import to_yaml
-from widefield.train.disk import replace_text
-from widefield.train.record import machine, usable_cores, versions
+from widefield.training.disk import replace_text
+from widefield.training.record import machine, usable_cores, versions
 
 STOPPED = (130, 143)
 """What the launcher gives where Ctrl-C or SIGTERM ended the ranks."""

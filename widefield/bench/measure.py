@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
+from widefield.comm.mesh import AgreedError, Mesh, World, join
+from widefield.comm.timeline import Traffic, recorded, traffic_of
 from widefield.config import read_config
 from widefield.data.loader import Batch
-from widefield.engine.mesh import AgreedError, Mesh, World, join
-from widefield.engine.timeline import Traffic, recorded, traffic_of
 from widefield.launchers import world_from
 from widefield.plan import check, plan_of, to_text
 from widefield.refusal import is_ours
-from widefield.train.assemble import Parts, assemble, learner_of, training_batches
-from widefield.train.folder import peak_memory_bytes
-from widefield.train.loop import Learner, NonFiniteLossError, Passes
+from widefield.training.assemble import Parts, assemble, learner_of, training_batches
+from widefield.training.loop import Learner, NonFiniteLossError, Passes
+from widefield.training.run_folder import peak_memory_bytes
 
 RECORDED_STEPS = 3
 TIMEOUT_SECONDS = 300.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from widefield.engine.stream.stand_ins import is_tensor, name_of
+from widefield.capture.fake_parameters import is_tensor, name_of
 
 _BARE = (
     type(None),

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine import normalization  # noqa: F401  it registers an operation
-from widefield.engine.dispatch import load_rules
-from widefield.engine.places import inverse, is_dense
-from widefield.engine.rules import COMPOSED, Local, Meta, Reduced
-from widefield.engine.stream.graph import Graph, Node, Value
+from widefield.capture.ir import Graph, Node, Value
+from widefield.rules import COMPOSED, Local, Meta, Reduced
+from widefield.tiled import sync_batch_norm as normalization  # noqa: F401  it registers an operation
+from widefield.tiled.dispatch import load_rules
+from widefield.tiled.redistribute import inverse, is_dense
 
 aten = torch.ops.aten
 load_rules()
-from widefield.engine.rules.normalization import batch_norm  # noqa: E402
+from widefield.ops.normalization import batch_norm  # noqa: E402
 
 
 @torch.library.custom_op("widefield::dropout_mask", mutates_args=())

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from widefield.engine.batch_statistics import batch_norm_over
-from widefield.engine.nests import refuse_hidden
-from widefield.engine.stream.apart import BATCH_NORM_OVER
-from widefield.engine.stream.follow import without_autocast
-from widefield.engine.stream.graph import Graph, Node, Value, put_in
-from widefield.engine.stream.known import constants_of
-from widefield.engine.stream.stand_ins import tensors_of
-from widefield.engine.wrapping import Wrapping, wrap_class
+from widefield.capture.containers import refuse_hidden
+from widefield.capture.decompositions import BATCH_NORM_OVER
+from widefield.capture.fake_parameters import tensors_of
+from widefield.capture.ir import Graph, Node, Value, put_in
+from widefield.capture.program_cache import constants_of
+from widefield.capture.trace import without_autocast
+from widefield.module_wrapping import Wrapping, wrap_class
+from widefield.tiled.batch_statistics import batch_norm_over
 
 _FLOW = "_widefield_flow"
 aten = torch.ops.aten

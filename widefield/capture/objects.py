@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from widefield.engine.wrapping import is_private
+from widefield.module_wrapping import is_private
+from widefield.rooms import ENGINE_MODULES
 
 Children = tuple[list[Any], list[Any]]
 """Names, and what they stand for; no names where places count."""
@@ -35,11 +36,11 @@ PLAIN = (
 )  # fmt: skip
 """Types whose objects are what they say, and cannot change."""
 
-_FOREIGN = ("numpy", "torch", "widefield.engine", "builtins")
+_FOREIGN = ("numpy", "torch", *ENGINE_MODULES, "builtins")
 """Packages whose functions and classes are taken to stay as they are, with the standard library."""
 _OPAQUE = (
     "numpy", "torch._", "torch.autograd", "torch.cuda", "torch.distributed", "torch.fx", "torch.jit", "torch.multiprocessing",
-    "torch.utils", "widefield.engine", "builtins",
+    "torch.utils", *ENGINE_MODULES, "builtins",
 )  # fmt: skip
 """Packages whose objects are not looked into, with the standard library's, but for those in _OPEN."""
 _OPEN = ("argparse", "collections", "functools", "types", "_thread")

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from widefield.engine.stream.graph import Graph, Value
-from widefield.engine.stream.left_behind import seen_by
-from widefield.engine.stream.stand_ins import is_tensor, name_of
-from widefield.engine.stream.state import State
-from widefield.engine.stream.things import PLAIN
-from widefield.engine.stream.watch import Guards, roots_of
+from widefield.capture.fake_parameters import is_tensor, name_of
+from widefield.capture.ir import Graph, Value
+from widefield.capture.objects import PLAIN
+from widefield.capture.python_state import State
+from widefield.capture.python_watch import Guards, roots_of
+from widefield.capture.side_effects import seen_by
 
 MOST = 16
 """How many are kept, for images whose size is new in every step."""

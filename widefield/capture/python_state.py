@@ -2,7 +2,7 @@
 
 A forward reads more than its inputs and weights: numbers, lists and objects that modules hold, globals, closures, default
 arguments, attributes of classes.  A `State` is all of this that can be reached from some roots, as it stood at one time; see
-engine/stream/things.py for what is a thing and what a leaf.
+capture/objects.py for what is a thing and what a leaf.
 
 Tensors are leaves, known by what they look like and by where else they are held.  Those that a program finds again by name
 (weights, and attributes of modules) may be replaced by others like them; any other tensor is known by its identity.
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from widefield.engine.stream.things import (
+from widefield.capture.objects import (
     CLASS,
     DICT,
     FIXED,

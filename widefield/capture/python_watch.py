@@ -28,11 +28,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from widefield.engine.stream.state import State
-from widefield.engine.stream.things import Name, is_foreign
+from widefield.capture.objects import Name, is_foreign
+from widefield.capture.python_state import State
+from widefield.rooms import ENGINE_PATHS
 
-_HERE = str(Path(__file__).parents[1])
-_FOREIGN_FOLDERS = (_HERE, str(Path(torch.__file__).parent), str(Path(np.__file__).parent), "<frozen", "<__array_function__")
+_FOREIGN_FOLDERS = (
+    *ENGINE_PATHS,
+    str(Path(torch.__file__).parent),
+    str(Path(np.__file__).parent),
+    "<frozen",
+    "<__array_function__",
+)
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _SEEDS = {"manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"}
 _READS = {"tolist", "numpy"}

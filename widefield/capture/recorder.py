@@ -13,12 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from widefield.engine.alike import is_in_place
-from widefield.engine.memory_order import as_kernels_lay
-from widefield.engine.places import inverse, is_dense
-from widefield.engine.stream import gradients
-from widefield.engine.stream.apart import APART, DRAWS
-from widefield.engine.stream.gradients import (
+from widefield.capture import autograd_gaps
+from widefield.capture.autograd_gaps import (
     learns_from,
     reaches,
     refuse_python_gradients,
@@ -26,10 +22,14 @@ from widefield.engine.stream.gradients import (
     with_gradient_of_gamma,
     with_zero_gradient,
 )  # fmt: skip
-from widefield.engine.stream.graph import Node, Value
-from widefield.engine.stream.stand_ins import tensors_of
-from widefield.engine.stream.watch import Watch
+from widefield.capture.decompositions import APART, DRAWS
+from widefield.capture.fake_parameters import tensors_of
+from widefield.capture.ir import Node, Value
+from widefield.capture.python_watch import Watch
 from widefield.geometry.strides import stride_order
+from widefield.tiled.memory_format import as_kernels_lay
+from widefield.tiled.redistribute import inverse, is_dense
+from widefield.tiled.replicated_ops import is_in_place
 
 aten = torch.ops.aten
 
@@ -376,7 +376,7 @@ def _copied(like: Tensor, source: Tensor) -> Tensor:
 
 _DERIVATIVES = {aten._standard_gamma.default: with_gradient_of_gamma}
 """Of draws that have one which is not zero."""
-POINTWISE = {_copied} | gradients.POINTWISE
+POINTWISE = {_copied} | autograd_gaps.POINTWISE
 """What is written down in place of torch's own operations, and gives each output pixel from the same pixel of its inputs."""
 
 

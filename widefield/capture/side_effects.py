@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from widefield.engine.stream.graph import Node, Value
-from widefield.engine.stream.stand_ins import name_of
-from widefield.engine.stream.state import State
-from widefield.engine.stream.things import OBJECT
-from widefield.engine.stream.watch import Watch
+from widefield.capture.fake_parameters import name_of
+from widefield.capture.ir import Node, Value
+from widefield.capture.objects import OBJECT
+from widefield.capture.python_state import State
+from widefield.capture.python_watch import Watch
 
 GIVEN = "what it is given"
 """The path of a forward's arguments."""

@@ -19,14 +19,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_map
 
-from widefield.engine.memory_order import quiet
-from widefield.engine.nests import refuse_hidden
-from widefield.engine.stream.apart import with_linears
-from widefield.engine.stream.gradients import refuse_python_gradients
-from widefield.engine.stream.graph import Graph, Value, link
-from widefield.engine.stream.left_behind import GIVEN, Left, left_by, seen_by, settle
-from widefield.engine.stream.recorder import Functional, Recorder, backward_inside
-from widefield.engine.stream.stand_ins import (
+from widefield.capture.autograd_gaps import refuse_python_gradients
+from widefield.capture.containers import refuse_hidden
+from widefield.capture.decompositions import with_linears
+from widefield.capture.fake_parameters import (
     is_tensor,
     name_of,
     named_tensors,
@@ -36,7 +32,11 @@ from widefield.engine.stream.stand_ins import (
     with_weights,
     without_weights_cache,
 )
-from widefield.engine.stream.watch import Guards, Watch
+from widefield.capture.ir import Graph, Value, link
+from widefield.capture.python_watch import Guards, Watch
+from widefield.capture.recorder import Functional, Recorder, backward_inside
+from widefield.capture.side_effects import GIVEN, Left, left_by, seen_by, settle
+from widefield.tiled.memory_format import quiet
 
 aten = torch.ops.aten
 NO_MEMORY = "its data is not allocated yet"

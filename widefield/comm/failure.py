@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
-from widefield.engine.mesh import AgreedError, Mesh
-from widefield.engine.stall import TORCH, line_in_words, place_of
+from widefield.comm.mesh import AgreedError, Mesh
+from widefield.comm.stall_watch import TORCH, line_in_words, place_of
 from widefield.refusal import FOLLOWED, is_ours
 
 POLL_SECONDS = 0.2

@@ -19,7 +19,7 @@ from torch._library.effects import EffectType
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import _register_effectful_op
 
-from widefield.engine import collectives
+from widefield.comm import collectives
 from widefield.geometry.box import Box, Route, holds, is_empty, route, size_of, within
 from widefield.geometry.strides import stride_order
 

@@ -13,7 +13,7 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
-from widefield.engine.groups import copy_group, data_group, device_mesh, grid_of, grid_of_rows, line, shards_of
-from widefield.engine.layout import Grid
+from widefield.comm.process_groups import copy_group, data_group, device_mesh, grid_of, grid_of_rows, line, shards_of
+from widefield.geometry.layout import Grid
 from widefield.plan import Plan, check
-
-if TYPE_CHECKING:
-    from widefield.engine.failure import FailureWatch
 
 T = TypeVar("T")
 
@@ -87,8 +84,8 @@ class Mesh:
     """Groups that came later, for `leave` to close."""
     lent: list[tuple[dist.ProcessGroup, weakref.ref]] = field(default_factory=list, compare=False)
     """Groups of the ranks of `data_group`, and who sends on each."""
-    watch: FailureWatch | None = None
-    """What tells ranks of each other's failures, where one is at work."""
+    watch: Any = None
+    """The FailureWatch that tells ranks of each other's failures, where one is at work."""
 
     @property
     def rank(self) -> int:

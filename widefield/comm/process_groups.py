@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from widefield.engine.layout import Grid
+from widefield.geometry.layout import Grid
 from widefield.plan import Plan
 
 

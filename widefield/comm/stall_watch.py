@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from widefield.engine.mesh import Mesh
+from widefield.comm.mesh import Mesh
 
 _FLAG = "some rank's step does not end"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _WAITING = (
     os.path.join(TORCH, "distributed"), os.path.join(TORCH, "autograd", "graph.py"),
-    *(os.path.join(_PACKAGE, "engine", name) for name in ("halo.py", "mesh.py", "normalization.py")),
+    *(os.path.join(_PACKAGE, *name) for name in (("comm", "halo.py"), ("comm", "mesh.py"), ("tiled", "sync_batch_norm.py"))),
 )  # fmt: skip
 """Files in which a rank waits for messages of others; the backward pass, too, stands still in one of them."""
 

@@ -146,7 +146,7 @@ class Layout:
         cuts = [None if cut is None else list(cut.bounds) for cut in self.cuts]
         return f"Layout(shape={list(self.shape)}, cuts={cuts}, rank {self.grid.index} of {self.grid.size})"
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return layout_of, (self.shape, self.cuts, self.grid)
 
     def __deepcopy__(self, memo: dict) -> Layout:
@@ -191,7 +191,7 @@ def uncut(shape: tuple[int, ...], grid: Grid) -> Layout:
 
 def even_cuts(shape: tuple[int, ...], dims: dict[int, tuple[int, ...]], grid: Grid) -> Cuts:
     """Cut `dims` (dim -> axes) of `shape` evenly."""
-    cuts = [None] * len(shape)
+    cuts: list[Cut | None] = [None] * len(shape)
     for dim, axes in dims.items():
         cuts[dim] = Cut(axes, even_cut(shape[dim], grid.ways(axes)))
     return tuple(cuts)

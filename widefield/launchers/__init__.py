@@ -15,7 +15,7 @@ from widefield.naming import load, names_in
 from widefield.plan import Plan
 
 if TYPE_CHECKING:
-    from widefield.engine.mesh import Mesh, World
+    from widefield.comm.mesh import Mesh, World
 
 
 def world_from(environment: Mapping[str, str]) -> World | None:
@@ -49,7 +49,7 @@ def build_mesh(
     (2, 1) for upper and lower halves; the ranks of an image are neighbours.
     ValueError or NotImplementedError, before any message: the axes do not fit the ranks, or cannot run exactly yet.
     """
-    from widefield.engine.mesh import World, current_world, join
+    from widefield.comm.mesh import World, current_world, join
 
     world = current_world() or world_from(os.environ) or World()
     others = shard * math.prod(space) * channel * stage

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from widefield.refusal import FOLLOWED
 
 if TYPE_CHECKING:
-    from widefield.engine.mesh import World
+    from widefield.comm.mesh import World
 
 ASKED = 90
 
@@ -38,7 +38,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, si
 """SIGUSR1 is how Slurm warns that a job's time is nearly over."""
 OWN_END_SECONDS = 1.0
 """How long the other ranks may go on after one has failed, before SIGTERM and once more before SIGKILL.  They hear of it and
-end by themselves, see engine/failure.py."""
+end by themselves, see comm/failure.py."""
 POLL_SECONDS = 0.05
 
 

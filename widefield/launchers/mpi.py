@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Mapping
 
-from widefield.engine.mesh import World
+from widefield.comm.mesh import World
 from widefield.launchers import numbers
 
 ASKED = 20

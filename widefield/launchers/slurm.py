@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from widefield.engine.mesh import World
+from widefield.comm.mesh import World
 from widefield.launchers import numbers, require
 
 ASKED = 30

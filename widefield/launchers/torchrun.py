@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from widefield.engine.mesh import World
+from widefield.comm.mesh import World
 from widefield.launchers import numbers, require
 
 ASKED = 0

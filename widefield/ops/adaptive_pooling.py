@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.layout import Cuts
-from widefield.engine.rules import Meta, Part, Read, Reduced, Tile, Windowed, case, rule
-from widefield.engine.rules.pooling import full, planes, pooled_shape, reach_of, recounted, ties
-from widefield.engine.rules.unpooling import placed
 from widefield.geometry.box import Box
 from widefield.geometry.interval import Interval
+from widefield.geometry.layout import Cuts
 from widefield.geometry.window import Back, Bins
+from widefield.ops.pooling import full, planes, pooled_shape, reach_of, recounted, ties
+from widefield.ops.unpooling import placed
+from widefield.rules import Meta, Part, Read, Reduced, Tile, Windowed, case, rule
 
 aten = torch.ops.aten
 

@@ -1,7 +1,7 @@
 """Scaled dot product attention: every query pixel looks at every key pixel, and no rank ever holds all keys.
 
 Queries stay where they are.  Keys and values that are cut along their tokens go round, a tile in each turn; what the turns
-give is merged by their log-sum-exp (engine/blocks.py; Ring Attention, arXiv:2310.01889).  Cut
+give is merged by their log-sum-exp (kernels/attention.py; Ring Attention, arXiv:2310.01889).  Cut
 along batch or heads, as windows are, or uncut, they need no turn.  Backward: the gradient of the keys is made where they
 are, from the whole's output and log-sum-exp, and goes home.
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.blocks import Block, Cpu, Efficient, Flash, merged, seen
-from widefield.engine.layout import Cut, Layout, layout_of, uncut
-from widefield.engine.places import moved
-from widefield.engine.rules import Meta, Turns, case, rule
 from widefield.geometry.interval import Interval, even_cut
+from widefield.geometry.layout import Cut, Layout, layout_of, uncut
+from widefield.kernels.attention import Block, Cpu, Efficient, Flash, merged, seen
+from widefield.rules import Meta, Turns, case, rule
+from widefield.tiled.redistribute import moved
 
 aten = torch.ops.aten
 TOKENS, WIDTH = 2, 3

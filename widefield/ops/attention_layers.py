@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from widefield.engine.rules import case, composed
+from widefield.rules import case, composed
 
 aten = torch.ops.aten
 

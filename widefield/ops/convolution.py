@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.rules import Additive, Again, Meta, Part, Read, Tile, Total, Windowed, case, rule
 from widefield.geometry.box import is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.window import Spread, Window, window_count
+from widefield.rules import Additive, Again, Meta, Part, Read, Tile, Total, Windowed, case, rule
 
 aten = torch.ops.aten
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.layout import Layout, layout_of, uncut
-from widefield.engine.places import moved
-from widefield.engine.rules import Description, Local, Meta, Reduced, case, rule
-from widefield.engine.rules.losses import MEAN, NONE, SUM, each, same_pixels
-from widefield.engine.rules.reductions import WIDE
-from widefield.engine.tiled import TiledTensor
+from widefield.geometry.layout import Layout, layout_of, uncut
+from widefield.ops.losses import MEAN, NONE, SUM, each, same_pixels
+from widefield.ops.reductions import WIDE
+from widefield.rules import Description, Local, Meta, Reduced, case, rule
+from widefield.tiled.redistribute import moved
+from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
 

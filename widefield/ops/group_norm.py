@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine import moments
-from widefield.engine.layout import Layout, layout_of
-from widefield.engine.places import first_cut
-from widefield.engine.rules import Meta, Reduced, Tile, Total, case, rule
-from widefield.engine.rules.normalization import is_deferred, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
+from widefield.geometry.layout import Layout, layout_of
+from widefield.kernels import moments
+from widefield.ops.normalization import is_deferred, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
+from widefield.rules import Meta, Reduced, Tile, Total, case, rule
+from widefield.tiled.redistribute import first_cut
 
 aten = torch.ops.aten
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.dispatch import any_cut, by_rule
-from widefield.engine.layout import Cut, Cuts, Layout, layout_of
-from widefield.engine.places import moved, own_of, whole_of
-from widefield.engine.rules import Local, Meta, case, composed
-from widefield.engine.tiled import TiledTensor
+from widefield.geometry.layout import Cut, Cuts, Layout, layout_of
+from widefield.rules import Local, Meta, case, composed
+from widefield.tiled.dispatch import any_cut, by_rule
+from widefield.tiled.redistribute import moved, own_of, whole_of
+from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
 

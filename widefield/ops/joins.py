@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.layout import Cut, Grid
-from widefield.engine.places import first_cut
-from widefield.engine.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
 from widefield.geometry.interval import Interval, natural_cut
+from widefield.geometry.layout import Cut, Grid
 from widefield.geometry.window import EMPTY
+from widefield.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
+from widefield.tiled.redistribute import first_cut
 
 aten = torch.ops.aten
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.nn import functional as F
 
-from widefield.engine import moments
-from widefield.engine.layout import layout_of
-from widefield.engine.rules import Meta, Reduced, Tile, Total, case, rule
-from widefield.engine.rules.normalization import is_deferred, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
-from widefield.engine.tiled import TiledTensor
+from widefield.geometry.layout import layout_of
+from widefield.kernels import moments
+from widefield.ops.normalization import is_deferred, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
+from widefield.rules import Meta, Reduced, Tile, Total, case, rule
+from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.layout import Cuts, Layout
-from widefield.engine.places import first_cut
-from widefield.engine.rules import Description, Local, Meta, Reduced, case, rule
-from widefield.engine.rules.reductions import WIDE
+from widefield.geometry.layout import Cuts, Layout
+from widefield.ops.reductions import WIDE
+from widefield.rules import Description, Local, Meta, Reduced, case, rule
+from widefield.tiled.redistribute import first_cut
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2

@@ -2,7 +2,7 @@
 
 Each tile's mean and squared deviations go to all in one message and are merged in float64; the backward
 sends its two sums in one message, after which every rank also has the whole gradient of weight and bias.  Instance norm
-arrives as batch norm of an image (1, B * C, ...).  In evaluation nothing is sent.  The arithmetic is in `engine/moments.py`.
+arrives as batch norm of an image (1, B * C, ...).  In evaluation nothing is sent.  The arithmetic is in `kernels/moments.py`.
 
 Formulas: Ioffe & Szegedy 2015, arXiv:1502.03167.
 """
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from widefield.engine import moments
-from widefield.engine.layout import Layout
-from widefield.engine.places import first_cut, moved
-from widefield.engine.rules import Meta, Reduced, Tile, Total, case, rule
+from widefield.geometry.layout import Layout
+from widefield.kernels import moments
+from widefield.rules import Meta, Reduced, Tile, Total, case, rule
+from widefield.tiled.redistribute import first_cut, moved
 
 aten = torch.ops.aten
 

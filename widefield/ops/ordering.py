@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from widefield.engine.layout import Layout
-from widefield.engine.rules import Description, Local, Meta, Reduced, Tile, case, rule
-from widefield.engine.rules.reductions import dims_of, reduced, shrunk
 from widefield.geometry.box import Box
+from widefield.geometry.layout import Layout
+from widefield.ops.reductions import dims_of, reduced, shrunk
+from widefield.rules import Description, Local, Meta, Reduced, Tile, case, rule
 
 aten = torch.ops.aten
 _FAR = 2**53

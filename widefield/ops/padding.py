@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from widefield.engine.layout import Cut, Cuts
-from widefield.engine.rules import Meta, Part, Read, Run, Tile, Windowed, case, rule
-from widefield.engine.tiled import TiledTensor
 from widefield.geometry.box import Box, is_empty, size_of
 from widefield.geometry.interval import Interval
+from widefield.geometry.layout import Cut, Cuts
 from widefield.geometry.window import Back, Border, Shift, border
+from widefield.rules import Meta, Part, Read, Run, Tile, Windowed, case, rule
+from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
 

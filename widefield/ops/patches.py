@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.dispatch import by_rule
-from widefield.engine.homes import same_of, version_of
-from widefield.engine.layout import Cut
-from widefield.engine.places import on_layout
-from widefield.engine.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
-from widefield.engine.rules.sampling import repeated
-from widefield.engine.tiled import TiledTensor, wrap_view
 from widefield.geometry.box import is_empty, size_of
 from widefield.geometry.interval import Interval, even_cut
+from widefield.geometry.layout import Cut
 from widefield.geometry.window import EMPTY, Spread, Window, window_count
+from widefield.ops.sampling import repeated
+from widefield.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
+from widefield.tiled.dispatch import by_rule
+from widefield.tiled.redistribute import on_layout
+from widefield.tiled.tensor import TiledTensor, wrap_view
+from widefield.tiled.view_writeback import same_of, version_of
 
 aten = torch.ops.aten
 

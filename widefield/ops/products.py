@@ -4,7 +4,7 @@ Each is written in letters, `bnk,bkm->bnm`, and the axes of the grid are given t
 the output; at a summed one every rank has a part of the sum.  Where the operands are cut along different dims, the letters
 are chosen so that the fewest numbers travel.
 
-In a backward a sum over pixels stays this rank's part until somebody wants its value, see `engine/partial.py`.
+In a backward a sum over pixels stays this rank's part until somebody wants its value, see `tiled/partial_gradient.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.layout import Cut, Grid, Layout, layout_of
-from widefield.engine.rules import Meta, Placed, case, rule
 from widefield.geometry.box import meet, size_of
 from widefield.geometry.interval import even_cut
+from widefield.geometry.layout import Cut, Grid, Layout, layout_of
+from widefield.rules import Meta, Placed, case, rule
 
 aten = torch.ops.aten
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from widefield.engine.draws import check_generators, drawn
-from widefield.engine.layout import Layout
-from widefield.engine.places import on_layout, whole_of
-from widefield.engine.rules import case, composed
-from widefield.engine.tiled import TiledTensor, wrap, wrap_uncut
+from widefield.geometry.layout import Layout
+from widefield.rules import case, composed
+from widefield.tiled.redistribute import on_layout, whole_of
+from widefield.tiled.rng import check_generators, drawn
+from widefield.tiled.tensor import TiledTensor, wrap, wrap_uncut
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.layout import Cuts, Layout
-from widefield.engine.rules import Description, Local, Meta, Reduced, Tile, case, composed, rule
+from widefield.geometry.layout import Cuts, Layout
+from widefield.rules import Description, Local, Meta, Reduced, Tile, case, composed, rule
 
 aten = torch.ops.aten
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}

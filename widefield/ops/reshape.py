@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.layout import Cut, Cuts, Grid, layout_of
-from widefield.engine.rules import Local, Meta, case, rule
 from widefield.geometry.interval import even_cut
+from widefield.geometry.layout import Cut, Cuts, Grid, layout_of
+from widefield.rules import Local, Meta, case, rule
 
 aten = torch.ops.aten
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch.nn import functional as F
 
-from widefield.engine.rules import RULES, Meta, Part, Read, Tile, Windowed, case, rule
-from widefield.engine.tiled import TiledTensor
 from widefield.geometry.box import is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.resize import Resize, Resized
+from widefield.rules import RULES, Meta, Part, Read, Tile, Windowed, case, rule
+from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from widefield.engine.rules import Description, Local, Meta, Reduced, Tile, case, rule
-from widefield.engine.rules.reductions import WIDE, ranks_along
+from widefield.ops.reductions import WIDE, ranks_along
+from widefield.rules import Description, Local, Meta, Reduced, Tile, case, rule
 
 aten = torch.ops.aten
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine import halo
-from widefield.engine.layout import Cut, Cuts, Layout, layout_of, uncut
-from widefield.engine.places import recut
-from widefield.engine.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
-from widefield.engine.tiled import TiledTensor, wrap
+from widefield.comm import halo
 from widefield.geometry.interval import natural_cut
+from widefield.geometry.layout import Cut, Cuts, Layout, layout_of, uncut
 from widefield.geometry.window import Spread, Window
+from widefield.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
+from widefield.tiled.redistribute import recut
+from widefield.tiled.tensor import TiledTensor, wrap
 
 aten = torch.ops.aten
 

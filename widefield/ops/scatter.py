@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.layout import Layout, layout_of, uncut
-from widefield.engine.places import moved
-from widefield.engine.rules import Local, Meta, Placed, case, composed, rule
-from widefield.engine.rules.indexing import in_place, labels
+from widefield.geometry.layout import Layout, layout_of, uncut
+from widefield.ops.indexing import in_place, labels
+from widefield.rules import Local, Meta, Placed, case, composed, rule
+from widefield.tiled.redistribute import moved
 
 aten = torch.ops.aten
 

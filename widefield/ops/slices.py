@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.dispatch import by_rule
-from widefield.engine.homes import version_of
-from widefield.engine.layout import Cut, Cuts, Layout, layout_of
-from widefield.engine.places import whole_of
-from widefield.engine.rules import Local, Meta, case, composed, rule
-from widefield.engine.rules.views import seen
-from widefield.engine.tiled import TiledTensor
+from widefield.geometry.layout import Cut, Cuts, Layout, layout_of
 from widefield.geometry.window import Window
+from widefield.ops.views import seen
+from widefield.rules import Local, Meta, case, composed, rule
+from widefield.tiled.dispatch import by_rule
+from widefield.tiled.redistribute import whole_of
+from widefield.tiled.tensor import TiledTensor
+from widefield.tiled.view_writeback import version_of
 
 aten = torch.ops.aten
 

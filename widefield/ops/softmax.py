@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.places import first_cut
-from widefield.engine.rules import Description, Local, Meta, Reduced, Tile, case, rule
-from widefield.engine.rules.reductions import WIDE, exponentials, merge_exponentials
+from widefield.ops.reductions import WIDE, exponentials, merge_exponentials
+from widefield.rules import Description, Local, Meta, Reduced, Tile, case, rule
+from widefield.tiled.redistribute import first_cut
 
 aten = torch.ops.aten
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.engine.rules import Meta, Part, Read, Tile, Windowed, case, rule
 from widefield.geometry.box import size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.window import Every
+from widefield.rules import Meta, Part, Read, Tile, Windowed, case, rule
 
 aten = torch.ops.aten
 

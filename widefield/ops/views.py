@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.dispatch import by_rule
-from widefield.engine.homes import Home, version_of
-from widefield.engine.layout import Cuts, Layout, layout_of, uncut
-from widefield.engine.rules import Local, Meta, case, composed, rule
-from widefield.engine.tiled import TiledTensor, become, wrap_view
+from widefield.geometry.layout import Cuts, Layout, layout_of, uncut
+from widefield.rules import Local, Meta, case, composed, rule
+from widefield.tiled.dispatch import by_rule
+from widefield.tiled.tensor import TiledTensor, become, wrap_view
+from widefield.tiled.view_writeback import Home, version_of
 
 aten = torch.ops.aten
 

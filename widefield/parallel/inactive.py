@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from widefield.engine.batch_statistics import ARE_ROWS
-from widefield.engine.normalization import SyncBatchNorm
+from widefield.tiled.batch_statistics import ARE_ROWS
+from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
 
 @contextmanager

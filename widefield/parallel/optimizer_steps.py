@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from widefield.engine import holding
-from widefield.engine.mesh import Mesh
+from widefield import sharded_state
+from widefield.comm.mesh import Mesh
 
 OF_WHOLE_WEIGHTS = {
     "Adafactor", "AdafactorBigVision", "AdamP", "Kron", "LARC", "LARS", "LAMB", "Lamb", "Lars", "Muon", "NovoGrad",
@@ -41,18 +41,18 @@ def clip_grad_norm_(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} would leave no gradient; give a norm above 0")
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    if not holding.is_parted(mesh):
+    if not sharded_state.is_parted(mesh):
         return nn.utils.clip_grad_norm_(trained, max_norm)
     named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    norm = holding.total_norm(model, mesh, named)
-    for gradient in map(holding.local, named.values()):
+    norm = sharded_state.total_norm(model, mesh, named)
+    for gradient in map(sharded_state.local, named.values()):
         gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradient.device, gradient.dtype))  # as torch clips
     return norm
 
 
 def watch(model: nn.Module) -> None:
     """From now on, refuse steps of optimizers that do not fit this rank's parts of `model`, of which `holding` was told."""
-    told = holding.told(model)
+    told = sharded_state.told(model)
     for name, parameter in model.named_parameters():
         if name in told:
             _parts[parameter] = tuple(told[name].shape) != tuple(parameter.shape)

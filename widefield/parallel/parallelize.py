@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from widefield.engine import stepping
-from widefield.engine.executed import OfOneRank
-from widefield.engine.mesh import Mesh
-from widefield.engine.normalization import SyncBatchNorm
-from widefield.engine.places import dense_strides
-from widefield.engine.strategies import Phase, data, fully_shard
+from widefield.capture.interpreter import OfOneRank
+from widefield.comm.mesh import Mesh
 from widefield.naming import load
+from widefield.parallel import optimizer_steps
+from widefield.parallel.strategies import Phase, data, fully_shard
 from widefield.plan import STRATEGY_OF_AXIS, Plan
+from widefield.tiled.redistribute import dense_strides
+from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
 _REASONS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
@@ -50,7 +50,7 @@ def parallelize(
         more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}
         found += strategy.apply(model, mesh, rehearse=rehearse, **more)
     if mesh.plan.channel * mesh.plan.stage > 1:
-        stepping.watch(model)
+        optimizer_steps.watch(model)
     alone = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
     _REASONS[model] = [*alone, *found]
     return model
@@ -76,7 +76,9 @@ def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Op
     NotImplementedError: an optimizer that looks at all weights together.
     """
     if mesh.plan.shard > 1 and mesh.plan.sharding.zero == 1:
-        stepping.refuse_unfit(optimizer, has_whole_weights=True, where="with sharding.zero=1 each rank steps some of them")
+        optimizer_steps.refuse_unfit(
+            optimizer, has_whole_weights=True, where="with sharding.zero=1 each rank steps some of them"
+        )
         return fully_shard.share_states(optimizer, mesh)
     return optimizer
 
@@ -152,7 +154,7 @@ def reasons(model: nn.Module) -> list[str]:
 def _strategies(mesh: Mesh) -> list[ModuleType]:
     """The strategy files that the plan calls for, in the order of their Phase."""
     names = sorted(_names(mesh.plan, mesh.size))  # channels are cut before stages are
-    return sorted((load("widefield.engine.strategies", name) for name in names), key=lambda strategy: strategy.PHASE)
+    return sorted((load("widefield.parallel.strategies", name) for name in names), key=lambda strategy: strategy.PHASE)
 
 
 def _names(plan: Plan, ranks: int) -> set[str]:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from widefield.engine import parallelize
-from widefield.engine.executed import flow_of
-from widefield.engine.pipeline.flow import PipelineFlow
+from widefield.capture.interpreter import flow_of
+from widefield.parallel import parallelize
+from widefield.pipelining.runtime import PipelineFlow
 
 
 def backward_of(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from widefield.engine.stream.graph import Graph, Value
-from widefield.engine.stream.stand_ins import tensors_of
+from widefield.capture.fake_parameters import tensors_of
+from widefield.capture.ir import Graph, Value
 
 LossOf = Callable[[Any, Any], Tensor]
 

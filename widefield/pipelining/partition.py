@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from widefield.engine.stream.estimate import flops_per_number, is_transposed
-from widefield.engine.stream.graph import Graph, Node, Value
+from widefield.capture.ir import Graph, Node, Value
 from widefield.naming import did_you_mean
+from widefield.streaming.cost_model import flops_per_number, is_transposed
 
 Balance = Literal["time", "memory"]
 

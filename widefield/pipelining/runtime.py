@@ -18,28 +18,28 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from widefield.engine.channel.flow import ChannelFlow
-from widefield.engine.draws import compare_generators
-from widefield.engine.executed import Executed, Flow, flow_of
-from widefield.engine.layout import Layout, layout_of
-from widefield.engine.mesh import Mesh
-from widefield.engine.partial import partial_of
-from widefield.engine.pipeline.cutting import Division, cuts_of
-from widefield.engine.pipeline.held import average_gradients
-from widefield.engine.pipeline.job import Job, LossOf, dims_of_samples
-from widefield.engine.pipeline.parts import Part, parts_of
-from widefield.engine.pipeline.samples import where_samples_meet
-from widefield.engine.pipeline.schedules import STAGES_PER_RANK
-from widefield.engine.pipeline.split import OwningStage, SplitStage
-from widefield.engine.pipeline.stage import StageModule
-from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta
-from widefield.engine.places import own_of
-from widefield.engine.stream.follow import follow, without_autocast
-from widefield.engine.stream.graph import Graph, Value, put_in
-from widefield.engine.stream.known import Known, constants_of
-from widefield.engine.stream.stand_ins import Like, name_of, named_tensors, tensors_of
-from widefield.engine.stream.watch import Guards
-from widefield.engine.tiled import TiledTensor
+from widefield.capture.fake_parameters import Like, name_of, named_tensors, tensors_of
+from widefield.capture.interpreter import Executed, Flow, flow_of
+from widefield.capture.ir import Graph, Value, put_in
+from widefield.capture.program_cache import Known, constants_of
+from widefield.capture.python_watch import Guards
+from widefield.capture.trace import follow, without_autocast
+from widefield.comm.mesh import Mesh
+from widefield.geometry.layout import Layout, layout_of
+from widefield.pipelining.losses import Job, LossOf, dims_of_samples
+from widefield.pipelining.partition import Division, cuts_of
+from widefield.pipelining.sample_mixing import where_samples_meet
+from widefield.pipelining.schedule_view import STAGES_PER_RANK
+from widefield.pipelining.split_backward import OwningStage, SplitStage
+from widefield.pipelining.stage import StageModule
+from widefield.pipelining.stage_parts import Part, parts_of
+from widefield.pipelining.stage_state import average_gradients
+from widefield.pipelining.wire import off_wire, on_wire, wire_meta
+from widefield.tensor_parallel.runtime import ChannelFlow
+from widefield.tiled.partial_gradient import partial_of
+from widefield.tiled.redistribute import own_of
+from widefield.tiled.rng import compare_generators
+from widefield.tiled.tensor import TiledTensor
 
 
 class PipelineFlow(Flow):
@@ -128,7 +128,7 @@ class PipelineFlow(Flow):
         if module.training and torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{type(module).__qualname__} is cut into {self.stages} stages, and in training a pass runs forward and "
-                "backward at once; call widefield.engine.passes.backward_of(model, image, target, loss_of=...), or call the "
+                "backward at once; call widefield.parallel.passes.backward_of(model, image, target, loss_of=...), or call the "
                 "model under torch.no_grad() for its output alone"
             )
         with torch.no_grad(), without_autocast_of(self, module, args, kwargs) as made:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from widefield.engine.layout import Cut, Grid, layout_of
-from widefield.engine.mixing import PRODUCTS, ROW_BY_ROW, VIEWS, may_mix, name_of, tells_samples_apart
-from widefield.engine.stream.apart import BATCH_NORM_OVER
-from widefield.engine.stream.graph import Graph, Node, Value
-from widefield.engine.tiled import TiledTensor, wrap
+from widefield.capture.decompositions import BATCH_NORM_OVER
+from widefield.capture.ir import Graph, Node, Value
+from widefield.geometry.layout import Cut, Grid, layout_of
+from widefield.tiled.sample_mixing import PRODUCTS, ROW_BY_ROW, VIEWS, may_mix, name_of, tells_samples_apart
+from widefield.tiled.tensor import TiledTensor, wrap
 
 _APART = Grid((2,), 0, (((0,), "ranks that cannot talk"),))
 

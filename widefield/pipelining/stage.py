@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from widefield.engine.layout import Layout
-from widefield.engine.pipeline.parts import Part
-from widefield.engine.pipeline.wire import off_wire, on_wire, wire_meta, with_zeros_for
-from widefield.engine.stream.follow import without_autocast
-from widefield.engine.stream.graph import Value
-from widefield.engine.tiling import as_tile
+from widefield.capture.ir import Value
+from widefield.capture.trace import without_autocast
+from widefield.geometry.layout import Layout
+from widefield.pipelining.stage_parts import Part
+from widefield.pipelining.wire import off_wire, on_wire, wire_meta, with_zeros_for
+from widefield.tiled.api import as_tile
 
 
 class StageModule(nn.Module):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from widefield.engine.executed import Program
-from widefield.engine.pipeline.cutting import Division, free_values
-from widefield.engine.stream.graph import Graph, Node, Value
-from widefield.engine.stream.known import Constant
+from widefield.capture.interpreter import Program
+from widefield.capture.ir import Graph, Node, Value
+from widefield.capture.program_cache import Constant
+from widefield.pipelining.partition import Division, free_values
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from widefield.engine import holding
-from widefield.engine.mesh import Mesh
-from widefield.engine.partial import part_of_mean
-from widefield.engine.stream.stand_ins import named_tensors
+from widefield import sharded_state
+from widefield.capture.fake_parameters import named_tensors
+from widefield.comm.mesh import Mesh
+from widefield.tiled.partial_gradient import part_of_mean
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class OnOneStage:
     shape: tuple[int, ...]
     ways: int
     is_here: bool
-    within: holding.Holder | None = None
+    within: sharded_state.Holder | None = None
     """How the ranks that have this stage share the tensor; None where each has all of it."""
 
     def whole(self, part: Tensor, turn: int) -> Tensor | None:
@@ -41,7 +41,7 @@ class OnOneStage:
 @torch.no_grad()
 def keep(model: nn.Module, names: frozenset[str], mesh: Mesh) -> None:
     """Leave this rank the parameters and buffers in `names`; the others keep their names and shapes, and no memory."""
-    before, told, put = holding.told(model), {}, {}
+    before, told, put = sharded_state.told(model), {}, {}
     for name, tensor in named_tensors(model).items():
         within = before.get(name)
         shape, ways = (tuple(tensor.shape), 1) if within is None else (within.shape, within.ways)
@@ -51,7 +51,7 @@ def keep(model: nn.Module, names: frozenset[str], mesh: Mesh) -> None:
     for part in model.modules():
         for held in (part._parameters, part._buffers):
             held.update({name: put[tensor] for name, tensor in held.items() if tensor is not None and tensor in put})  # type: ignore
-    holding.tell(model, told)
+    sharded_state.tell(model, told)
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.layout import Layout
-from widefield.engine.partial import plain_value
-from widefield.engine.places import inverse
-from widefield.engine.stream.graph import Value
-from widefield.engine.tiled import TiledTensor
-from widefield.engine.tiling import as_tile, own_tile
+from widefield.capture.ir import Value
+from widefield.geometry.layout import Layout
+from widefield.tiled.api import as_tile, own_tile
+from widefield.tiled.partial_gradient import plain_value
+from widefield.tiled.redistribute import inverse
+from widefield.tiled.tensor import TiledTensor
 
 _FLOATS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 """Floats by their bytes."""

@@ -27,9 +27,9 @@ from widefield.report.comparison import (
 )  # fmt: skip
 from widefield.report.filling import laid_out, of_files
 from widefield.report.page import count_of
-from widefield.train.disk import replace_text
-from widefield.train.folder import check_own
-from widefield.train.terminal import MIB, memory_text, rate_text
+from widefield.training.disk import replace_text
+from widefield.training.run_folder import check_own
+from widefield.training.terminal import MIB, memory_text, rate_text
 
 
 def write_bench(folder: str | Path) -> Path:

@@ -12,7 +12,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from widefield.train.terminal import memory_text, rate_text
+from widefield.training.terminal import memory_text, rate_text
 
 Row = dict[str, Any]
 Result = dict[str, Any]

@@ -23,10 +23,10 @@ from markupsafe import Markup
 from widefield import plan as plans
 from widefield.report import mistakes, plots, samples, stages
 from widefield.report.filling import laid_out, of_files
-from widefield.train.disk import replace_text
-from widefield.train.folder import check_own
-from widefield.train.record import Line, read
-from widefield.train.terminal import memory_text, rate_text
+from widefield.training.disk import replace_text
+from widefield.training.record import Line, read
+from widefield.training.run_folder import check_own
+from widefield.training.terminal import memory_text, rate_text
 
 DATA_BOUND_SHARE = 0.10  # below a tenth, no change to the loader can make the run more than 1.11 times as fast
 

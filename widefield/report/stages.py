@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from widefield import plan as plans
-from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, schedule_grid
+from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, schedule_grid
 from widefield.plan import Plan
 from widefield.report.plots import FAINT, INK, SERIES, SURFACE, WIDTH_IN, drawn, style
 

@@ -13,27 +13,27 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from widefield.engine.kept import PLACES
-from widefield.engine.layout import Cuts, Grid
-from widefield.engine.nests import refuse_hidden
-from widefield.engine.partial import partial_of, settled
-from widefield.engine.places import recut
-from widefield.engine.pool import Pool
-from widefield.engine.stream.choice import choose
-from widefield.engine.stream.follow import follow, without_autocast
-from widefield.engine.stream.fused import Fused
-from widefield.engine.stream.graph import Graph, Value, put_in
-from widefield.engine.stream.known import Constant, Known, constants_of
-from widefield.engine.stream.program import Program
-from widefield.engine.stream.run import Run
-from widefield.engine.stream.span import ALONE, Span
-from widefield.engine.stream.stand_ins import named_tensors, refuse_scripts, tensors_of
-from widefield.engine.stream.watch import Guards
-from widefield.engine.stream.ways import Units, units_of
-from widefield.engine.tiled import TiledTensor, wrap, wrap_uncut
-from widefield.engine.wrapping import Wrapping, wrap_class
+from widefield.capture.containers import refuse_hidden
+from widefield.capture.fake_parameters import named_tensors, refuse_scripts, tensors_of
+from widefield.capture.ir import Graph, Value, put_in
+from widefield.capture.program_cache import Constant, Known, constants_of
+from widefield.capture.python_watch import Guards
+from widefield.capture.trace import follow, without_autocast
 from widefield.geometry.box import size_of
+from widefield.geometry.layout import Cuts, Grid
+from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.quantity import read_memory
+from widefield.streaming.choice import choose
+from widefield.streaming.fusion import Fused
+from widefield.streaming.runner import Run
+from widefield.streaming.schedule import Program
+from widefield.streaming.spatial import ALONE, Span
+from widefield.streaming.storage.memory_pool import Pool
+from widefield.streaming.storage.offload_buffer import PLACES
+from widefield.streaming.tile_planner import Units, units_of
+from widefield.tiled.partial_gradient import partial_of, settled
+from widefield.tiled.redistribute import recut
+from widefield.tiled.tensor import TiledTensor, wrap, wrap_uncut
 
 
 def stream(

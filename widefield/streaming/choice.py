@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from widefield.engine.stream.estimate import Estimate, Estimator, Setting, device_of
-from widefield.engine.stream.graph import Graph, Value
-from widefield.engine.stream.keeping import Way, Ways
-from widefield.engine.stream.program import Drafts, Program, program_of
-from widefield.engine.stream.saved import Habits
-from widefield.engine.stream.ways import Units
+from widefield.capture.ir import Graph, Value
+from widefield.streaming.cost_model import Estimate, Estimator, Setting, device_of
+from widefield.streaming.saved_tensors import Habits
+from widefield.streaming.schedule import Drafts, Program, program_of
+from widefield.streaming.search import Way, Ways
+from widefield.streaming.tile_planner import Units
 
 TILE_LEAST = 32
 """Pixels that a tile has along each dim at least, where tiles are chosen."""

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from widefield.engine.stream.apart import linear
-from widefield.engine.stream.graph import Graph, Node, Value
-from widefield.engine.stream.ledger import CONVOLUTION, box_bytes, is_known, made_bytes, work_bytes
-from widefield.engine.stream.program import Program, Segment, Stage, Turn
-from widefield.engine.stream.saved import Habits
-from widefield.engine.stream.steps import Step
-from widefield.engine.stream.ways import Unit
+from widefield.capture.decompositions import linear
+from widefield.capture.ir import Graph, Node, Value
 from widefield.geometry.box import size_of
+from widefield.streaming.memory_simulator import CONVOLUTION, box_bytes, is_known, made_bytes, work_bytes
+from widefield.streaming.saved_tensors import Habits
+from widefield.streaming.schedule import Program, Segment, Stage, Turn
+from widefield.streaming.tile_ops import Step
+from widefield.streaming.tile_planner import Unit
 
 aten = torch.ops.aten
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule
 
-from widefield.engine.stream.graph import Value
-from widefield.engine.stream.program import Turn
-from widefield.engine.stream.regions import Env, arguments, as_wanted
-from widefield.engine.stream.steps import Step
-from widefield.engine.stream.ways import Unit
+from widefield.capture.ir import Value
+from widefield.streaming.regions import Env, arguments, as_wanted
+from widefield.streaming.schedule import Turn
+from widefield.streaming.tile_ops import Step
+from widefield.streaming.tile_planner import Unit
 
 
 @dataclass

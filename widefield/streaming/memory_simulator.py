@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from widefield.engine.stream.graph import Value
-from widefield.engine.stream.program import Turn
-from widefield.engine.stream.saved import Habits, Saved
-from widefield.engine.stream.steps import Step
-from widefield.engine.stream.ways import Unit
+from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of
+from widefield.streaming.saved_tensors import Habits, Saved
+from widefield.streaming.schedule import Turn
+from widefield.streaming.tile_ops import Step
+from widefield.streaming.tile_planner import Unit
 
 CONVOLUTION = torch.ops.aten.convolution.default
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.kept import Kept, Room
-from widefield.engine.pool import Pool
-from widefield.engine.stream.fused import Fused, Joined, runs_of
-from widefield.engine.stream.graph import Value
-from widefield.engine.stream.program import Program, Segment, Stage, Turn
-from widefield.engine.stream.regions import Env, Region, all_of, arguments, as_wanted, merged, taken, window
-from widefield.engine.stream.span import Span
-from widefield.engine.stream.steps import Step
-from widefield.engine.stream.ways import Unit, asks_shape_alone
+from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of
+from widefield.streaming.fusion import Fused, Joined, runs_of
+from widefield.streaming.regions import Env, Region, all_of, arguments, as_wanted, merged, taken, window
+from widefield.streaming.schedule import Program, Segment, Stage, Turn
+from widefield.streaming.spatial import Span
+from widefield.streaming.storage.memory_pool import Pool
+from widefield.streaming.storage.offload_buffer import Kept, Room
+from widefield.streaming.tile_ops import Step
+from widefield.streaming.tile_planner import Unit, asks_shape_alone
 
 
 class Run:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from widefield.engine.layout import Grid, Layout
-from widefield.engine.stream.graph import Value
-from widefield.engine.stream.ways import Unit
+from widefield.capture.ir import Value
 from widefield.geometry.box import size_of
+from widefield.geometry.layout import Grid, Layout
+from widefield.streaming.tile_planner import Unit
 
 
 class Shares:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from widefield.engine.stream.graph import Value
-from widefield.engine.stream.steps import Step
-from widefield.engine.stream.ways import Unit
+from widefield.capture.ir import Value
 from widefield.geometry.box import size_of
+from widefield.streaming.tile_ops import Step
+from widefield.streaming.tile_planner import Unit
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, overload
 
-from widefield.engine.layout import Grid, Layout
-from widefield.engine.stream.graph import Graph, Value
-from widefield.engine.stream.shares import Shares
-from widefield.engine.stream.steps import Step, union
-from widefield.engine.stream.ways import Unit, Units
+from widefield.capture.ir import Graph, Value
 from widefield.geometry.box import Box, is_empty
 from widefield.geometry.interval import Interval
+from widefield.geometry.layout import Grid, Layout
+from widefield.streaming.sampling import Shares
+from widefield.streaming.tile_ops import Step, union
+from widefield.streaming.tile_planner import Unit, Units
 
 
 @dataclass

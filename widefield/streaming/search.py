@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from widefield.engine.stream.estimate import Estimate, Estimator
-from widefield.engine.stream.graph import Value
-from widefield.engine.stream.program import Drafts, Program, Segment
-from widefield.engine.stream.steps import Step
-from widefield.engine.stream.ways import Unit
+from widefield.capture.ir import Value
+from widefield.streaming.cost_model import Estimate, Estimator
+from widefield.streaming.schedule import Drafts, Program, Segment
+from widefield.streaming.tile_ops import Step
+from widefield.streaming.tile_planner import Unit
 
 GAIN_LEAST = 0.005
 """Share of the time that one more kept value must save."""

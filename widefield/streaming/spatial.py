@@ -3,7 +3,7 @@
 The virtual grid has a place for every turn of every rank.  A rank runs its own turns; what their windows reach beyond its tile
 is fetched before a segment, and the gradients of these pixels are sent home after it.  Parts of sums are gathered, so that
 every rank has every total; gradients of small values are added up over ranks, those of weights left to DDP or FSDP (see
-`engine/tiled.py`).
+`tiled/tensor.py`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from widefield.engine import halo
-from widefield.engine.draws import compare_generators
-from widefield.engine.halo import Move
-from widefield.engine.layout import Cut, Cuts, Grid, Layout, layout_of
-from widefield.engine.places import space_group
-from widefield.engine.stream.apart import BATCH_NORM_OVER
-from widefield.engine.stream.graph import Value
-from widefield.engine.stream.program import Turn
-from widefield.engine.stream.steps import union
-from widefield.engine.stream.ways import Unit
+from widefield.capture.decompositions import BATCH_NORM_OVER
+from widefield.capture.ir import Value
+from widefield.comm import halo
+from widefield.comm.halo import Move
 from widefield.geometry.box import Box, holds, is_empty, meet, route
 from widefield.geometry.interval import Interval, natural_cut
+from widefield.geometry.layout import Cut, Cuts, Grid, Layout, layout_of
+from widefield.streaming.schedule import Turn
+from widefield.streaming.tile_ops import union
+from widefield.streaming.tile_planner import Unit
+from widefield.tiled.redistribute import space_group
+from widefield.tiled.rng import compare_generators
 
 NOTHING = Interval(0, 0)
 

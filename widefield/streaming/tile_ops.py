@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.layout import Cut, Grid, Layout, layout_of
-from widefield.engine.places import first_cut, wanted_box
-from widefield.engine.rules import RULES, Description, Local, Meta, Part, Reduced, Tile, Windowed
-from widefield.engine.stream.apart import OWN_RULES
-from widefield.engine.stream.graph import Node
+from widefield.capture.decompositions import OWN_RULES
+from widefield.capture.ir import Node
 from widefield.geometry.box import Box, size_of
 from widefield.geometry.interval import Interval
+from widefield.geometry.layout import Cut, Grid, Layout, layout_of
 from widefield.geometry.window import hull
+from widefield.rules import RULES, Description, Local, Meta, Part, Reduced, Tile, Windowed
+from widefield.tiled.redistribute import first_cut, wanted_box
 
 aten = torch.ops.aten
 NEW: dict[Any, int] = {

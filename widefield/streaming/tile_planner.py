@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.layout import Cut, Grid, Layout, layout_of
-from widefield.engine.places import first_cut, following_cuts
-from widefield.engine.pointwise import SAME_PIXELS
-from widefield.engine.rules import RULES, Description, Local, Reduced, Windowed
-from widefield.engine.stream import recorder
-from widefield.engine.stream.graph import Graph, Node, Value
-from widefield.engine.stream.steps import (
+from widefield.capture import recorder
+from widefield.capture.ir import Graph, Node, Value
+from widefield.geometry.box import Box
+from widefield.geometry.interval import natural_cut
+from widefield.geometry.layout import Cut, Grid, Layout, layout_of
+from widefield.rules import RULES, Description, Local, Reduced, Windowed
+from widefield.streaming.tile_ops import (
     NEW,
     Boxed,
     Step,
@@ -34,8 +34,8 @@ from widefield.engine.stream.steps import (
     rule_of,
     windowed_step,
 )  # fmt: skip
-from widefield.geometry.box import Box
-from widefield.geometry.interval import natural_cut
+from widefield.tiled.pointwise import SAME_PIXELS
+from widefield.tiled.redistribute import first_cut, following_cuts
 
 aten = torch.ops.aten
 POINTWISE = SAME_PIXELS | recorder.POINTWISE | {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}

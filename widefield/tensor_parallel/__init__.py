@@ -4,11 +4,13 @@ A convolution or a linear layer is cut by its outputs (every rank computes some 
 (every rank computes all channels from some inputs, and what they have is added up).  One after the other they need no message
 between them: what lies there, norms and activations among it, runs on each rank's channels alone.
 
-    part.py      which part of a whole's dim each rank holds, and what views, slices and joins make of it
-    way.py       what it takes to say how an operation runs on parts
-    ways.py      how each operation can; views.py: views, slices, joins
-    ahead.py     what lies behind a layer that might give a part
-    choose.py    which way each operation of a model takes, by bytes sent, weights left whole and work done twice
-    exchange.py  the messages, each with its adjoint
-    flow.py      runs a model so
+    placement.py       which part of a whole's dim each rank holds, and what views, slices and joins make of it
+    op_strategy.py     what it takes to say how an operation runs on parts
+    sharding_rules.py  how each operation can; views.py: views, slices, joins
+    lookahead.py       what lies behind a layer that might give a part
+    search.py          which strategy each operation of a model takes, by bytes sent, weights left whole and work done twice
+    collectives.py     the messages, each with its adjoint
+    runtime.py         runs a model so
+
+Imports captures, tiled tensors and messages.
 """

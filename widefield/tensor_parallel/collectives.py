@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from widefield.engine import collectives
-from widefield.engine.channel.part import Part
-from widefield.engine.layout import layout_of, uncut
-from widefield.engine.partial import PartialGradient, partial_of, settled
-from widefield.engine.places import inverse, on_layout, whole_of
-from widefield.engine.tiled import TiledTensor, wrap
+from widefield.comm import collectives
+from widefield.geometry.layout import layout_of, uncut
+from widefield.tensor_parallel.placement import Part
+from widefield.tiled.partial_gradient import PartialGradient, partial_of, settled
+from widefield.tiled.redistribute import inverse, on_layout, whole_of
+from widefield.tiled.tensor import TiledTensor, wrap
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from widefield.engine.channel.views import moved_to
-from widefield.engine.stream.graph import Node, Value
+from widefield.capture.ir import Node, Value
+from widefield.tensor_parallel.views import moved_to
 
 aten = torch.ops.aten
 

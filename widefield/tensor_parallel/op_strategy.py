@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from widefield.engine.channel.part import Part, split_along
-from widefield.engine.stream.graph import Node, Value
+from widefield.capture.ir import Node, Value
+from widefield.tensor_parallel.placement import Part, split_along
 
 
 class State(Enum):

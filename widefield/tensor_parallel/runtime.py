@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from widefield.engine.channel.choose import Chosen, choose
-from widefield.engine.channel.exchange import Exchange, Ranks
-from widefield.engine.channel.part import Part
-from widefield.engine.draws import compare_generators
-from widefield.engine.executed import Executed, Flow, Whole
-from widefield.engine.places import dense_strides
-from widefield.engine.stream.follow import follow
-from widefield.engine.stream.graph import Graph
-from widefield.engine.stream.known import Known
-from widefield.engine.stream.stand_ins import Like, named_tensors
-from widefield.engine.stream.watch import Guards
+from widefield.capture.fake_parameters import Like, named_tensors
+from widefield.capture.interpreter import Executed, Flow, Whole
+from widefield.capture.ir import Graph
+from widefield.capture.program_cache import Known
+from widefield.capture.python_watch import Guards
+from widefield.capture.trace import follow
 from widefield.geometry.strides import stride_order
+from widefield.tensor_parallel.collectives import Exchange, Ranks
+from widefield.tensor_parallel.placement import Part
+from widefield.tensor_parallel.search import Chosen, choose
+from widefield.tiled.redistribute import dense_strides
+from widefield.tiled.rng import compare_generators
 
 
 class ChannelFlow(Flow):

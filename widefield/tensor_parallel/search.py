@@ -14,13 +14,13 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from widefield.engine.channel.ahead import AHEAD, MOVES, VIEWS, shapes_behind
-from widefield.engine.channel.exchange import AddUp, Enter, Exchange, Fetch, Keep, Ranks, Sum
-from widefield.engine.channel.part import Part, split_along, viewed
-from widefield.engine.channel.views import move_of, moved_to
-from widefield.engine.channel.way import ENTERED, SUM, WHOLE, Cutter, Layout, Way
-from widefield.engine.channel.ways import aten, flops_of, ways_of
-from widefield.engine.stream.graph import Graph, Node, Value, link, put_in
+from widefield.capture.ir import Graph, Node, Value, link, put_in
+from widefield.tensor_parallel.collectives import AddUp, Enter, Exchange, Fetch, Keep, Ranks, Sum
+from widefield.tensor_parallel.lookahead import AHEAD, MOVES, VIEWS, shapes_behind
+from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, Layout, Way
+from widefield.tensor_parallel.placement import Part, split_along, viewed
+from widefield.tensor_parallel.sharding_rules import aten, flops_of, ways_of
+from widefield.tensor_parallel.views import move_of, moved_to
 
 WEIGHT_COST = 16
 """What a byte of a weight that stays whole costs, in bytes sent: it stands for its gradient and optimizer state too."""

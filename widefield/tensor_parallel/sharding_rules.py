@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from widefield.engine.channel import views
-from widefield.engine.channel.part import Part, in_groups
-from widefield.engine.channel.way import ENTERED, SUM, WHOLE, Cutter, Given, Layout, Rule, Way, even
-from widefield.engine.stream.apart import BATCH_NORM_OVER, linear
-from widefield.engine.stream.graph import Node, Value
-from widefield.engine.stream.recorder import POINTWISE
+from widefield.capture.decompositions import BATCH_NORM_OVER, linear
+from widefield.capture.ir import Node, Value
+from widefield.capture.recorder import POINTWISE
+from widefield.tensor_parallel import views
+from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, Given, Layout, Rule, Way, even
+from widefield.tensor_parallel.placement import Part, in_groups
 
 aten = torch.ops.aten
 

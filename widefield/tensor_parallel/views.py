@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from widefield.engine.channel.part import Part, joined, sliced, viewed
-from widefield.engine.channel.way import Cutter, Given, Way, even
-from widefield.engine.stream.graph import Node
+from widefield.capture.ir import Node
+from widefield.tensor_parallel.op_strategy import Cutter, Given, Way, even
+from widefield.tensor_parallel.placement import Part, joined, sliced, viewed
 
 aten = torch.ops.aten
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine import halo
-from widefield.engine.dispatch import load_rules
-from widefield.engine.homes import version_of
-from widefield.engine.layout import Cut, Layout, layout_of, uncut
-from widefield.engine.mesh import Mesh
-from widefield.engine.partial import settle
-from widefield.engine.places import is_dense, on_layout, recut, space_group
-from widefield.engine.tiled import TiledTensor, wrap, wrap_view
+from widefield.comm import halo
+from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import natural_cut
+from widefield.geometry.layout import Cut, Layout, layout_of, uncut
+from widefield.tiled.dispatch import load_rules
+from widefield.tiled.partial_gradient import settle
+from widefield.tiled.redistribute import is_dense, on_layout, recut, space_group
+from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
+from widefield.tiled.view_writeback import version_of
 
 
 def tile(image: Tensor, mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None = None) -> Tensor:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from widefield.engine import moments
-from widefield.engine.layout import Layout
-from widefield.engine.partial import partial_of, settled
-from widefield.engine.places import moved, on_layout, whole_of
-from widefield.engine.tiled import TiledTensor, wrap
+from widefield.geometry.layout import Layout
+from widefield.kernels import moments
+from widefield.tiled.partial_gradient import partial_of, settled
+from widefield.tiled.redistribute import moved, on_layout, whole_of
+from widefield.tiled.tensor import TiledTensor, wrap
 
 ARE_ROWS: ContextVar[bool] = ContextVar("ARE_ROWS", default=False)
 """Whether images are rows of a batch that copies share now: what is not cut is then the same on all of them."""

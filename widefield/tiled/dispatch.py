@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
@@ -14,11 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from widefield.engine import rules
-from widefield.engine.alike import is_in_place, on_every_rank, on_uncut, tensors_in
-from widefield.engine.execute import build
-from widefield.engine.homes import counted, version_of
-from widefield.engine.in_place import (
+from widefield.geometry.layout import Layout, layout_of
+from widefield.naming import load, names_in
+from widefield.rooms import ENGINE_PATHS
+from widefield.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Local, Meta, Reduced, Turns
+from widefield.tiled.executors import build
+from widefield.tiled.in_place import (
     each,
     into_buckets,
     into_outs,
@@ -27,23 +26,25 @@ from widefield.engine.in_place import (
     through_new,
     without_pixels,
 )
-from widefield.engine.layout import Layout, layout_of
-from widefield.engine.memory_order import ordered
-from widefield.engine.partial import INTO_LEAF, into_leaf, is_for_leaf
-from widefield.engine.places import moved, on_layout, own_of, recut, whole_of
-from widefield.engine.pointwise import is_pointwise
-from widefield.engine.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Local, Meta, Reduced, Turns
-from widefield.engine.tiled import TiledTensor, wrap
-from widefield.engine.writes import new_of, outs_of, written_by
+from widefield.tiled.memory_format import ordered
+from widefield.tiled.partial_gradient import INTO_LEAF, into_leaf, is_for_leaf
+from widefield.tiled.pointwise import is_pointwise
+from widefield.tiled.redistribute import moved, on_layout, own_of, recut, whole_of
+from widefield.tiled.replicated_ops import is_in_place, on_every_rank, on_uncut, tensors_in
+from widefield.tiled.schemas import new_of, outs_of, written_by
+from widefield.tiled.tensor import TiledTensor, wrap
+from widefield.tiled.view_writeback import counted, version_of
 
 aten = torch.ops.aten
+OPS = "widefield.ops"
+"""The room of rules, which stands above this one: it is known by name alone."""
 
 
 @cache
 def load_rules() -> None:
-    """Import every file of rules/, which registers what it has."""
-    for found in pkgutil.iter_modules(rules.__path__):
-        importlib.import_module(f"{rules.__name__}.{found.name}")
+    """Import every file of ops/, which registers what it has."""
+    for name in names_in(OPS):
+        load(OPS, name)
 
 
 def handler_of(func: Any) -> Callable:
@@ -302,7 +303,7 @@ def _other(func: Any, args: tuple, kwargs: dict) -> Any:
         return through_new(func, args, kwargs)
     decomposition = _decomposition_of(func)
     if decomposition is None:
-        _refuse(func, "no file in engine/rules/ says what it means on tiles")
+        _refuse(func, "no file in ops/ says what it means on tiles")
     return decomposition(*args, **kwargs)
 
 
@@ -345,7 +346,7 @@ def _refuse(func: Any, why: str) -> Any:
 def _call_site() -> str:
     """The line of the user's own code that asked for it."""
     for frame in reversed(traceback.extract_stack()):
-        inside = ("/torch/" in frame.filename) or ("/widefield/engine/" in frame.filename) or frame.filename.startswith("<")
+        inside = "/torch/" in frame.filename or frame.filename.startswith((*ENGINE_PATHS, "<"))
         if not inside:
             return f"It was called in {frame.filename}, line {frame.lineno}: {frame.line}. "
     return ""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from widefield.engine.alike import repeats_places, writable
-from widefield.engine.homes import version_of
-from widefield.engine.layout import Layout, uncut
-from widefield.engine.places import on_layout, whole_of
-from widefield.engine.tiled import TiledTensor, become, wrap
-from widefield.engine.writes import new_of, outs_of
+from widefield.geometry.layout import Layout, uncut
+from widefield.tiled.redistribute import on_layout, whole_of
+from widefield.tiled.replicated_ops import repeats_places, writable
+from widefield.tiled.schemas import new_of, outs_of
+from widefield.tiled.tensor import TiledTensor, become, wrap
+from widefield.tiled.view_writeback import version_of
 
 aten = torch.ops.aten
 

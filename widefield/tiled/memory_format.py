@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from widefield.engine.places import is_dense
-from widefield.engine.pointwise import is_pointwise
-from widefield.engine.rules import COMPOSED
-from widefield.engine.tiled import TiledTensor, same_order, wrap_view
 from widefield.geometry.strides import strides_like
+from widefield.rules import COMPOSED
+from widefield.tiled.pointwise import is_pointwise
+from widefield.tiled.redistribute import is_dense
+from widefield.tiled.tensor import TiledTensor, same_order, wrap_view
 
 aten = torch.ops.aten
 Strides = tuple[int, ...]

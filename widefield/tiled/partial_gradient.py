@@ -24,14 +24,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from widefield.engine import halo
-from widefield.engine.alike import is_in_place, repeats_places
-from widefield.engine.homes import version_of
-from widefield.engine.in_place import each
-from widefield.engine.layout import Grid
-from widefield.engine.places import space_group, whole_of
-from widefield.engine.tiled import OTHER_KINDS, TiledTensor, wrap_uncut
-from widefield.engine.writes import targets_of
+from widefield.comm import halo
+from widefield.geometry.layout import Grid
+from widefield.rooms import is_of_engine
+from widefield.tiled.in_place import each
+from widefield.tiled.redistribute import space_group, whole_of
+from widefield.tiled.replicated_ops import is_in_place, repeats_places
+from widefield.tiled.schemas import targets_of
+from widefield.tiled.tensor import OTHER_KINDS, TiledTensor, wrap_uncut
+from widefield.tiled.view_writeback import version_of
 
 aten = torch.ops.aten
 _make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -171,7 +172,7 @@ def is_for_leaf() -> bool:
     if node is None or node.name() != LEAF_NODE or type(node.variable) is TiledTensor:
         return False
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("widefield.engine."):
+    while frame is not None and is_of_engine(frame.f_globals.get("__name__")):
         frame = frame.f_back
     return frame is None or frame.f_code is _ENGINE
 

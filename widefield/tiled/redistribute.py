@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from widefield.engine import halo
-from widefield.engine.halo import Move
-from widefield.engine.layout import KEPT_MOST, Cut, Cuts, Grid, Layout, layout_of
-from widefield.engine.rules import Meta, Read
-from widefield.engine.tiled import TiledTensor
+from widefield.comm import halo
+from widefield.comm.halo import Move
 from widefield.geometry.box import Box, is_empty
 from widefield.geometry.interval import Interval, even_cut
+from widefield.geometry.layout import KEPT_MOST, Cut, Cuts, Grid, Layout, layout_of
+from widefield.rules import Meta, Read
+from widefield.tiled.tensor import TiledTensor
 
 NOTHING = Interval(0, 0)
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from widefield.engine.homes import version_of
-from widefield.engine.layout import Grid, uncut
-from widefield.engine.rules import PLAIN_OUTPUTS
-from widefield.engine.tiled import TiledTensor, become, wrap_uncut, wrap_view
-from widefield.engine.writes import targets_of, written_by
+from widefield.geometry.layout import Grid, uncut
+from widefield.rules import PLAIN_OUTPUTS
+from widefield.tiled.schemas import targets_of, written_by
+from widefield.tiled.tensor import TiledTensor, become, wrap_uncut, wrap_view
+from widefield.tiled.view_writeback import version_of
 
 
 def on_every_rank(func: Any, args: tuple, kwargs: dict) -> Any:

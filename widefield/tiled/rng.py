@@ -14,11 +14,11 @@ from torch._library.effects import EffectType
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import _register_effectful_op
 
-from widefield.engine import collectives, halo
-from widefield.engine.places import space_group
-from widefield.engine.tiled import TiledTensor, usual_orders, whole_strides
+from widefield.comm import collectives, halo
 from widefield.geometry.box import Box, is_empty, size_of, within
 from widefield.geometry.interval import Interval
+from widefield.tiled.redistribute import space_group
+from widefield.tiled.tensor import TiledTensor, usual_orders, whole_strides
 
 
 def drawn(tensor: TiledTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:

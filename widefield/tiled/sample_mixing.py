@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from widefield.engine import halo
-from widefield.engine.alike import tensors_in
-from widefield.engine.layout import Grid
-from widefield.engine.pointwise import is_pointwise
-from widefield.engine.tiled import TiledTensor
+from widefield.comm import halo
+from widefield.geometry.layout import Grid
+from widefield.tiled.pointwise import is_pointwise
+from widefield.tiled.replicated_ops import tensors_in
+from widefield.tiled.tensor import TiledTensor
 
 VIEWS = {"aten.view", "aten._unsafe_view", "aten.reshape"}
 """Operations that make fewer rows of samples without leaving any out: several samples' numbers come to lie in one."""

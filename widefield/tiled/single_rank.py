@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.alike import on_every_rank
-from widefield.engine.dispatch import alias, load_rules
-from widefield.engine.homes import count_write, counted
-from widefield.engine.layout import Layout, uncut
-from widefield.engine.rules import COMPOSED, PLAIN_OUTPUTS
-from widefield.engine.tiled import TiledTensor, become
-from widefield.engine.writes import outs_of, written_by
+from widefield.geometry.layout import Layout, uncut
+from widefield.rules import COMPOSED, PLAIN_OUTPUTS
+from widefield.tiled.dispatch import alias, load_rules
+from widefield.tiled.replicated_ops import on_every_rank
+from widefield.tiled.schemas import outs_of, written_by
+from widefield.tiled.tensor import TiledTensor, become
+from widefield.tiled.view_writeback import count_write, counted
 
 _make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _NUMBERS = (int, float, bool)

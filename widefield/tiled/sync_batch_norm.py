@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from widefield.engine.batch_statistics import Normalize, Share, Statistics, merged, share_of
-from widefield.engine.mesh import Mesh
+from widefield.comm.mesh import Mesh
+from widefield.tiled.batch_statistics import Normalize, Share, Statistics, merged, share_of
 
 
 class _Held:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.layout import Layout, uncut
+from widefield.geometry.layout import Layout, uncut
 from widefield.geometry.strides import strides_like
 
 _make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -75,9 +75,7 @@ class TiledTensor(Tensor):
 
     def __coerce_same_metadata_as_tangent__(self, laid: Layout, kind: type | None = None) -> Tensor:
         """A gradient as a compiled backward expects it: cut as its forward's output was."""
-        from widefield.engine.places import recut, whole_of
-
-        return whole_of(self) if kind is Tensor else wrap(recut(self, laid), laid)
+        return _recut(self, uncut(self.laid.shape, self.laid.grid)) if kind is Tensor else wrap(_recut(self, laid), laid)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"TiledTensor({self.laid}, tile={self.own!r})"
@@ -167,21 +165,25 @@ def wrap_uncut(value: Any, grid: Any) -> Any:
     return wrap_view(value, layout)
 
 
-def _run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
-    global _run_alone
-    from widefield.engine.alone import run_alone  # it imports this file
-
-    _run_alone = run_alone
-    return run_alone(func, args, kwargs)
-
-
 OTHER_KINDS: dict[type, Callable] = {}
 """What runs an operation on tiled tensors and such a kind of tensor together."""
 _HANDLERS: dict[Any, Callable] = {}
+_handler_of: Callable[[Any], Callable]
+_run_alone: Callable[[Any, tuple, dict | None], Any]
+_recut: Callable[[TiledTensor, Layout], Tensor]
 
 
 def _find(func: Any) -> Callable:
-    from widefield.engine.dispatch import handler_of  # it calls back here, and is wanted only once something runs
-
-    handler = _HANDLERS[func] = handler_of(func)
+    handler = _HANDLERS[func] = _handler_of(func)
     return handler
+
+
+def install(*, handler_of: Callable, run_alone: Callable, recut: Callable) -> None:
+    """Tell tiled tensors what runs their operations, which is written in terms of them: once, in this room's `__init__.py`.
+
+    handler_of(func): what runs an operation.
+    run_alone(func, args, kwargs): runs one on a grid of one rank.
+    recut(tensor, layout): the tile that another layout gives this rank.
+    """
+    global _handler_of, _run_alone, _recut
+    _handler_of, _run_alone, _recut = handler_of, run_alone, recut

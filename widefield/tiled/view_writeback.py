@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.layout import Layout
-from widefield.engine.places import on_layout, recut
-from widefield.engine.tiled import TiledTensor, wrap, wrap_view
-from widefield.engine.writes import targets_of
+from widefield.geometry.layout import Layout
+from widefield.tiled.redistribute import on_layout, recut
+from widefield.tiled.schemas import targets_of
+from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
 
 
 def give_home(made: Any, source: Any, layout: Layout, run: Callable) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from widefield.comm.mesh import AgreedError, Mesh
 from widefield.data.batch import Batch
 from widefield.data.loader import Key, Reader, close
 from widefield.data.transforms import seed_of
-from widefield.engine.mesh import AgreedError, Mesh
 
 _NO_SHAPE = 2**63 - 1
 

@@ -17,28 +17,28 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from widefield import models, tasks
+from widefield.comm.mesh import Mesh
 from widefield.config import RunConfig
 from widefield.data import Dataset, open_dataset
 from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
 from widefield.data.loader import EvaluateSampler, Key, Reader, Steps, TrainSampler, load_batches, reader_of
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
-from widefield.engine.mesh import Mesh
-from widefield.engine.parallelize import follow, parallelize, share_states
-from widefield.engine.parallelize import reasons as parallel_reasons
-from widefield.engine.strategies import Rehearsal
+from widefield.parallel.parallelize import follow, parallelize, share_states
+from widefield.parallel.parallelize import reasons as parallel_reasons
+from widefield.parallel.strategies import Rehearsal
 from widefield.tasks import Task, is_per_pixel
-from widefield.train.agreed import Agreed, spare_of
-from widefield.train.arithmetic import Arithmetic, arithmetic_of, choose_precision
-from widefield.train.average import average_of
-from widefield.train.folder import load_weights, write_model
-from widefield.train.loop import Learner
-from widefield.train.optimizer import build_optimizer, learning_rate
-from widefield.train.placing import cuts_in_words, window_of
-from widefield.train.record import usable_cores
-from widefield.train.schedule import build_schedule
-from widefield.train.state import seed_everything
-from widefield.train.streaming import check_tiles, look_ahead, stream_as
+from widefield.training.agreed import Agreed, spare_of
+from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
+from widefield.training.batch_sharding import cuts_in_words, window_of
+from widefield.training.loop import Learner
+from widefield.training.optimizer import build_optimizer, learning_rate
+from widefield.training.record import usable_cores
+from widefield.training.run_folder import load_weights, write_model
+from widefield.training.schedule import build_schedule
+from widefield.training.state import seed_everything
+from widefield.training.streaming import check_tiles, look_ahead, stream_as
+from widefield.training.weight_average import average_of
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from widefield.comm.mesh import Mesh
 from widefield.data.loader import Batch, Window
-from widefield.engine.mesh import Mesh
-from widefield.engine.tiling import from_tile, window
 from widefield.geometry.interval import Interval, natural_cut
+from widefield.tiled.api import from_tile, window
 
 
 def window_of(mesh: Mesh) -> Callable[[tuple[int, ...]], Window] | None:

@@ -1,7 +1,8 @@
 """What survives a crash?  Checkpoints: written beside, hashed, synced, renamed, and only then current.
 
-Every rank writes its share of the tensors while training goes on, as tensors.py says.  Plain values go into JSON.  shelf.py
-says what is on the disk and manifest.py how a flipped bit is found.  Nothing that is read here can run code.
+Every rank writes its share of the tensors while training goes on, as tensors.py says.  Plain values go into JSON.
+checkpoint_directory.py says what is on the disk and manifest.py how a flipped bit is found.  Nothing that is read here can run
+code.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from widefield.engine.mesh import Mesh
-from widefield.train import manifest, nested, shelf
-from widefield.train import tensors as files
-from widefield.train.disk import free_bytes, reason_of
-from widefield.train.shelf import ABOUT, PLAIN, About, Found, Warn, newest_sound_in
+from widefield.comm.mesh import Mesh
+from widefield.training import checkpoint_directory, manifest, tree_json
+from widefield.training import tensors as files
+from widefield.training.checkpoint_directory import ABOUT, PLAIN, About, Found, Warn, newest_sound_in
+from widefield.training.disk import free_bytes, reason_of
 
 T = TypeVar("T")
 __all__ = ["About", "Checkpoints", "Found", "newest_sound_in", "read"]
@@ -60,7 +61,7 @@ class Checkpoints:
         self._keep_last, self._keep_best = keep_last, keep_best
         self._warn: Warn = warn if mesh.is_main else _say_nothing
         self._thread: threading.Thread | None = None
-        mesh.agree(_problem_of(lambda: shelf.clean(self.folder)) if mesh.is_main else None)
+        mesh.agree(_problem_of(lambda: checkpoint_directory.clean(self.folder)) if mesh.is_main else None)
 
     def save(self, state: dict, about: About, *, own: dict | None = None, wait: bool = False) -> None:
         """Save `state`, equal on all ranks, and `own`, this rank's alone; wait first for a save that is in flight.
@@ -123,17 +124,19 @@ class Checkpoints:
 
     def _write_and_seal(self, staged: _Staged) -> None:
         """Each line is done by all ranks before any begins the next; a failure on one ends it on all."""
-        partial = shelf.partial_of(self.folder, staged.about.step)
+        partial = checkpoint_directory.partial_of(self.folder, staged.about.step)
         rank, main = self._mesh.rank, self._mesh.is_main
         if self._mesh.device.type == "cuda":
             torch.cuda.set_device(self._mesh.device)  # a new thread begins on GPU 0, and would claim memory there
-        self._together(lambda: shelf.make_anew(partial) if main else None)
+        self._together(lambda: checkpoint_directory.make_anew(partial) if main else None)
         self._together(lambda: _write_texts(partial, staged.texts))
         self._write_tensors(partial, staged.tensors)
         hashes = self._together(lambda: _sync_and_hash(partial, rank))
-        self._together(lambda: shelf.make_current(partial, _union(hashes)) if main else None)
+        self._together(lambda: checkpoint_directory.make_current(partial, _union(hashes)) if main else None)
         if main:
-            shelf.prune(self.folder, step=staged.about.step, last=self._keep_last, best=self._keep_best, warn=self._warn)
+            checkpoint_directory.prune(
+                self.folder, step=staged.about.step, last=self._keep_last, best=self._keep_best, warn=self._warn
+            )
 
     def _write_tensors(self, partial: Path, tensors: dict[str, Tensor]) -> None:
         """Each tensor by one of the ranks that have it, and then the index of all of them."""
@@ -145,9 +148,9 @@ class Checkpoints:
     def _give_up(self, staged: _Staged, error: Exception) -> str:
         """Remove what a failed save wrote; the text of the failure."""
         if self._mesh.is_main:
-            shutil.rmtree(shelf.partial_of(self.folder, staged.about.step), ignore_errors=True)
+            shutil.rmtree(checkpoint_directory.partial_of(self.folder, staged.about.step), ignore_errors=True)
         needed = sum(tensor.nbytes for tensor in staged.tensors.values())
-        before = shelf.steps_in(self.folder)
+        before = checkpoint_directory.steps_in(self.folder)
         current = f"{before[-1].name} stays the newest" if before else "there is none before it"
         return (
             f"the checkpoint of step {staged.about.step} was not saved: {reason_of(error)}. It takes {needed:,} bytes and "
@@ -186,16 +189,16 @@ def read(
     model: names and shapes that the state must fit; ValueError names those that differ.
     """
     if model is not None:
-        shelf.check_model(found, model)
+        checkpoint_directory.check_model(found, model)
     place, own_name = found.folder, _own_name(rank)
     names = [PLAIN]
     if ranks in (None, found.about.ranks) and (place / own_name).is_file():
         names.append(own_name)
     try:
         texts = [(place / name).read_text(encoding="utf-8") for name in names]
-        strides = {name: stride for text in texts for name, stride in nested.tensors_in(text).items()}
+        strides = {name: stride for text in texts for name, stride in tree_json.tensors_in(text).items()}
         tensors = files.read(place, strides)
-        values = [nested.put_together(text, tensors) for text in texts]
+        values = [tree_json.put_together(text, tensors) for text in texts]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"the checkpoint {place} is as its hashes say, and not what widefield writes: {error or type(error).__name__}. "
@@ -209,13 +212,13 @@ def read(
 
 def _stage(state: dict, about: About, own: dict | None, rank: int) -> _Staged:
     """Texts and copied tensors of this rank's part; `state`'s texts on rank 0 alone."""
-    plain, tensors = nested.take_apart(state)
+    plain, tensors = tree_json.take_apart(state)
     texts = {}
     if rank == 0:
-        texts = {PLAIN: plain, ABOUT: nested.take_apart(dataclasses.asdict(about))[0]}
+        texts = {PLAIN: plain, ABOUT: tree_json.take_apart(dataclasses.asdict(about))[0]}
     if own is not None:
         own_name = _own_name(rank)
-        texts[own_name], own_tensors = nested.take_apart(own, name=f"own_{rank}", taken=tensors)
+        texts[own_name], own_tensors = tree_json.take_apart(own, name=f"own_{rank}", taken=tensors)
         tensors = tensors | own_tensors
     files.check(tensors)
     return _Staged(about, _copy_to_memory(tensors), texts)

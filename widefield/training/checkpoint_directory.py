@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from widefield.train import manifest, nested, tensors
+from widefield.training import manifest, tensors, tree_json
 
 Warn = Callable[[str], None]
 ABOUT, PLAIN, PICKLED = "about.json", "plain.json", ".metadata"
@@ -129,7 +129,7 @@ def _shape(model: Mapping[str, Sequence[int]], name: str) -> str:
 
 def _about_or_none(folder: Path) -> About | None:
     try:
-        about = About(**nested.put_together((folder / ABOUT).read_text(encoding="utf-8"), {}))
+        about = About(**tree_json.put_together((folder / ABOUT).read_text(encoding="utf-8"), {}))
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     numbers = (about.step, about.epoch, about.samples, about.ranks, about.metric or 0.0)

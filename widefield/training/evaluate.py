@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torchmetrics import MetricCollection
 from torchmetrics.utilities import dim_zero_sum
 
+from widefield.comm.mesh import Mesh
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch
-from widefield.engine.mesh import Mesh
-from widefield.engine.tiling import tile_of, whole
 from widefield.tasks import Task, is_per_pixel
-from widefield.train.arithmetic import Arithmetic
-from widefield.train.pieces import Piece, pieces_of, put_together, small_piece_of
-from widefield.train.placing import on_tiles
+from widefield.tiled.api import tile_of, whole
+from widefield.training.arithmetic import Arithmetic
+from widefield.training.batch_sharding import on_tiles
+from widefield.training.thumbnails import Piece, pieces_of, put_together, small_piece_of
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from widefield import sharded_state
+from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import RunConfig
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch, Steps, close
-from widefield.engine import holding
-from widefield.engine.ghost import ghost
-from widefield.engine.mesh import AgreedError, Mesh
-from widefield.engine.passes import backward_of, without_sync
-from widefield.engine.stepping import clip_grad_norm_
+from widefield.parallel.inactive import ghost
+from widefield.parallel.optimizer_steps import clip_grad_norm_
+from widefield.parallel.passes import backward_of, without_sync
 from widefield.tasks import Task, is_per_pixel
-from widefield.train.arithmetic import Arithmetic
-from widefield.train.placing import on_tiles
-from widefield.train.schedule import Schedule
+from widefield.training.arithmetic import Arithmetic
+from widefield.training.batch_sharding import on_tiles
+from widefield.training.schedule import Schedule
 
 
 class NonFiniteLossError(AgreedError):
@@ -225,11 +225,11 @@ class Learner:
 
     def _gradients_here(self) -> list[Tensor]:
         """This rank's part of every gradient; they share the gradients' memory."""
-        return [holding.local(p.grad) for p in self._trained if p.grad is not None]
+        return [sharded_state.local(p.grad) for p in self._trained if p.grad is not None]
 
     def is_finite(self) -> bool:
         """Whether every weight is a finite number, on every rank; where ranks hold parts, every rank calls it."""
-        return holding.are_finite(self.mesh, self._trained)
+        return sharded_state.are_finite(self.mesh, self._trained)
 
 
 def _chained(order: str, passes: list[Batch]) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from widefield import sharded_state
+from widefield.comm.mesh import Mesh
 from widefield.config import OptimizerConfig
-from widefield.engine import holding
-from widefield.engine.mesh import Mesh
 from widefield.naming import did_you_mean
-from widefield.train.trust import for_parts
+from widefield.training.trust_ratio import for_parts
 
 Groups = list[dict[str, Any]]
 
@@ -77,7 +77,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, mesh: 
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("the model has no parameter that takes gradients, so there is nothing to train")
-    in_parts = any(holding.is_part(p) for p in parameters)
+    in_parts = any(sharded_state.is_part(p) for p in parameters)
     fused = all(p.is_floating_point() and p.device.type in ("cuda", "cpu") for p in parameters)
     if in_parts and config.name == "sgd":  # DTensors have fused Adam alone
         fused = False

@@ -32,9 +32,9 @@ from typing import Any, Literal, TextIO
 
 from widefield.config import LogConfig
 from widefield.refusal import printable
-from widefield.train.disk import MOST_BYTES, Attempts, Lines, in_words, replace_text
-from widefield.train.scalars import ScalarLog, check_log, scalar_logs
-from widefield.train.terminal import GIB, Pace, clock_text, memory_text, rate_text, terminal
+from widefield.training.disk import MOST_BYTES, Attempts, Lines, in_words, replace_text
+from widefield.training.scalars import ScalarLog, check_log, scalar_logs
+from widefield.training.terminal import GIB, Pace, clock_text, memory_text, rate_text, terminal
 
 Line = dict[str, Any]
 FILE, SUMMARY = "record.jsonl", "summary.csv"

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.optim.swa_utils import AveragedModel
 
-from widefield.engine.holding import parts, wholes
-from widefield.engine.strategies.data import hook_state, load_hook_state
-from widefield.train.average import weights_of
-from widefield.train.checkpoint import Checkpoints, Found
-from widefield.train.loop import Learner
-from widefield.train.state import load_optimizer_state, optimizer_state, random_state, shapes_of
+from widefield.parallel.strategies.data import hook_state, load_hook_state
+from widefield.sharded_state import parts, wholes
+from widefield.training.checkpoint import Checkpoints, Found
+from widefield.training.loop import Learner
+from widefield.training.state import load_optimizer_state, optimizer_state, random_state, shapes_of
+from widefield.training.weight_average import weights_of
 
 
 def state_of(learner: Learner) -> dict[str, Any]:

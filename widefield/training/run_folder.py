@@ -27,9 +27,9 @@ from widefield.data.image import write_image, write_labels
 from widefield.naming import did_you_mean
 from widefield.plan import Plan, to_text
 from widefield.section import differences, to_yaml
-from widefield.train.disk import free_bytes, replace_text
-from widefield.train.evaluate import Evaluation, Mistake
-from widefield.train.pieces import Piece, shown_in_words
+from widefield.training.disk import free_bytes, replace_text
+from widefield.training.evaluate import Evaluation, Mistake
+from widefield.training.thumbnails import Piece, shown_in_words
 from widefield.trust import check_links
 
 WEIGHTS = "weights.safetensors"

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from widefield.engine import holding
-from widefield.engine.strategies.fully_shard import steps
+from widefield import sharded_state
+from widefield.parallel.strategies.fully_shard import steps
 
 Nested = dict[str, Any]
 
@@ -44,7 +44,7 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
             "or begin a run of its own with another --run folder"
         )
     parameters = dict(model.named_parameters())
-    shapes = holding.shapes(model)
+    shapes = sharded_state.shapes(model)
     unknown = sorted(set(state["parameters"]) - set(shapes))
     if unknown:
         raise ValueError(f"the checkpoint's optimizer trains {unknown[0]} (and {len(unknown) - 1} more), unknown to this model")
@@ -65,7 +65,7 @@ def _like(model: nn.Module, name: str, parameter: nn.Parameter, value: Any, shap
         return value
     if list(value.shape) == shape:
         moved = torch.empty_like(parameter, dtype=value.dtype)  # keeps the memory format, which the fused kernels want
-        holding.local(moved).copy_(holding.local(holding.part(model, name, value)))
+        sharded_state.local(moved).copy_(sharded_state.local(sharded_state.part(model, name, value)))
         return moved
     return value.to(parameter.device)
 
@@ -114,4 +114,4 @@ def seed_everything(seed: int) -> None:
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     """Name and whole shape of every parameter and buffer: what a checkpoint must match."""
-    return holding.shapes(model)
+    return sharded_state.shapes(model)

@@ -6,8 +6,8 @@ from torch import nn
 
 from widefield.config import StreamConfig
 from widefield.data.loader import Batch
-from widefield.engine.stream.streamed import stream
-from widefield.train.loop import Learner
+from widefield.streaming.api import stream
+from widefield.training.loop import Learner
 
 
 def stream_as(asked: StreamConfig, model: nn.Module, *, compiles: bool) -> None:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from widefield.engine.places import is_dense
+from widefield.tiled.redistribute import is_dense
 from widefield.trust import inside
 
 INDEX = "tensors.json"

@@ -10,26 +10,26 @@ from typing import Literal
 
 from torch import nn
 
+from widefield.comm.failure import PeerFailedError, in_words
+from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import RunConfig
-from widefield.engine.failure import PeerFailedError, in_words
-from widefield.engine.holding import wholes_on_main
-from widefield.engine.mesh import AgreedError, Mesh
-from widefield.engine.normalization import average_running_statistics, broadcast_buffers
-from widefield.engine.parallelize import evaluates_together
+from widefield.parallel.parallelize import evaluates_together
 from widefield.plan import to_text
 from widefield.quantity import Duration
-from widefield.train import disk
-from widefield.train.assemble import Parts
-from widefield.train.average import follow_buffers
-from widefield.train.checkpoint import About, Checkpoints
-from widefield.train.evaluate import Evaluation, evaluate
-from widefield.train.folder import WEIGHTS, peak_memory_bytes, write_evaluation, write_nan, write_weights
-from widefield.train.interrupt import Interrupt
-from widefield.train.loop import Learner, NonFiniteLossError, Passes
-from widefield.train.record import Record, versions
-from widefield.train.resume import own_state, state_of
-from widefield.train.shelf import name_of
-from widefield.train.state import shapes_of
+from widefield.sharded_state import wholes_on_main
+from widefield.tiled.sync_batch_norm import average_running_statistics, broadcast_buffers
+from widefield.training import disk
+from widefield.training.assemble import Parts
+from widefield.training.checkpoint import About, Checkpoints
+from widefield.training.checkpoint_directory import name_of
+from widefield.training.evaluate import Evaluation, evaluate
+from widefield.training.interrupt import Interrupt
+from widefield.training.loop import Learner, NonFiniteLossError, Passes
+from widefield.training.record import Record, versions
+from widefield.training.resume import own_state, state_of
+from widefield.training.run_folder import WEIGHTS, peak_memory_bytes, write_evaluation, write_nan, write_weights
+from widefield.training.state import shapes_of
+from widefield.training.weight_average import follow_buffers
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.holding import Absent
+from widefield.sharded_state import Absent
 
 
 def take_apart(value: Any, *, name: str = "", taken: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:

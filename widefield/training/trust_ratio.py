@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from widefield.engine import holding
-from widefield.engine.mesh import Mesh
-from widefield.engine.stepping import STEPS_PARTS
+from widefield import sharded_state
+from widefield.comm.mesh import Mesh
+from widefield.parallel.optimizer_steps import STEPS_PARTS
 
 Sums = Callable[[Mapping[Tensor, Sequence[Tensor]], int], dict[Tensor, Tensor]]
 """Adds up, for each parameter, so many numbers that ranks have of their parts: (parameter -> numbers, how many) -> sums.  Every
@@ -25,7 +25,7 @@ rank calls it, whichever parameters it steps."""
 def for_parts(optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> Optimizer:
     """Let an optimizer of timm's that scales its steps by norms take them of wholes; any other stays.  The same optimizer."""
     step = {"Lars": _step_lars, "Lamb": _step_lamb}.get(type(optimizer).__name__)
-    if step is not None and holding.is_parted(mesh):
+    if step is not None and sharded_state.is_parted(mesh):
         sums = _sums_over(model, mesh)
 
         @torch.no_grad()
@@ -44,14 +44,14 @@ def _sums_over(model: nn.Module, mesh: Mesh) -> Sums:
 
     def sums(numbers: Mapping[Tensor, Sequence[Tensor]], count: int) -> dict[Tensor, Tensor]:
         by_name = {names[parameter]: given for parameter, given in numbers.items()}
-        found = holding.sums_of_wholes(model, mesh, by_name, count=count, ways=steppers)
+        found = sharded_state.sums_of_wholes(model, mesh, by_name, count=count, ways=steppers)
         return {parameter: found[name] for parameter, name in names.items()}
 
     return sums
 
 
 def _square(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(holding.local(tensor), dtype=torch.float64).square()
+    return torch.linalg.vector_norm(sharded_state.local(tensor), dtype=torch.float64).square()
 
 
 def _stepped(optimizer: Optimizer) -> list[tuple[nn.Parameter, dict[str, Any]]]:
@@ -73,7 +73,7 @@ def _step_lars(optimizer: Optimizer, sums: Sums) -> None:
     stepped = _stepped(optimizer)
     squares = sums({p: [_square(p), _square(p.grad)] for p, _ in stepped}, 2)
     for p, group in stepped:
-        weight, gradient, decay = holding.local(p), holding.local(p.grad), group["weight_decay"]
+        weight, gradient, decay = sharded_state.local(p), sharded_state.local(p.grad), group["weight_decay"]
         if _adapts(group):
             of_weight, of_gradient = squares[p].sqrt()
             ratio = group["trust_coeff"] * of_weight / (of_gradient + of_weight * decay + group["eps"])
@@ -89,10 +89,10 @@ def _with_momentum(state: dict[str, Any], parameter: Tensor, gradient: Tensor, g
     kept = state.get("momentum_buffer")
     if kept is None:
         kept = state["momentum_buffer"] = torch.zeros_like(parameter)
-        holding.local(kept).copy_(gradient)
+        sharded_state.local(kept).copy_(gradient)
     else:
-        holding.local(kept).mul_(group["momentum"]).add_(gradient, alpha=1.0 - group["dampening"])
-    return gradient.add(holding.local(kept), alpha=group["momentum"]) if group["nesterov"] else holding.local(kept)
+        sharded_state.local(kept).mul_(group["momentum"]).add_(gradient, alpha=1.0 - group["dampening"])
+    return gradient.add(sharded_state.local(kept), alpha=group["momentum"]) if group["nesterov"] else sharded_state.local(kept)
 
 
 def _step_lamb(optimizer: Optimizer, sums: Sums) -> None:
@@ -108,7 +108,7 @@ def _step_lamb(optimizer: Optimizer, sums: Sums) -> None:
     if any(group["caution"] for group in optimizer.param_groups):
         _be_cautious(stepped, updates, clip, sums)
     for p, group in stepped:
-        _decay(holding.local(p), updates[p], group)
+        _decay(sharded_state.local(p), updates[p], group)
     squares = sums({p: [_square(p), _square(update)] for p, update in updates.items()}, 2)
     for p, group in stepped:
         update = updates[p]
@@ -116,14 +116,14 @@ def _step_lamb(optimizer: Optimizer, sums: Sums) -> None:
             of_weight, of_update = squares[p].sqrt()
             ratio = _ratio(of_weight, of_update, of_weight / of_update)
             update = update * (ratio.clamp(max=1.0) if group["trust_clip"] else ratio).to(update)
-        holding.local(p).add_(update, alpha=-group["lr"])
+        sharded_state.local(p).add_(update, alpha=-group["lr"])
 
 
 def _moved(state: dict[str, Any], parameter: Tensor, clip: Tensor | None, group: dict[str, Any]) -> Tensor:
     """Move the moments; Adam's update."""
     if not state:
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-    mean, square = holding.local(state["exp_avg"]), holding.local(state["exp_avg_sq"])
+    mean, square = sharded_state.local(state["exp_avg"]), sharded_state.local(state["exp_avg_sq"])
     gradient, (beta1, beta2) = _clipped(parameter, clip), group["betas"]
     mean.mul_(beta1).add_(gradient, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -133,7 +133,7 @@ def _moved(state: dict[str, Any], parameter: Tensor, clip: Tensor | None, group:
 
 
 def _clipped(parameter: Tensor, clip: Tensor | None) -> Tensor:
-    gradient = holding.local(parameter.grad)  # type: ignore[arg-type]
+    gradient = sharded_state.local(parameter.grad)  # type: ignore[arg-type]
     return gradient if clip is None else gradient / clip.to(gradient)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from widefield.engine.holding import local
+from widefield.sharded_state import local
 
 
 def average_of(model: nn.Module, decay: float) -> AveragedModel:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from widefield.engine import holding
-from widefield.engine.mesh import Mesh, World, join
-from widefield.engine.parallelize import parallelize, reasons, share_states
-from widefield.engine.parity import TOLERANCE, Row, Verdict, rows_of
-from widefield.engine.passes import backward_of, without_sync
-from widefield.engine.tiling import tile, whole
+from widefield import sharded_state
+from widefield.comm.mesh import Mesh, World, join
 from widefield.geometry.interval import even_cut, parts_of
+from widefield.parallel.parallelize import parallelize, reasons, share_states
+from widefield.parallel.passes import backward_of, without_sync
 from widefield.plan import Plan, check
+from widefield.tiled.api import tile, whole
+from widefield.verification.verdict import TOLERANCE, Row, Verdict, rows_of
 
 STEPS = 3
 
@@ -113,7 +113,7 @@ def learn(
         total = _pass_by_pass(model, batch, mine, mesh, autocast)
         learnt.losses[f"step {number}"] = mesh.sum_(total) * mesh.copies / mesh.size
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        for name, gradient in holding.wholes_on_main(model, mesh, gradients).items():
+        for name, gradient in sharded_state.wholes_on_main(model, mesh, gradients).items():
             learnt.gradients[f"step {number}: {name}"] = gradient
         optimizer.step()
     with autocast():
@@ -153,7 +153,9 @@ def _look_at(model: nn.Module, batches: Batches, mesh: Mesh, learnt: Learnt) -> 
         outputs = model(_laid(batches[0][0], mesh))
     learnt.outputs = {str(n): whole(t) for n, t in enumerate(tree_leaves(outputs)) if isinstance(t, Tensor)}
     parameters = dict(model.named_parameters())
-    for name, tensor in holding.wholes_on_main(model, mesh, {n: t.detach() for n, t in model.state_dict().items()}).items():
+    for name, tensor in sharded_state.wholes_on_main(
+        model, mesh, {n: t.detach() for n, t in model.state_dict().items()}
+    ).items():
         (learnt.weights if name in parameters else learnt.buffers)[name] = tensor
 
 

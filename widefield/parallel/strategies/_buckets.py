@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from widefield.engine.mesh import Mesh
-from widefield.engine.places import is_dense
+from widefield.comm.mesh import Mesh
+from widefield.tiled.redistribute import is_dense
 
 FIRST_BYTES = 2**20
 """Of the first bucket, which is to leave early; torch's DDP has the same."""

@@ -17,8 +17,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
-from widefield.engine.strategies._route import is_inside
-from widefield.engine.wrapping import Wrapping, wrap_class
+from widefield.module_wrapping import Wrapping, wrap_class
+from widefield.parallel.strategies._forward_route import is_inside
 
 _ROOTS = "_widefield_roots"
 _THAT_DRAW = {"DropPath", "DropBlock", "DropBlock2d", "DropBlock3d", "StochasticDepth"}

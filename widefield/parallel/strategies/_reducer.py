@@ -30,9 +30,9 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from widefield.engine.mesh import device_of_words
-from widefield.engine.partial import PartialGradient, manage, part_of_mean, release, settle
-from widefield.engine.strategies._buckets import Bucket, Layout, Seen, laid_out, late_of
+from widefield.comm.mesh import device_of_words
+from widefield.parallel.strategies._buckets import Bucket, Layout, Seen, laid_out, late_of
+from widefield.tiled.partial_gradient import PartialGradient, manage, part_of_mean, release, settle
 
 LAYOUTS_MOST = 4
 """For how many sets of trained parameters buckets are remembered: nets that are frozen and unfrozen in turns have two."""

@@ -15,9 +15,9 @@ from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from widefield.engine.strategies._forward_state import random_states
-from widefield.engine.strategies._route import Compiled
-from widefield.engine.stream.apart import DRAWS
+from widefield.capture.decompositions import DRAWS
+from widefield.parallel.strategies._forward_route import Compiled
+from widefield.parallel.strategies._forward_state import random_states
 
 
 def not_row_major(model: nn.Module) -> list[str]:

@@ -15,10 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from widefield.engine.dispatch import is_unknown
-from widefield.engine.places import on_layout, own_of
-from widefield.engine.pointwise import is_pointwise
-from widefield.engine.tiled import TiledTensor
+from widefield.tiled.dispatch import is_unknown
+from widefield.tiled.pointwise import is_pointwise
+from widefield.tiled.redistribute import on_layout, own_of
+from widefield.tiled.tensor import TiledTensor
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
 """Up to which share outputs may differ by rounding alone, 0.01 for other dtypes; samples that meet make more difference."""

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from widefield.comm.mesh import Mesh
 from widefield.config import RecomputeConfig
-from widefield.engine.mesh import Mesh
-from widefield.engine.strategies._forward_state import without_trace
-from widefield.engine.tiled import TiledTensor
+from widefield.parallel.strategies._forward_state import without_trace
 from widefield.quantity import read_memory
+from widefield.tiled.tensor import TiledTensor
 
 
 @dataclass

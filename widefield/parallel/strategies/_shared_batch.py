@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine import halo
-from widefield.engine.layout import Cut, Grid, Layout, layout_of
-from widefield.engine.partial import settled
-from widefield.engine.places import is_dense, on_layout
-from widefield.engine.tiled import TiledTensor, wrap, wrap_view
-from widefield.engine.tiling import cut_by
+from widefield.comm import halo
+from widefield.geometry.layout import Cut, Grid, Layout, layout_of
 from widefield.geometry.strides import strides_like
+from widefield.tiled.api import cut_by
+from widefield.tiled.partial_gradient import settled
+from widefield.tiled.redistribute import is_dense, on_layout
+from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from widefield.engine import collectives
-from widefield.engine.ghost import is_ghost, on_rows, real_buffers
-from widefield.engine.mesh import Mesh, device_of_words
-from widefield.engine.mixing import Watch
-from widefield.engine.nests import refuse_hidden
-from widefield.engine.strategies._batch import Enter, Share, dims_of_samples, left, strides_of_batch
-from widefield.engine.strategies._forward_state import ForwardState
-from widefield.engine.strategies._halves import differ, mix_among_themselves
-from widefield.engine.strategies._route import Compiled
-from widefield.engine.strategies._unit_calls import Parted
-from widefield.engine.stream.streamed import Streamed
-from widefield.engine.tiled import TiledTensor
+from widefield.capture.containers import refuse_hidden
+from widefield.comm import collectives
+from widefield.comm.mesh import Mesh, device_of_words
+from widefield.parallel.inactive import is_ghost, on_rows, real_buffers
+from widefield.parallel.strategies._forward_route import Compiled
+from widefield.parallel.strategies._forward_state import ForwardState
+from widefield.parallel.strategies._sample_probe import differ, mix_among_themselves
+from widefield.parallel.strategies._shared_batch import Enter, Share, dims_of_samples, left, strides_of_batch
+from widefield.parallel.strategies._unit_calls import Parted
+from widefield.streaming.api import Streamed
+from widefield.tiled.sample_mixing import Watch
+from widefield.tiled.tensor import TiledTensor
 
 PATIENCE_SECONDS = 120.0
 """For other copies to find out that a model draws, too."""

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from widefield.engine import collectives
-from widefield.engine.mesh import device_of_words
-from widefield.engine.partial import manage, part_of_mean
+from widefield.comm import collectives
+from widefield.comm.mesh import device_of_words
+from widefield.tiled.partial_gradient import manage, part_of_mean
 
 PATIENCE_SECONDS = 120.0
 """For peers to come to the same place: much longer than one rank's data may take."""

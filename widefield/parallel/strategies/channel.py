@@ -10,15 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from widefield.engine.channel.choose import Chosen
-from widefield.engine.channel.exchange import Exchange, Ranks
-from widefield.engine.channel.flow import ChannelFlow
-from widefield.engine.executed import lay_part, refuse_streams
-from widefield.engine.holding import tell
-from widefield.engine.mesh import Mesh
-from widefield.engine.strategies import Case, Phase
-from widefield.engine.stream.choice import bytes_text
-from widefield.engine.stream.stand_ins import Like
+from widefield.capture.fake_parameters import Like
+from widefield.capture.interpreter import lay_part, refuse_streams
+from widefield.comm.mesh import Mesh
+from widefield.parallel.strategies import Case, Phase
+from widefield.sharded_state import tell
+from widefield.streaming.choice import bytes_text
+from widefield.tensor_parallel.collectives import Exchange, Ranks
+from widefield.tensor_parallel.runtime import ChannelFlow
+from widefield.tensor_parallel.search import Chosen
 
 PHASE = Phase.SPLIT
 

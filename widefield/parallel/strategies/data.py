@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from widefield.engine.mesh import Mesh
-from widefield.engine.normalization import SyncBatchNorm, broadcast_buffers
-from widefield.engine.strategies import Case, Phase
-from widefield.engine.strategies._adasum import adasum_hook
-from widefield.engine.strategies._buckets import Seen, bucket_mib
-from widefield.engine.strategies._by_itself import refuse_by_itself, roots_of
-from widefield.engine.strategies._forward_state import without_trace
-from widefield.engine.strategies._reducer import Hook, Reducer
-from widefield.engine.strategies._route import Watched, watch
-from widefield.engine.strategies._rows import Rows
+from widefield.comm.mesh import Mesh
+from widefield.parallel.strategies import Case, Phase
+from widefield.parallel.strategies._adasum import adasum_hook
+from widefield.parallel.strategies._buckets import Seen, bucket_mib
+from widefield.parallel.strategies._forward_route import Watched, watch
+from widefield.parallel.strategies._forward_state import without_trace
+from widefield.parallel.strategies._part_calls import refuse_by_itself, roots_of
+from widefield.parallel.strategies._reducer import Hook, Reducer
+from widefield.parallel.strategies._shared_forward import Rows
 from widefield.plan import Plan
+from widefield.tiled.sync_batch_norm import SyncBatchNorm, broadcast_buffers
 
 PHASE = Phase.AVERAGE
 _REDUCERS: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()

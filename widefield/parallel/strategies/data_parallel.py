@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from widefield.engine.mesh import Mesh
-from widefield.engine.strategies import Case, Phase
-from widefield.engine.strategies._route import inside, route
+from widefield.comm.mesh import Mesh
+from widefield.parallel.strategies import Case, Phase
+from widefield.parallel.strategies._forward_route import inside, route
 
 PHASE = Phase.AVERAGE
 CASES: list[Case] = []  # it runs on no rank but this one, and on GPUs alone

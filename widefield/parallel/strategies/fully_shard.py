@@ -26,14 +26,14 @@ from torch.distributed.fsdp import fully_shard as shard_in_place
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from widefield.engine.executed import flow_of
-from widefield.engine.mesh import Mesh
-from widefield.engine.strategies import Case, Phase, data
-from widefield.engine.strategies._pick import CONTAINERS, picked, some
-from widefield.engine.strategies._route import watch
-from widefield.engine.strategies._row_order import NoDraws, not_row_major
-from widefield.engine.strategies._unit_calls import SENDS_ZEROS, UnitCalls
-from widefield.engine.stream.streamed import Streamed
+from widefield.capture.interpreter import flow_of
+from widefield.comm.mesh import Mesh
+from widefield.parallel.strategies import Case, Phase, data
+from widefield.parallel.strategies._forward_route import watch
+from widefield.parallel.strategies._pick import CONTAINERS, picked, some
+from widefield.parallel.strategies._row_order import NoDraws, not_row_major
+from widefield.parallel.strategies._unit_calls import SENDS_ZEROS, UnitCalls
+from widefield.streaming.api import Streamed
 
 PHASE = Phase.AVERAGE
 _CALLS: WeakKeyDictionary[nn.Module, weakref.ref[UnitCalls]] = WeakKeyDictionary()

@@ -1,7 +1,7 @@
 """Layers dealt out over ranks: each has a stage of the model, and a pass goes through them in micro-batches.
 
 With one micro-batch, one stage works at a time: the model is placed on several devices, whole blocks on each, for its memory.
-Gradients are averaged over the ranks that have the same stage.  See engine/pipeline/.
+Gradients are averaged over the ranks that have the same stage.  See pipelining/.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from widefield.engine.executed import lay_part, refuse_streams
-from widefield.engine.mesh import Mesh
-from widefield.engine.mixing import name_of
-from widefield.engine.partial import manage
-from widefield.engine.pipeline import held
-from widefield.engine.pipeline.cutting import Division, divide
-from widefield.engine.pipeline.flow import PipelineFlow, batchwise, refuse_batchwise, remembered
-from widefield.engine.pipeline.samples import where_counts_enter, where_samples_meet
-from widefield.engine.pipeline.schedules import STAGES_PER_RANK, idle_share, schedule_grid
-from widefield.engine.strategies import Case, Phase
-from widefield.engine.strategies._buckets import bucket_mib
-from widefield.engine.strategies.data import _conv_net, synchronize
-from widefield.engine.stream.apart import BATCH_NORM_OVER
-from widefield.engine.stream.graph import Graph
-from widefield.engine.stream.stand_ins import Like, named_tensors
+from widefield.capture.decompositions import BATCH_NORM_OVER
+from widefield.capture.fake_parameters import Like, named_tensors
+from widefield.capture.interpreter import lay_part, refuse_streams
+from widefield.capture.ir import Graph
+from widefield.comm.mesh import Mesh
+from widefield.parallel.strategies import Case, Phase
+from widefield.parallel.strategies._buckets import bucket_mib
+from widefield.parallel.strategies.data import _conv_net, synchronize
+from widefield.pipelining import stage_state
+from widefield.pipelining.partition import Division, divide
+from widefield.pipelining.runtime import PipelineFlow, batchwise, refuse_batchwise, remembered
+from widefield.pipelining.sample_mixing import where_counts_enter, where_samples_meet
+from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, schedule_grid
 from widefield.plan import Plan
+from widefield.tiled.partial_gradient import manage
+from widefield.tiled.sample_mixing import name_of
 
 PHASE = Phase.SPLIT
 
@@ -61,8 +61,8 @@ def apply(
     if mesh.data_size > 1:
         flow.bucket_mib, measured = bucket_mib(model, mesh)
     flow.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
-    held.agree(model, mesh)
-    held.keep(model, _mine(flow, flow.division), mesh)
+    stage_state.agree(model, mesh)
+    stage_state.keep(model, _mine(flow, flow.division), mesh)
     manage(parameter for parameter in model.parameters() if not parameter.is_meta)
     lay_part(model, flow)
     return [*reasons, *_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches), *measured, *draws]
@@ -203,7 +203,7 @@ def _bubble(plan: Plan, micro_batches: int) -> list[str]:
 
 def held_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers that this rank has memory for."""
-    return held.bytes_of(named_tensors(model))
+    return stage_state.bytes_of(named_tensors(model))
 
 
 class _Skips(nn.Module):

@@ -21,14 +21,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from widefield.comm.mesh import Mesh
 from widefield.config import RecomputeConfig
-from widefield.engine.layout import Layout
-from widefield.engine.mesh import Mesh
-from widefield.engine.strategies import Case, Phase, data
-from widefield.engine.strategies._pick import CONTAINERS, picked, some
-from widefield.engine.strategies._saved import fewest
-from widefield.engine.tiled import TiledTensor, wrap_view
-from widefield.engine.wrapping import Wrapping, wrap_class
+from widefield.geometry.layout import Layout
+from widefield.module_wrapping import Wrapping, wrap_class
+from widefield.parallel.strategies import Case, Phase, data
+from widefield.parallel.strategies._pick import CONTAINERS, picked, some
+from widefield.parallel.strategies._saved_tensors import fewest
+from widefield.tiled.tensor import TiledTensor, wrap_view
 
 PHASE = Phase.KEEP
 SMALLEST_BYTES = 1024

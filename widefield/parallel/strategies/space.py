@@ -1,4 +1,4 @@
-"""Tiles in space: every rank of a copy holds its own part of each image.  See engine/tiled.py."""
+"""Tiles in space: every rank of a copy holds its own part of each image.  See tiled/tensor.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from widefield.engine.mesh import Mesh
-from widefield.engine.strategies import Case, Phase
+from widefield.comm.mesh import Mesh
+from widefield.parallel.strategies import Case, Phase
 
 PHASE = Phase.SPLIT
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.pool import Block, Pool
 from widefield.geometry.box import Box, holds, is_empty, meet, rest_of, size_of, within
 from widefield.geometry.interval import Interval
 from widefield.geometry.strides import stride_order
 from widefield.geometry.window import hull
 from widefield.naming import did_you_mean
+from widefield.streaming.storage.memory_pool import Block, Pool
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PLACES = ("device", "host", "file")

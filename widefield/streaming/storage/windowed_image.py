@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from widefield.engine.kept import all_of, awaited, beside, check_inside, lane_to, raised, shown
 from widefield.geometry.box import Box, is_empty, size_of, within
+from widefield.streaming.storage.offload_buffer import all_of, awaited, beside, check_inside, lane_to, raised, shown
 
 
 def from_reader(

@@ -10,14 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from widefield.engine import halo
-from widefield.engine.additive import additive, finish_total
-from widefield.engine.homes import give_home
-from widefield.engine.layout import Grid, Layout, layout_of
-from widefield.engine.places import first_cut, moved, on_layout, own_of
-from widefield.engine.rules import Additive, Description, Local, Placed, Reduced, Tile, Total, Turns, Windowed
-from widefield.engine.tiled import wrap, wrap_view
-from widefield.engine.windowed import windowed
+from widefield.comm import halo
+from widefield.geometry.layout import Grid, Layout, layout_of
+from widefield.rules import Additive, Description, Local, Placed, Reduced, Tile, Total, Turns, Windowed
+from widefield.tiled.executors.additive import additive, finish_total
+from widefield.tiled.executors.ring import placed, turns
+from widefield.tiled.executors.windowed import windowed
+from widefield.tiled.redistribute import first_cut, moved, on_layout, own_of
+from widefield.tiled.tensor import wrap, wrap_view
+from widefield.tiled.view_writeback import give_home
 
 Execute = Callable[[Sequence[Tensor]], Any]
 View = Callable[[tuple[int, ...]], "Sequence[tuple[int, ...] | None]"]
@@ -34,8 +35,6 @@ def build(description: Description, grid: Grid, view: View | None = None) -> Exe
         return _reduced(description, grid)
     if isinstance(description, Local):
         return _local(description, grid) if view is None else _view(description, grid, view)
-    from widefield.engine.turns import placed, turns  # it brings tensors to layouts by what is below
-
     assert isinstance(description, (Placed, Turns)), f"a rule gave {description!r}, which is no description"
     return placed(description, grid) if isinstance(description, Placed) else turns(description, grid)
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine import halo
-from widefield.engine.halo import Move
-from widefield.engine.layout import Grid, Layout, layout_of
-from widefield.engine.partial import partial_of
-from widefield.engine.places import boxes_of, move_for, own_of, space_group, wanted_by, ways_of
-from widefield.engine.rules import Additive, Meta, Part, Tile, Total
-from widefield.engine.tiled import wrap, wrap_view
-from widefield.engine.windowed import Execute, rest_of_tensors
+from widefield.comm import halo
+from widefield.comm.halo import Move
 from widefield.geometry.box import Box, is_empty, meet, within
+from widefield.geometry.layout import Grid, Layout, layout_of
+from widefield.rules import Additive, Meta, Part, Tile, Total
+from widefield.tiled.executors.windowed import Execute, rest_of_tensors
+from widefield.tiled.partial_gradient import partial_of
+from widefield.tiled.redistribute import boxes_of, move_for, own_of, space_group, wanted_by, ways_of
+from widefield.tiled.tensor import wrap, wrap_view
 
 
 class _Boxes:

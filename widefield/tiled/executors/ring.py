@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine import halo
-from widefield.engine.halo import Move
-from widefield.engine.layout import Grid, Layout
-from widefield.engine.partial import partial_of
-from widefield.engine.places import recut, space_group
-from widefield.engine.rules import Placed, Turns
-from widefield.engine.tiled import TiledTensor, wrap_view
+from widefield.comm import halo
+from widefield.comm.halo import Move
 from widefield.geometry.box import Route, is_empty, size_of
 from widefield.geometry.interval import Interval
+from widefield.geometry.layout import Grid, Layout
+from widefield.rules import Placed, Turns
+from widefield.tiled.partial_gradient import partial_of
+from widefield.tiled.redistribute import recut, space_group
+from widefield.tiled.tensor import TiledTensor, wrap_view
 
 Execute = Callable[[Sequence[Tensor]], Any]
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine import halo
-from widefield.engine.halo import Move, Piece
-from widefield.engine.layout import Grid, Layout, layout_of
-from widefield.engine.places import boxes_of, following_cuts, move_for, own_of, space_group, wanted_box, wanted_by
-from widefield.engine.rules import Part, Read, Tile, Windowed
-from widefield.engine.tiled import wrap
+from widefield.comm import halo
+from widefield.comm.halo import Move, Piece
 from widefield.geometry.box import Box, is_empty, meet, rest_of, size_of, within
 from widefield.geometry.interval import Interval
+from widefield.geometry.layout import Grid, Layout, layout_of
+from widefield.rules import Part, Read, Tile, Windowed
+from widefield.tiled.redistribute import boxes_of, following_cuts, move_for, own_of, space_group, wanted_box, wanted_by
+from widefield.tiled.tensor import wrap
 
 Execute = Callable[[Sequence[Tensor]], Any]
 SMALL_SHARE = 0.25

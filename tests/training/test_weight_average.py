@@ -11,11 +11,11 @@ from command import DIGITS, record
 from ranks import on_ranks
 
 from widefield import inference
+from widefield.comm.mesh import World
 from widefield.config import read_config
-from widefield.engine.mesh import World
 from widefield.run import train
-from widefield.train.average import average_of, follow_buffers, weights_of
-from widefield.train.checkpoint import newest_sound_in, read
+from widefield.training.checkpoint import newest_sound_in, read
+from widefield.training.weight_average import average_of, follow_buffers, weights_of
 
 SETTINGS = ["precision=float64", "mesh.replicate=2", "ema.decay=0.5", "schedule.length=7step", "schedule.warmup=1step",
             "evaluate.every=3step", "checkpoint.every=5step", "log.tensorboard=false"]  # fmt: skip

@@ -21,8 +21,8 @@ from widefield.data import Dataset
 from widefield.data.batch import Batch
 from widefield.data.image import read_image
 from widefield.plan import Plan, from_text
-from widefield.train.evaluate import Evaluation, Mistake
-from widefield.train.folder import (
+from widefield.training.evaluate import Evaluation, Mistake
+from widefield.training.run_folder import (
     check_names,
     claim,
     existing_folder,
@@ -37,7 +37,7 @@ from widefield.train.folder import (
     write_nan,
     write_weights,
 )
-from widefield.train.pieces import Piece, small_piece_of
+from widefield.training.thumbnails import Piece, small_piece_of
 
 RECIPE = "model: {name: resnet}\ndata: {name: digits}\n"
 
@@ -88,7 +88,7 @@ def test_a_folder_that_is_no_run_folder_suggests_its_neighbour(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from widefield.train.folder import lock
+from widefield.training.run_folder import lock
 held = lock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
@@ -139,7 +139,7 @@ def test_a_file_is_no_run_folder(tmp_path):
 HOLD_AND_FORK = """
 import os, sys, time
 from pathlib import Path
-from widefield.train.folder import lock
+from widefield.training.run_folder import lock
 held = lock(Path(sys.argv[1]))
 if os.fork() == 0:
     print("forked", os.getpid(), flush=True)

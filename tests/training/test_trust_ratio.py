@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import widefield as wf
+from widefield.comm.mesh import Mesh, World
 from widefield.config import OptimizerConfig
-from widefield.engine.holding import parts, wholes_on_main
-from widefield.engine.mesh import Mesh, World
-from widefield.engine.parallelize import parallelize, share_states
-from widefield.engine.passes import backward_of
-from widefield.engine.tiling import tile
+from widefield.parallel.parallelize import parallelize, share_states
+from widefield.parallel.passes import backward_of
 from widefield.plan import Plan
-from widefield.train.optimizer import build_optimizer
-from widefield.train.state import load_optimizer_state, optimizer_state
+from widefield.sharded_state import parts, wholes_on_main
+from widefield.tiled.api import tile
+from widefield.training.optimizer import build_optimizer
+from widefield.training.state import load_optimizer_state, optimizer_state
 
 PLANS = [
     Plan(channel=2),

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.engine.kept import Kept
-from widefield.engine.stream.graph import Value
-from widefield.engine.stream.steps import Step
-from widefield.engine.stream.ways import Unit
+from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of, within
 from widefield.geometry.interval import Interval
+from widefield.streaming.storage.offload_buffer import Kept
+from widefield.streaming.tile_ops import Step
+from widefield.streaming.tile_planner import Unit
 
 Env = dict[Value, tuple[Tensor, Box]]
 

@@ -7,12 +7,12 @@ import doctest
 import pytest
 import torch
 
-from widefield.engine.layout import Grid
-from widefield.engine.mesh import Mesh, World
+from widefield.comm.mesh import Mesh, World
 from widefield.geometry.interval import Interval
+from widefield.geometry.layout import Grid
 from widefield.plan import Plan
-from widefield.train import placing
-from widefield.train.placing import cuts_in_words, window_of
+from widefield.training import batch_sharding
+from widefield.training.batch_sharding import cuts_in_words, window_of
 
 
 def mesh_of(*sizes: int, rank: int = 0) -> Mesh:
@@ -22,7 +22,7 @@ def mesh_of(*sizes: int, rank: int = 0) -> Mesh:
 
 
 def test_the_examples_in_the_docstrings_hold():
-    result = doctest.testmod(placing)
+    result = doctest.testmod(batch_sharding)
     assert result.failed == 0 and result.attempted == 2
 
 

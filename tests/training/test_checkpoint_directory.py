@@ -6,8 +6,8 @@ import shutil
 import pytest
 from faults import about_of, checkpoints_in, names_in, no_warning, save_two
 
-from widefield.train import shelf
-from widefield.train.shelf import kept, newest_sound_in
+from widefield.training import checkpoint_directory
+from widefield.training.checkpoint_directory import kept, newest_sound_in
 
 
 @pytest.fixture
@@ -51,14 +51,14 @@ def test_a_step_saved_again_is_replaced(two_saved):
 
 
 def test_a_step_that_cannot_be_replaced_stays_as_it_was(two_saved, monkeypatch):
-    rename = shelf.Path.rename
+    rename = checkpoint_directory.Path.rename
 
     def fails_for_new_ones(path, target):
         if path.name.endswith(".partial"):
             raise OSError(5, "Input/output error")
         return rename(path, target)
 
-    monkeypatch.setattr(shelf.Path, "rename", fails_for_new_ones)
+    monkeypatch.setattr(checkpoint_directory.Path, "rename", fails_for_new_ones)
     checkpoints = checkpoints_in(two_saved, warn=lambda text: None)
     checkpoints.save({"again": True}, about_of(2), wait=True)
     assert "Input/output error" in checkpoints.failure and names_in(two_saved) == ["step_00000001", "step_00000002"]
@@ -71,7 +71,7 @@ def test_what_cannot_be_deleted_is_a_warning_and_no_failure(two_saved, monkeypat
 
     warnings = []
     checkpoints = checkpoints_in(two_saved, keep_last=2, warn=warnings.append)
-    monkeypatch.setattr(shelf, "_delete", fails)
+    monkeypatch.setattr(checkpoint_directory, "_delete", fails)
     checkpoints.save({}, about_of(3), wait=True)
     assert checkpoints.failure is None and "step_00000001 could not be deleted" in warnings[0] and len(warnings) == 1
 

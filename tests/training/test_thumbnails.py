@@ -14,14 +14,15 @@ from command import DIGITS
 from ranks import on_ranks
 from torch import Tensor
 
+from widefield.comm.mesh import World
 from widefield.config import DataConfig, read_config
 from widefield.data.batch import Batch
 from widefield.data.formats import digits
 from widefield.data.image import read_image, write_image
-from widefield.engine.mesh import World
 from widefield.geometry import Interval
 from widefield.run import train
-from widefield.train.pieces import (
+from widefield.training.record import read
+from widefield.training.thumbnails import (
     SMALL_PX,
     Piece,
     channels_shown,
@@ -30,7 +31,6 @@ from widefield.train.pieces import (
     shown_in_words,
     small_piece_of,
 )
-from widefield.train.record import read
 
 
 def image_of(channels: int, height: int, width: int) -> Tensor:

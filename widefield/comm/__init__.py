@@ -1,0 +1,12 @@
+"""Every message: who the ranks are, the groups they talk in, and what they send.
+
+    mesh.py            the ranks and their axes; join and leave
+    process_groups.py  which groups of ranks a mesh wants
+    collectives.py     collectives by the names that this version of torch knows
+    halo.py            pixels from the ranks that hold them to those that want them, with its adjoint
+    failure.py         an error of one rank ends all of them, in words
+    stall_watch.py     which rank is missing, where a step does not end
+    timeline.py        how long a step's collectives took
+
+Imports integers (geometry), the plan and plain values alone.
+"""

@@ -1,0 +1,19 @@
+"""Which rooms run a model's operations?  What they define is the engine's: it is no part of a model, and stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ENGINE = (
+    "capture", "comm", "geometry", "kernels", "module_wrapping", "ops", "parallel", "pipelining", "rules", "sharded_state",
+    "streaming", "tensor_parallel", "tiled", "verification",
+)  # fmt: skip
+_HERE = Path(__file__).parent
+
+ENGINE_MODULES = tuple(f"{__package__}.{room}" for room in ENGINE)
+ENGINE_PATHS = tuple(str(path) for room in ENGINE for path in (_HERE / room, _HERE / f"{room}.py") if path.exists())
+
+
+def is_of_engine(module: object) -> bool:
+    """Whether a module, by its name, is one of these rooms or lies in one."""
+    return isinstance(module, str) and any(module == room or module.startswith(f"{room}.") for room in ENGINE_MODULES)

@@ -1,0 +1,98 @@
+"""What two runs of a model gave, compared tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-10
+"""Largest difference, relative to the largest value, that float64 sums in another order explain."""
+
+NOISE = 1e-3
+"""Of the largest gradient: what is smaller may be the rounding of sums that cancel, as of a bias before a BatchNorm."""
+
+KINDS = ("loss", "output", "gradient", "weight", "buffer")
+"""What is compared, beside what layers give."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared tensor: `kind` is one of KINDS or layer; `error` is relative to the largest value."""
+
+    kind: str
+    name: str
+    error: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found.  `ok`: every tensor agrees.  `refusal`: why the model cannot run on tiles, in words; else None."""
+
+    rows: list[Row] = field(default_factory=list)
+    refusal: str | None = None
+    tolerance: float = TOLERANCE
+    zero_gradients: int = 0
+    """Gradients that are zero on one device, as behind branches that begin at zero: there nothing is compared."""
+    reasons: list[str] = field(default_factory=list)
+    """What a plan's strategies chose, a sentence each."""
+
+    @property
+    def ok(self) -> bool:
+        return self.refusal is None and all(row.error <= self.tolerance for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        """A table: the largest error of each kind, then the layers that differ, first to last as the model runs them."""
+        if self.refusal is not None:
+            return f"refused: {self.refusal}"
+        lines = [_summary(kind, [row for row in self.rows if row.kind == kind]) for kind in KINDS]
+        wrong = [row for row in self.rows if row.error > self.tolerance]
+        lines += [f"  differs: {row.kind} {row.name}: {row.error:.1e}" for row in wrong[:20]]
+        lines += [f"  and {len(wrong) - 20} more"] * (len(wrong) > 20)
+        if self.zero_gradients:
+            lines.append(
+                f"{self.zero_gradients:5d} of these gradients are zero on one device: give weights values to compare them"
+            )
+        return "\n".join([*(line for line in lines if line), "exact" if self.ok else "NOT EXACT"])
+
+
+def _summary(kind: str, rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    worst = max(rows, key=lambda row: row.error)
+    plural = {"loss": "losses"}.get(kind, kind + "s")
+    return f"{len(rows):5d} {plural if len(rows) > 1 else kind:10s} largest error {worst.error:.1e} ({worst.name})"
+
+
+def rows_of(kind: str, got: dict, expected: dict) -> list[Row]:
+    """A row for each tensor that one of the two has; an unused weight has no gradient on either side."""
+    pairs = {name: (got.get(name), expected.get(name)) for name in expected | got}
+    largest = max((_size(tensor) for tensor in expected.values() if tensor is not None), default=0.0)
+    floor = min(1.0, NOISE * largest)
+    return [Row(kind, name, _error(*pair, floor)) for name, pair in pairs.items() if any(one is not None for one in pair)]
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.is_floating_point() and tensor.numel() else 0.0
+
+
+def _error(got: Tensor | None, expected: Tensor | None, floor: float) -> float:
+    """The largest difference relative to the largest value, or to `floor` where that is more.
+
+    Infinite where shapes differ or one is missing (unless the other is all zero).
+    """
+    if got is None or expected is None:
+        other = expected if got is None else got
+        return 0.0 if other is None or not other.any() else float("inf")
+    if got.shape != expected.shape:
+        return float("inf")
+    if not got.is_floating_point():
+        return 0.0 if torch.equal(got, expected) else float("inf")
+    size, difference = max(floor, _size(expected)), _size(got - expected)
+    if difference == 0.0:
+        return 0.0
+    return difference / size if difference == difference and 0.0 < size < float("inf") else float("inf")
