@@ -38,7 +38,7 @@ from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.loop import Passes
 from widefield.training.record import Record
-from widefield.training.trainer import Story
+from widefield.training.trainer import Trainer
 
 RESULT = Path(__file__).parent / "results" / "data_parallel.json"
 CLASSES = 10
@@ -111,7 +111,7 @@ def ours(images: Pieces, options: argparse.Namespace, mesh, folder: Path, batch_
         record = Record.open(folder / batch_norm, log=config.log, stream=open(os.devnull, "w"))
         record.start(plan="", reasons=[], ranks=mesh.size, steps=100000, samples_per_epoch=len(images), parameters=0)
     checkpoints = Checkpoints(folder / "checkpoints", mesh, keep_last=1, keep_best=0, warn=print)
-    story = Story(config, folder, parts, learner, checkpoints, record, 100000, [])
+    story = Trainer(config, folder, parts, learner, checkpoints, record, 100000, [])
     while True:
         story.step(passes, stop=False)
         yield

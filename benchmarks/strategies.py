@@ -96,7 +96,7 @@ def recompute_by_hand(*batch: Tensor) -> Loop:
 def ours(mesh: Mesh, plan: Plan, *batch: Tensor) -> Loop:
     laid, model = join(mesh.world, plan), network()
     image, target = batch
-    parallelize(model, laid, rehearse=lambda: F.cross_entropy(model(image[:2]), target[:2]))
+    parallelize(model, laid, trial_step=lambda: F.cross_entropy(model(image[:2]), target[:2]))
     option = "foreach" if plan.shard > 1 and plan.sharding.zero > 1 else "fused"
     return steps(model, share_states(sgd(model, **{option: True}), laid), image, target)
 

@@ -159,9 +159,9 @@ def worker_killed(who: int, rank: int) -> None:
     """On rank `who`, a loader worker that reads its third batch is killed, as for lack of memory."""
     if rank != who:
         return
-    from widefield.data.loader import Reader
+    from widefield.data.loader import SampleReader
 
-    read, left, parent = Reader.__getitems__, [2], os.getpid()
+    read, left, parent = SampleReader.__getitems__, [2], os.getpid()
 
     def planted(self: Any, keys: Any) -> Any:
         left[0] -= os.getpid() != parent
@@ -170,7 +170,7 @@ def worker_killed(who: int, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return read(self, keys)
 
-    Reader.__getitems__ = planted  # type: ignore[method-assign]
+    SampleReader.__getitems__ = planted  # type: ignore[method-assign]
 
 
 def nothing(rank: int) -> None:

@@ -1,6 +1,6 @@
 """Runs a reduction's rule tile after tile in one process, as a stream does: each tile a turn of its own, on plain tensors.
 
-`local` makes each turn's part, `merge` the total, `settle` runs once, `finish` in every turn; autograd sees all of it.
+`local` makes each turn's part, `merge` the total, `update_buffers` runs once, `finish` in every turn; autograd sees all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from widefield.geometry.layout import Cut, Grid, Layout, layout_of
 from widefield.kernels import moments
 from widefield.rules import RULES, Meta, Reduced, Tile
-from widefield.tiled.redistribute import first_cut, on_layout
+from widefield.tiled.redistribute import first_cut, to_layout
 
 Bounds = Sequence[tuple[int, ...]]
 """Of the tiles along the last dim but one, or along the last two."""
@@ -90,7 +90,7 @@ def turn_of(call: Call, tensors: Sequence[Tensor], bounds: Bounds, index: int) -
     at = description.at or [first_cut(description.reads).layout] * len(description.reads)
     tiles = list(tensors)
     for meta, layout in zip(description.reads, at, strict=True):
-        tiles[meta.number] = tiles[meta.number] if layout is None else on_layout(tensors[meta.number], layout)
+        tiles[meta.number] = tiles[meta.number] if layout is None else to_layout(tensors[meta.number], layout)
     return Turn(description, tiles, at[0])  # type: ignore[arg-type]
 
 
@@ -123,9 +123,9 @@ def tile_after_tile(call: Call, tensors: Sequence[Tensor], bounds: Bounds, *, en
     """The operation's outputs; `ends`: other bounds for the tiles that `finish` is given, where there is one total."""
     turns = turns_of(call, tensors, bounds)
     totals = totals_of(turns)
-    if turns[0].description.settle is not None:
+    if turns[0].description.update_buffers is not None:
         assert len(set(map(id, totals))) == 1, f"{call.name} is settled once, and has several totals"
-        turns[0].description.settle(totals[0], *turns[0].tensors)
+        turns[0].description.update_buffers(totals[0], *turns[0].tensors)
     if ends is not None:
         assert len(set(map(id, totals))) == 1, f"{call.name} has several totals"
         turns = turns_of(call, tensors, ends)

@@ -248,7 +248,7 @@ class Cheats(nn.Module):
 
     def forward(self, image):
         x = self.stem(image)
-        return self.head(x - getattr(x, "own", x).detach().mean())
+        return self.head(x - getattr(x, "local", x).detach().mean())
 
 def build(in_channels, num_classes):
     return Cheats()

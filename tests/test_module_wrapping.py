@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from widefield.capture.interpreter import Executed, Flow, flow_of, lay
+from widefield.capture.interpreter import ForwardOverride, OverriddenModule, install, override_of
 from widefield.module_wrapping import wrap_class
 from widefield.parallel.strategies.recompute import _Offloaded, _recompute
 from widefield.streaming.api import Stream, Streamed
@@ -109,14 +109,14 @@ def _made_of_weights(kind, weight, bias):
     return made
 
 
-class _Apart(Flow):
+class _Apart(ForwardOverride):
     """What no copy may take along."""
 
     def __init__(self) -> None:
         self.held = (number for number in range(3))  # neither pickles nor deep-copies
 
     def call(self, module, args, kwargs):
-        return super(Executed, module).forward(*args, **kwargs)
+        return super(OverriddenModule, module).forward(*args, **kwargs)
 
 
 def _streamed(module):
@@ -126,7 +126,7 @@ def _streamed(module):
 
 
 WRAPS = {
-    "executed": lambda module: lay(module, _Apart()),
+    "executed": lambda module: install(module, _Apart()),
     "streamed": _streamed,
     "recomputed": lambda module: _recompute(module, "", "nothing"),
     "offloaded": lambda module: wrap_class(module, _Offloaded),
@@ -166,7 +166,7 @@ def test_a_copy_is_that_of_the_modules_own_class_and_streamed_where_it_was(kind,
         assert type(other).__mro__[2 * isinstance(other, Streamed) + isinstance(other, Streamed)] is type(expected) is kind
         ours = {"_stream"} if "streamed" in order else set()
         assert vars(other).keys() - vars(expected).keys() == ours and vars(expected).keys() <= vars(other).keys()
-        assert flow_of(other) is None and vars(other)["note"] == expected.note
+        assert override_of(other) is None and vars(other)["note"] == expected.note
         assert getattr(other, "extra", None) == getattr(expected, "extra", None)
         if ours:
             assert other._stream.tiles == (2, 2) and other._stream is not module._stream
@@ -179,7 +179,7 @@ def test_a_copy_is_that_of_the_modules_own_class_and_streamed_where_it_was(kind,
 def test_a_block_within_is_copied_as_a_block():
     net = nn.Sequential(Net(), Net())
     _recompute(net[0], "0", "nothing")
-    lay(net, _Apart())
+    install(net, _Apart())
     for copied in COPIES.values():
         assert [type(part) for part in copied(net).modules()][:2] == [nn.Sequential, Net]
 
@@ -187,9 +187,9 @@ def test_a_block_within_is_copied_as_a_block():
 def test_a_copy_that_fails_leaves_the_module_as_it_was():
     net = Net()
     net.lock = (number for number in range(3))
-    lay(net, _Apart())
+    install(net, _Apart())
     before = type(net)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="generator"):
             copied(net)
-    assert type(net) is before and flow_of(net) is not None
+    assert type(net) is before and override_of(net) is not None

@@ -8,7 +8,7 @@ kept and used again for equal arguments; the engine moves the pixels that it ask
 - `Additive`: every pixel of one tensor adds to the outputs by itself (the backward of a convolution).
 - `Reduced`: sums over pixels that are merged over tiles, and an end made from the total (normalization, losses).
 - `Local`: every tile by itself, once the dims that must be whole are (softmax over channels, matmul, cat, views).
-- `Again`: first uncut some dims of a tensor, whose cuts move elsewhere.
+- `NeedsRedistribute`: first uncut some dims of a tensor, whose cuts move elsewhere.
 - a `composed` rule is not kept: it is made of other torch operations, called on tiled tensors.
 
 Operations tagged `torch.Tag.pointwise` need no rule.  What no file has a rule for is refused by name.
@@ -71,20 +71,20 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Total:
+class PartialSum:
     """An output that is a sum over all pixels: every rank's part is added up.
 
-    deferred: the gradient of a plain weight, which DDP or FSDP will average over ranks: each rank then gives its part
-    times the number of tiles, so that the mean is the whole sum, and nothing is sent here.
+    is_partial_gradient: the gradient of a plain weight, which DDP or FSDP will average over ranks: each rank then gives its
+    part times the number of tiles, so that the mean is the whole sum, and nothing is sent here.
     """
 
-    deferred: bool
+    is_partial_gradient: bool
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalBoxes:
     """What one local operation works on: the boxes it is given of each read, and the box of the output it makes."""
 
     reads: tuple[Box, ...]
@@ -108,7 +108,7 @@ class Windowed:
 
     reads: Sequence[Read]
     outs: Sequence[Tile]
-    prepare: Callable[[Part], Run]
+    prepare: Callable[[LocalBoxes], Run]
     splits: bool = False
 
 
@@ -119,14 +119,14 @@ class Additive:
     read: `reach` maps the pixels of `over` to the pixels of `read.tensor` that meet them.
     over: the tensor whose tile stays at home; `outs[0]`, if a Tile, has its layout.
     prepare(part): from a piece of `read.tensor` (box part.reads[0]) and this rank's pixels of `over` in the box part.write,
-        then all other tensor arguments, to a tuple: what is to be added to `outs[0]` in part.write, and to each Total; None
-        for an output that is not wanted.
+        then all other tensor arguments, to a tuple: what is to be added to `outs[0]` in part.write, and to each PartialSum;
+        None for an output that is not wanted.
     """
 
     read: Read
     over: Meta
-    outs: Sequence[Tile | Total | None]
-    prepare: Callable[[Part], Run]
+    outs: Sequence[Tile | PartialSum | None]
+    prepare: Callable[[LocalBoxes], Run]
     alone: tuple[Meta, tuple[int, Run]] | None = None
     """An output that is a sum over the tile of one tensor by itself: the tensor, the output's number, the sum."""
 
@@ -140,12 +140,12 @@ class Reduced:
     merge(parts): parts (ways, ...) of all tiles to the total; None: they are added.
     finish(total, *tiles): the outputs; None: the total itself.  Here `tiles` holds all tensor arguments, reads as tiles.
         It writes to none of them, so that it may be run for any tile, and often.
-    settle(total, *tiles): what is written once for the whole, before `finish`: running statistics.  It gives nothing.
+    update_buffers(total, *tiles): what is written once for the whole, before `finish`: running statistics.  It gives nothing.
     known(part, *tiles): the part, which is what `local` gives, with its gradient, where that needs less than `local` does.
     by_parts: False where `total` is bound to one way to cut, or where differentiating local, merge and finish is not the
         gradient of the whole, as equal extremes in two tiles share theirs.  Who works tile after tile then needs the whole.
-    outs: a Tile for an output with pixels, Total(deferred=...) for one that `finish` gives as the part of this tile,
-        None for one that is equal on every rank already.
+    outs: a Tile for an output with pixels, PartialSum for one that `finish` gives as the part of this tile, None for one that
+        is equal on every rank already.
     at: for each read the layout it is wanted in, None: as it is; for reads of fewer dims, and for cuts that have to move.  The
         first is that of `dims`.
     """
@@ -153,11 +153,11 @@ class Reduced:
     reads: Sequence[Meta]
     dims: Sequence[int]
     local: Run
-    outs: Sequence[Tile | Total | None]
+    outs: Sequence[Tile | PartialSum | None]
     merge: Callable[[Tensor], Tensor] | None = None
     finish: Run | None = None
     at: Sequence[Layout | None] | None = None
-    settle: Run | None = None
+    update_buffers: Run | None = None
     known: Run | None = None
     by_parts: bool = True
 
@@ -189,13 +189,14 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ShardedProduct:
     """Tensors each brought to a layout of its own, then one local operation; what the tiles give is added up where it must be.
 
     reads: tensors, and `layouts` for each, of its own shape; tensors that are not read come as they are.
     run(*tensors): all tensor arguments, reads as tiles, to this rank's part of the output.
     out: the output's layout.  over: the axes of the grid along which ranks hold parts of a sum.
-    deferred: the output is the gradient of a plain weight (see `Total`): plain, of the whole's shape, nothing is sent.
+    is_partial_gradient: the output is the gradient of a plain weight (see `PartialSum`): plain, of the whole's shape, and
+        nothing is sent.
     """
 
     reads: Sequence[Meta]
@@ -203,14 +204,15 @@ class Placed:
     run: Run
     out: Layout
     over: tuple[int, ...] = ()
-    deferred: bool = False
+    is_partial_gradient: bool = False
 
 
 @dataclass(frozen=True)
-class Turns:
+class Ring:
     """Tiles that go round: in each turn a rank works on what it stays with and on one peer's tiles of what travels.
 
-    reads, layouts: as for Placed.  travel: which of the reads go round, all of them cut along the same `axes`, on `dim`.
+    reads, layouts: as for ShardedProduct.
+    travel: which of the reads go round, all of them cut along the same `axes`, on `dim`.
     turn(state, stay, held, at): one turn, from the state that the last gave (None at first), the other reads, the tiles that
         are held now and the interval of `dim` that they are; gives the new state and, of each travelling tensor, the part to
         add up at its home, or ().
@@ -232,13 +234,13 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Again:
+class NeedsRedistribute:
     """Bring tensors to other layouts and ask once more: (tensor, dims) where those dims of the tensor must be uncut."""
 
     whole: Sequence[tuple[Meta, Sequence[int]]]
 
 
-Description = Windowed | Additive | Reduced | Local | Placed | Turns | Again
+Description = Windowed | Additive | Reduced | Local | ShardedProduct | Ring | NeedsRedistribute
 
 RULES: dict[Any, Callable[..., Description]] = {}
 COMPOSED: dict[Any, Callable[..., Any]] = {}
@@ -280,7 +282,7 @@ def composed(*operations: Any, uncut_too: bool = False) -> Callable:
 
 
 @dataclass(frozen=True)
-class Case:
+class RuleCase:
     """One operation to run whole and on tiles, forward and backward, in float64.
 
     run(*inputs): inputs are tensors of `shapes`; those numbered in `tiled` are tiled, the others plain.
@@ -294,6 +296,6 @@ class Case:
     """A pattern that the refusal's words must match."""
 
 
-def case(name: str, run: Callable[..., Any], *shapes: tuple[int, ...], tiled: tuple[int, ...] = (0,), refuses=None) -> Case:
+def case(name: str, run: Callable[..., Any], *shapes: tuple[int, ...], tiled: tuple[int, ...] = (0,), refuses=None) -> RuleCase:
     """A Case; every input with more than one dim gets a gradient."""
-    return Case(name, run, shapes, tiled, refuses)
+    return RuleCase(name, run, shapes, tiled, refuses)

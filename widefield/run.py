@@ -30,7 +30,7 @@ from widefield.training.resume import resume
 from widefield.training.run_folder import check_fresh, claim, write_config
 from widefield.training.state import load_random_state
 from widefield.training.terminal import heard
-from widefield.training.trainer import Outcome, Story
+from widefield.training.trainer import Outcome, Trainer
 
 T = TypeVar("T")
 
@@ -89,24 +89,24 @@ def _train(config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, st
     stack.callback(checkpoints.wait)
     passes = _watched(stack, folder, learner, batches)
     mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last, for all of the above may draw
-    story = Story(config, folder, parts, learner, checkpoints, record, last, warnings)
-    return _told(story, passes, interrupt)
+    trainer = Trainer(config, folder, parts, learner, checkpoints, record, last, warnings)
+    return _told(trainer, passes, interrupt)
 
 
-def _told(story: Story, passes: Passes, interrupt: Interrupt) -> Outcome:
+def _told(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:
     """The story to its end, with a report, whichever it is."""
-    assert story.mesh.watch is not None
-    story.mesh.watch.stuck = story.fail
+    assert trainer.mesh.watch is not None
+    trainer.mesh.watch.stuck = trainer.fail
     try:
-        outcome = story.tell(passes, interrupt)
+        outcome = trainer.tell(passes, interrupt)
     except Exception as error:
-        raised = story.mesh.watch.tell(error)
-        story.fail(raised)
-        _report(story.folder, story.mesh)
+        raised = trainer.mesh.watch.tell(error)
+        trainer.fail(raised)
+        _report(trainer.folder, trainer.mesh)
         if raised is error:
             raise
         raise raised from error
-    _report(story.folder, story.mesh)
+    _report(trainer.folder, trainer.mesh)
     return outcome
 
 

@@ -1,6 +1,6 @@
 """Who holds what of a model's tensors?  Wholes out of the parts that ranks hold, and a rank's part of a whole.
 
-A part is a DTensor (fully_shard), or what a strategy that cuts parameters or deals them out has told of by `tell`.  Gradients,
+A part is a DTensor (fully_shard), or what a strategy that cuts parameters or deals them out has registered.  Gradients,
 optimizer state and averages of a parameter are held as the parameter is.  Checkpoints and exports hold wholes alone, under
 the plain model's names, so that any plan takes up what another wrote.
 """
@@ -24,7 +24,7 @@ Path = tuple[Any, ...]
 """The keys that lead to a value in nested dicts."""
 
 
-class Holder(Protocol):
+class ShardSpec(Protocol):
     """How the ranks of the axes `channel` and `stage` hold one parameter, and whatever else has its shape."""
 
     @property
@@ -32,7 +32,7 @@ class Holder(Protocol):
         """Of the whole."""
 
     @property
-    def ways(self) -> int:
+    def num_shards(self) -> int:
         """Among how many ranks of those axes it is shared out, each element being on one of so many."""
 
     def whole(self, part: Tensor, turn: int) -> Tensor | None:
@@ -46,7 +46,7 @@ class Holder(Protocol):
 
 
 @dataclass(frozen=True)
-class Absent:
+class RemoteTensor:
     """Stands for a tensor that another rank gives."""
 
     shape: tuple[int, ...]
@@ -57,10 +57,10 @@ class Absent:
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
 
-_HOLDERS: WeakKeyDictionary[nn.Module, dict[str, Holder]] = WeakKeyDictionary()
+_HOLDERS: WeakKeyDictionary[nn.Module, dict[str, ShardSpec]] = WeakKeyDictionary()
 
 
-def tell(model: nn.Module, holders: Mapping[str, Holder]) -> None:
+def register(model: nn.Module, holders: Mapping[str, ShardSpec]) -> None:
     """Say of which parameters and buffers of `model`, by name, this rank has a part only, or another rank all.
 
     What has several names, as a layer that is registered twice, is held alike under all of them.
@@ -71,12 +71,12 @@ def tell(model: nn.Module, holders: Mapping[str, Holder]) -> None:
     _HOLDERS.setdefault(model, {}).update(others | dict(holders))
 
 
-def told(model: nn.Module) -> Mapping[str, Holder]:
+def registered(model: nn.Module) -> Mapping[str, ShardSpec]:
     """What has been told of so far."""
     return _HOLDERS.get(model, {})
 
 
-def is_parted(mesh: Mesh) -> bool:
+def is_sharded(mesh: Mesh) -> bool:
     """Whether ranks of this mesh may hold parts of tensors, so that wholes take messages."""
     return mesh.plan.shard * mesh.plan.channel * mesh.plan.stage > 1
 
@@ -93,9 +93,9 @@ def local(tensor: Tensor) -> Tensor:
 
 def shapes(model: nn.Module) -> dict[str, list[int]]:
     """Name and whole shape of every parameter and buffer that a checkpoint has."""
-    told = _HOLDERS.get(model, {})
+    registered = _HOLDERS.get(model, {})
     here = {name: list(value.shape) for name, value in model.state_dict().items()}
-    return here | {name: list(holder.shape) for name, holder in told.items()}
+    return here | {name: list(spec.shape) for name, spec in registered.items()}
 
 
 # ---------------------------------------------------------------------------------------------- from wholes to parts
@@ -103,8 +103,8 @@ def shapes(model: nn.Module) -> dict[str, list[int]]:
 
 def part(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     """This rank's part of a whole that belongs to the parameter or buffer `name`, in the form that it has here."""
-    holder = _HOLDERS.get(model, {}).get(name)
-    mine = whole if holder is None else holder.part(whole)
+    spec = _HOLDERS.get(model, {}).get(name)
+    mine = whole if spec is None else spec.part(whole)
     here = _named(model, name)
     return _dealt(mine, here) if isinstance(here, DTensor) else mine
 
@@ -139,20 +139,20 @@ def _rows(tensor: DTensor) -> list[int]:
 
 
 @torch.no_grad()
-def wholes(model: nn.Module, mesh: Mesh, state: dict) -> dict:
+def gather_full(model: nn.Module, mesh: Mesh, state: dict) -> dict:
     """`state`, nested dicts of what belongs to `model`, with wholes in place of parts; every rank calls it.
 
-    Each whole is put together on one rank, one after another, and lies in the CPU's memory there; on the others an Absent
+    Each whole is put together on one rank, one after another, and lies in the CPU's memory there; on the others a RemoteTensor
     stands for it.  Ranks take turns by bytes, so that each has about its share.  What only some ranks have (the state of a
-    shared optimizer, the layers of a stage) every rank has afterwards, as itself or as an Absent.
+    shared optimizer, the layers of a stage) every rank has afterwards, as itself or as a RemoteTensor.
     """
-    return _nested(_united(mesh, dict(_gather(model, mesh, state, spread=True)))) if is_parted(mesh) else state
+    return _nested(_united(mesh, dict(_gather(model, mesh, state, spread=True)))) if is_sharded(mesh) else state
 
 
 @torch.no_grad()
-def wholes_on_main(model: nn.Module, mesh: Mesh, state: dict) -> dict:
-    """As `wholes`, with every whole on rank 0, where the values of the others may be Absent; every rank calls it."""
-    if not is_parted(mesh):
+def gather_full_on_main(model: nn.Module, mesh: Mesh, state: dict) -> dict:
+    """As `gather_full`, with every whole on rank 0; others may have RemoteTensors.  Every rank calls it."""
+    if not is_sharded(mesh):
         return state
     found = dict(_gather(model, mesh, state, spread=False))
     having = mesh.gather_objects({path: dense_strides(value) for path, value in found.items() if isinstance(value, Tensor)})
@@ -165,19 +165,19 @@ def wholes_on_main(model: nn.Module, mesh: Mesh, state: dict) -> dict:
 
 
 def _gather(model: nn.Module, mesh: Mesh, state: dict, *, spread: bool) -> Iterator[tuple[Path, Any]]:
-    """Every value of `state` by its path, wholes in place of parts; the rank whose turn it is not has an Absent."""
+    """Every value of `state` by its path, wholes in place of parts; the rank whose turn it is not has a RemoteTensor."""
     loads = [0] * (mesh.size if spread else 1)
     for path, value in _leaves(state):
-        holder = _holder_of(model, path, value)
-        if holder is None and not isinstance(value, DTensor):
+        spec = _holder_of(model, path, value)
+        if spec is None and not isinstance(value, DTensor):
             yield path, value
             continue
         turn = loads.index(min(loads))
         loads[turn] += value.numel() * value.element_size()
         whole = _joined(value, mesh, turn) if isinstance(value, DTensor) else value
-        if whole is not None and holder is not None:
-            whole = holder.whole(whole, turn // _ways(value))
-        yield path, _absent(value, holder) if whole is None else whole.cpu()
+        if whole is not None and spec is not None:
+            whole = spec.whole(whole, turn // _ways(value))
+        yield path, _absent(value, spec) if whole is None else whole.cpu()
 
 
 def _joined(tensor: DTensor, mesh: Mesh, turn: int) -> Tensor | None:
@@ -206,30 +206,30 @@ def _ways(tensor: Tensor) -> int:
     return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
 
 
-def _holder_of(model: nn.Module, path: Path, value: Any) -> Holder | None:
+def _holder_of(model: nn.Module, path: Path, value: Any) -> ShardSpec | None:
     """Who holds a tensor of `state`: the name of a parameter is one of the keys, under `module.` in an average."""
-    told = _HOLDERS.get(model)
-    if not told or not isinstance(value, Tensor):
+    registered = _HOLDERS.get(model)
+    if not registered or not isinstance(value, Tensor):
         return None
     for name in (key.removeprefix("module.") for key in path if isinstance(key, str)):
-        here = _named(model, name) if name in told else None
+        here = _named(model, name) if name in registered else None
         if here is not None and here.shape == value.shape:
-            return told[name]
+            return registered[name]
     return None
 
 
-def _absent(tensor: Tensor, holder: Holder | None = None) -> Absent:
-    whole = torch.empty(tensor.shape if holder is None else holder.shape, device="meta")
-    keeps = holder is None and not isinstance(tensor, DTensor) and is_dense(tensor)
+def _absent(tensor: Tensor, spec: ShardSpec | None = None) -> RemoteTensor:
+    whole = torch.empty(tensor.shape if spec is None else spec.shape, device="meta")
+    keeps = spec is None and not isinstance(tensor, DTensor) and is_dense(tensor)
     stride = tensor.stride() if keeps else whole.stride()
-    return Absent(tuple(whole.shape), tensor.dtype, tuple(stride))
+    return RemoteTensor(tuple(whole.shape), tensor.dtype, tuple(stride))
 
 
 def _united(mesh: Mesh, found: dict[Path, Any]) -> dict[Path, Any]:
-    """What any rank has, in rank order: this rank's own values first, for tensors of others an Absent."""
-    told = {path: _absent(value) if isinstance(value, Tensor) else value for path, value in found.items()}
+    """What any rank has, in rank order: this rank's own values first, for tensors of others a RemoteTensor."""
+    registered = {path: _absent(value) if isinstance(value, Tensor) else value for path, value in found.items()}
     united: dict[Path, Any] = {}
-    for of_rank in mesh.gather_objects(told):
+    for of_rank in mesh.gather_objects(registered):
         for path, value in of_rank.items():
             united.setdefault(path, found.get(path, value))
     return united
@@ -272,10 +272,10 @@ def _nested(leaves: Mapping[Path, Any]) -> dict:
 
 def total_norm(model: nn.Module, mesh: Mesh, gradients: Mapping[str, Tensor]) -> Tensor:
     """The 2-norm of all gradients, by parameter name, as of wholes; one number in float64, equal on every rank."""
-    told = _HOLDERS.get(model, {})
+    registered = _HOLDERS.get(model, {})
     mine = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for name, gradient in gradients.items():
-        ways = (told[name].ways if name in told else 1) * _shards(gradient)
+        ways = (registered[name].num_shards if name in registered else 1) * _shards(gradient)
         mine += torch.linalg.vector_norm(local(gradient)).double().square().to(mine.device) * ways
     return (mesh.sum_(mine) / mesh.size).sqrt()
 
@@ -289,11 +289,11 @@ def sums_of_wholes(
     ways: how many ranks share out among themselves who answers for what they all have.
     Cost: one message of `count` numbers per parameter.
     """
-    told, parameters = _HOLDERS.get(model, {}), dict(model.named_parameters())
+    registered, parameters = _HOLDERS.get(model, {}), dict(model.named_parameters())
     mine = torch.zeros(len(parameters), count, dtype=torch.float64, device=mesh.device)
     for row, (name, parameter) in enumerate(parameters.items()):
         if name in numbers:
-            share = ways * (told[name].ways if name in told else 1) * _shards(parameter)
+            share = ways * (registered[name].num_shards if name in registered else 1) * _shards(parameter)
             mine[row] = torch.stack([number.to(mine) for number in numbers[name]]) * share
     return dict(zip(parameters, mesh.sum_(mine) / mesh.size, strict=True))
 
@@ -306,4 +306,4 @@ def are_finite(mesh: Mesh, tensors: Iterable[Tensor]) -> bool:
     """Whether every number of the tensors is finite, on every rank where ranks hold parts; then every rank calls it."""
     norms = torch._foreach_norm([local(tensor).detach() for tensor in tensors if not tensor.is_meta])
     bad = (~torch.isfinite(torch.stack([norm.to(mesh.device) for norm in norms]))).sum()
-    return int(mesh.sum_(bad) if is_parted(mesh) else bad) == 0
+    return int(mesh.sum_(bad) if is_sharded(mesh) else bad) == 0

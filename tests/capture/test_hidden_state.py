@@ -19,9 +19,9 @@ from capture.hidden import CASES, FIRST, INSIDE, Net, given_by, image, made
 from torch import nn
 
 from widefield.capture.program_cache import AGAIN_MOST
-from widefield.capture.python_state import ARRAY_MOST, MOST, State
+from widefield.capture.python_state import ARRAY_MOST, MOST, PythonState
 from widefield.capture.side_effects import Gone
-from widefield.capture.trace import follow
+from widefield.capture.trace import trace
 from widefield.streaming.api import stream
 
 
@@ -49,8 +49,10 @@ def test_nothing_of_the_capture_is_left_behind():
         if not case.refuses:
             streamed = stream(made(case), tiles=(2, 2))
             given_by(streamed, case)
-            assert State([("", streamed), ("", hidden.TABLES), ("", hidden._table)]).fakes == []
-            assert gc.get_referents(hidden._table) is not None and not State([("", gc.get_referents(hidden._table))]).fakes
+            assert PythonState([("", streamed), ("", hidden.TABLES), ("", hidden._table)]).fakes == []
+            assert (
+                gc.get_referents(hidden._table) is not None and not PythonState([("", gc.get_referents(hidden._table))]).fakes
+            )
             pickle.loads(pickle.dumps([copy.deepcopy(value) for value in vars(streamed).values() if type(value) is Gone]))
 
 
@@ -68,7 +70,7 @@ def test_a_refusal_puts_everything_back():
     for case in INSIDE:
         if case.refuses and "next" not in case.name:  # an iterator has no way back
             streamed, expected = stream(made(case), tiles=(2, 2)), random.getstate()
-            before = State([("", streamed)])
+            before = PythonState([("", streamed)])
             with pytest.raises(NotImplementedError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 streamed(image())
@@ -204,7 +206,7 @@ def test_a_known_call_looks_at_no_more_than_flat_lists(monkeypatch):
     streamed = stream(made(named("a schedule")), tiles=(2, 2))
     for training in (True, False):
         streamed.train(training)(image())
-    monkeypatch.setattr(State, "_visit", None)
+    monkeypatch.setattr(PythonState, "_visit", None)
     for training in (True, False, True):
         streamed.train(training)(image())
 
@@ -216,7 +218,7 @@ def test_torchscript_is_refused(within):
     with pytest.raises(NotImplementedError, match=f"{'its part 0' if within else 'it'} is a torch.jit.ScriptModule"):
         stream(nn.Sequential(script) if within else script, tiles=(2, 2))
     with pytest.raises(NotImplementedError, match="cannot be cut into stages: its part 0 is a torch.jit.ScriptModule"):
-        follow(nn.Sequential(script), nn.Sequential(script).forward, (image(),), {}, aim="cut into stages")
+        trace(nn.Sequential(script), nn.Sequential(script).forward, (image(),), {}, aim="cut into stages")
 
 
 def test_torchs_cache_of_weights_holds_no_weights_of_a_capture():
@@ -229,7 +231,7 @@ def test_torchs_cache_of_weights_holds_no_weights_of_a_capture():
 
 def test_a_state_knows_what_changed_before_it_was_first_asked():
     layers = nn.ModuleList([nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3), nn.ReLU(), nn.ReLU()])
-    states = [State([("layer", layer)]) for layer in layers]
+    states = [PythonState([("layer", layer)]) for layer in layers]
     layers[0].weight.requires_grad_(False)
     layers[1].weight.data = layers[1].weight.data.to(memory_format=torch.channels_last)
     layers[2].__class__ = nn.ReLU6

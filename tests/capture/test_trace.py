@@ -16,7 +16,7 @@ from streaming.both import IMAGE, Doing, conv, made
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from widefield.capture.trace import follow
+from widefield.capture.trace import trace
 from widefield.streaming.api import stream
 from widefield.streaming.storage.windowed_image import from_reader
 
@@ -220,7 +220,7 @@ def test_following_leaves_the_module_as_it_was():
     module.calls, module.seen, module.all = 0, {}, []
     before = _state_of(module)
     with pytest.raises(NotImplementedError, match=r"its forward changes Doing.calls in every call"):
-        follow(module, module.forward, (IMAGE,), {})
+        trace(module, module.forward, (IMAGE,), {})
     assert _state_of(module) == before
 
 
@@ -243,6 +243,6 @@ def test_following_takes_no_memory():
 
     module, process = Net(), psutil.Process()
     before = process.memory_info().rss
-    graph = follow(module, module.forward, (from_reader(read, (1, 3, 100_000, 100_000)),), {})
+    graph = trace(module, module.forward, (from_reader(read, (1, 3, 100_000, 100_000)),), {})
     assert graph.outputs.shape == (1, 2, 100_000, 100_000)
     assert process.memory_info().rss - before < 200e6

@@ -18,7 +18,7 @@ from widefield.geometry.interval import Interval, even_cut
 from widefield.geometry.layout import Cut, Grid, layout_of
 from widefield.plan import Plan
 from widefield.tiled.api import _Tile
-from widefield.tiled.redistribute import move_for, moved, recut, space_group
+from widefield.tiled.redistribute import move_for, moved, redistribute, space_group
 from widefield.tiled.tensor import wrap
 
 SHAPE = (2, 3, 13, 11)
@@ -50,11 +50,11 @@ def any_boxes(mesh):
     image = whole_image()
     for _ in range(20):
         tiled = wf.tile(image, mesh, random_cuts(draw, mesh.grid.sizes))
-        boxes = tiled.laid.boxes
+        boxes = tiled.tile_layout.boxes
         wanted = [[random_box(draw) for _ in boxes] for _ in range(2)]
         moves = [move_of(mesh.grid.index, boxes, boxes_of_one) for boxes_of_one in wanted]
         TRAFFIC.clear()
-        tiles = [tiled.own, tiled.own.float()]  # of two dtypes in one message
+        tiles = [tiled.local, tiled.local.float()]  # of two dtypes in one message
         got = gather(moves, tiles, space_group(mesh.grid))
         for number, tensor in enumerate(got):
             expected = image[within(tuple(Interval(0, n) for n in SHAPE), wanted[number][mesh.grid.index])]
@@ -89,8 +89,8 @@ def any_layouts(mesh):
                 cuts[dim] = Cut((axis,), even_cut(SHAPE[dim], grid.sizes[axis]))
             layouts.append(layout_of(SHAPE, tuple(cuts), grid))
         there = _Tile.apply(image, layouts[0])
-        moved_tile = wrap(recut(there, layouts[1]), layouts[1])
-        assert torch.equal(moved_tile.own, image[within(tuple(Interval(0, n) for n in SHAPE), layouts[1].box)])
+        moved_tile = wrap(redistribute(there, layouts[1]), layouts[1])
+        assert torch.equal(moved_tile.local, image[within(tuple(Interval(0, n) for n in SHAPE), layouts[1].box)])
         assert torch.equal(wf.whole(moved_tile), image)
 
 
@@ -122,7 +122,7 @@ def adjoints(mesh):
         x = wf.tile(torch.randn(SHAPE, dtype=torch.float64), mesh).detach().requires_grad_()
         out = operation(x)
         whole = torch.randn(out.shape, dtype=torch.float64)
-        y = _Tile.apply(whole, out.laid) if hasattr(out, "laid") else whole
+        y = _Tile.apply(whole, out.tile_layout) if hasattr(out, "tile_layout") else whole
         (back,) = torch.autograd.grad(out, x, y)
         torch.testing.assert_close(inner(mesh, out, y), inner(mesh, x, back), rtol=1e-12, atol=1e-9, msg=name)
 
@@ -136,7 +136,7 @@ def idle(mesh):
     """Who neither has nor wants foreign pixels sends nothing at all."""
     tiled = wf.tile(whole_image(), mesh)
     TRAFFIC.clear()
-    recut(tiled, tiled.laid)
+    redistribute(tiled, tiled.tile_layout)
     F.relu(tiled) + tiled * 2
     F.conv2d(tiled, torch.randn(4, 3, 1, 1, dtype=torch.float64))
     F.max_pool2d(tiled[:, :, :12], 1)
@@ -150,12 +150,12 @@ def test_operations_on_single_pixels_send_nothing():
 def overlapped(mesh):
     """A message is under way between `start` and `wait`: the tile may be read meanwhile."""
     tiled = wf.tile(whole_image(), mesh)
-    other = moved(tiled.laid, (2,))
-    move = move_for(tiled.laid, other.boxes)
-    pending = start([move], [tiled.own], space_group(mesh.grid))
-    total = tiled.own.sum()
+    other = moved(tiled.tile_layout, (2,))
+    move = move_for(tiled.tile_layout, other.boxes)
+    pending = start([move], [tiled.local], space_group(mesh.grid))
+    total = tiled.local.sum()
     (pieces,) = pending.wait()
-    assert torch.equal(halo.assemble(move, tiled.own, pieces), recut(tiled, other))
+    assert torch.equal(halo.assemble(move, tiled.local, pieces), redistribute(tiled, other))
     return bool(torch.isfinite(total))
 
 

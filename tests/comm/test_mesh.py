@@ -15,7 +15,7 @@ from torch import nn
 from widefield import parallelize
 from widefield.comm.mesh import World, join, leave
 from widefield.plan import Plan, check
-from widefield.sharded_state import wholes_on_main
+from widefield.sharded_state import gather_full_on_main
 
 
 def place(mesh):
@@ -180,7 +180,7 @@ def wholes_of_meshes_in_turn(mesh):
         model = parallelize(layer, other)
         model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
         torch.optim.Adam(model.parameters()).step()
-        wholes = wholes_on_main(model, other, dict(model.state_dict()))
+        wholes = gather_full_on_main(model, other, dict(model.state_dict()))
         found.append(
             (wholes["weight"].sum().item() if mesh.is_main else None, model.weight.detach().full_tensor().sum().item())
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 from widefield.comm import collectives
-from widefield.comm.timeline import Timeline, Traffic, recorded, traffic, traffic_of
+from widefield.comm.timeline import MessageLog, Timeline, recorded, traffic, traffic_of
 
 
 def gloo(name: str, start: float, stop: float, dims: list, kind: str = "float") -> dict:
@@ -42,7 +42,7 @@ def test_nccls_kernels_are_the_time_and_its_records_the_bytes():
         {"ph": "X", "name": "record_param_comms", "ts": 2, "dur": 1, "args": {"Collective name": "wait"}},
         {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "ts": 10, "dur": 5, "args": arguments},
     ]
-    assert traffic(events) == Traffic(5e-6, 200, {"allreduce": 1})
+    assert traffic(events) == MessageLog(5e-6, 200, {"allreduce": 1})
 
 
 def test_a_type_of_unknown_size_is_not_guessed():
@@ -56,7 +56,7 @@ def test_bytes_and_messages_are_those_that_were_sent(tmp_path):
         assert found.handed_bytes == 4 * 1000 + 8 * 10 + 4 * 6 + 5 and found.busy_seconds > 0
 
 
-def _sent(mesh, folder: str) -> Traffic:
+def _sent(mesh, folder: str) -> MessageLog:
     path = mesh_path(folder, mesh.rank)
     with recorded(path):
         dist.all_reduce(torch.ones(1000), group=mesh.group)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, Key, Reader
+from widefield.data.loader import Batch, Key, SampleReader
 from widefield.data.transforms import Transforms
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -45,7 +45,7 @@ class Noise:
 def mixed_batch(**mixing) -> Batch:
     """Positions 4 to 18: seven pairs and one sample alone."""
     keys = [Key(0, position, position) for position in range(4, 19)]
-    batch = Reader(Noise(), NONE, NONE, num_classes=CLASSES, seed=3, **mixing).__getitems__(keys)
+    batch = SampleReader(Noise(), NONE, NONE, num_classes=CLASSES, seed=3, **mixing).__getitems__(keys)
     assert batch.problem is None
     return batch
 

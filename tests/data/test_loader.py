@@ -20,7 +20,7 @@ from widefield.data.loader import (
     Batch,
     EvaluateSampler,
     Key,
-    Reader,
+    SampleReader,
     Steps,
     TrainSampler,
     load_batches,
@@ -70,8 +70,8 @@ def sampler_of(steps: Steps, *, rank=0, ranks=1, passes=1, multiple=1, first=0, 
     return TrainSampler(steps, seed=seed, first=first, last=last, rank=rank, ranks=ranks, passes=passes, multiple=multiple)
 
 
-def reading(images, **options) -> Reader:
-    return Reader(images, options.pop("transforms", NONE), NONE, num_classes=3, seed=0, **options)
+def reading(images, **options) -> SampleReader:
+    return SampleReader(images, options.pop("transforms", NONE), NONE, num_classes=3, seed=0, **options)
 
 
 def keys(*indices: int, real: bool = True) -> list[Key]:
@@ -373,7 +373,7 @@ def test_a_crash_inside_a_transform_comes_back_with_its_traceback(workers):
     transforms = Transforms(["RandomHorizontalFlip"], field="data.read")
     transforms.steps = [_crash]
     images = open_dataset(DataConfig(name="digits")).train
-    reader = Reader(images, transforms, NONE, num_classes=10, seed=0)
+    reader = SampleReader(images, transforms, NONE, num_classes=10, seed=0)
     (batch,) = load_batches(reader, sampler_of(Steps(4, 4)), workers=workers, device=CPU)
     assert batch.problem.startswith("reading a batch failed:\nTraceback")
     assert "in _crash" in batch.problem and "RuntimeError: a transform's own mistake" in batch.problem

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from widefield.config import DataConfig
-from widefield.data import Dataset, Windowed, open_dataset
+from widefield.data import Dataset, WindowedImages, open_dataset
 from widefield.data.formats.page import INK
 from widefield.geometry import Interval
 
@@ -44,7 +44,11 @@ def test_a_window_is_that_part_of_the_whole_page_bit_for_bit(rows, columns):
 
 
 def test_pages_tell_their_shape_without_being_rendered():
-    assert isinstance(WHOLE.train, Windowed) and WHOLE.train.shape(0) == tuple(WHOLE.train.read(0)[0].shape) == (1, 300, 170)
+    assert isinstance(WHOLE.train, WindowedImages) and WHOLE.train.shape(0) == tuple(WHOLE.train.read(0)[0].shape) == (
+        1,
+        300,
+        170,
+    )
 
 
 def test_a_window_of_a_page_that_fits_no_memory_costs_what_its_own_pixels_do():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from widefield.config import DataConfig
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, Key, Reader, reader_of
+from widefield.data.loader import Batch, Key, SampleReader, reader_of
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving
 from widefield.geometry import Interval, even_cut, parts_of
 
@@ -79,17 +79,17 @@ class Tile:
 TILES = [Tile(row, column) for row in range(2) for column in range(3)]
 
 
-def reading(images, *, augment=(), **options) -> Reader:
-    return Reader(images, NONE, Transforms(augment, field="data.augment"), CLASSES, 0, **options)
+def reading(images, *, augment=(), **options) -> SampleReader:
+    return SampleReader(images, NONE, Transforms(augment, field="data.augment"), CLASSES, 0, **options)
 
 
-def batch_of(reader: Reader, *indices: int, real: bool = True) -> Batch:
+def batch_of(reader: SampleReader, *indices: int, real: bool = True) -> Batch:
     batch = reader.__getitems__([Key(0, position, index, real) for position, index in enumerate(indices)])
     assert batch.problem is None, batch.problem
     return batch
 
 
-def problem(reader: Reader, *indices: int) -> str:
+def problem(reader: SampleReader, *indices: int) -> str:
     return reader.__getitems__([Key(0, position, index) for position, index in enumerate(indices)]).problem
 
 

@@ -23,7 +23,7 @@ from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.parallel.parallelize import share_states
 from widefield.parallel.passes import backward_of, without_sync
-from widefield.sharded_state import wholes_on_main
+from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.tensor import same_order
 
 from .errors import TOO_FEW, Finding, Refusal, has_too_few_samples, is_refusal
@@ -257,12 +257,12 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
     part = parts_of(even_cut(program.shape[0], mesh.copies))[mesh.copy]
     mine = slice(part.start, part.stop)
     laid = lambda image: wf.tile(image, mesh, layout.cuts)  # noqa: E731
-    rehearse = (
+    trial_step = (
         (lambda: loss_of(program, wf.whole(model(laid(program.images(9)[mine].requires_grad_()))), 1))
         if layout.rehearsed
         else None
     )
-    model = wf.parallelize(model, mesh, rehearse=rehearse, sample=program.images(0)[mine].to("meta"))
+    model = wf.parallelize(model, mesh, trial_step=trial_step, sample=program.images(0)[mine].to("meta"))
     optimizer = share_states(optimizer_of(model), mesh)
     samples = program.shape[0] / mesh.copies
     for step in range(STEPS):
@@ -279,13 +279,13 @@ def train_on(mesh: Mesh, program: Program, layout: Layout) -> Outcome:
             found.note(f"step {step}", {"image's gradient": x.grad})
         found.note(f"step {step}", {"loss": loss})
         if mesh.plan.stage == 1 or mesh.plan.channel > 1:
-            wholes = wholes_on_main(model, mesh, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            wholes = gather_full_on_main(model, mesh, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
             if mesh.is_main:
                 found.note(f"step {step}, gradient", {name: wholes.get(name) for name, _ in model.named_parameters()})
         optimizer.step()
         if program.habit.evaluates and step == 1:
             found.note(f"step {step}", evaluated(program, model, laid(x)))
-    wholes = wholes_on_main(model, mesh, dict(model.state_dict()))
+    wholes = gather_full_on_main(model, mesh, dict(model.state_dict()))
     if mesh.is_main:
         found.note("at the end", wholes)
     return found

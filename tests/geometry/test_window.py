@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from widefield.geometry import window
 from widefield.geometry.interval import Interval
-from widefield.geometry.window import Back, Bins, Border, Every, Run, Spread, Window, border, hull, window_count
+from widefield.geometry.window import Back, Bins, Border, Every, Spread, StridedRun, Window, border, hull, window_count
 
 extents, counts = st.integers(1, 24), st.integers(1, 24)
 sides = st.integers(-6, 9)
@@ -118,7 +118,7 @@ def test_a_cut_is_followed_by_a_rising_cut_of_the_whole_output(reach, inner):
 
 
 def test_a_run_of_one_pixel_is_read_by_all_of_its_outputs_or_none():
-    edge = Run(Interval(4, 9), first=2, step=0)
+    edge = StridedRun(Interval(4, 9), first=2, step=0)
     assert edge.input_read_by(Interval(0, 20)) == Interval(2, 3)
     assert edge.output_reading(Interval(0, 3)) == Interval(4, 9) and len(edge.output_reading(Interval(3, 9))) == 0
     assert len(hull([])) == 0

@@ -332,7 +332,7 @@ time.sleep(100)
     ],
 )
 def test_of_ranks_found_dead_together_the_killed_one_has_the_blame(endings, status, verdict):
-    party = local._Party("a run that never was", 1.0)
+    party = local._RankProcesses("a run that never was", 1.0)
     party.processes = {rank: subprocess.Popen(["bash", "-c", ending]) for rank, ending in enumerate(endings)}
     for process in party.processes.values():
         process.wait()

@@ -16,7 +16,7 @@ from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import even_cut
 from widefield.geometry.layout import Cut, Layout, layout_of
 from widefield.plan import Plan
-from widefield.rules import Case
+from widefield.rules import RuleCase
 from widefield.tiled import dispatch
 from widefield.tiled.api import _Tile, whole
 from widefield.tiled.executors import windowed
@@ -38,7 +38,7 @@ FEWER = {(3,): ("uneven", "last tile empty"), (4,): ("uneven", "last tile empty"
 """Of more tiles along one dim, the ways that show what two do not: tiles between others, and halos from beyond the next."""
 
 
-def cases_of(family: str) -> list[Case]:
+def cases_of(family: str) -> list[RuleCase]:
     return importlib.import_module(f"{ops.__name__}.{family}").CASES
 
 
@@ -64,7 +64,7 @@ def _problems_of(mesh: Mesh, family: str) -> list[str]:
     ]
 
 
-def _said(case: Case, mesh: Mesh, how: str, small: float) -> str | None:
+def _said(case: RuleCase, mesh: Mesh, how: str, small: float) -> str | None:
     dispatch._KNOWN.clear()
     windowed.SMALL_SHARE = small
     try:
@@ -75,7 +75,7 @@ def _said(case: Case, mesh: Mesh, how: str, small: float) -> str | None:
         return f"{type(error).__name__}: {error}"
 
 
-def _problem_of(case: Case, mesh: Mesh, how: str) -> str | None:
+def _problem_of(case: RuleCase, mesh: Mesh, how: str) -> str | None:
     torch.manual_seed(0)
     wholes = [torch.randn(shape).requires_grad_() for shape in case.shapes]
     given = [w.detach().clone().requires_grad_() for w in wholes]
@@ -100,7 +100,7 @@ def _problem_of(case: Case, mesh: Mesh, how: str) -> str | None:
     return next((problem for problem in problems if problem), None)
 
 
-def _problem_of_refusal(case: Case, inputs: list) -> str | None:
+def _problem_of_refusal(case: RuleCase, inputs: list) -> str | None:
     assert case.refuses is not None
     try:
         case.run(*inputs)
@@ -127,8 +127,8 @@ def _like(weight: torch.Tensor, output: torch.Tensor, mesh: Mesh, how: str) -> t
         return partial_of(weight * (1.0 + mesh.grid.index - (mesh.grid.size - 1) / 2), mesh.grid)
     if type(output) is not TiledTensor:
         return weight
-    cut_dims = [dim for dim, cut in enumerate(output.laid.cuts) if cut is not None]
-    return _Tile.apply(weight, moved(output.laid, cut_dims) if how == "gradient cut elsewhere" else output.laid)
+    cut_dims = [dim for dim, cut in enumerate(output.tile_layout.cuts) if cut is not None]
+    return _Tile.apply(weight, moved(output.tile_layout, cut_dims) if how == "gradient cut elsewhere" else output.tile_layout)
 
 
 def _pull(outputs, weights) -> None:

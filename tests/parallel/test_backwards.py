@@ -23,7 +23,7 @@ import widefield as wf
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.parallel.parallelize import share_states, without_sync
 from widefield.plan import Plan
-from widefield.sharded_state import wholes_on_main
+from widefield.sharded_state import gather_full_on_main
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)  # float64, sums of 1e3 products in another order
 SHAPE = (5, 2, 13, 9)
@@ -396,14 +396,14 @@ def one_program(mesh: Any, name: str, *, rehearsed: bool) -> list[str]:
     expected, weights = alone(name, mesh.copies)
     model, mine = built(make), rows_of(mesh.copies)[mesh.copy]
     laid = lambda image: wf.tile(image[mine], mesh)  # noqa: E731
-    wf.parallelize(model, mesh, rehearse=(lambda: energy(model(laid(images(9).requires_grad_())))) if rehearsed else None)
+    wf.parallelize(model, mesh, trial_step=(lambda: energy(model(laid(images(9).requires_grad_())))) if rehearsed else None)
     optimizer = share_states(optimizer_of(model), mesh)
     for step in range(STEPS):
         optimizer.zero_grad()
         body(model, laid(images(step)), mesh.copy, mesh.copies / SHAPE[0], step)
-        wrong += difference(mesh, wholes_on_main(model, mesh, gradients_of(model)), expected[step], f"step {step}")
+        wrong += difference(mesh, gather_full_on_main(model, mesh, gradients_of(model)), expected[step], f"step {step}")
         optimizer.step()
-    return wrong + difference(mesh, wholes_on_main(model, mesh, dict(model.state_dict())), weights, "the weights")
+    return wrong + difference(mesh, gather_full_on_main(model, mesh, dict(model.state_dict())), weights, "the weights")
 
 
 def difference(mesh: Any, found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> list[str]:

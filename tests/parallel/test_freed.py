@@ -48,7 +48,7 @@ def noted(model: nn.Module) -> list[StorageWeakRef]:
 
     def note(layer: nn.Module, given: Any, output: Any) -> None:
         for leaf in tree_leaves(output):
-            tile = leaf.own if type(leaf) is TiledTensor else leaf
+            tile = leaf.local if type(leaf) is TiledTensor else leaf
             if isinstance(tile, Tensor):
                 found.append(StorageWeakRef(tile.untyped_storage()))
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 import widefield as wf
 from widefield import models
 from widefield.config import ModelConfig
-from widefield.parallel.inactive import ghost
+from widefield.parallel.inactive import inactive
 from widefield.parallel.parallelize import evaluates_together, parallelize, share_states
 from widefield.parallel.strategies.fully_shard import CASES, SMALLEST_BYTES, steps, units_of
 from widefield.plan import Plan
-from widefield.sharded_state import local, wholes_on_main
+from widefield.sharded_state import gather_full_on_main, local
 from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, nets with 1e2 weights
@@ -106,13 +106,13 @@ def with_a_ghost(mesh):
     if mesh.rank == 0:
         (model(batch()).square().sum() * mesh.copies).backward()
     else:
-        with ghost(model):
+        with inactive(model):
             (model(batch(1, seed=9)).square().sum() * 0.0).backward()
     check_gradients(mesh, model, alone)
 
 
 def check_gradients(mesh, model, alone):
-    found = wholes_on_main(model, mesh, {name: p.grad for name, p in model.named_parameters()})
+    found = gather_full_on_main(model, mesh, {name: p.grad for name, p in model.named_parameters()})
     if mesh.is_main:
         close(found, {name: p.grad for name, p in alone.named_parameters()})
 
@@ -334,7 +334,7 @@ class RankChooses(nn.ModuleDict):
 def differing(mesh):
     model = RankChooses({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     model.rank = mesh.rank
-    parallelize(model, mesh, rehearse=lambda: model(torch.ones(1, 2)).sum())
+    parallelize(model, mesh, trial_step=lambda: model(torch.ones(1, 2)).sum())
     model(torch.ones(1, 2)).sum().backward()
     return [parameter.grad.full_tensor().tolist() for parameter in model["b"].parameters()]
 

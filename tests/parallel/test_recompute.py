@@ -21,13 +21,13 @@ from widefield.comm.mesh import World, join
 from widefield.config import ModelConfig
 from widefield.geometry.layout import Grid
 from widefield.module_wrapping import wrap_class
-from widefield.parallel.inactive import ghost
-from widefield.parallel.parallelize import follow, parallelize, reasons
-from widefield.parallel.strategies import Rehearsal
+from widefield.parallel.inactive import inactive
+from widefield.parallel.parallelize import parallelize, parallelize_average, reasons
+from widefield.parallel.strategies import TrialStep
 from widefield.parallel.strategies._saved_tensors import costs_of
 from widefield.parallel.strategies.recompute import _Offloaded, from_host, to_host
 from widefield.plan import Plan
-from widefield.sharded_state import wholes_on_main
+from widefield.sharded_state import gather_full_on_main
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, nets with 1e2 weights
 
@@ -174,18 +174,18 @@ def over_ranks(mesh, offload=False):
     x = images(mesh.copies)
     one(x).square().mean().backward()
     model(wf.tile(x[mesh.copy : mesh.copy + 1], mesh)).square().mean().backward()
-    is_ghost = mesh.copies > 1 and mesh.copy == 1
+    is_inactive = mesh.copies > 1 and mesh.copy == 1
     real = x[: mesh.copies - 1] if mesh.copies > 1 else x
     one(real).square().mean().backward()
-    mine = wf.tile(x[mesh.copy : mesh.copy + 1] if not is_ghost else x[:1], mesh)
-    if is_ghost:
-        with ghost(model):
+    mine = wf.tile(x[mesh.copy : mesh.copy + 1] if not is_inactive else x[:1], mesh)
+    if is_inactive:
+        with inactive(model):
             (model(mine).square().mean() * 0.0).backward()
     else:
         rows = mesh.copies / len(real) if mesh.copy < len(real) else 0.0
         (model(mine).square().mean() * rows).backward()
     found = {"gradients": {n: p.grad for n, p in model.named_parameters()}, "state": dict(model.state_dict())}
-    found = wholes_on_main(model, mesh, found)
+    found = gather_full_on_main(model, mesh, found)
     if mesh.is_main:
         close(found, {"gradients": {n: p.grad for n, p in one.named_parameters()}, "state": dict(one.state_dict())})
 
@@ -224,7 +224,7 @@ def units_of_blocks(mesh):
     model = parallelize(model, mesh)
     x = images(2)
     one(x).square().mean().backward(), model(x[mesh.rank : mesh.rank + 1]).square().mean().backward()
-    found = wholes_on_main(model, mesh, {n: p.grad for n, p in model.named_parameters()})
+    found = gather_full_on_main(model, mesh, {n: p.grad for n, p in model.named_parameters()})
     if mesh.is_main:
         close(found, {n: p.grad for n, p in one.named_parameters()})
 
@@ -250,15 +250,15 @@ def test_activations_go_away_and_weights_and_small_ones_stay():
 def test_a_tile_comes_back_as_a_tile():
     tiled = wf.tile(torch.randn(1, 4, 16, 16), replace(join(World(), Plan()), grid=Grid((1, 1))))
     back = from_host(to_host(tiled))
-    assert type(back) is type(tiled) and back.laid is tiled.laid and torch.equal(back.own, tiled.own)
+    assert type(back) is type(tiled) and back.tile_layout is tiled.tile_layout and torch.equal(back.local, tiled.local)
 
 
 # ---------------------------------------------------------------------------------------------- as few as fit
 
 
 def chosen(model, memory, share=1.0):
-    rehearse = Rehearsal(lambda: model(images(2)).sum(), share)
-    parallelize(model, join(World(), Plan(recompute={"memory": memory})), rehearse=rehearse)
+    trial_step = TrialStep(lambda: model(images(2)).sum(), share)
+    parallelize(model, join(World(), Plan(recompute={"memory": memory})), trial_step=trial_step)
     return reasons(model)[-1]
 
 
@@ -330,4 +330,4 @@ def test_a_memory_into_which_nothing_fits_is_refused_with_numbers():
 
 def test_a_copy_that_averages_runs_nothing_again():
     mesh = join(World(), Plan(recompute={}))
-    assert [type(m) for m in follow(unet(), mesh).modules()] == [type(m) for m in unet().modules()]
+    assert [type(m) for m in parallelize_average(unet(), mesh).modules()] == [type(m) for m in unet().modules()]

@@ -16,7 +16,7 @@ import widefield as wf
 from widefield.parallel.parallelize import share_states
 from widefield.parallel.passes import backward_of
 from widefield.plan import Plan
-from widefield.sharded_state import wholes_on_main
+from widefield.sharded_state import gather_full_on_main
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, three steps of small nets
 
@@ -180,7 +180,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def difference(mesh: Any, model: nn.Module, found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    found = wholes_on_main(model, mesh, found)
+    found = gather_full_on_main(model, mesh, found)
     try:
         close(found if mesh.is_main else expected, expected)
     except AssertionError as error:

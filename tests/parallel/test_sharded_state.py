@@ -13,7 +13,18 @@ from torch import Tensor, nn
 
 from widefield.parallel.parallelize import parallelize, share_states
 from widefield.plan import Plan
-from widefield.sharded_state import Absent, are_finite, local, part, parts, shapes, tell, total_norm, wholes, wholes_on_main
+from widefield.sharded_state import (
+    RemoteTensor,
+    are_finite,
+    gather_full,
+    gather_full_on_main,
+    local,
+    part,
+    parts,
+    register,
+    shapes,
+    total_norm,
+)
 from widefield.tensor_parallel import search
 
 LAYOUTS = [Plan(shard=3), Plan(shard=2, space=[2]), Plan(replicate=2, shard=2)]
@@ -30,9 +41,9 @@ def net() -> nn.Module:
 def there_and_back(mesh):
     alone, model = net(), parallelize(net(), mesh)
     state = {"model": dict(model.state_dict()), "more": {"step": 3, "none": {}}}
-    found = wholes(model, mesh, state)
+    found = gather_full(model, mesh, state)
     assert found["more"] == state["more"] and list(found["model"]) == list(alone.state_dict())
-    given = {name: value for name, value in found["model"].items() if not isinstance(value, Absent)}
+    given = {name: value for name, value in found["model"].items() if not isinstance(value, RemoteTensor)}
     for name, value in alone.state_dict().items():
         here = found["model"][name]
         assert tuple(here.shape) == tuple(value.shape) and here.dtype == value.dtype
@@ -60,7 +71,7 @@ def test_parts_become_wholes_on_one_rank_each_and_wholes_the_same_parts(plan):
 
 def on_rank_zero(mesh):
     model = parallelize(net(), mesh)
-    found = wholes_on_main(model, mesh, dict(model.state_dict()))
+    found = gather_full_on_main(model, mesh, dict(model.state_dict()))
     return all(type(found[name]) is Tensor and torch.equal(found[name], value) for name, value in net().state_dict().items())
 
 
@@ -76,8 +87,8 @@ def optimizers(mesh):
     model(torch.ones(2, 2, 12, dtype=torch.float64)).sum().backward()
     optimizer.step()
     mine = {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
-    found = wholes(model, mesh, {"state": mine})["state"]
-    everything = wholes_on_main(model, mesh, {"state": mine})["state"]
+    found = gather_full(model, mesh, {"state": mine})["state"]
+    everything = gather_full_on_main(model, mesh, {"state": mine})["state"]
     whole = [name for name, values in everything.items() if isinstance(values["momentum_buffer"], Tensor)]
     return sorted(found), sorted(mine), [n for n in mine if found[n]["momentum_buffer"] is mine[n]["momentum_buffer"]], whole
 
@@ -97,7 +108,7 @@ class Rows:
 
     shape: tuple[int, ...]
     rank: int
-    ways: int = 2
+    num_shards: int = 2
 
     def whole(self, part: Tensor, turn: int) -> Tensor | None:
         halves = [torch.empty_like(part) for _ in range(2)]
@@ -113,10 +124,12 @@ def cut(mesh):
     torch.manual_seed(0)
     alone = nn.Linear(3, 4, bias=False)
     model = nn.Linear(3, 2, bias=False)
-    tell(model, {"weight": Rows((4, 3), mesh.rank)})
+    register(model, {"weight": Rows((4, 3), mesh.rank)})
     model.load_state_dict(parts(model, dict(alone.state_dict())))
     assert torch.equal(model.weight, alone.weight.chunk(2)[mesh.rank]) and shapes(model) == {"weight": [4, 3]}
-    found = wholes_on_main(model, mesh, {"model": dict(model.state_dict()), "ema": {"module.weight": model.weight.detach()}})
+    found = gather_full_on_main(
+        model, mesh, {"model": dict(model.state_dict()), "ema": {"module.weight": model.weight.detach()}}
+    )
     norm = total_norm(model, mesh, {"weight": model.weight.detach()})
     torch.testing.assert_close(norm, alone.weight.detach().norm().double(), rtol=1e-6, atol=0)
     values = [found["model"]["weight"], found["ema"]["module.weight"]]
@@ -125,7 +138,7 @@ def cut(mesh):
 
 def test_a_strategy_tells_how_its_parts_become_wholes():
     first, second = on_ranks(2, cut, plan=Plan(shard=2))
-    assert first == [True, True] and second == [Absent((4, 3), torch.float32, (3, 1))] * 2
+    assert first == [True, True] and second == [RemoteTensor((4, 3), torch.float32, (3, 1))] * 2
 
 
 def norms(mesh):
@@ -166,7 +179,7 @@ def _wholes_by_name(mesh):
     before = {name: tensor.clone() for name, tensor in alone.state_dict().items()}
     with mock.patch.multiple(search, WEIGHT_COST=1e5, WEIGHT_LEAST=0):
         model = parallelize(alone, mesh, sample=torch.empty(2, 64, 9, 9, device="meta"))
-    found = wholes_on_main(model, mesh, dict(model.state_dict()))
+    found = gather_full_on_main(model, mesh, dict(model.state_dict()))
     return [name for name, tensor in before.items() if mesh.is_main and not torch.equal(found[name], tensor)]
 
 

@@ -24,12 +24,12 @@ from widefield.comm import halo
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.geometry.layout import Cut, layout_of
 from widefield.models.unet import UNet
-from widefield.parallel.inactive import ghost
+from widefield.parallel.inactive import inactive
 from widefield.parallel.parallelize import share_states
 from widefield.parallel.strategies import _shared_forward
 from widefield.plan import Plan
-from widefield.sharded_state import wholes_on_main
-from widefield.tiled.sample_mixing import Watch
+from widefield.sharded_state import gather_full_on_main
+from widefield.tiled.sample_mixing import SampleMixingWatch
 from widefield.tiled.tensor import wrap
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
@@ -190,13 +190,13 @@ def two_steps(mesh, name: str) -> list[str]:
         torch.manual_seed(step)
         output = model(wf.tile(mine, mesh))
         loss_of(wf.whole(output), SHAPE[0] / mesh.copies).backward()
-        found = wholes_on_main(model, mesh, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        found = gather_full_on_main(model, mesh, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
         wrong += differences(mesh, found, expected, f"{name}, step {step}, gradients")
         expected_image = whole.grad[part.start : part.stop] * mesh.copies
         wrong += differences(mesh, {"image": mine.grad}, {"image": expected_image}, f"{name}, step {step}")
         one.step(), many.step()
-    found = wholes_on_main(model, mesh, dict(model.state_dict()))
+    found = gather_full_on_main(model, mesh, dict(model.state_dict()))
     return wrong + differences(mesh, found, dict(alone.state_dict()), f"{name}, weights and buffers")
 
 
@@ -286,7 +286,7 @@ def one_sample(mesh) -> list[str]:
             if len(mine):
                 loss_of(model(mine), len(whole) / 2).backward()
             else:
-                with ghost(model):
+                with inactive(model):
                     (loss_of(model(whole), 1) * 0.0).backward()
             found, expected = ({n: p.grad for n, p in net.named_parameters()} for net in (model, alone))
             wrong += differences(mesh, found, expected, f"{name}, step {step}")
@@ -316,7 +316,7 @@ def statistics_of_levels(mesh) -> list[str]:
     torch.manual_seed(2)
     alone(image)
     torch.manual_seed(2)
-    with ghost(model) if mesh.rank else nullcontext():
+    with inactive(model) if mesh.rank else nullcontext():
         model(image).sum().backward()
     return differences(mesh, dict(model.named_buffers()), dict(alone.named_buffers()), "buffers")
 
@@ -753,7 +753,7 @@ def told_apart(mesh):
     found = {}
     for name, body in {**TOLD_APART, **LEFT_ALIKE}.items():
         layout = layout_of((4, 3, 4, 6), (Cut((0,), (0, 1, 4)), None, None, None), mesh.grid)
-        with Watch(mesh.grid) as watch:
+        with SampleMixingWatch(mesh.grid) as watch:
             body(wrap(torch.randn(layout.tile_shape), layout))
         found[name] = list(watch.found)
     return found
@@ -788,7 +788,7 @@ class SkipsByChance(nn.Module):
 def choices(mesh) -> tuple:
     """What one device's model and a copy's chose in each forward, and how many forwards they count."""
     alone, model = SkipsByChance(), SkipsByChance()
-    wf.parallelize(model, mesh, rehearse=lambda: model(images(0).float()[:2]).sum())
+    wf.parallelize(model, mesh, trial_step=lambda: model(images(0).float()[:2]).sum())
     found = []
     for net in (alone, model):
         random.seed(3), np.random.seed(4), torch.manual_seed(5)

@@ -166,7 +166,7 @@ def channels_last(mesh):
     net = unet().to(memory_format=torch.channels_last)
     image = image.to(memory_format=torch.channels_last)
     output = net(wf.tile(image, mesh))
-    assert output.own.is_contiguous(memory_format=torch.channels_last)
+    assert output.local.is_contiguous(memory_format=torch.channels_last)
     one_pass(mesh, lambda model: lambda x: model.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last)))
 
 

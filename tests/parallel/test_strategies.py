@@ -17,7 +17,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from widefield.capture.interpreter import OfOneRank
+from widefield.capture.interpreter import RankShardModule
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.naming import load, names_in
 from widefield.parallel.parallelize import parallelize, reasons, share_states, without_sync
@@ -25,7 +25,7 @@ from widefield.parallel.passes import backward_of
 from widefield.parallel.strategies import Case, Phase
 from widefield.parallel.strategies.data import hook_state, load_hook_state
 from widefield.plan import STRATEGY_OF_AXIS, Plan
-from widefield.sharded_state import wholes_on_main
+from widefield.sharded_state import gather_full_on_main
 from widefield.streaming.api import stream
 from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
@@ -82,7 +82,7 @@ def rehearsal(model, case, rank, dtype=torch.float64):
 def laid_out(mesh, case, dtype=torch.float64):
     model = net(case, dtype)
     sample = torch.empty(2, *case.shape[1:], dtype=dtype, device="meta")
-    return parallelize(model, mesh, rehearse=rehearsal(model, case, mesh.rank, dtype), sample=sample)
+    return parallelize(model, mesh, trial_step=rehearsal(model, case, mesh.rank, dtype), sample=sample)
 
 
 def my_rows(mesh, rows):
@@ -110,7 +110,7 @@ def compare_with_one_device(mesh, name, index):
 
 def close_on_main(mesh, model, parts, expected):
     """Whether parts are those of the wholes that one device has; looked at on rank 0, since parts send no copies."""
-    found = wholes_on_main(model, mesh, parts)
+    found = gather_full_on_main(model, mesh, parts)
     if mesh.is_main:
         close(found, expected)
 
@@ -145,7 +145,7 @@ def stays_itself(mesh):
     parameters = [id(p) for p in model.parameters()]
     calls = []
     model.register_forward_hook(lambda *_: calls.append("hook"))
-    given = parallelize(model, mesh, rehearse=rehearsal(model, BATCH_NORM, mesh.rank))
+    given = parallelize(model, mesh, trial_step=rehearsal(model, BATCH_NORM, mesh.rank))
     calls.clear()
     given(batch(BATCH_NORM, 0)[0])
     assert given is model and isinstance(model, kind) and type(model).__name__ == kind.__name__
@@ -235,11 +235,11 @@ def copied_from(mesh, is_streamed):
     parallelize(model, mesh, sample=image.to("meta"))
     model.eval()
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))):
-        is_part = isinstance(made, OfOneRank)
+        is_part = isinstance(made, RankShardModule)
         kind = type(made).__mro__[3] if is_streamed or is_part else type(made)  # classes of ours come before
         same = is_part if mesh.plan.channel > 1 else torch.allclose(made(image), alone(image), rtol=1e-10)
         found.append(
-            (kind is nn.Sequential, same, set(vars(made)) - set(vars(nn.Sequential())) <= {"_stream", *OfOneRank.COPIED})
+            (kind is nn.Sequential, same, set(vars(made)) - set(vars(nn.Sequential())) <= {"_stream", *RankShardModule.COPIED})
         )
     return found
 
@@ -315,11 +315,11 @@ def traces(mesh):
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
 
-    def rehearse():
+    def trial_step():
         model.train()
         return model(torch.randn(2, *case.shape[1:], dtype=torch.float64)).square().sum()
 
-    parallelize(model, mesh, rehearse=rehearse)
+    parallelize(model, mesh, trial_step=trial_step)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(state, torch.get_rng_state())
     assert not model[1].training and model[4].training
@@ -346,7 +346,7 @@ def by_chance(mesh):
     model = ByChance()
     taken = [torch.rand(2, generator=torch.Generator().manual_seed(seed)) < 0.5 for seed in range(99)]
     torch.manual_seed([branches.tolist() for branches in taken].index([True, False]))
-    parallelize(model, mesh, rehearse=lambda: model(torch.ones(1, 2)).sum())
+    parallelize(model, mesh, trial_step=lambda: model(torch.ones(1, 2)).sum())
     return reasons(model)
 
 
@@ -359,7 +359,7 @@ def on_some_ranks(mesh):
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     model.__class__ = RankChooses
     model.rank = mesh.rank
-    parallelize(model, mesh, rehearse=lambda: model(torch.ones(1, 2)).sum())
+    parallelize(model, mesh, trial_step=lambda: model(torch.ones(1, 2)).sum())
     model(torch.ones(1, 2)).sum().backward()
     return reasons(model)[0], model["b"].weight.grad[0, 0].item()
 

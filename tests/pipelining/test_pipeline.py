@@ -19,10 +19,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
 from widefield.capture.fake_parameters import named_tensors
-from widefield.capture.interpreter import flow_of
-from widefield.capture.trace import follow
+from widefield.capture.interpreter import override_of
+from widefield.capture.trace import trace
 from widefield.geometry.interval import even_cut, parts_of
-from widefield.parallel.inactive import ghost
+from widefield.parallel.inactive import inactive
 from widefield.parallel.parallelize import parallelize, reasons
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.parallel.strategies.pipeline import held_bytes
@@ -31,7 +31,7 @@ from widefield.pipelining.sample_mixing import where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, orders, schedule_grid
 from widefield.pipelining.split_backward import united
 from widefield.plan import Plan, check, stage_problems
-from widefield.sharded_state import parts, shapes, total_norm, wholes_on_main
+from widefield.sharded_state import gather_full_on_main, parts, shapes, total_norm
 from widefield.training.state import optimizer_state
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)  # float64; sums of micro-batches in another order
@@ -266,7 +266,7 @@ def accumulates(mesh):
     share = [(slice(0, 2), slice(2, 4)), (slice(4, 6), None)][mesh.copy]
     for number, part in enumerate(share):
         context = without_sync(model) if number == 0 else nullcontext()
-        with context, ghost(model) if part is None else nullcontext():
+        with context, inactive(model) if part is None else nullcontext():
             rows = slice(0, 2) if part is None else part
             real = 0.0 if part is None else 1.0
             own = partial(times, real)
@@ -434,7 +434,7 @@ def keeps_its_checkpoint(mesh):
     optimizer.step()
     state = {"model": dict(model.state_dict()), "optimizer": optimizer_state(model, optimizer)}
     before = mesh.group._get_sequence_number_for_group()
-    found = wholes_on_main(model, mesh, state)
+    found = gather_full_on_main(model, mesh, state)
     begun = mesh.gather_objects(mesh.group._get_sequence_number_for_group() - before)
     assert begun == [begun[0]] * mesh.size, "a watch for missing ranks counts collectives"
     if mesh.rank:
@@ -476,7 +476,7 @@ def order_of(mesh, schedule, micro):
     model = parallelize(net("resnet"), mesh, sample=batch("resnet", 0, micro)[0])
     x, y = batch("resnet", 0, micro)
     backward_of(model, x, y, loss_of=loss_of)
-    (module,) = flow_of(model).known.values()[0].modules
+    (module,) = override_of(model).known.values()[0].modules
     forward, done = module.forward, []
 
     def run(*given):
@@ -682,7 +682,7 @@ ADDED_UP = {
 @pytest.mark.parametrize("adds, mixing", ADDED_UP.values(), ids=ADDED_UP)
 def test_norms_and_products_mix_the_samples_that_they_add_up_over(adds, mixing):
     model = nn.Identity()
-    graph = follow(model, adds, (torch.empty(4, 2, 3, 5),), {})
+    graph = trace(model, adds, (torch.empty(4, 2, 3, 5),), {})
     assert where_samples_meet(graph) == mixing
 
 

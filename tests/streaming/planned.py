@@ -9,28 +9,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from widefield.capture.ir import Graph
-from widefield.capture.trace import follow
+from widefield.capture.trace import trace
 from widefield.streaming.choice import Choice, choose
-from widefield.streaming.schedule import Program, program_of
-from widefield.streaming.spatial import ALONE, Span
+from widefield.streaming.schedule import TileSchedule, program_of
+from widefield.streaming.spatial import ALONE, SpatialStream
 from widefield.streaming.storage.windowed_image import from_reader
-from widefield.streaming.tile_planner import Units, units_of
+from widefield.streaming.tile_planner import TracedOps, units_of
 
 
 def graph_of(module: nn.Module, *shape: int, wants_grad: bool = False) -> Graph:
     """What a module does with an image of a shape, whose gradient may be wanted."""
     image = from_reader(torch.empty, shape)
     image.requires_grad = wants_grad
-    return follow(module, module.forward, (image,), {})
+    return trace(module, module.forward, (image,), {})
 
 
-def units(graph: Graph, tiles: Sequence[int]) -> Units:
-    span = Span(ALONE, tuple(tiles))
+def units(graph: Graph, tiles: Sequence[int]) -> TracedOps:
+    span = SpatialStream(ALONE, tuple(tiles))
     inputs = {value: span.cut(value.shape, None) for value in graph.inputs if value.ndim > len(tiles)}
     return units_of(graph, span.virtual, {value: layout for value, layout in inputs.items() if layout.is_cut})
 
 
-def plain_program(graph: Graph, tiles: Sequence[int]) -> Program:
+def plain_program(graph: Graph, tiles: Sequence[int]) -> TileSchedule:
     """The program that keeps no more than it must."""
     return program_of(graph, units(graph, tiles))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from widefield import ops
-from widefield.rules import Case
+from widefield.rules import RuleCase
 from widefield.streaming.api import stream
 
 FAMILIES = sorted(found.name for found in pkgutil.iter_modules(ops.__path__))
@@ -108,7 +108,7 @@ class Ran:
 class CaseModule(nn.Module):
     """A case whose tiled inputs are given to forward and whose plain ones are parameters."""
 
-    def __init__(self, case: Case, wholes: list[Tensor]) -> None:
+    def __init__(self, case: RuleCase, wholes: list[Tensor]) -> None:
         super().__init__()
         self.case = case
         self.plain = nn.ParameterDict({str(n): x.clone() for n, x in enumerate(wholes) if n not in case.tiled})
@@ -119,12 +119,12 @@ class CaseModule(nn.Module):
         return self.case.run(*(next(given) if n in self.case.tiled else self.plain[str(n)] for n in numbers))
 
 
-def cases_of(family: str) -> list[Case]:
+def cases_of(family: str) -> list[RuleCase]:
     cases = importlib.import_module(f"{ops.__name__}.{family}").CASES
     return [case for case in cases if f"{family}: {case.name}" not in UNDEFINED]
 
 
-def plain_and_streamed(case: Case, tiles: tuple[int, ...]) -> tuple[Ran, Ran]:
+def plain_and_streamed(case: RuleCase, tiles: tuple[int, ...]) -> tuple[Ran, Ran]:
     torch.manual_seed(0)
     wholes = [torch.randn(shape) for shape in case.shapes]
     plain = CaseModule(case, wholes)
@@ -158,7 +158,7 @@ def _pull(outputs: list[Tensor]) -> None:
         torch.autograd.backward(outputs, [torch.randn(out.shape, generator=draw) for out in outputs])
 
 
-def problems_of(case: Case, name: str, tiles: tuple[int, ...]) -> Iterator[str]:
+def problems_of(case: RuleCase, name: str, tiles: tuple[int, ...]) -> Iterator[str]:
     """What is wrong, a text each.  name: under which the tables have it."""
     plain, streamed = plain_and_streamed(case, tiles)
     refused, whole = REFUSED.get(name), ON_THE_WHOLE | ON_THE_WHOLE_IN.get(name, set())

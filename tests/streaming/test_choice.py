@@ -27,14 +27,14 @@ from widefield.streaming import api
 from widefield.streaming import schedule as programs
 from widefield.streaming.choice import Choice, bytes_text, grids_of, name_of
 from widefield.streaming.cost_model import Estimator, Setting, estimate
-from widefield.streaming.schedule import Drafts, program_of
-from widefield.streaming.search import Ways
+from widefield.streaming.schedule import PlanMemo, program_of
+from widefield.streaming.search import KeepSearch
 
 MIB = 2**20
 
 
-def ways_of(graph, tiles, place="device") -> Ways:
-    return Ways(Drafts(graph, units(graph, tiles)), Estimator(graph, Setting(place=place)))
+def ways_of(graph, tiles, place="device") -> KeepSearch:
+    return KeepSearch(PlanMemo(graph, units(graph, tiles)), Estimator(graph, Setting(place=place)))
 
 
 def segments_of(choice: Choice) -> int:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from widefield.streaming.api import stream
-from widefield.streaming.cost_model import MACHINES, WEIGHT_READS, WHOLE_STEP, Lives, Setting, estimate
+from widefield.streaming.cost_model import MACHINES, WEIGHT_READS, WHOLE_STEP, Liveness, Setting, estimate
 from widefield.streaming.memory_simulator import work_bytes
-from widefield.streaming.saved_tensors import Habits, Saved
-from widefield.streaming.schedule import Program, Segment, program_of
+from widefield.streaming.saved_tensors import SavedTensorCache, SavedTensors
+from widefield.streaming.schedule import FusedRegion, TileSchedule, program_of
 from widefield.streaming.storage import offload_buffer
 
 
@@ -25,7 +25,7 @@ def two_convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1, bias=False), nn.Conv2d(2, 3, 3, padding=1, bias=False))
 
 
-def only_segment(program: Program) -> Segment:
+def only_segment(program: TileSchedule) -> FusedRegion:
     (segment,) = [segment for stage in program.stages for segment in stage.segments]
     return segment
 
@@ -41,7 +41,7 @@ def test_two_convolutions_take_the_bytes_counted_by_hand():
     image, inner, out, weights = 4 * 144, 4 * 2 * 100, 4 * 3 * 64, (4 * 2 * 9, 4 * 3 * 2 * 9)
 
     def work(**kwargs) -> int:
-        return work_bytes(middle, Habits(), set(graph.results), **kwargs)
+        return work_bytes(middle, SavedTensorCache(), set(graph.results), **kwargs)
 
     first, second = image + inner + inner, inner + out + out  # each: what its kernel copies, and what it makes
     assert work(is_copy=False, goes_back=False) == max(first, second) == 2336
@@ -52,7 +52,7 @@ def test_two_convolutions_take_the_bytes_counted_by_hand():
     found = estimate(program, Setting(trains=True, fixed=1000))
     outputs = 3 * 4 * 3 * 24 * 24  # it, its gradient that comes, and the sum that this is put in
     assert (found.inputs, found.outputs, found.weights, found.fixed) == (4 * 24 * 24, outputs, sum(weights), 1000)
-    assert (found.kept, found.slopes, found.together) == (0, 0, 0)
+    assert (found.kept, found.grads, found.together) == (0, 0, 0)
     assert found.peak == found.inputs + outputs + sum(weights) + 1000 + found.work
     assert found.rest == found.peak - found.work
 
@@ -61,7 +61,7 @@ def middle_work(module: nn.Module, *, is_copy: bool, wants_grad: bool = False) -
     """Of the tile in the middle of 24 x 24 px, back and forth."""
     graph = graph_of(module, 1, 1, 24, 24, wants_grad=wants_grad)
     middle = only_segment(plain_program(graph, (3, 3))).turns[4]
-    return work_bytes(middle, Habits(), set(graph.results), is_copy=is_copy, goes_back=True)
+    return work_bytes(middle, SavedTensorCache(), set(graph.results), is_copy=is_copy, goes_back=True)
 
 
 def test_the_gradient_of_a_part_is_put_into_one_of_all_that_was_read():
@@ -134,7 +134,7 @@ def test_a_convolution_whose_result_is_kept_is_not_run_again():
     first = 4 * (image + 1152) + 9 * (cpu.step_bytes + 4 * 18 * WEIGHT_READS) + 18 * 1152 / cpu.flops_per_byte
     second = 4 * (2 * halo + 1728) + 9 * (cpu.step_bytes + 4 * 54 * WEIGHT_READS) + 36 * 1728 / cpu.flops_per_byte
     assert found.cost == pytest.approx(2 * first + 4 * second, rel=1e-12)
-    assert (found.kept, found.slopes, found.together) == (4 * 1152, 4 * 1152, 8 * 1152)
+    assert (found.kept, found.grads, found.together) == (4 * 1152, 4 * 1152, 8 * 1152)
 
 
 def test_in_a_forward_alone_values_go_when_no_later_stage_reads_them():
@@ -145,18 +145,18 @@ def test_in_a_forward_alone_values_go_when_no_later_stage_reads_them():
     program = program_of(graph, rules, {unit.outs[0] for unit in rules.units[:3]})
     size = 4 * 24 * 24
     forward, step = estimate(program, Setting(trains=False)), estimate(program, Setting(trains=True))
-    assert (forward.kept, forward.slopes, forward.outputs) == (2 * size, 0, size)
-    assert (step.kept, step.slopes, step.together) == (3 * size, 2 * size, 5 * size)
-    lives = Lives(program, True, True)
+    assert (forward.kept, forward.grads, forward.outputs) == (2 * size, 0, size)
+    assert (step.kept, step.grads, step.together) == (3 * size, 2 * size, 5 * size)
+    lives = Liveness(program, True, True)
     assert [kept / size for kept in lives.kept] == [1, 2, 3, 3, 3, 3, 2, 1], "four stages forward, four back"
-    assert [slopes / size for slopes in lives.slopes] == [0, 0, 0, 0, 1, 2, 2, 1]
+    assert [slopes / size for slopes in lives.grads] == [0, 0, 0, 0, 1, 2, 2, 1]
     assert [outputs / size for outputs in lives.outputs] == [0, 0, 0, 1, 3, 3, 3, 3]
 
 
 def test_the_gradient_of_the_image_is_there_until_the_end():
     graph = graph_of(two_convolutions(), 1, 1, 24, 24, wants_grad=True)
-    assert estimate(plain_program(graph, (3, 3)), Setting()).slopes == 4 * 24 * 24
-    assert estimate(plain_program(graph, (3, 3)), Setting(trains=False)).slopes == 0
+    assert estimate(plain_program(graph, (3, 3)), Setting()).grads == 4 * 24 * 24
+    assert estimate(plain_program(graph, (3, 3)), Setting(trains=False)).grads == 0
 
 
 def test_what_a_reader_gives_is_not_in_memory_and_what_ranks_share_is_divided():
@@ -234,9 +234,9 @@ def test_a_unet_without_norms_makes_little_of_its_halos_twice():
 # ---------------------------------------------------------------------------------------------- what autograd saves
 
 
-def saved_of(module: nn.Module, *shape: int) -> dict[str, Saved]:
+def saved_of(module: nn.Module, *shape: int) -> dict[str, SavedTensors]:
     """By operation, in the turn in the middle."""
-    program, habits = plain_program(graph_of(module, *shape), (3, 3)), Habits()
+    program, habits = plain_program(graph_of(module, *shape), (3, 3)), SavedTensorCache()
     turns = [segment.turns[4] for stage in program.stages for segment in stage.segments]
     pairs = [pair for turn in turns for pair in (*turn.steps, *turn.parts)]
     return {str(unit.node.op).split(".")[1] + (" part" if unit.part else ""): habits.of(unit, step) for unit, step in pairs}
@@ -245,10 +245,10 @@ def saved_of(module: nn.Module, *shape: int) -> dict[str, Saved]:
 def test_what_autograd_holds_of_each_operation_is_what_torch_says():
     layers = (nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Sigmoid(), nn.Conv2d(4, 4, 1), nn.GELU())
     found = saved_of(nn.Sequential(*layers), 1, 3, 48, 48)
-    assert found["relu"] == Saved(frozenset(), frozenset({0}))
-    assert found["sigmoid"] == Saved(frozenset(), frozenset({0}))
-    assert found["gelu"] == Saved(frozenset({0}), frozenset())
-    assert found["convolution"] == Saved(frozenset({0, 1}), frozenset())  # the second: image and weight, not the bias
+    assert found["relu"] == SavedTensors(frozenset(), frozenset({0}))
+    assert found["sigmoid"] == SavedTensors(frozenset(), frozenset({0}))
+    assert found["gelu"] == SavedTensors(frozenset({0}), frozenset())
+    assert found["convolution"] == SavedTensors(frozenset({0, 1}), frozenset())  # the second: image and weight, not the bias
     pooled = found["max_pool2d_with_indices"]
     assert pooled.reads == {0}
     assert pooled.more == pytest.approx(2 / 3), "indices of eight bytes beside four, which nobody asked for"
@@ -265,13 +265,13 @@ def test_sums_pass_gradients_on_and_views_take_no_memory():
             return (y + y.sigmoid()).permute(0, 1, 3, 2).exp()
 
     found = saved_of(Sum(), 1, 3, 24, 24)
-    assert found["add"] == Saved(frozenset(), frozenset(), passes=frozenset({0, 1}))
+    assert found["add"] == SavedTensors(frozenset(), frozenset(), passes=frozenset({0, 1}))
     assert found["permute"].shows == ((0, 0),)
 
 
 def test_a_padded_copy_at_the_edge_counts_and_there_is_none_inside():
     program = plain_program(graph_of(stack(2, 8), 1, 3, 48, 48), (3, 3))
-    habits, turns = Habits(), only_segment(program).turns
+    habits, turns = SavedTensorCache(), only_segment(program).turns
     inside, corner = ([habits.of(unit, step) for unit, step in turns[n].steps if "conv" in str(unit.node.op)] for n in (4, 0))
     assert [saved.copies for saved in inside] == [0, 0]
     assert [saved.copies for saved in corner] == pytest.approx([(3 * 19**2) / (8 * 17**2), 18**2 / 16**2])
@@ -286,7 +286,7 @@ def test_a_kernel_that_needs_pixels_is_taken_to_hold_everything():
         raise RuntimeError("no such kernel for the meta device")
 
     broken = type(step)(step.reads, step.outs, needs_pixels)
-    assert Habits().of(unit, broken) == Saved(frozenset({0}), frozenset({0}))
+    assert SavedTensorCache().of(unit, broken) == SavedTensors(frozenset({0}), frozenset({0}))
 
 
 # ---------------------------------------------------------------------------------------------- against the allocator

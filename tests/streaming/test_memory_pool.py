@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from widefield.streaming.storage import memory_pool as pools
-from widefield.streaming.storage.memory_pool import Block, Pool, Shelf
+from widefield.streaming.storage.memory_pool import Block, FreeList, Pool
 
 MIB = 1 << 20
 
 
 @pytest.fixture(params=["host", "file"])
-def shelf(request, tmp_path) -> Shelf:
+def shelf(request, tmp_path) -> FreeList:
     return getattr(Pool(tmp_path), request.param)
 
 
@@ -25,7 +25,7 @@ def place_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def all_bytes(shelf: Shelf) -> int:
+def all_bytes(shelf: FreeList) -> int:
     shelf._sort_back()
     return shelf.used + sum(block.bytes for block in shelf.idle)
 
@@ -75,7 +75,7 @@ def test_there_is_never_more_than_tensors_had_at_one_time(shelf):
 
 
 def test_files_that_wait_are_no_more_than_they_may_be(tmp_path):
-    shelf = Shelf(str(tmp_path), most_idle=3 * MIB)
+    shelf = FreeList(str(tmp_path), most_idle=3 * MIB)
     taken = [shelf.take(2 * MIB)[1] for _ in range(3)]
     taken.clear()
     assert all_bytes(shelf) == 2 * MIB and len(shelf.idle) == 1
@@ -83,7 +83,7 @@ def test_files_that_wait_are_no_more_than_they_may_be(tmp_path):
 
 
 def test_where_a_file_does_not_fit_those_that_wait_go_first(tmp_path):
-    shelf = Shelf(str(tmp_path))
+    shelf = FreeList(str(tmp_path))
     keep = [shelf.take(3 * MIB)[1], shelf.take(MIB)[1]]
     del keep[1]
     shelf.most_used = 9 * MIB  # as once there were

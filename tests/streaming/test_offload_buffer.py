@@ -21,7 +21,7 @@ from widefield.geometry.box import size_of, within
 from widefield.geometry.interval import Interval
 from widefield.streaming.storage import offload_buffer
 from widefield.streaming.storage.memory_pool import Pool
-from widefield.streaming.storage.offload_buffer import PLACES, Kept
+from widefield.streaming.storage.offload_buffer import PLACES, OffloadBuffer
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -52,7 +52,7 @@ def uses(draw):
 
 def compare_with_a_plain_tensor(use, place: str, device: str = "cpu", pool: Pool | None = None) -> None:
     shape, order, dtype, steps = use
-    ours, plain = Kept(shape, dtype, device, place, order, pool), torch.zeros(shape, dtype=dtype)
+    ours, plain = OffloadBuffer(shape, dtype, device, place, order, pool), torch.zeros(shape, dtype=dtype)
     everything = tuple(Interval(0, n) for n in shape)
     for name, box, seed in [*steps, ("whole", everything, 0)]:
         pixels = plain[within(everything, box)]
@@ -106,7 +106,7 @@ def late(tile, lane, device, order):
 def test_a_tile_on_its_way_is_waited_for_before_anything_else_happens(use):
     with contextlib.ExitStack() as stack:
         for name, fake in {
-            "lane_to": lambda device, way: way,
+            "copy_stream_to": lambda device, way: way,
             "beside": lambda lane: contextlib.nullcontext(),
             "_lowered": late,
             "raised": lambda place, device, order: place.clone(),
@@ -118,7 +118,7 @@ def test_a_tile_on_its_way_is_waited_for_before_anything_else_happens(use):
 
 @pytest.mark.gpu
 def test_a_tile_may_be_written_to_once_it_was_handed_over():
-    ours, box = Kept((64, 1 << 20), torch.float32, "cuda", "host"), box_of((0, 64), (0, 1 << 20))
+    ours, box = OffloadBuffer((64, 1 << 20), torch.float32, "cuda", "host"), box_of((0, 64), (0, 1 << 20))
     tile = torch.ones(64, 1 << 20, device="cuda")
     ours.write(box, tile)
     tile.zero_()
@@ -130,7 +130,7 @@ def test_a_tile_may_be_written_to_once_it_was_handed_over():
 
 @pytest.mark.parametrize("place", PLACES)
 def test_nothing_is_held_before_the_first_write_and_after_it_was_freed(place):
-    ours, box = Kept((2, 3, 4), torch.float64, "cpu", place), box_of((0, 1), (1, 3), (0, 4))
+    ours, box = OffloadBuffer((2, 3, 4), torch.float64, "cpu", place), box_of((0, 1), (1, 3), (0, 4))
     assert ours.is_empty and ours.bytes == 192
     assert torch.equal(ours.read(box), torch.zeros(1, 2, 4, dtype=torch.float64)) and ours.is_empty
     ours.write(box_of((0, 0), (0, 3), (0, 4)), torch.ones(0, 3, 4, dtype=torch.float64))
@@ -147,7 +147,7 @@ def test_nothing_is_held_before_the_first_write_and_after_it_was_freed(place):
 
 def test_a_tensor_that_exists_is_kept_without_a_copy():
     image = torch.randn(1, 2, 5, 6).to(memory_format=torch.channels_last).requires_grad_()
-    ours = Kept.of(image)
+    ours = OffloadBuffer.of(image)
     assert (ours.shape, ours.dtype, ours.place, ours.is_empty) == (image.shape, image.dtype, "device", False)
     assert ours.whole().data_ptr() == image.data_ptr() and ours.order == (0, 2, 3, 1)
     ours.write(box_of((0, 1), (0, 2), (2, 4), (0, 6)), torch.zeros(1, 2, 2, 6))
@@ -156,7 +156,7 @@ def test_a_tensor_that_exists_is_kept_without_a_copy():
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_kept_has_no_history(place):
-    ours, box = Kept((2, 3), torch.float32, "cpu", place), box_of((0, 2), (0, 3))
+    ours, box = OffloadBuffer((2, 3), torch.float32, "cpu", place), box_of((0, 2), (0, 3))
     weight = torch.ones(2, 3, requires_grad=True)
     ours.write(box, weight * 2)
     ours.add(box, weight * 3)
@@ -166,7 +166,7 @@ def test_what_is_kept_has_no_history(place):
 def test_a_read_is_a_view_on_the_device_and_a_tensor_of_its_own_from_a_file():
     box = box_of((0, 2), (0, 3))
     for place, is_view in [("device", True), ("host", True), ("file", False)]:
-        ours = Kept((2, 3), torch.float32, "cpu", place)
+        ours = OffloadBuffer((2, 3), torch.float32, "cpu", place)
         ours.write(box, torch.ones(2, 3))
         before = ours.read(box)
         ours.write(box, torch.zeros(2, 3))
@@ -183,7 +183,7 @@ def mapped(folder) -> list[str]:
 
 @needs_proc
 def test_a_file_has_no_name_and_goes_when_freed(tmp_path):
-    ours = Kept((3, 4), torch.float32, "cpu", "file", pool=Pool(tmp_path))
+    ours = OffloadBuffer((3, 4), torch.float32, "cpu", "file", pool=Pool(tmp_path))
     assert mapped(tmp_path) == []
     ours.write(box_of((0, 3), (0, 4)), torch.ones(3, 4))
     assert os.listdir(tmp_path) == [] and len(mapped(tmp_path)) == 1
@@ -194,12 +194,12 @@ def test_a_file_has_no_name_and_goes_when_freed(tmp_path):
 def test_without_a_folder_a_file_lies_where_the_system_has_such_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(OSError, match="nowhere"):
-        Kept((3,), torch.float32, "cpu", "file").write(box_of((0, 3)), torch.ones(3))
+        OffloadBuffer((3,), torch.float32, "cpu", "file").write(box_of((0, 3)), torch.ones(3))
 
 
 GROWTH = """
 import sys, torch
-from widefield.streaming.storage.offload_buffer import Kept
+from widefield.streaming.storage.offload_buffer import OffloadBuffer
 from widefield.geometry.interval import Interval
 torch.set_num_threads(1)
 
@@ -207,7 +207,7 @@ def peak_kb():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
 def use(side, part):
-    kept = Kept((1, 16, side, side), torch.float32, "cpu", sys.argv[1])
+    kept = OffloadBuffer((1, 16, side, side), torch.float32, "cpu", sys.argv[1])
     for name in ("write", "add", "read"):
         for y in range(0, side, part):
             for x in range(0, side, part):
@@ -260,7 +260,7 @@ def test_an_image_lies_in_a_file_row_by_row_and_any_other_order_as_it_is():
     "box", [box_of((0, 2), (2, 4)), box_of((-1, 1), (0, 2)), box_of((0, 1)), box_of((0, 1), (0, 1), (0, 1))]
 )
 def test_a_box_outside_of_the_whole_is_refused(box, place, method):
-    ours = Kept((2, 3), torch.float32, "cpu", place)
+    ours = OffloadBuffer((2, 3), torch.float32, "cpu", place)
     tile = () if method == "read" else (torch.ones(size_of(box)),)
     with pytest.raises(AssertionError, match=r"\[.*\] is not inside of a whole of \(2, 3\) px"):
         getattr(ours, method)(box, *tile)
@@ -268,7 +268,7 @@ def test_a_box_outside_of_the_whole_is_refused(box, place, method):
 
 @pytest.mark.parametrize("size", [(1, 3), (2, 1), (2, 3, 1), (6,)])
 def test_a_tile_of_another_size_than_its_box_is_refused(size):
-    ours = Kept((4, 3), torch.float32, "cpu")
+    ours = OffloadBuffer((4, 3), torch.float32, "cpu")
     for put in (ours.write, ours.add):
         with pytest.raises(AssertionError, match=r"px for the box \[1:3, 0:3\] of \(2, 3\) px"):
             put(box_of((1, 3), (0, 3)), torch.ones(size))
@@ -277,7 +277,7 @@ def test_a_tile_of_another_size_than_its_box_is_refused(size):
 
 
 def test_a_tile_of_another_dtype_is_refused():
-    ours = Kept((2,), torch.float32, "cpu")
+    ours = OffloadBuffer((2,), torch.float32, "cpu")
     for put in (ours.write, ours.add):
         with pytest.raises(AssertionError, match="a tile of torch.float64 for a whole of torch.float32"):
             put(box_of((0, 2)), torch.ones(2, dtype=torch.float64))
@@ -286,7 +286,7 @@ def test_a_tile_of_another_dtype_is_refused():
 @pytest.mark.parametrize(("place", "hint"), [("hots", "; did you mean 'host'?"), ("moon", ". There"), (None, ". There")])
 def test_an_unknown_place_is_refused_with_the_nearest(place, hint):
     with pytest.raises(ValueError, match="device, host, file") as caught:
-        Kept((2,), torch.float32, "cpu", place)
+        OffloadBuffer((2,), torch.float32, "cpu", place)
     assert hint in str(caught.value) and repr(place) in str(caught.value)
 
 
@@ -302,7 +302,7 @@ def small_files(limit_bytes: int):
 
 
 def refused_words(folder) -> str:
-    ours = Kept((1, 1, 1000, 1000), torch.float32, "cpu", "file", pool=Pool(folder))
+    ours = OffloadBuffer((1, 1, 1000, 1000), torch.float32, "cpu", "file", pool=Pool(folder))
     with pytest.raises(OSError) as caught:
         ours.write(box_of((0, 1), (0, 1), (0, 1), (0, 1)), torch.ones(1, 1, 1, 1))
     assert ours.is_empty and type(caught.value) is OSError
@@ -330,6 +330,6 @@ def test_a_file_system_that_cannot_reserve_is_asked_for_its_room(tmp_path):
         assert "4,000,000 bytes" in (words := refused_words(tmp_path)) and "No space left" in words
     full.f_bavail = 1000
     with cannot, mock.patch("os.fstatvfs", return_value=full):
-        ours = Kept((1, 1, 1000, 1000), torch.float32, "cpu", "file", pool=Pool(tmp_path))
+        ours = OffloadBuffer((1, 1, 1000, 1000), torch.float32, "cpu", "file", pool=Pool(tmp_path))
         ours.add(box_of((0, 1), (0, 1), (999, 1000), (0, 1000)), torch.ones(1, 1, 1, 1000))
     assert float(ours.whole().sum()) == 1000

@@ -8,8 +8,16 @@ import torch
 from ranks import on_ranks
 
 from widefield.plan import Plan
-from widefield.tensor_parallel.collectives import AddUp, Enter, Exchange, Fetch, Keep, Ranks, Sum
-from widefield.tensor_parallel.placement import Part
+from widefield.tensor_parallel.collectives import (
+    CopyToRanks,
+    Exchange,
+    GatherFromRanks,
+    Ranks,
+    ReduceFromRanks,
+    ScatterToRanks,
+    Sum,
+)
+from widefield.tensor_parallel.placement import Shard
 
 PARTS = {
     "in order": [[0, 1, 2], [3, 4, 5]],
@@ -28,7 +36,7 @@ def kept_and_fetched(mesh, held, dim):
     shape = [2, 3, 4]
     shape[dim] = 6
     whole = torch.randn(shape, dtype=torch.float64)
-    exchange = Exchange(Part(dim, [np.array(indices) for indices in held]), ranks_of(mesh))
+    exchange = Exchange(Shard(dim, [np.array(indices) for indices in held]), ranks_of(mesh))
     own = exchange.keep(whole)
     assert torch.equal(own, whole.index_select(dim, torch.tensor(held[mesh.channel])))
     assert torch.equal(exchange.fetch(own), whole)
@@ -44,13 +52,13 @@ def adjoint(mesh, kind):
     """<F x, y> = <x, F' y>, each side added up over what ranks have: a whole counts once, what ranks bring counts each."""
     torch.manual_seed(1)
     ranks, whole = ranks_of(mesh), torch.randn(4, 6, dtype=torch.float64)
-    exchange = Exchange(Part(1, [np.array(indices) for indices in PARTS["of heads"]]), ranks)
+    exchange = Exchange(Shard(1, [np.array(indices) for indices in PARTS["of heads"]]), ranks)
     torch.manual_seed(2 + mesh.rank)
     own = torch.randn(4, 6, dtype=torch.float64)
     x = {"keep": whole, "enter": whole, "fetch": exchange.keep(own), "add": own}[kind].clone().requires_grad_()
     out = {
-        "keep": lambda: Keep.apply(x, exchange), "fetch": lambda: Fetch.apply(x, exchange),
-        "enter": lambda: Enter.apply(x, Sum(ranks)), "add": lambda: AddUp.apply(x, Sum(ranks)),
+        "keep": lambda: ScatterToRanks.apply(x, exchange), "fetch": lambda: GatherFromRanks.apply(x, exchange),
+        "enter": lambda: CopyToRanks.apply(x, Sum(ranks)), "add": lambda: ReduceFromRanks.apply(x, Sum(ranks)),
     }[kind]()  # fmt: skip
     torch.manual_seed(7 if kind in ("fetch", "add") else 8 + mesh.rank)  # the gradient of a whole is the same on all ranks
     y = torch.randn(out.shape, dtype=torch.float64)
@@ -71,9 +79,9 @@ def in_memory_order(mesh):
     x = (torch.arange(120.0).view(2, 3, 4, 5) + mesh.rank).requires_grad_()
     own = x.to(memory_format=torch.channels_last) if mesh.rank else x  # as a layer of one channel alone may lay it
     adding = Sum(ranks_of(mesh), (0, 2, 3, 1))
-    out = AddUp.apply(own, adding)
+    out = ReduceFromRanks.apply(own, adding)
     assert torch.equal(out, 2 * torch.arange(120.0).view(2, 3, 4, 5) + 1)
-    entered = Enter.apply(x, adding)
+    entered = CopyToRanks.apply(x, adding)
     entered.backward(own.detach())
     assert torch.equal(x.grad, out)
     return out.is_contiguous(memory_format=torch.channels_last)

@@ -14,7 +14,7 @@ from marks import few
 from ranks import on_ranks
 from torch import nn
 
-from widefield.capture.interpreter import flow_of
+from widefield.capture.interpreter import override_of
 from widefield.comm import collectives
 from widefield.config import RecomputeConfig, StreamConfig
 from widefield.parallel.parallelize import parallelize, reasons
@@ -151,7 +151,7 @@ def sent_bytes(mesh):
             mock.patch.object(collectives, "all_gather_single", all_gather),
         ):
             model(torch.randn(shape)).square().sum().backward()
-    return sent, flow_of(model).first.sent
+    return sent, override_of(model).first.sent
 
 
 def test_as_many_bytes_are_sent_as_the_plan_says():
@@ -170,7 +170,7 @@ def copied(mesh):
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     twice = copy.deepcopy(copy.deepcopy(model))
-    found = [(flow_of(one) is None, type(one).__name__, _said_by(one, torch.zeros(shape))) for one in (loaded, twice)]
+    found = [(override_of(one) is None, type(one).__name__, _said_by(one, torch.zeros(shape))) for one in (loaded, twice)]
     try:
         parallelize(twice, mesh, sample=torch.empty(shape, device="meta"))
     except ValueError as error:

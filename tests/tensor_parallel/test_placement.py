@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from widefield.tensor_parallel.placement import Part, in_groups, joined, sliced, split_along, viewed
+from widefield.tensor_parallel.placement import Shard, in_groups, joined, sliced, split_along, viewed
 
 extents = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
-def held_of(whole: np.ndarray, part: Part, rank: int) -> np.ndarray:
+def held_of(whole: np.ndarray, part: Shard, rank: int) -> np.ndarray:
     return np.take(whole, part.held[rank], axis=part.dim)
 
 
@@ -22,7 +22,7 @@ def held_of(whole: np.ndarray, part: Part, rank: int) -> np.ndarray:
 def parts(draw, shape):
     dim = draw(st.sampled_from([dim for dim, extent in enumerate(shape) if extent > 1]))
     owners = draw(st.lists(st.integers(0, 1), min_size=shape[dim], max_size=shape[dim]).filter(lambda o: 0 < sum(o) < len(o)))
-    return Part(dim, [np.flatnonzero(np.array(owners) == rank) for rank in range(2)])
+    return Shard(dim, [np.flatnonzero(np.array(owners) == rank) for rank in range(2)])
 
 
 @given(st.data(), extents, extents)
@@ -44,15 +44,15 @@ def test_a_view_of_a_part_is_the_part_of_the_view(data, before, factors):
 
 def test_heads_are_found_in_queries_keys_and_values():
     """A linear layer gives 3 x 4 heads x 2; a rank holds two heads of each."""
-    part = Part(2, split_along((3, 4, 2), 1, 2))
+    part = Shard(2, split_along((3, 4, 2), 1, 2))
     assert part.held[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
     heads = viewed(part, (5, 7, 24), (5, 7, 3, 4, 2))
-    assert heads == Part(3, [[0, 1], [2, 3]])
+    assert heads == Shard(3, [[0, 1], [2, 3]])
     assert viewed(heads, (5, 7, 3, 4, 2), (5, 7, 24)) == part
 
 
 def test_a_view_that_tears_a_part_is_none():
-    contiguous = Part(2, split_along((24,), 0, 2))
+    contiguous = Shard(2, split_along((24,), 0, 2))
     assert viewed(contiguous, (5, 7, 24), (5, 7, 3, 4, 2)) is None  # rank 0 has all queries and half of the keys
 
 
@@ -70,7 +70,7 @@ def test_a_slice_of_a_part_is_the_part_of_the_slice(extent, data):
 
 
 def test_joined_parts_hold_their_own_of_each():
-    found = joined([Part(1, [[0, 1], [2]]), Part(1, [[1], [0]])])
+    found = joined([Shard(1, [[0, 1], [2]]), Shard(1, [[1], [0]])])
     assert [indices.tolist() for indices in found.held] == [[0, 1, 4], [2, 3]]
     assert found.extent == 5 and found.order.tolist() == [0, 1, 3, 4, 2] and not found.is_in_order
 
@@ -82,5 +82,5 @@ def test_joined_parts_hold_their_own_of_each():
     ([[0, 2], [1, 3]], 2, None),
 ])  # fmt: skip
 def test_groups_belong_to_one_rank_or_there_is_no_such_part(held, groups, of_groups):
-    found = in_groups(Part(1, held), groups)
+    found = in_groups(Shard(1, held), groups)
     assert (found and [indices.tolist() for indices in found.held]) == of_groups

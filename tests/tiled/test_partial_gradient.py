@@ -19,7 +19,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 import widefield as wf
 from widefield.comm.halo import TRAFFIC
 from widefield.plan import Plan
-from widefield.tiled.partial_gradient import PartialGradient, manage, part_of_mean, partial_of, release, settle, settled
+from widefield.tiled.partial_gradient import (
+    PartialGradient,
+    full_value,
+    full_value_with_grad,
+    manage,
+    part_of_mean,
+    partial_of,
+    release,
+)
 from widefield.tiled.tensor import TiledTensor
 
 TWO = Plan(space=[2, 1])
@@ -143,7 +151,14 @@ def settled_kinds(mesh: Any) -> list[Any]:
     """Of a value, of a number; on a grid of one rank there are no parts."""
     alone = partial_of(P, type(mesh.grid)((1, 1)))
     x = gradient(mesh)
-    return [type(settled(x)), settled(x).laid.is_cut, type(settled(x.sum())), alone is P, settled(P) is P, repr(x)[:32]]
+    return [
+        type(full_value(x)),
+        full_value(x).tile_layout.is_cut,
+        type(full_value(x.sum())),
+        alone is P,
+        full_value(P) is P,
+        repr(x)[:32],
+    ]
 
 
 def test_a_value_is_tiled_without_cuts_and_a_number_plain():
@@ -345,7 +360,7 @@ def penalty(mesh: Any) -> list[str | None]:
         linear = _linear()
         (slope,) = torch.autograd.grad(_loss(linear, where), [linear.weight], create_graph=True)
         other = slope.norm() + slope.abs().sum() * slope[0, 0]
-        loss = wf.whole(other + (settle(slope) if type(slope) is PartialGradient else slope).pow(3).sum())
+        loss = wf.whole(other + (full_value_with_grad(slope) if type(slope) is PartialGradient else slope).pow(3).sum())
         loss.backward()
         found.append([loss.detach(), linear.weight.grad])
         linear.weight.grad = None

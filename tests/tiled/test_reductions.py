@@ -49,7 +49,7 @@ def _spread_numbers(dims: tuple[int, ...]) -> int:
 def _bytes_of_a_spread_gradient(mesh: Mesh, dims: tuple[int, ...]) -> int:
     x = tile(_image(2, 3, 16, 12).requires_grad_(), mesh, [[0, 7, 16], None])
     sizes: list[int] = []
-    x.register_hook(lambda grad: sizes.append((grad * 2 + 1).own.untyped_storage().nbytes()))
+    x.register_hook(lambda grad: sizes.append((grad * 2 + 1).local.untyped_storage().nbytes()))
     x.mean(dims).pow(2).sum().backward()
     return sizes[0]
 

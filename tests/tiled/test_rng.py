@@ -173,7 +173,7 @@ def _holds_its_tile_alone(mesh) -> bool:
     image = tile(torch.ones(1, 2, 8, 6), mesh)
     drawn = [torch.rand_like(image), *torch.native_dropout(image, 0.5, True)]
     assert all(type(value) is TiledTensor for value in drawn)
-    return all(value.own.untyped_storage().nbytes() == value.own.numel() * value.own.element_size() for value in drawn)
+    return all(value.local.untyped_storage().nbytes() == value.local.numel() * value.local.element_size() for value in drawn)
 
 
 def test_draws_lie_in_memory_as_on_one_device():
@@ -248,7 +248,7 @@ def test_tiles_that_are_too_thin_to_tell_their_order_do_not_draw():
 
 def _words_of_a_moved_tile(mesh) -> str:
     image = tile(torch.ones(2, 3, 2, 6), mesh)
-    image.own = image.own.transpose(0, 1).contiguous().transpose(0, 1)
+    image.local = image.local.transpose(0, 1).contiguous().transpose(0, 1)
     try:
         image.bernoulli_(0.5)
     except NotImplementedError as error:
@@ -260,7 +260,7 @@ def _words_of_dropout(mesh, size, turned) -> str:
     """What a draw says for tiles that lie in channels-last order on the ranks in `turned`."""
     image = tile(torch.ones(2, 3, *size), mesh)
     if mesh.rank in turned:
-        image.own = image.own.contiguous(memory_format=torch.channels_last)
+        image.local = image.local.contiguous(memory_format=torch.channels_last)
     try:
         F.dropout(image)
     except NotImplementedError as error:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from widefield.geometry.interval import parts_of
-from widefield.parallel.inactive import ghost
+from widefield.parallel.inactive import inactive
 from widefield.plan import Plan
 from widefield.tiled.api import tile, whole
 from widefield.tiled.sync_batch_norm import SyncBatchNorm, average_running_statistics, broadcast_buffers
@@ -299,7 +299,7 @@ def compare_copies(mesh, shape, convert, prepare, ghosts=()):
 
 def step_of_a_ghost(mesh, layer, shape, prepare):
     stand_in = torch.full((1, *shape[1:]), 1e6, dtype=torch.float64, requires_grad=True)
-    with ghost(layer):
+    with inactive(layer):
         whole(layer(prepare(mesh, stand_in))).sum().backward()
     assert stand_in.grad.count_nonzero() == 0
 
@@ -366,7 +366,7 @@ def ghost_is_no_one(mesh):
         close(my_weights, weights)
     else:
         stand_in = torch.full((1, 3, 2, 2), 1e6, dtype=torch.float64, requires_grad=True)
-        with ghost(layer):
+        with inactive(layer):
             y = layer(stand_in)
         y.backward(torch.ones_like(y))  # after the context: backward remembers
         assert stand_in.grad.count_nonzero() == 0
@@ -375,7 +375,7 @@ def ghost_is_no_one(mesh):
               * layer.weight + layer.bias)  # fmt: skip
         my_buffers = dict(layer.named_buffers())
     close(my_buffers, buffers)
-    return hasattr(layer, "ghost")
+    return hasattr(layer, "inactive")
 
 
 def test_a_ghost_counts_nothing_and_gives_no_gradient():
@@ -388,7 +388,7 @@ def test_a_ghost_counts_nothing_and_gives_no_gradient():
 def test_a_ghost_leaves_running_statistics_of_plain_layers_alone(kind):
     model = nn.Sequential(kind(3))
     before = copy.deepcopy(model.state_dict())
-    with ghost(model):
+    with inactive(model):
         model(torch.randn(2, 3, 4, 4))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     model(torch.randn(2, 3, 4, 4))
@@ -398,7 +398,7 @@ def test_a_ghost_leaves_running_statistics_of_plain_layers_alone(kind):
 def test_a_ghost_in_evaluation_still_normalizes_with_running_statistics():
     layer = nn.BatchNorm2d(3).eval()
     x = torch.randn(2, 3, 4, 4)
-    with ghost(layer):
+    with inactive(layer):
         torch.testing.assert_close(layer(x), x, rtol=1e-4, atol=1e-4)  # eps 1e-5 beside a variance of 1
 
 

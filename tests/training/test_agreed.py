@@ -17,11 +17,11 @@ from widefield.config import read_config
 from widefield.data import BadImageError
 from widefield.data.batch import Batch
 from widefield.data.formats.page import Pages
-from widefield.data.loader import Reader
+from widefield.data.loader import SampleReader
 from widefield.data.transforms import Transforms
 from widefield.plan import Plan
 from widefield.run import train
-from widefield.training.agreed import Agreed, spare_of
+from widefield.training.agreed import Agreed, dummy_batch_of
 
 NONE = Transforms([], field="data.read")
 COPY_OF_TWO = Plan(space=[2, 1])
@@ -47,7 +47,7 @@ SPARE = batch_of([50], [True])
 
 
 def agreed(mesh: Mesh, of_rank: Callable[[int], Batch]) -> dict[str, Any]:
-    found = next(Agreed(iter([of_rank(mesh.rank)]), mesh, spare=SPARE, name_of=lambda index: f"image {index}"))
+    found = next(Agreed(iter([of_rank(mesh.rank)]), mesh, dummy_batch=SPARE, name_of=lambda index: f"image {index}"))
     told = {name: getattr(found, name) for name in ("samples", "skipped", "problem", "refused", "seeds")}
     tensors = {name: getattr(found, name) for name in ("index", "target", "partner", "share", "box")}
     same = [float(image.float().mean()) for image in found.image] == [float(number) for number in found.index]
@@ -96,7 +96,7 @@ def stand_ins(mesh: Mesh) -> tuple[list[int], int, list[str]]:
     shown = Batch(
         torch.zeros(1, 1, 9, 9), torch.tensor([8]), torch.tensor([8 + mesh.rank]), asked=[8], readable=[mesh.rank == 0]
     )
-    found = next(Agreed(iter([shown]), mesh, spare=SPARE, name_of=str))
+    found = next(Agreed(iter([shown]), mesh, dummy_batch=SPARE, name_of=str))
     return found.index.tolist(), found.samples, found.skipped
 
 
@@ -145,9 +145,9 @@ class Numbers:
 
 
 def spare(mesh: Mesh, bad: list[set[int]], bad_images: str) -> int | str:
-    reader = Reader(Numbers(bad[mesh.rank]), NONE, NONE, 3, 0, bad_images=bad_images)
+    reader = SampleReader(Numbers(bad[mesh.rank]), NONE, NONE, 3, 0, bad_images=bad_images)
     try:
-        return int(spare_of(reader, mesh).index[0])
+        return int(dummy_batch_of(reader, mesh).index[0])
     except AgreedError as error:
         return str(error)
 

@@ -14,7 +14,7 @@ from widefield.comm.mesh import AgreedError
 from widefield.config import TaskConfig
 from widefield.data import BadImageError
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, EvaluateSampler, Reader, load_batches
+from widefield.data.loader import Batch, EvaluateSampler, SampleReader, load_batches
 from widefield.data.transforms import Transforms
 from widefield.parallel.parallelize import parallelize
 from widefield.plan import Plan
@@ -55,7 +55,7 @@ def network() -> nn.Module:
 
 
 def batches_of(mesh, images: Noise, batch: int, bad_images: str = "stop") -> Iterator[Batch]:
-    reader = Reader(images, NONE, NONE, CLASSES, 0, bad_images=bad_images)
+    reader = SampleReader(images, NONE, NONE, CLASSES, 0, bad_images=bad_images)
     sampler = EvaluateSampler(len(images), batch=batch, rank=mesh.rank, ranks=mesh.size)
     return iter(load_batches(reader, sampler, workers=0, device=CPU))
 
@@ -284,7 +284,7 @@ def test_sums_over_ranks_are_taken_once(size):
 
 def together(mesh, images: Noise, bad_images: str = "stop") -> Evaluation:
     """Weights lie in parts, so that a pass takes all ranks, and ranks have different numbers of batches of their own."""
-    reader = Reader(images, NONE, NONE, CLASSES, 0, bad_images=bad_images)
+    reader = SampleReader(images, NONE, NONE, CLASSES, 0, bad_images=bad_images)
     sampler = EvaluateSampler(len(images), batch=2, rank=mesh.rank, ranks=mesh.size, even=True)
     batches = iter(load_batches(reader, sampler, workers=0, device=CPU))
     return evaluated(mesh, batches, images, model=parallelize(network(), mesh), together=True)

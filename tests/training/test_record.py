@@ -17,7 +17,7 @@ import pytest
 from widefield.config import LogConfig
 from widefield.training.record import Record, read
 from widefield.training.scalars import check_log
-from widefield.training.terminal import Pace, clock_text, memory_text, rate_text
+from widefield.training.terminal import Throughput, clock_text, memory_text, rate_text
 
 QUIET = LogConfig(tensorboard=False)
 
@@ -241,7 +241,7 @@ def test_the_last_step_prints_a_line_wherever_it_falls(tmp_path):
 
 
 def test_a_slow_first_step_fools_neither_throughput_nor_time_left():
-    pace = Pace()
+    pace = Throughput()
     pace.add(64, 30.0, 20.0)
     assert pace.seconds_left(10) is None
     pace.add(64, 0.5, 0.125)
@@ -251,7 +251,7 @@ def test_a_slow_first_step_fools_neither_throughput_nor_time_left():
 
 
 def test_a_slow_first_step_counts_where_there_is_no_other():
-    pace = Pace()
+    pace = Throughput()
     pace.add(64, 2.0, 1.0)
     assert pace.interval() == (32.0, 0.5)
     pace.add(64, 0.5, 0.0)
@@ -259,7 +259,7 @@ def test_a_slow_first_step_counts_where_there_is_no_other():
 
 
 def test_time_left_includes_evaluations_to_come():
-    pace = Pace()
+    pace = Throughput()
     for _ in range(3):
         pace.add(64, 1.0, 0.0)
     pace.also(2.0)

@@ -37,7 +37,7 @@ from widefield.training.run_folder import (
     write_nan,
     write_weights,
 )
-from widefield.training.thumbnails import Piece, small_piece_of
+from widefield.training.thumbnails import Thumbnail, small_piece_of
 
 RECIPE = "model: {name: resnet}\ndata: {name: digits}\n"
 
@@ -314,7 +314,7 @@ def evaluation(*mistakes: int) -> Evaluation:
     return Evaluation({"top1": 75.0}, [[3, 1], [0, 4]], 0.5, 8, 8, 0, [], "75.00 % top-1 on 8/8", 1.5, **told)
 
 
-def picture_of(index: int) -> Piece:
+def picture_of(index: int) -> Thumbnail:
     image = Twelve().read(index)[0].unsqueeze(0)
     piece = small_piece_of(Batch(image, torch.zeros(1), torch.tensor([index])), 0)
     assert piece is not None

@@ -24,12 +24,12 @@ from widefield.run import train
 from widefield.training.record import read
 from widefield.training.thumbnails import (
     SMALL_PX,
-    Piece,
+    Thumbnail,
     channels_shown,
-    pieces_of,
     put_together,
     shown_in_words,
     small_piece_of,
+    thumbnails_of,
 )
 
 
@@ -40,7 +40,7 @@ def image_of(channels: int, height: int, width: int) -> Tensor:
     return (slope + torch.randint(0, 50, (channels, height, width), generator=generator)).to(torch.uint8)
 
 
-def small(image_CHW: Tensor, window: tuple[Interval, Interval] | None = None) -> Piece:
+def small(image_CHW: Tensor, window: tuple[Interval, Interval] | None = None) -> Thumbnail:
     """What a rank that holds the window makes of image 7."""
     part = image_CHW if window is None else image_CHW[:, *(slice(run.start, run.stop) for run in window)]
     place = {} if window is None else {"whole_shape": tuple(image_CHW.shape), "window": window}
@@ -167,5 +167,5 @@ def test_a_volume_has_no_picture():
 
 def test_pictures_with_labels_show_three_channels_too():
     image, labels = image_of(5, 90, 80), torch.zeros(1, 90, 80, dtype=torch.int64)
-    (piece,) = pieces_of(Batch(image.unsqueeze(0), labels, torch.tensor([0])), labels, labels, ignore=255)
+    (piece,) = thumbnails_of(Batch(image.unsqueeze(0), labels, torch.tensor([0])), labels, labels, ignore=255)
     assert torch.equal(piece.image, image[:3]) and (piece.right, piece.counted) == (7200, 7200)

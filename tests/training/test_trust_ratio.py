@@ -18,7 +18,7 @@ from widefield.config import OptimizerConfig
 from widefield.parallel.parallelize import parallelize, share_states
 from widefield.parallel.passes import backward_of
 from widefield.plan import Plan
-from widefield.sharded_state import parts, wholes_on_main
+from widefield.sharded_state import gather_full_on_main, parts
 from widefield.tiled.api import tile
 from widefield.training.optimizer import build_optimizer
 from widefield.training.state import load_optimizer_state, optimizer_state
@@ -90,7 +90,7 @@ def farthest(mesh: Mesh) -> dict[str, float]:
             learnt(whole, build_optimizer(OptimizerConfig(**options), whole, 0.02), alone, clip=clip)
             model, optimizer = laid_out(mesh, options)
             learnt(model, optimizer, mesh, clip=clip)
-            wholes = wholes_on_main(model, mesh, dict(model.state_dict()))
+            wholes = gather_full_on_main(model, mesh, dict(model.state_dict()))
             ends = {key: p.detach() for key, p in whole.named_parameters() if mesh.is_main}
             off = [(wholes[key] - end).abs().max() / (end - start[key].detach()).abs().max() for key, end in ends.items()]
             found[f"{name}, clip {clip}"] = max(map(float, off), default=0.0)
@@ -119,7 +119,7 @@ def resumed(mesh: Mesh, name: str) -> float:
     model.load_state_dict(parts(model, weights))
     load_optimizer_state(model, optimizer, saved)
     learnt(model, optimizer, mesh, clip=None, steps=1)
-    back = wholes_on_main(model, mesh, dict(model.state_dict()))
+    back = gather_full_on_main(model, mesh, dict(model.state_dict()))
     ends = {key: p.detach() for key, p in whole.named_parameters() if mesh.is_main}
     return max((float((back[key] - end).abs().max()) for key, end in ends.items()), default=0.0)
 

@@ -43,7 +43,7 @@ class Cheats(Net):
 
     def forward(self, image):
         x = self.stem(image)
-        mean = (x.own if type(x) is TiledTensor else x).mean((0, 2, 3))
+        mean = (x.local if type(x) is TiledTensor else x).mean((0, 2, 3))
         return self.head(x - mean.detach()[:, None, None])
 
 
@@ -250,7 +250,7 @@ class CutAt(Net):
 
     def forward(self, image):
         if type(image) is TiledTensor:
-            assert image.laid.cuts[2].bounds == self.bounds, f"cut at {image.laid.cuts[2].bounds}"
+            assert image.tile_layout.cuts[2].bounds == self.bounds, f"cut at {image.tile_layout.cuts[2].bounds}"
         return super().forward(image)
 
 

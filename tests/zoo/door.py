@@ -30,7 +30,7 @@ from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.parallel.passes import backward_of
 from widefield.plan import Plan
-from widefield.sharded_state import local, wholes_on_main
+from widefield.sharded_state import gather_full_on_main, local
 from widefield.verification.verdict import TOLERANCE, rows_of
 
 CLASSES = 7
@@ -222,7 +222,7 @@ def _holds_wholes(mesh: Mesh) -> bool:
 
 
 def _wholes(model: nn.Module, mesh: Mesh | None, tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    held = tensors if mesh is None or _holds_wholes(mesh) else wholes_on_main(model, mesh, tensors)
+    held = tensors if mesh is None or _holds_wholes(mesh) else gather_full_on_main(model, mesh, tensors)
     return {name: wf.whole(tensor.detach()).clone() for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 

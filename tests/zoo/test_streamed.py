@@ -7,9 +7,9 @@ import torch
 from marks import few
 from zoo.models import MODELS
 
-from widefield.capture.trace import follow
-from widefield.streaming.schedule import Program, program_of
-from widefield.streaming.spatial import ALONE, Span
+from widefield.capture.trace import trace
+from widefield.streaming.schedule import TileSchedule, program_of
+from widefield.streaming.spatial import ALONE, SpatialStream
 from widefield.streaming.storage import offload_buffer
 from widefield.streaming.storage.windowed_image import from_reader
 from widefield.streaming.tile_planner import units_of
@@ -109,13 +109,13 @@ def test_evaluation_is_exact(name):
     check(name, (3,) * len(TRAINED[name]), train=False)
 
 
-def planned(name: str, *, train: bool) -> Program:
+def planned(name: str, *, train: bool) -> TileSchedule:
     """What a stream of two images of about a megapixel each must keep, before it chooses to keep more; nothing is run."""
     model, channels = MODELS[name].make().train(train), MODELS[name].shape[1]
     pixels = (1024, 768) if len(TRAINED[name]) == 2 else (64, 96, 64)
-    span = Span(ALONE, (4,) * len(pixels))
+    span = SpatialStream(ALONE, (4,) * len(pixels))
     with torch.set_grad_enabled(train):
-        graph = follow(model, model.forward, (from_reader(_unread, (2, channels, *pixels)),), {})
+        graph = trace(model, model.forward, (from_reader(_unread, (2, channels, *pixels)),), {})
     return program_of(graph, units_of(graph, span.virtual, {v: span.cut(v.shape, None) for v in graph.inputs}))
 
 
@@ -148,10 +148,10 @@ def test_many_models_are_streamed():
 @pytest.mark.parametrize("moved", ["read", "add"])
 def test_a_wrong_pixel_between_segments_is_seen(moved, monkeypatch):
     """What is read of a kept value in the forward, or added to its gradient in the backward, by a part in a million."""
-    original = getattr(offload_buffer.Kept, moved)
+    original = getattr(offload_buffer.OffloadBuffer, moved)
     wrong = {
         "read": lambda self, box: original(self, box) * (1 + 1e-6),
         "add": lambda self, box, tile: original(self, box, tile * (1 + 1e-6)),
     }
-    monkeypatch.setattr(offload_buffer.Kept, moved, wrong[moved])
+    monkeypatch.setattr(offload_buffer.OffloadBuffer, moved, wrong[moved])
     assert not verify(MODELS["DCGAN discriminator"].make(), (2, 3, 71, 67), stream=(2, 2)).ok

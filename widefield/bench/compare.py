@@ -34,7 +34,7 @@ STOPPED = (130, 143)
 
 
 @dataclass(frozen=True)
-class Order:
+class BenchRequest:
     """What to compare.  ranks: for the plans that use several; None takes the GPUs, or the cores up to 4 on a CPU.
 
     plans: names and overrides, see candidates.chosen; None tries all.  trap: also the same plan with few and many workers.
@@ -53,7 +53,7 @@ class Order:
     trust: bool = False
 
 
-def bench(order: Order, say: Callable[[str], None] = print) -> int:
+def bench(order: BenchRequest, say: Callable[[str], None] = print) -> int:
     """Compare plans; the status for the shell: 0, 1 where a plan failed, 2 where none could run, 130 after Ctrl-C.
 
     ValueError, before anything is started: no such recipe or plan, counts below 1, or a launcher that has started us.
@@ -89,7 +89,7 @@ def bench(order: Order, say: Callable[[str], None] = print) -> int:
     return _tell(result, out, say)
 
 
-def _own(order: Order, config: RunConfig, known: list[Candidate], ranks: int) -> list[Candidate]:
+def _own(order: BenchRequest, config: RunConfig, known: list[Candidate], ranks: int) -> list[Candidate]:
     """The recipe's own plan, where it is none of those known."""
     own = plan_of(config, ranks_asked_for(config) or 1)
     overrides = [f"mesh.{axis}={own.space if axis == 'space' else size}" for axis, size in own.axes.items()]
@@ -105,7 +105,7 @@ def _own(order: Order, config: RunConfig, known: list[Candidate], ranks: int) ->
     return [] if layout(candidate) in map(layout, known) else [candidate]
 
 
-def _all(order: Order, tried: list[Candidate], cores: int) -> Iterator[tuple[str, Candidate]]:
+def _all(order: BenchRequest, tried: list[Candidate], cores: int) -> Iterator[tuple[str, Candidate]]:
     """Every candidate with the list of the result that it belongs to."""
     yield from (("plans", candidate) for candidate in tried)
     if order.trap:
@@ -113,7 +113,7 @@ def _all(order: Order, tried: list[Candidate], cores: int) -> Iterator[tuple[str
         yield from (("trap", Candidate(f"{count} workers", (f"data.workers={count}",))) for count in counts)
 
 
-def _conditions(order: Order, config: RunConfig, ranks: int, threads: int) -> dict[str, Any]:
+def _conditions(order: BenchRequest, config: RunConfig, ranks: int, threads: int) -> dict[str, Any]:
     return {
         "model": config.model.name,
         "data": config.data.name,
@@ -163,7 +163,7 @@ def _folder(out: Path | None) -> Path:
 # ---------------------------------------------------------------------------------------------- one plan
 
 
-def _try(candidate: Candidate, order: Order, out: Path, *, number: int, threads: int) -> tuple[dict[str, Any], int]:
+def _try(candidate: Candidate, order: BenchRequest, out: Path, *, number: int, threads: int) -> tuple[dict[str, Any], int]:
     """What became of a plan, and the status of the shell where a signal ended it, else 0."""
     about = {"name": candidate.name, "overrides": list(candidate.overrides)}
     overrides = [*PLAIN, *candidate.overrides]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from widefield.comm.mesh import AgreedError, Mesh, World, join
-from widefield.comm.timeline import Traffic, recorded, traffic_of
+from widefield.comm.timeline import MessageLog, recorded, traffic_of
 from widefield.config import read_config
 from widefield.data.loader import Batch
 from widefield.launchers import world_from
@@ -36,7 +36,7 @@ TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Pace:
+class TimedSteps:
     """Timed steps of one rank: how many samples over all ranks, and seconds."""
 
     samples: int
@@ -80,7 +80,7 @@ def _warmup_of(least: int, parts: Parts) -> int:
     return max(least, 1 + -(-2 * parts.workers // parts.config.gradient.accumulate))
 
 
-def _real(parts: Parts, learner: Learner, warmup: int, steps: int) -> tuple[Pace, list[Batch], list[float]]:
+def _real(parts: Parts, learner: Learner, warmup: int, steps: int) -> tuple[TimedSteps, list[Batch], list[float]]:
     """Pace on batches from the loader, the first step's batches, and the losses of all steps, warm-up included."""
     passes = Passes(training_batches(parts, first=0, last=warmup + steps), parts.config.gradient.accumulate)
     held: list[Batch] = []
@@ -98,7 +98,9 @@ def _real(parts: Parts, learner: Learner, warmup: int, steps: int) -> tuple[Pace
     return pace, held, losses
 
 
-def _timed(learner: Learner, following: Callable[[], list[Batch]], *, warmup: int, steps: int) -> tuple[Pace, list[float]]:
+def _timed(
+    learner: Learner, following: Callable[[], list[Batch]], *, warmup: int, steps: int
+) -> tuple[TimedSteps, list[float]]:
     losses = [learner.learn(following(), stop=False)[0] for _ in range(warmup)]
     _finish(learner.mesh)
     began, waited, laps, samples = time.perf_counter(), 0.0, [], 0
@@ -113,7 +115,7 @@ def _timed(learner: Learner, following: Callable[[], list[Batch]], *, warmup: in
         laps.append(now - before)
         before = now
     _finish(learner.mesh)
-    return Pace(samples, time.perf_counter() - began, waited, min(laps), max(laps)), losses
+    return TimedSteps(samples, time.perf_counter() - began, waited, min(laps), max(laps)), losses
 
 
 def _finish(mesh: Mesh) -> None:
@@ -123,7 +125,7 @@ def _finish(mesh: Mesh) -> None:
     mesh.barrier()
 
 
-def _recorded(learner: Learner, held: list[Batch], trace: Path) -> tuple[Traffic, float]:
+def _recorded(learner: Learner, held: list[Batch], trace: Path) -> tuple[MessageLog, float]:
     """What a step sends, and how long a recorded one takes; the trace stays."""
     _finish(learner.mesh)
     with recorded(trace):
@@ -135,7 +137,7 @@ def _recorded(learner: Learner, held: list[Batch], trace: Path) -> tuple[Traffic
         seconds = time.perf_counter() - start
     found = traffic_of(trace)
     each = {name: round(count / RECORDED_STEPS) for name, count in (found.messages or {}).items()}
-    share = Traffic(found.busy_seconds / RECORDED_STEPS, round(found.handed_bytes / RECORDED_STEPS), each)
+    share = MessageLog(found.busy_seconds / RECORDED_STEPS, round(found.handed_bytes / RECORDED_STEPS), each)
     return share, seconds / RECORDED_STEPS
 
 
@@ -155,7 +157,7 @@ def _together(mesh: Mesh, learner: Learner, own: dict[str, Any]) -> dict[str, An
     }
 
 
-def _slowest(paces: list[Pace], batch: int) -> dict[str, float]:
+def _slowest(paces: list[TimedSteps], batch: int) -> dict[str, float]:
     """Seconds of a step of `batch` samples, and images per second, of the rank that took longest."""
     seconds = max(pace.seconds for pace in paces)
     waited = max(pace.data_seconds for pace in paces)

@@ -181,7 +181,7 @@ def _linear_rule(x: Meta, weight: Meta, bias: Meta | None = None) -> Local:
 BATCH_NORM_OVER = torch.ops.widefield.batch_norm_over.default
 
 
-def _norm_over(image: Meta, weight, bias, running_mean, running_var, momentum, eps, group_name, alike, is_ghost) -> Reduced:
+def _norm_over(image: Meta, weight, bias, running_mean, running_var, momentum, eps, group_name, alike, is_inactive) -> Reduced:
     """Batch norm as one device has it; whoever adds up its sums must do so over the group."""
     d = batch_norm(image, weight, bias, running_mean, running_var, True, momentum, eps, "s")
     assert d.finish is not None

@@ -1,8 +1,8 @@
 """Runs a module as the operations that were written down when it was followed: the way in which a rank computes another part
 of a module than the module's own code says.
 
-A `Flow` is laid into a module by changing its class, so that the module stays the object it was; it makes a Program for each
-shape of inputs that comes, and autograd differentiates what a Program runs as it does any other operations.
+A `ForwardOverride` is installed in a module by changing its class, so that the module stays the object it was; it makes a
+Program for each shape of inputs that comes, and autograd differentiates what a Program runs as it does any other operations.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _RUNS_AS: dict[Any, Callable] = {
 written through a view here, so a copy does, where a part of a tensor or what came in a message lies otherwise."""
 
 
-class Flow:
+class ForwardOverride:
     """How a module is run.  `call` gets the module and its arguments; a subclass says what happens."""
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         raise NotImplementedError
 
 
-class OfOneRank(Wrapping):
-    """Put before a module's own class by `lay_part`: it has what one rank has of its weights, and so have copies and pickles.
+class RankShardModule(Wrapping):
+    """Put before a module's own class by `install_shard`: a module, its copies and pickles have one rank's part of the weights.
 
-    They compute nothing: alone, what one rank has would give other numbers, often of the right shape.
+    Copies compute nothing: alone, what one rank has would give other numbers, often of the right shape.
     """
 
     COPIED = ("_widefield_of_one_rank",)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if flow_of(self) is None:
+        if override_of(self) is None:
             raise RuntimeError(
                 f"this {type(self).__qualname__} is a copy of what one rank has of a model in mesh.channel or mesh.stage, "
                 "which alone gives no model's numbers; copy the model before it is laid out, or load its checkpoint's export"
@@ -66,31 +66,31 @@ class OfOneRank(Wrapping):
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-class Executed(Wrapping):
-    """Put before a module's own class by `lay`.  A copy or a pickle is the plain module."""
+class OverriddenModule(Wrapping):
+    """Put before a module's own class by `install`.  A copy or a pickle is the plain module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        flow: Flow | None = self.__dict__.get(_FLOW)
+        override: ForwardOverride | None = self.__dict__.get(_FLOW)
         refuse_hidden(self, (args, kwargs), "is given")
         tensors = tensors_of((args, kwargs))
-        if flow is None or any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
+        if override is None or any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # somebody follows the module
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(flow.call)(self, args, kwargs)
-        return flow.call(self, args, kwargs)
+            return torch._dynamo.disable(override.call)(self, args, kwargs)
+        return override.call(self, args, kwargs)
 
 
-def lay(module: nn.Module, flow: Flow) -> None:
+def install(module: nn.Module, override: ForwardOverride) -> None:
     """From now on calls of `module` are the flow's, in place of one that is there."""
-    wrap_class(module, Executed)
-    module.__dict__[_FLOW] = flow
+    wrap_class(module, OverriddenModule)
+    module.__dict__[_FLOW] = override
 
 
-def lay_part(module: nn.Module, flow: Flow) -> None:
-    """`lay` for a module that has what one rank has of its weights; copies and pickles are `OfOneRank`."""
-    wrap_class(module, OfOneRank)
-    vars(module)[OfOneRank.COPIED[0]] = True
-    lay(module, flow)
+def install_shard(module: nn.Module, override: ForwardOverride) -> None:
+    """`install` for a module that has what one rank has of its weights; copies and pickles are `RankShardModule`."""
+    wrap_class(module, RankShardModule)
+    vars(module)[RankShardModule.COPIED[0]] = True
+    install(module, override)
 
 
 def refuse_streams(module: nn.Module, axis: str) -> None:
@@ -103,7 +103,7 @@ def refuse_streams(module: nn.Module, axis: str) -> None:
             )
 
 
-def flow_of(module: nn.Module) -> Flow | None:
+def override_of(module: nn.Module) -> ForwardOverride | None:
     """What runs the module; None for one that runs its own code."""
     return vars(module).get(_FLOW)
 
@@ -169,7 +169,7 @@ def _filler(node: Node) -> Callable[[Mapping[Value, Any]], Any]:
     return call_nested if node.kwargs or len(places) != len(reads) else call
 
 
-class Whole:
+class GraphProgram:
     """A graph of a module as a program from the module's arguments to what it returns."""
 
     def __init__(self, module: nn.Module, graph: Graph) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from widefield.capture.fake_parameters import is_tensor, name_of
 from widefield.capture.ir import Graph, Value
 from widefield.capture.objects import PLAIN
-from widefield.capture.python_state import State
+from widefield.capture.python_state import PythonState
 from widefield.capture.python_watch import Guards, roots_of
 from widefield.capture.side_effects import seen_by
 
@@ -26,28 +26,28 @@ MOST = 16
 """How many are kept, for images whose size is new in every step."""
 AGAIN_MOST = 8
 """Captures in a row for arguments that were known, after which it is said what makes them necessary."""
-Made = TypeVar("Made")
+Cached = TypeVar("Made")
 
 
 @dataclass
-class _Entry(Generic[Made]):
+class _Entry(Generic[Cached]):
     """What was made for a call, and what the forward could see then.  things: the arguments that are no plain values."""
 
     key: tuple
     things: list[Any]
     guards: Guards
-    state: State
-    made: Made
+    state: PythonState
+    made: Cached
 
 
-class Known(Generic[Made]):
+class ProgramCache(Generic[Cached]):
     """What `make` made for each kind of call, the last MOST of them."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry[Made]] = []
+        self._entries: list[_Entry[Cached]] = []
         self._again = 0
 
-    def get(self, module: nn.Module, args: tuple, kwargs: dict, make: Callable[[Guards], Made], *more: Any) -> Made:
+    def get(self, module: nn.Module, args: tuple, kwargs: dict, make: Callable[[Guards], Cached], *more: Any) -> Cached:
         """What is there for this call, else what `make(guards)` gives, which captures the module with these guards.
 
         more: what it depends on besides.
@@ -70,7 +70,7 @@ class Known(Generic[Made]):
         self._entries = [entry, *self._entries][:MOST]  # the last one used comes first
         return entry.made
 
-    def _tell(self, module: nn.Module, entries: list[_Entry[Made]]) -> None:
+    def _tell(self, module: nn.Module, entries: list[_Entry[Cached]]) -> None:
         """Warn, once, of a module that is captured in every call."""
         self._again = self._again + 1 if entries else 0
         if self._again == AGAIN_MOST:
@@ -85,12 +85,12 @@ class Known(Generic[Made]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def values(self) -> list[Made]:
+    def values(self) -> list[Cached]:
         """What is there, the last one used at the end."""
         return [entry.made for entry in reversed(self._entries)]
 
 
-def _alike(module: nn.Module, things: list[Any], entries: list[_Entry[Made]]) -> Iterator[_Entry[Made]]:
+def _alike(module: nn.Module, things: list[Any], entries: list[_Entry[Cached]]) -> Iterator[_Entry[Cached]]:
     """Those for which a forward finds the same, though in other objects."""
     for entry in entries:
         state = _state(module, things, entry.guards)
@@ -99,7 +99,7 @@ def _alike(module: nn.Module, things: list[Any], entries: list[_Entry[Made]]) ->
             yield entry
 
 
-def _state(module: nn.Module, things: list[Any], guards: Guards) -> State:
+def _state(module: nn.Module, things: list[Any], guards: Guards) -> PythonState:
     given = [(f"argument {number}", thing) for number, thing in enumerate(things)]
     return seen_by(module, [*given, *roots_of(guards.places)])
 
@@ -128,7 +128,7 @@ def _plain(leaf: Any) -> Any:
 def _look(tensor: Any) -> tuple:
     strides = tensor.stride() if isinstance(tensor, Tensor) else None
     wants = getattr(tensor, "requires_grad", False)
-    return tuple(tensor.shape), tensor.dtype, tensor.device, wants, getattr(tensor, "laid", None), strides
+    return tuple(tensor.shape), tensor.dtype, tensor.device, wants, getattr(tensor, "tile_layout", None), strides
 
 
 # ---------------------------------------------------------------------------------------------- tensors besides weights
@@ -139,12 +139,12 @@ class Constant:
     """A tensor that a module holds and that is neither parameter nor buffer, by the attribute that holds it, if one does."""
 
     tensor: Tensor
-    holder: nn.Module | None = None
+    spec: nn.Module | None = None
     attribute: str = ""
 
     def now(self) -> Tensor:
         """What the attribute holds, which may be another tensor than at the last call."""
-        return self.tensor if self.holder is None else self.holder.__dict__[self.attribute]
+        return self.tensor if self.spec is None else self.spec.__dict__[self.attribute]
 
 
 def constants_of(module: nn.Module, graph: Graph) -> Mapping[Value, Constant]:

@@ -1,8 +1,8 @@
 """Which Python state can a forward see, and does it still stand as it stood?
 
 A forward reads more than its inputs and weights: numbers, lists and objects that modules hold, globals, closures, default
-arguments, attributes of classes.  A `State` is all of this that can be reached from some roots, as it stood at one time; see
-capture/objects.py for what is a thing and what a leaf.
+arguments, attributes of classes.  A `PythonState` is all of this that can be reached from some roots, as it stood at one time;
+see capture/objects.py for what is a thing and what a leaf.
 
 Tensors are leaves, known by what they look like and by where else they are held.  Those that a program finds again by name
 (weights, and attributes of modules) may be replaced by others like them; any other tensor is known by its identity.
@@ -60,7 +60,7 @@ class Thing(NamedTuple):
     label: str
 
 
-class State:
+class PythonState:
     """All that can be reached from `roots`, (path, thing) each, now.
 
     registered: the modules whose weights and tensors a program finds again by name, by `id`.
@@ -265,7 +265,7 @@ class _Flat:
     Made when it is first asked for, of what was seen when the state was made.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: PythonState) -> None:
         rest = state.things
         self.empty, rest = _sorted(rest, lambda thing: thing.kind in _CONTAINERS and not thing.children)
         dicts, rest = _sorted(rest, _has_dict)

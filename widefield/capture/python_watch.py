@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.capture.objects import Name, is_foreign
-from widefield.capture.python_state import State
+from widefield.capture.python_state import PythonState
 from widefield.rooms import ENGINE_PATHS
 
 _FOREIGN_FOLDERS = (
@@ -63,7 +63,7 @@ class Guards:
 class _Paused:
     """Inside, nobody looks on: torch's own work, which is a hundred times as much as the forward's."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: PythonWatch) -> None:
         self.watch, self.depth = watch, 0
 
     def __enter__(self) -> None:
@@ -77,13 +77,13 @@ class _Paused:
             sys.setprofile(self.watch.look)
 
 
-class Watch:
+class PythonWatch:
     """`with watch:` around a forward.  state: what it could see before; found places are added to it as they are met.
 
     given: the arguments of the forward.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: PythonState) -> None:
         self.state, self.given = state, None
         self.places: dict[Any, None] = {}
         """Names and functions on which the forward depends, in the order in which they were met."""
@@ -106,7 +106,7 @@ class Watch:
 
     # ------------------------------------------------------------------------------------------ on and off
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> PythonWatch:
         self._other, self.is_on = sys.getprofile(), True
         if self._other is not None and not callable(self._other):  # cProfile's, which cannot be asked to look on
             self._other.disable()
@@ -229,10 +229,10 @@ def roots_of(places: Iterable[Any]) -> list[tuple[str, Any]]:
     return [(str(place) if isinstance(place, Name) else place.__qualname__, place) for place in places]
 
 
-def _results(path: str, function: Any) -> State:
+def _results(path: str, function: Any) -> PythonState:
     """What functools keeps for a function."""
     held = [thing for thing in gc.get_referents(function) if not callable(thing)]
-    return State([(f"the cache of {path}", held)])
+    return PythonState([(f"the cache of {path}", held)])
 
 
 @cache

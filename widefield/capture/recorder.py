@@ -25,7 +25,7 @@ from widefield.capture.autograd_gaps import (
 from widefield.capture.decompositions import APART, DRAWS
 from widefield.capture.fake_parameters import tensors_of
 from widefield.capture.ir import Node, Value
-from widefield.capture.python_watch import Watch
+from widefield.capture.python_watch import PythonWatch
 from widefield.geometry.strides import stride_order
 from widefield.tiled.memory_format import as_kernels_lay
 from widefield.tiled.redistribute import inverse, is_dense
@@ -86,7 +86,7 @@ class Recorder(FakeTensorMode):
     avoid_device_init = property(lambda self: False, lambda self, value: None)
     """Else torch feigns a CUDA where there is none, and the first backward starts threads that no fork outlives."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: PythonWatch) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.watch = watch
         self.nodes: list[Node] = []

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from widefield.capture.fake_parameters import name_of
 from widefield.capture.ir import Node, Value
 from widefield.capture.objects import OBJECT
-from widefield.capture.python_state import State
-from widefield.capture.python_watch import Watch
+from widefield.capture.python_state import PythonState
+from widefield.capture.python_watch import PythonWatch
 
 GIVEN = "what it is given"
 """The path of a forward's arguments."""
@@ -77,17 +77,17 @@ class Recorded(Protocol):
     def value_of(self, tensor: Tensor) -> Value: ...
 
 
-def seen_by(module: nn.Module, roots: Sequence[tuple[str, Any]]) -> State:
+def seen_by(module: nn.Module, roots: Sequence[tuple[str, Any]]) -> PythonState:
     """What a forward of `module` can see.  roots: what it can see besides, with paths."""
-    return State([(name_of(module), module), *roots], registered={id(part) for part in module.modules()})
+    return PythonState([(name_of(module), module), *roots], registered={id(part) for part in module.modules()})
 
 
 @dataclass(frozen=True)
 class Left:
     """State that a capture changed.  values: of its tensors that are in it, by identity, with the paths of what holds them."""
 
-    watch: Watch
-    state: State
+    watch: PythonWatch
+    state: PythonState
     paths: list[str]
     values: dict[int, tuple[str, Value]]
     nodes: list[Node]
@@ -114,7 +114,7 @@ class Left:
         return found[value]
 
 
-def left_by(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> Left | None:
+def left_by(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim: str) -> Left | None:
     """What a capture changed, as the forward left it; None: nothing.
 
     NotImplementedError, with everything put back: a graph cannot stand for the forward.
@@ -174,7 +174,7 @@ def _refuse(module: nn.Module, aim: str, does: str, instead: str) -> NoReturn:
     )
 
 
-def _refuse_calls(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> None:
+def _refuse_calls(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim: str) -> None:
     torchs = "draw with torch (torch.rand, torch.randint, nn.Dropout), whose draws are operations"
     drawn = watch.drawn()
     if drawn:
@@ -193,7 +193,7 @@ def _refuse_calls(module: nn.Module, watch: Watch, recorded: Recorded, aim: str)
             _refuse(module, aim, "draws from a torch.Generator that it makes itself", "let the module hold it")
 
 
-def _refuse_cached(module: nn.Module, watch: Watch, recorded: Recorded, aim: str) -> None:
+def _refuse_cached(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim: str) -> None:
     """What functools keeps of a function's results for the next call may depend on constants alone."""
     for path, fake in watch.cached():
         value = recorded.value_of(fake)
@@ -226,7 +226,7 @@ def _swapped(child: Any, real: Mapping[int, Any]) -> Any:
     return real.get(id(child), child)
 
 
-def _put_back_gone(state: State) -> None:
+def _put_back_gone(state: PythonState) -> None:
     """What stands in the place of tensors that a forward leaves in every call, where it left some again."""
     for what, kind, names, children, *_ in state.things:
         if kind.write is not None and any(type(child) is Gone for child in children):
@@ -238,7 +238,7 @@ def _put_back_gone(state: State) -> None:
                 kind.write(what, now, [then if again else here for again, then, here in pairs])
 
 
-def _put_back_torchs(state: State) -> None:
+def _put_back_torchs(state: PythonState) -> None:
     """What torch's own layers and hooks make anew of their weights in every forward, and set as an attribute."""
     for thing in state.things:
         if thing.kind is OBJECT and isinstance(thing.what, nn.Module):

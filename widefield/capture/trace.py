@@ -33,7 +33,7 @@ from widefield.capture.fake_parameters import (
     without_weights_cache,
 )
 from widefield.capture.ir import Graph, Value, link
-from widefield.capture.python_watch import Guards, Watch
+from widefield.capture.python_watch import Guards, PythonWatch
 from widefield.capture.recorder import Functional, Recorder, backward_inside
 from widefield.capture.side_effects import GIVEN, Left, left_by, seen_by, settle
 from widefield.tiled.memory_format import quiet
@@ -43,7 +43,7 @@ NO_MEMORY = "its data is not allocated yet"
 """What torch says where its own code looks at the memory of a tensor without any."""
 
 
-def follow(
+def trace(
     module: nn.Module,
     forward: Callable,
     args: tuple,
@@ -75,7 +75,7 @@ def _captured(
 ) -> tuple[Graph, Left | None]:
     """The graph, and what the forward left behind in Python's state."""
     refuse_scripts(module, aim)
-    watch = Watch(seen_by(module, []))
+    watch = PythonWatch(seen_by(module, []))
     recorder = Recorder(watch)
     try:
         graph, left = _recorded(recorder, module, forward, args, kwargs, likes, aim)
@@ -142,7 +142,13 @@ def without_autocast() -> ExitStack:
 
 
 def _called(
-    module: nn.Module, forward: Callable, fakes: Mapping[Tensor, Tensor], args: tuple, kwargs: dict, watch: Watch, aim: str
+    module: nn.Module,
+    forward: Callable,
+    fakes: Mapping[Tensor, Tensor],
+    args: tuple,
+    kwargs: dict,
+    watch: PythonWatch,
+    aim: str,
 ) -> Any:
     saved = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward)  # not those around, as checkpoint's
     try:

@@ -67,7 +67,7 @@ class Move:
 def move_of(index: int, owned: Sequence[Box], wanted: Sequence[Box], sources: Sequence[Sequence[int]] | None = None) -> Move:
     """The exchange in which rank r of the grid holds `owned[r]` and gets `wanted[r]`; see `route`."""
     found = Move(owned[index], wanted[index], route(index, owned, wanted, sources))
-    got = sum(_pixels(box) for box in (found.route.own, *(box for _, box in found.route.receives)))
+    got = sum(_pixels(box) for box in (found.route.local, *(box for _, box in found.route.receives)))
     assert got == _pixels(wanted[index]), f"{got} px come for {wanted[index]} out of {owned}"
     return found
 
@@ -171,8 +171,8 @@ def assemble(move: Move, tile: Tensor, pieces: Sequence[Piece]) -> Tensor:
     if not pieces and holds(move.owned, move.wanted) and not is_empty(move.wanted):
         return tile if move.wanted == move.owned else tile[within(move.owned, move.wanted)]
     whole = _empty(tile, size_of(move.wanted))
-    if not is_empty(move.route.own):
-        whole[within(move.wanted, move.route.own)] = tile[within(move.owned, move.route.own)]
+    if not is_empty(move.route.local):
+        whole[within(move.wanted, move.route.local)] = tile[within(move.owned, move.route.local)]
     for box, piece in pieces:
         whole[within(move.wanted, box)] = piece
     return whole

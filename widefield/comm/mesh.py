@@ -188,8 +188,8 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def lend_group(self, holder: Any) -> dist.ProcessGroup:
-        """A group of the ranks of `data_group` that nobody else sends on while `holder` lives; every rank calls it.
+    def lend_group(self, spec: Any) -> dist.ProcessGroup:
+        """A group of the ranks of `data_group` that nobody else sends on while `spec` lives; every rank calls it.
 
         Messages of two models, or of a model and its user, may come in another order on each rank; a group keeps order.
         """
@@ -199,7 +199,7 @@ class Mesh:
             idle = self._idle_everywhere()
         number = min(idle, default=len(self.lent))
         group = self.lent[number][0] if idle else data_group(self.plan)
-        self.lent[number : number + 1] = [(group, weakref.ref(holder))]
+        self.lent[number : number + 1] = [(group, weakref.ref(spec))]
         return group
 
     def _idle_everywhere(self) -> set[int]:

@@ -76,7 +76,7 @@ def grid_of(plan: Plan, devices: DeviceMesh, *, rank: int) -> Grid:
             groups.append((axes, line(devices, f"space{axes[0]}").group_name))
             continue
         others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
-        lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
+        lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.num_shards(others))]
         starts = [copy + part for copy in range(0, plan.ranks, grid.size * inner) for part in range(inner)]
         ranks = [[start + r * inner for r in line] for start in starts for line in lines]
         group, _ = dist.new_subgroups_by_enumeration(ranks)
@@ -96,7 +96,7 @@ def grid_of_rows(plan: Plan, tiles: Grid, *, copy: int) -> tuple[Grid, list[dist
         if 0 not in axes:
             continue
         others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
-        lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.ways(others))]
+        lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.num_shards(others))]
         ranks = [[r * inner + part for r in line] for part in range(inner) for line in lines]
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         made.append(group)

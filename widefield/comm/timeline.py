@@ -88,7 +88,7 @@ def _write(recorder: profile, path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MessageLog:
     """What a rank said to others while it was recorded.
 
     busy_seconds: how long at least one message or collective was under way, waiting for slower ranks included; most of it may
@@ -103,12 +103,12 @@ class Traffic:
     messages: dict[str, int] | None = None
 
 
-def traffic_of(path: Path) -> Traffic:
+def traffic_of(path: Path) -> MessageLog:
     """What the Chrome trace at `path` says of communication."""
     return traffic(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
-def traffic(events: Sequence[dict[str, Any]]) -> Traffic:
+def traffic(events: Sequence[dict[str, Any]]) -> MessageLog:
     """The same, of a trace's events: `gloo:*` are gloo's, `record_param_comms` and kernels are NCCL's."""
     runs, count, handed = [], Counter[str](), 0
     for event in events:
@@ -123,7 +123,7 @@ def traffic(events: Sequence[dict[str, Any]]) -> Traffic:
         elif name == "record_param_comms" and arguments.get("Collective name", "wait") not in ("wait", "recv"):
             count[arguments["Collective name"]] += 1
             handed += int(arguments.get("In msg nelems", 0)) * _bytes_each(str(arguments.get("dtype", "byte")))
-    return Traffic(_covered(runs) / 1e6, handed, dict(count))
+    return MessageLog(_covered(runs) / 1e6, handed, dict(count))
 
 
 def _input_bytes(arguments: dict[str, Any]) -> int:

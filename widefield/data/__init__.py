@@ -32,7 +32,7 @@ class Images(Protocol):
 
 
 @runtime_checkable
-class Windowed(Images, Protocol):
+class WindowedImages(Images, Protocol):
     """Images of which a part can be read without reading the rest."""
 
     def shape(self, index: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from widefield.config import DataConfig
-from widefield.data import BadImageError, Images, Windowed
+from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
 from widefield.data.transforms import Transforms, seed_of
 from widefield.geometry import Interval, even_cut, parts_of
@@ -143,7 +143,7 @@ class _Sample:
 
 
 @dataclass(frozen=True)
-class Reader(Dataset):
+class SampleReader(Dataset):
     """Reads the samples of a list of keys into a Batch.  Runs in worker processes."""
 
     images: Images
@@ -216,7 +216,7 @@ class Reader(Dataset):
     def _sample(self, key: Key, read_seed: int, augment_seed: int) -> _Sample:
         """The image, or this rank's window of it.  Transforms may look at all pixels, so with any the whole is read first."""
         images, plain = self.images, not self.transforms.steps and not self.augment.steps
-        if self.window is not None and plain and isinstance(images, Windowed):
+        if self.window is not None and plain and isinstance(images, WindowedImages):
             shape = tuple(images.shape(key.index))
             window = self.window(shape[1:])
             image, target = images.read_window(key.index, window)
@@ -322,7 +322,7 @@ def _start_worker(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def load_batches(reader: Reader, sampler: Sampler[list[Key]], *, workers: int, device: torch.device) -> DataLoader:
+def load_batches(reader: SampleReader, sampler: Sampler[list[Key]], *, workers: int, device: torch.device) -> DataLoader:
     """A loader of this rank's Batches in the sampler's order, read by `workers` processes (0: by this one)."""
     return DataLoader(
         reader,
@@ -349,7 +349,7 @@ def reader_of(
     device: torch.device,
     window: Callable[[tuple[int, ...]], Window] | None = None,
     ignore: int | None = None,
-) -> Reader:
+) -> SampleReader:
     """The reader that a config asks for.
 
     Random augmentation runs in it on the CPU, and wherever a window is read since it wants the whole image; else on the
@@ -357,7 +357,7 @@ def reader_of(
     """
     listed = config.read if train else config.read_evaluate
     here = config.augment if train and (device.type == "cpu" or window is not None) else []
-    return Reader(
+    return SampleReader(
         images=images,
         transforms=Transforms(listed, field="data.read" if train else "data.read_evaluate"),
         augment=Transforms(here, field="data.augment"),

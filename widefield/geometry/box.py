@@ -61,7 +61,7 @@ class Route:
 
     sends: tuple[tuple[int, Box], ...]
     receives: tuple[tuple[int, Box], ...]
-    own: Box
+    local: Box
     """The wanted pixels that this rank holds itself."""
 
 

@@ -40,7 +40,7 @@ class Grid:
             place.append(at)
         return tuple(reversed(place))
 
-    def ways(self, axes: tuple[int, ...]) -> int:
+    def num_shards(self, axes: tuple[int, ...]) -> int:
         """How many ranks stand along these axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
@@ -77,7 +77,7 @@ class Layout:
     """A whole's shape and, for each of its dims, the Cut or None; `box` is what this rank holds.  Make them by `layout_of`."""
 
     __slots__ = (
-        "shape", "cuts", "grid", "box", "tile_shape", "is_cut", "axes", "ways", "is_empty", "strides", "alone",
+        "shape", "cuts", "grid", "box", "tile_shape", "is_cut", "axes", "num_shards", "is_empty", "strides", "alone",
         "_boxes", "_sources", "_is_thin", "_dims_told", "__weakref__",
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ class Layout:
         used = [cut for cut in cuts if cut is not None]
         self.axes = tuple(sorted(axis for cut in used for axis in cut.axes))
         self.is_cut = bool(used)
-        self.ways = grid.ways(self.axes)
+        self.num_shards = grid.num_shards(self.axes)
         self.box: Box = self.box_of(grid.index)
         self.tile_shape = size_of(self.box)
         self.is_empty = 0 in self.tile_shape
@@ -174,7 +174,7 @@ def layout_of(shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> Layout:
         assert len(cuts) == len(shape), f"{len(cuts)} cuts for {len(shape)} dims of {shape}"
         for extent, cut in zip(shape, cuts, strict=True):
             fits = cut is None or (
-                cut.bounds[0] == 0 and cut.bounds[-1] == extent and len(cut.bounds) == grid.ways(cut.axes) + 1
+                cut.bounds[0] == 0 and cut.bounds[-1] == extent and len(cut.bounds) == grid.num_shards(cut.axes) + 1
             )
             assert fits, f"cut {cut} does not fit {extent} of {shape} on {grid.sizes}"
         if len(_LAYOUTS) >= KEPT_MOST:
@@ -193,5 +193,5 @@ def even_cuts(shape: tuple[int, ...], dims: dict[int, tuple[int, ...]], grid: Gr
     """Cut `dims` (dim -> axes) of `shape` evenly."""
     cuts: list[Cut | None] = [None] * len(shape)
     for dim, axes in dims.items():
-        cuts[dim] = Cut(axes, even_cut(shape[dim], grid.ways(axes)))
+        cuts[dim] = Cut(axes, even_cut(shape[dim], grid.num_shards(axes)))
     return tuple(cuts)

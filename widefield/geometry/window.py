@@ -140,7 +140,7 @@ class Shift:
 
 
 @dataclass(frozen=True)
-class Run:
+class StridedRun:
     """Output pixels in `output` read input pixels from `first` on, each `step` further: 1, -1, or 0 for the same one.
 
     >>> mirrored = Run(output=Interval(0, 3), first=3, step=-1)
@@ -182,7 +182,7 @@ class Border:
 
     before: int
     count: int
-    runs: tuple[Run, ...]
+    runs: tuple[StridedRun, ...]
 
     def input_read_by(self, output: Interval) -> Interval:
         return hull([run.input_read_by(output) for run in self.runs])
@@ -208,9 +208,9 @@ def border(kind: str, *, extent: int, before: int, after: int) -> Border:
     last = {"reflect": extent - 2, "replicate": extent - 1, "circular": skipped}[kind]
     step = {"reflect": -1, "replicate": 0, "circular": 1}[kind]
     runs = (
-        Run(Interval(0, start), first, step),
-        Run(Interval(start, start + left), skipped, 1),
-        Run(Interval(start + left, count), last, step),
+        StridedRun(Interval(0, start), first, step),
+        StridedRun(Interval(start, start + left), skipped, 1),
+        StridedRun(Interval(start + left, count), last, step),
     )
     return Border(before, count, tuple(run for run in runs if len(run.output)))
 
@@ -251,7 +251,7 @@ class Back:
     Interval(start=0, stop=2)
     """
 
-    reach: Bins | Border | Run
+    reach: Bins | Border | StridedRun
     extent: int
 
     def input_read_by(self, output: Interval) -> Interval:

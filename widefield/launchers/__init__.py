@@ -1,6 +1,6 @@
 """Who started this process?  One file per launcher; each reads its own variables and says World, None or what is wrong.
 
-A launcher's file has three things: `ASKED`, when its turn comes (lower is earlier); `detect(environment)`; and `CASES`,
+A launcher's file has three things: `PRIORITY`, when its turn comes (lower is earlier); `detect(environment)`; and `CASES`,
 environments with the World that they mean or a pattern of the error that they deserve.
 """
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 def world_from(environment: Mapping[str, str]) -> World | None:
     """This process's place among the ranks, as its launcher's variables say; None where nobody has started several.
 
-    Files are asked in the order of their ASKED, and the innermost launcher comes first: torchrun inside srun inside a
+    Files are asked in the order of their PRIORITY, and the innermost launcher comes first: torchrun inside srun inside a
     pod is torchrun.  ValueError where variables are half set or contradict each other: a process that was started as
     one of many never goes on alone.
     """
     modules = [load(__name__, name) for name in names_in(__name__)]
-    for module in sorted(modules, key=lambda module: (module.ASKED, module.__name__)):
+    for module in sorted(modules, key=lambda module: (module.PRIORITY, module.__name__)):
         world = module.detect(environment)
         if world is not None:
             return _sound(world)

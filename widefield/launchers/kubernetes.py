@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from widefield.comm.mesh import World
 from widefield.launchers import numbers, require
 
-ASKED = 10
+PRIORITY = 10
 """Before mpi.py and slurm.py, which do not run inside such a pod; after torchrun.py, which does."""
 
 MEETING = ("PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")

@@ -32,7 +32,7 @@ from widefield.refusal import FOLLOWED
 if TYPE_CHECKING:
     from widefield.comm.mesh import World
 
-ASKED = 90
+PRIORITY = 90
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """SIGUSR1 is how Slurm warns that a job's time is nearly over."""
@@ -84,7 +84,7 @@ def start(ranks: int, arguments: list[str], *, grace_seconds: float = 300.0, pro
     On Linux no process of the ranks outlives this call, not even one in a session of its own.
     """
     command = [*(program or [*python_of_ranks(), "-m", "widefield"]), *arguments]
-    party = _Party(run_id=f"widefield-{uuid.uuid4().hex}", grace_seconds=grace_seconds)
+    party = _RankProcesses(run_id=f"widefield-{uuid.uuid4().hex}", grace_seconds=grace_seconds)
     with _quiet_torch(), _environment(ranks), _signals_to(party.on_signal):
         try:
             _run_agent(ranks, command, party)
@@ -107,7 +107,7 @@ def python_of_ranks() -> list[str]:
 # ------------------------------------------------------------------------------------------------ endings
 
 
-class _Party:
+class _RankProcesses:
     """The ranks' processes, the signal that asked them to end, and the verdict on how they ended."""
 
     def __init__(self, run_id: str, grace_seconds: float) -> None:
@@ -234,7 +234,7 @@ def _processes_of(run_id: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------ torch's agent
 
 
-def _run_agent(ranks: int, command: list[str], party: _Party) -> None:
+def _run_agent(ranks: int, command: list[str], party: _RankProcesses) -> None:
     """Start `command` on the ranks and see them to their end, which `party` then knows."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
@@ -258,7 +258,7 @@ def _run_agent(ranks: int, command: list[str], party: _Party) -> None:
         meeting.shutdown()
 
 
-def _agent(ranks: int, command: list[str], meeting: Any, party: _Party) -> Any:
+def _agent(ranks: int, command: list[str], meeting: Any, party: _RankProcesses) -> Any:
     """Torch's agent for `command` on `ranks` ranks, with our endings.  A function, for torch is imported when ranks start."""
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent

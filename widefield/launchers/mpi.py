@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from widefield.comm.mesh import World
 from widefield.launchers import numbers
 
-ASKED = 20
+PRIORITY = 20
 """Before slurm.py, for mpirun uses srun to reach other nodes; after torchrun.py, for torchrun can run under mpirun."""
 
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")

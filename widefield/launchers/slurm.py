@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from widefield.comm.mesh import World
 from widefield.launchers import numbers, require
 
-ASKED = 30
+PRIORITY = 30
 """After mpi.py: mpirun starts its own ranks through srun, so that they have Slurm's variables too, of another layout."""
 
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from widefield.comm.mesh import World
 from widefield.launchers import numbers, require
 
-ASKED = 0
+PRIORITY = 0
 """First: torchrun runs inside the others, whose variables its ranks inherit."""
 
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from widefield.models import check_counts
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut; the shortcut is a 1x1 convolution where the shape changes."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
@@ -43,7 +43,7 @@ class ResNet(nn.Module):
         channels = widths[0]
         for number, width in enumerate(widths):
             for block in range(blocks):
-                stages.append(Block(channels, width, stride=2 if number > 0 and block == 0 else 1))
+                stages.append(BasicBlock(channels, width, stride=2 if number > 0 and block == 0 else 1))
                 channels = width
         self.stages = nn.Sequential(*stages)
         self.dropout = nn.Dropout(dropout)

@@ -20,7 +20,7 @@ from widefield.geometry.layout import Cuts
 from widefield.geometry.window import Back, Bins
 from widefield.ops.pooling import full, planes, pooled_shape, reach_of, recounted, ties
 from widefield.ops.unpooling import placed
-from widefield.rules import Meta, Part, Read, Reduced, Tile, Windowed, case, rule
+from widefield.rules import LocalBoxes, Meta, Read, Reduced, Tile, Windowed, case, rule
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ def _adaptive_avg_pool(dims: int, image: Meta, output_size) -> Windowed | Reduce
         return _summed_avg(image, bins)
     pool = {2: aten._adaptive_avg_pool2d.default, 3: aten._adaptive_avg_pool3d.default}[dims]
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         read, write = part.reads[0], part.write[-dims:]
         ranges, sizes, size = _ranges(bins, read, write), _sizes(bins, write), [len(i) for i in write]
         if _is_plain(ranges, read):
@@ -123,7 +123,7 @@ def _adaptive_avg_pool_backward(dims: int, grad: Meta, image: Meta) -> Windowed:
     bins = _bins(image, dims, grad.shape[-dims:])
     backward = {2: aten._adaptive_avg_pool2d_backward.default, 3: aten._adaptive_avg_pool3d_backward.default}[dims]
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         read, write = part.reads[0][-dims:], part.write[-dims:]
         ranges, sizes = _ranges(bins, part.write, read), _sizes(bins, read)
         full = [[b - a for a, b in found] for found in ranges] == sizes
@@ -164,7 +164,7 @@ def _adaptive_max_pool(dims: int, image: Meta, output_size) -> Windowed | Reduce
     whole = planes(image.shape[-dims:])
     pool = {2: aten.adaptive_max_pool2d.default, 3: aten.adaptive_max_pool3d.default}[dims]
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         read, write = part.reads[0], part.write[-dims:]
         ranges, size = _ranges(bins, read, write), [len(i) for i in write]
         if not _is_plain(ranges, read):
@@ -241,7 +241,7 @@ def _adaptive_max_pool_backward(dims: int, grad: Meta, image: Meta, indices: Met
     bins = _bins(image, dims, grad.shape[-dims:])
     extents = image.shape[-dims:]
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         write = part.write[-dims:]
         return lambda grad, flat, image: placed(grad, flat, extents, write, add=True)
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from widefield.geometry.interval import Interval, even_cut
 from widefield.geometry.layout import Cut, Layout, layout_of, uncut
 from widefield.kernels.attention import Block, Cpu, Efficient, Flash, merged, seen
-from widefield.rules import Meta, Turns, case, rule
+from widefield.rules import Meta, Ring, case, rule
 from widefield.tiled.redistribute import moved
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def _queries(query: Meta, key: Meta, value: Meta, bias: Meta | None) -> Layout:
         return uncut(query.shape, grid)
     of_keys = moved(source, whole)
     batch, heads, tokens, _ = of_keys.cuts
-    rows = None if tokens is None else Cut(tokens.axes, even_cut(query.shape[TOKENS], source.grid.ways(tokens.axes)))
+    rows = None if tokens is None else Cut(tokens.axes, even_cut(query.shape[TOKENS], source.grid.num_shards(tokens.axes)))
     return layout_of(query.shape, (batch, heads, rows, None), source.grid)
 
 
@@ -107,7 +107,7 @@ def _keys_cut(query: Meta, key: Meta, value: Meta, rows: Cut, causal: bool) -> C
         return rows
     assert query.layout is not None or key.layout is not None
     grid = (query.layout or key.layout).grid  # type: ignore[union-attr]
-    return Cut(rows.axes, even_cut(key.shape[TOKENS], grid.ways(rows.axes)))
+    return Cut(rows.axes, even_cut(key.shape[TOKENS], grid.num_shards(rows.axes)))
 
 
 def _beside(bias: Meta, shape: Sequence[int], cuts: Sequence[Cut | None], base: Layout) -> Layout:
@@ -172,7 +172,7 @@ def _forward(
         return outs(out.to(q.dtype), lse, seeds or [none, none])
 
     count = len(outs(None, None, [None, None]))
-    return Turns(reads, layouts, (key.number, value.number), TOKENS, places.round, turn, finish, _laid(output, rows, count))
+    return Ring(reads, layouts, (key.number, value.number), TOKENS, places.round, turn, finish, _laid(output, rows, count))
 
 
 def _laid(output: Layout, rows: Layout, count: int) -> list[Layout | None]:
@@ -196,17 +196,17 @@ def _refuse_dropout(dropout: float) -> None:
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None) -> Turns:
+def cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None) -> Ring:
     return _forward(Cpu, query, key, value, attn_mask, dropout_p, is_causal, scale, lambda out, lse, seeds: (out, lse))
 
 
 @rule(aten._scaled_dot_product_flash_attention.default)
-def flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None) -> Turns:
+def flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None) -> Ring:
     return _forward(Flash, query, key, value, None, dropout_p, is_causal, scale, _nine(query, key))
 
 
 @rule(aten._scaled_dot_product_efficient_attention.default)
-def efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None) -> Turns:
+def efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None) -> Ring:
     outs = lambda out, lse, seeds: (out, lse, *seeds)  # noqa: E731
     return _forward(Efficient, query, key, value, attn_bias, dropout_p, is_causal, scale, outs)
 
@@ -214,7 +214,7 @@ def efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, i
 @rule(aten._scaled_dot_product_cudnn_attention.default)
 def cudnn(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
-) -> Turns:
+) -> Ring:
     """By the memory efficient kernel, whose log-sum-exp can be merged."""
     return _forward(Efficient, query, key, value, attn_bias, dropout_p, is_causal, scale, _nine(query, key))
 
@@ -261,28 +261,28 @@ def _backward(kernel: Any, grad, query, key, value, bias, out, lse, seeds, dropo
     def finish(state: list[Tensor], stay: Sequence[Tensor], homes: Sequence[Tensor]) -> tuple:
         return state[0], *homes, *state[1:]
 
-    laid = [places.query, places.key, places.value, all_bias][:outs]
-    return Turns(
-        reads, layouts, (key.number, value.number), TOKENS, places.round, turn, finish, laid, together=places.alone
+    layout = [places.query, places.key, places.value, all_bias][:outs]
+    return Ring(
+        reads, layouts, (key.number, value.number), TOKENS, places.round, turn, finish, layout, together=places.alone
     )  # fmt: skip
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def cpu_backward(grad_out, query, key, value, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None) -> Turns:
+def cpu_backward(grad_out, query, key, value, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None) -> Ring:
     return _backward(Cpu, grad_out, query, key, value, attn_mask, out, lse, (), dropout_p, is_causal, scale)
 
 
 @rule(aten._scaled_dot_product_flash_attention_backward.default)
 def flash_backward(
     grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
-) -> Turns:
+) -> Ring:
     return _backward(Flash, grad_out, query, key, value, None, out, lse, (seed, offset), dropout_p, is_causal, scale)
 
 
 @rule(aten._scaled_dot_product_efficient_attention_backward.default)
 def efficient_backward(
     grad_out, query, key, value, attn_bias, out, lse, seed, offset, dropout_p, grad_input_mask, is_causal=False, *, scale=None
-) -> Turns:
+) -> Ring:
     outs = 4 if grad_input_mask[3] and attn_bias is not None else 3
     got = _backward(
         Efficient, grad_out, query, key, value, attn_bias, out, lse, (seed, offset), dropout_p, is_causal, scale, outs
@@ -290,17 +290,17 @@ def efficient_backward(
     return got if outs == 4 else _with_none(got)
 
 
-def _with_none(d: Turns) -> Turns:
+def _with_none(d: Ring) -> Ring:
     """One output more: no gradient of the bias."""
     finish = lambda state, stay, homes: (*d.finish(state, stay, homes), None)  # noqa: E731
-    return Turns(d.reads, d.layouts, d.travel, d.dim, d.axes, d.turn, finish, [*d.outs, None], d.together)
+    return Ring(d.reads, d.layouts, d.travel, d.dim, d.axes, d.turn, finish, [*d.outs, None], d.together)
 
 
 @rule(aten._scaled_dot_product_cudnn_attention_backward.default)
 def cudnn_backward(
     grad_out, query, key, value, out, lse, seed, offset, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
     *, scale=None,
-) -> Turns:  # fmt: skip
+) -> Ring:  # fmt: skip
     return _backward(Efficient, grad_out, query, key, value, attn_bias, out, lse, (seed, offset), dropout_p, is_causal, scale)
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from widefield.geometry.box import is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.window import Spread, Window, window_count
-from widefield.rules import Additive, Again, Meta, Part, Read, Tile, Total, Windowed, case, rule
+from widefield.rules import Additive, LocalBoxes, Meta, NeedsRedistribute, PartialSum, Read, Tile, Windowed, case, rule
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ def _output_extents(extents, size, stride, padding, dilation, transposed, output
 @rule(aten.convolution.default, aten.convolution_overrideable.default)
 def convolution(
     image: Meta, weight: Meta, bias: Meta | None, stride, padding, dilation, transposed: bool, output_padding, groups: int
-) -> Windowed | Additive | Again:
+) -> Windowed | Additive | NeedsRedistribute:
     if image.ndim != weight.ndim:
         raise NotImplementedError(f"a convolution on tiles wants a batch dim: the image has {image.ndim} dims; add image[None]")
     correlates = weight.is_cut and bias is None and not transposed and groups == 1
@@ -66,7 +66,7 @@ def convolution(
     wholes += [] if bias is None else [(bias, (0,))]
     mixed = [(meta, dims) for meta, dims in wholes if any(meta.cuts[dim] for dim in dims)]
     if mixed:
-        return Again(mixed)
+        return NeedsRedistribute(mixed)
     if weight.is_cut:
         return _correlation(image, weight, stride, padding, dilation)
     extents, size = image.shape[2:], weight.shape[2:]
@@ -75,11 +75,13 @@ def convolution(
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
     stride, dilation = _full(stride, len(size)), _full(dilation, len(size))
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         if is_empty(part.reads[0]):
             return partial(_bias_only, size=(*size_of(part.write)[:1], channels, *size_of(part.write)[2:]))
         sides = [_sides(w, part.reads[0][2 + n], part.write[2 + n], transposed) for n, w in enumerate(windows)]
-        local = _Transposed(sides, stride, dilation, groups) if transposed else _Plain(sides, stride, dilation, groups)
+        local = (
+            _Transposed(sides, stride, dilation, groups) if transposed else _PlainConvolution(sides, stride, dilation, groups)
+        )
         return local
 
     reach = {2 + n: Spread(w) if transposed else w for n, w in enumerate(windows)}
@@ -98,7 +100,7 @@ def _correlation(image: Meta, weight: Meta, stride, padding, dilation) -> Additi
         Window(counts[n], dilation[n], stride[n], padding[n], image.shape[2 + n], weight.shape[2 + n]) for n in range(dims)
     ]
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         sides = [_sides(w, part.reads[0][2 + n], part.write[2 + n], False) for n, w in enumerate(windows)]
         extra = _pad_argument(sides)
 
@@ -108,7 +110,7 @@ def _correlation(image: Meta, weight: Meta, stride, padding, dilation) -> Additi
 
         return run
 
-    total = Total(False, (image.shape[0], weight.shape[0], *counts), image.dtype)
+    total = PartialSum(False, (image.shape[0], weight.shape[0], *counts), image.dtype)
     read = Read(image, {2 + n: w for n, w in enumerate(windows)})
     return Additive(read, weight, [total], prepare)
 
@@ -132,7 +134,7 @@ def _sides(window: Window, read: Interval, write: Interval, transposed: bool) ->
     return read.start - needed.start, needed.stop - read.stop
 
 
-class _Plain:
+class _PlainConvolution:
     """A convolution of a box, whose outside is zero: by torch's own padding argument where that gives the wanted rows."""
 
     def __init__(self, sides, stride, dilation, groups) -> None:
@@ -157,10 +159,10 @@ class _Plain:
         """`out`, which is what a call would give, with its gradient: nothing is computed until that is asked for."""
         if self.extra is not None:
             tile = F.pad(tile, self.extra)
-        return _Known.apply(out, tile, weight, bias, self.options)
+        return _KnownConvolution.apply(out, tile, weight, bias, self.options)
 
 
-class _Known(torch.autograd.Function):
+class _KnownConvolution(torch.autograd.Function):
     """A convolution whose result is at hand."""
 
     @staticmethod
@@ -223,27 +225,37 @@ def _pad_argument(extra: Sequence[tuple[int, int]]) -> list[int] | None:
 @rule(aten.convolution_backward.default, aten.convolution_backward_overrideable.default, plain_outputs=(1, 2))
 def convolution_backward(
     grad: Meta, image: Meta, weight: Meta, bias_sizes, stride, padding, dilation, transposed: bool, output_padding, groups, mask
-) -> Additive | Again:
+) -> Additive | NeedsRedistribute:
     wholes = ((grad, (1,)), (image, (1,)), (weight, range(weight.ndim)))
     mixed = [(meta, dims) for meta, dims in wholes if any(meta.cuts[dim] for dim in dims)]
-    deferred = weight.layout is None
-    if not mixed and mask[2] and not deferred and grad.is_cut and image.is_cut and grad.layout.axes != image.layout.axes:
-        mixed = [(grad, range(grad.ndim))]  # a sum over other axes than the image's can be deferred alone
+    is_partial_gradient = weight.layout is None
+    if (
+        not mixed
+        and mask[2]
+        and not is_partial_gradient
+        and grad.is_cut
+        and image.is_cut
+        and grad.layout.axes != image.layout.axes
+    ):
+        mixed = [(grad, range(grad.ndim))]  # a sum over other axes than the image's can be a partial gradient alone
     if mixed:
-        return Again(mixed)
+        return NeedsRedistribute(mixed)
     size = weight.shape[2:]
     windows = windows_of(image.shape[2:], grad.shape[2:], size, stride, padding, dilation, transposed)
     forward = {2 + n: Spread(w) if transposed else w for n, w in enumerate(windows)}
     backward = {2 + n: w if transposed else Spread(w) for n, w in enumerate(windows)}
-    sums = [Total(deferred, weight.shape, weight.dtype), Total(deferred, (grad.shape[1],), weight.dtype)]
+    sums = [
+        PartialSum(is_partial_gradient, weight.shape, weight.dtype),
+        PartialSum(is_partial_gradient, (grad.shape[1],), weight.dtype),
+    ]
     totals = [total if wanted else None for total, wanted in zip(sums, mask[1:], strict=True)]
-    call = _Backward(windows, _full(stride, len(size)), _full(dilation, len(size)), transposed, groups)
+    call = _ConvolutionBackward(windows, _full(stride, len(size)), _full(dilation, len(size)), transposed, groups)
     if mask[0]:
         read, over, outs = Read(grad, backward), image, [Tile(image.shape), *totals]
     else:
         read, over, outs = Read(image, forward), grad, [None, *totals]
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         boxes = (part.reads[0], part.write) if mask[0] else (part.write, part.reads[0])
         return call.prepared(*boxes, mask, with_bias=part.alone, image_first=not mask[0])
 
@@ -254,7 +266,7 @@ def _bias_alone(grad: Tensor) -> Tensor:
     return grad.sum([0, *range(2, grad.ndim)])
 
 
-class _Backward:
+class _ConvolutionBackward:
     """The backward of a convolution between a box of its output's gradient and a box of its image."""
 
     def __init__(self, windows: list[Window], stride, dilation, transposed: bool, groups: int) -> None:
@@ -265,7 +277,7 @@ class _Backward:
         """The local operation of (grad, image, weight), or of (image, grad, weight), to the three gradients."""
         pairs = zip(self.windows, image_box[2:], grad_box[2:], strict=True)
         sides = [_sides(w, image, grad, self.transposed) for w, image, grad in pairs]
-        local = (_Transposed if self.transposed else _Plain)(sides, self.stride, self.dilation, self.groups)
+        local = (_Transposed if self.transposed else _PlainConvolution)(sides, self.stride, self.dilation, self.groups)
         extra, output_padding = local.extra, getattr(local, "output_padding", [0] * len(sides))
         if extra is not None:
             local.padding, output_padding = [0] * len(sides), [0] * len(sides)

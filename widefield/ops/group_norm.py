@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from widefield.geometry.layout import Layout, layout_of
 from widefield.kernels import moments
-from widefield.ops.normalization import is_deferred, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
-from widefield.rules import Meta, Reduced, Tile, Total, case, rule
+from widefield.ops.normalization import gives_partial_gradient, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
+from widefield.rules import Meta, PartialSum, Reduced, Tile, case, rule
 from widefield.tiled.redistribute import first_cut
 
 aten = torch.ops.aten
@@ -135,7 +135,7 @@ def _of_samples_backward(
         )
 
     dtype = image.dtype if weight is None else weight.dtype
-    affine = [Total(is_deferred(weight), (channels,), dtype) if wanted else None for wanted in mask[1:]]
+    affine = [PartialSum(gives_partial_gradient(weight), (channels,), dtype) if wanted else None for wanted in mask[1:]]
     reads = reads_of([image, grad, mean, invstd], layout, weight)
     reads["at"][2:4] = [_statistics_of(layout, groups)] * 2
     return Reduced(dims=(), local=nothing, outs=[Tile(image.shape), *affine], finish=finish, **reads)

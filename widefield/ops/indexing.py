@@ -16,7 +16,7 @@ from torch import Tensor
 from widefield.geometry.layout import Cut, Cuts, Layout, layout_of
 from widefield.rules import Local, Meta, case, composed
 from widefield.tiled.dispatch import any_cut, by_rule
-from widefield.tiled.redistribute import moved, own_of, whole_of
+from widefield.tiled.redistribute import local_of, moved, whole_of
 from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
@@ -117,7 +117,9 @@ def _of_a_number(operation: Any) -> Any:
 @_of_a_number(aten.index_select.default)
 def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     out = aten.index.Tensor(x, _at_dim(x, dim, index))
-    return out if own_of(out).is_contiguous() else aten.clone.default(out, memory_format=torch.contiguous_format)  # as torch's
+    return (
+        out if local_of(out).is_contiguous() else aten.clone.default(out, memory_format=torch.contiguous_format)
+    )  # as torch's
 
 
 def _at_dim(x: Tensor, dim: int, index: Tensor) -> list[Tensor | None]:

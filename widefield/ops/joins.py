@@ -17,7 +17,7 @@ from torch import Tensor
 from widefield.geometry.interval import Interval, natural_cut
 from widefield.geometry.layout import Cut, Grid
 from widefield.geometry.window import EMPTY
-from widefield.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
+from widefield.rules import Local, LocalBoxes, Meta, Read, Tile, Windowed, case, composed, rule
 from widefield.tiled.redistribute import first_cut
 
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ def cat(tensors: Sequence[Meta], dim: int = 0) -> Windowed:
     reads += [Read(part, {0: Stretch(0, 0)}) for part in left_out]
     dtype = reduce(torch.promote_types, (part.dtype for part in tensors))
 
-    def prepare(part: Part) -> Any:
+    def prepare(part: LocalBoxes) -> Any:
         shown = [n for n, box in enumerate(part.reads[: len(parts)]) if len(box[dim])]
         if len(shown) == len(parts) and not left_out:
             return lambda *tiles: torch.cat(tiles, dim)
@@ -91,7 +91,7 @@ def _joined_cut(cut: Cut | None, parts: Sequence[Meta], starts: Sequence[int], d
     """The result's cut along the dim of the join, where the first cut part is cut there."""
     if cut is None:
         return None
-    ways = grid.ways(cut.axes)
+    ways = grid.num_shards(cut.axes)
     start, longest = max(zip(starts, parts, strict=True), key=lambda pair: pair[1].shape[dim])
     stays = longest.cuts[dim]
     if stays is not None and stays.axes == cut.axes:
@@ -157,7 +157,7 @@ def repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
         out = aten.unsqueeze.default(out, 0)
     sizes = [-1] * out.ndim
     for dim, times in enumerate(repeats):
-        if out.shape[dim] == 1 and out.laid.cuts[dim] is None:  # type: ignore[attr-defined]
+        if out.shape[dim] == 1 and out.tile_layout.cuts[dim] is None:  # type: ignore[attr-defined]
             sizes[dim] = times
         elif times == 0:
             out = aten.slice.Tensor(out, dim, 0, 0)

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from widefield.geometry.layout import layout_of
 from widefield.kernels import moments
-from widefield.ops.normalization import is_deferred, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
-from widefield.rules import Meta, Reduced, Tile, Total, case, rule
+from widefield.ops.normalization import gives_partial_gradient, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
+from widefield.rules import Meta, PartialSum, Reduced, Tile, case, rule
 from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
@@ -106,10 +106,12 @@ def layer_norm_backward(
 ) -> Reduced:
     refuse_cut("layer norm", weight, bias)
     rows = _Rows([image, grad], shape)
-    # Pointwise operations on a weight of the image's size give it cut gradients: a whole one adds to these, no deferred one.
-    deferred = not rows.is_cut
+    # Pointwise operations on a weight of the image's size give it cut gradients: a whole one adds to these, no part of one.
+    may_be_partial = not rows.is_cut
     affine = [
-        Total(is_deferred(meta) and deferred, tuple(shape), image.dtype if meta is None else meta.dtype) if wanted else None
+        PartialSum(gives_partial_gradient(meta) and may_be_partial, tuple(shape), image.dtype if meta is None else meta.dtype)
+        if wanted
+        else None
         for meta, wanted in zip((weight, bias), mask[1:], strict=True)
     ]
     outs = [Tile(image.shape), *affine]
@@ -190,7 +192,7 @@ def rms_norm_backward(grad: Meta, image: Meta, shape: Sequence[int], invstd: Met
         return _rms_backward(tile)(tensors[grad.number], tile, shape, *others, mask)
 
     dtype = image.dtype if weight is None else weight.dtype
-    outs = [Tile(image.shape), Total(is_deferred(weight), tuple(shape), dtype) if mask[1] else None]
+    outs = [Tile(image.shape), PartialSum(gives_partial_gradient(weight), tuple(shape), dtype) if mask[1] else None]
     reads = reads_of([image, grad, invstd], rows.layout, weight)
     reads["at"][2] = rows.of_statistics
     return Reduced(dims=(), local=nothing, outs=outs, finish=finish, **reads)

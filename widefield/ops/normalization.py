@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from widefield.geometry.layout import Layout
 from widefield.kernels import moments
-from widefield.rules import Meta, Reduced, Tile, Total, case, rule
+from widefield.rules import Meta, PartialSum, Reduced, Tile, case, rule
 from widefield.tiled.redistribute import first_cut, moved
 
 aten = torch.ops.aten
@@ -57,12 +57,12 @@ def refuse_cut(kind: str, *affine: Meta | None) -> None:
         )
 
 
-def is_deferred(meta: Meta | None) -> bool:
+def gives_partial_gradient(meta: Meta | None) -> bool:
     """Whether the gradient of this weight is one of a plain tensor."""
     return meta is None or meta.layout is None
 
 
-def zeros_of(sums: Sequence[Total | None], like: Tensor) -> list[Tensor | None]:
+def zeros_of(sums: Sequence[PartialSum | None], like: Tensor) -> list[Tensor | None]:
     """What a tile without pixels adds to the sums that are wanted."""
     return [None if out is None else like.new_zeros(out.shape, dtype=out.dtype) for out in sums]
 
@@ -74,7 +74,7 @@ def zeros_of(sums: Sequence[Total | None], like: Tensor) -> list[Tensor | None]:
 def batch_norm(image: Meta, weight, bias, running_mean, running_var, training, momentum, eps, more: str = "") -> Reduced:
     """more: what the operation gives after output, mean and invstd; r: a reserve that nobody reads, s: running statistics."""
     refuse_cut("batch norm", weight, bias, running_mean, running_var)
-    if not training and bias is not None and (weight is None or is_deferred(weight) != is_deferred(bias)):
+    if not training and bias is not None and (weight is None or gives_partial_gradient(weight) != gives_partial_gradient(bias)):
         _refuse_bias(weight, bias)
     layout = layout_for([image], [1])
     call = _BatchNorm(image, weight, bias, running_mean, running_var, momentum, eps, more)
@@ -84,8 +84,14 @@ def batch_norm(image: Meta, weight, bias, running_mean, running_var, training, m
         return Reduced(dims=(), local=nothing, outs=outs, finish=call.evaluated, **reads)
     dims = [dim for dim in range(image.ndim) if dim != 1]
     writes = "s" not in more and not (running_mean is None and running_var is None)
-    settle = call.settle if writes else None
-    ends = {"local": call.local, "known": call.known, "merge": moments.merged, "finish": call.trained, "settle": settle}
+    update_buffers = call.update_buffers if writes else None
+    ends = {
+        "local": call.local,
+        "known": call.known,
+        "merge": moments.merged,
+        "finish": call.trained,
+        "update_buffers": update_buffers,
+    }
     return Reduced(dims=dims, outs=outs, **ends, **reads)
 
 
@@ -115,7 +121,7 @@ class _BatchNorm:
     def known(self, part: Tensor, tile: Tensor, *others: Tensor) -> Tensor:
         return moments.known(part, moments.dense(tile))
 
-    def settle(self, total: Tensor, *tensors: Tensor) -> None:
+    def update_buffers(self, total: Tensor, *tensors: Tensor) -> None:
         """Move the running statistics, once for the whole."""
         for meta, new in zip(self.running, self._moved(total, tensors), strict=True):
             if new is not None:
@@ -227,7 +233,7 @@ def _backward_in_evaluation(grad: Meta, image: Meta, weight, running_mean, runni
         return aten.native_batch_norm_backward.default(grad_tile, tile, scale, *statistics, None, None, False, eps, mask)
 
     dtype = image.dtype if weight is None else weight.dtype
-    sums = [Total(is_deferred(weight), (image.shape[1],), dtype) if wanted else None for wanted in mask[1:]]
+    sums = [PartialSum(gives_partial_gradient(weight), (image.shape[1],), dtype) if wanted else None for wanted in mask[1:]]
     reads = reads_of([image, grad], layout, weight, running_mean, running_var)
     return Reduced(dims=(), local=nothing, outs=[Tile(image.shape), *sums], finish=finish, **reads)
 

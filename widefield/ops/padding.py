@@ -18,7 +18,7 @@ from widefield.geometry.box import Box, is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Cut, Cuts
 from widefield.geometry.window import Back, Border, Shift, border
-from widefield.rules import Meta, Part, Read, Run, Tile, Windowed, case, rule
+from widefield.rules import LocalBoxes, Meta, Read, Run, Tile, Windowed, case, rule
 from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ def constant_pad(image: Meta, pad, value=0) -> Windowed:
     sides = _sides(image, pad)
     shape = _padded(image.shape, sides)
 
-    def prepare(part: Part) -> Run:
+    def prepare(part: LocalBoxes) -> Run:
         read, write = part.reads[0], part.write
         if is_empty(read):
             return lambda tile: tile.new_full(size_of(write), value)
@@ -97,7 +97,7 @@ def _mirror_pad(kind: str, pad_of: Any, image: Meta, padding) -> Windowed:
     borders = _borders(image, padding, kind)
     lead = image.ndim - len(padding) // 2
 
-    def prepare(part: Part) -> Run:
+    def prepare(part: LocalBoxes) -> Run:
         read, write = part.reads[0], part.write
         pads = _own_pads(borders, kind, read, write)
         if pads is None:
@@ -154,7 +154,7 @@ def _mirror_pad_backward(kind: str, backward_of: Any, grad: Meta, image: Meta, p
     borders = _borders(image, padding, kind)
     lead = image.ndim - len(padding) // 2
 
-    def prepare(part: Part) -> Run:
+    def prepare(part: LocalBoxes) -> Run:
         read, write = part.reads[0], part.write
         pads = _own_pads_back(borders, kind, image.shape, read, write)
         if pads is None:
@@ -264,7 +264,7 @@ def circular_pad(image: Meta, dim: int, before: int, after: int) -> Windowed:
     shape = _padded(image.shape, {dim: (before, after)})
     reads = [Read(image, {dim: run}) for run in of_dim.runs]
 
-    def prepare(part: Part) -> Run:
+    def prepare(part: LocalBoxes) -> Run:
         used = [n for n, box in enumerate(part.reads) if not is_empty(box)]
         return lambda *tiles: torch.cat([tiles[n] for n in used], dim).contiguous()  # as torch's, whatever the image's order
 
@@ -276,7 +276,7 @@ def circular_pad_backward(grad: Meta, dim: int, before: int, after: int) -> Wind
     shape = _padded(grad.shape, {dim: (-before, -after)})
     of_dim = border("circular", extent=shape[dim], before=before, after=after)
 
-    def prepare(part: Part) -> Run:
+    def prepare(part: LocalBoxes) -> Run:
         write, size = part.write[dim], size_of(part.write)
         used = []
         for n, run in enumerate(of_dim.runs):

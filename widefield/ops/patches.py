@@ -15,9 +15,9 @@ from widefield.geometry.interval import Interval, even_cut
 from widefield.geometry.layout import Cut
 from widefield.geometry.window import EMPTY, Spread, Window, window_count
 from widefield.ops.sampling import repeated
-from widefield.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
+from widefield.rules import Local, LocalBoxes, Meta, Read, Tile, Windowed, case, composed, rule
 from widefield.tiled.dispatch import by_rule
-from widefield.tiled.redistribute import on_layout
+from widefield.tiled.redistribute import to_layout
 from widefield.tiled.tensor import TiledTensor, wrap_view
 from widefield.tiled.view_writeback import same_of, version_of
 
@@ -84,7 +84,7 @@ def im2col(image: Meta, kernel_size, dilation, padding, stride) -> Windowed:
     cuts = (image.cuts[0], _scaled(image.cuts[1], area), _columns_cut(image, patches))
     reach = {1: repeated(image.shape[1], area), 2: patches}
 
-    def prepare(part: Part) -> Callable[[Tensor], Tensor]:
+    def prepare(part: LocalBoxes) -> Callable[[Tensor], Tensor]:
         if is_empty(part.reads[0]):
             return partial(Tensor.new_zeros, size=size_of(part.write))
         rows = patches.rows_of(part.write[2])
@@ -111,7 +111,7 @@ def _columns_cut(image: Meta, patches: _Patches) -> Cut | None:
         return None if high is None else Cut(high.axes, patches.cut_of(high.bounds))
     assert image.layout is not None
     axes = (*(high.axes if high is not None else ()), *wide.axes)
-    return _scaled(Cut(axes, even_cut(patches.rows.count, image.layout.grid.ways(axes))), patches.width)
+    return _scaled(Cut(axes, even_cut(patches.rows.count, image.layout.grid.num_shards(axes))), patches.width)
 
 
 def _inside(made: Interval, wanted: Interval) -> slice | None:
@@ -137,7 +137,7 @@ def col2im(columns: Meta, output_size, kernel_size, dilation, padding, stride) -
     channels = columns.shape[1] // area
     reach = {1: Window(area, area, extent=columns.shape[1], count=channels), 2: _Folded(patches)}
 
-    def prepare(part: Part) -> Callable[[Tensor], Tensor]:
+    def prepare(part: LocalBoxes) -> Callable[[Tensor], Tensor]:
         if is_empty(part.reads[0]):
             return partial(Tensor.new_zeros, size=size_of(part.write))
         made = rows.input_read_by(patches.rows_of(part.reads[0][2]))
@@ -161,12 +161,16 @@ def unfold(tensor: TiledTensor, dimension: int, size: int, step: int) -> Tensor:
     """Windows of a dim, as a new last dim: a view, or where the dim is cut a copy that what is written to goes home from."""
     made = by_rule(_unfolded, aten.unfold.default, (tensor, dimension, size, step), {})
     dim = dimension % max(1, tensor.ndim)
-    if tensor.laid.cuts[dim] is None:
+    if tensor.tile_layout.cuts[dim] is None:
         return made
     apart = tensor.stride(dim)
     strides = (*tensor.stride()[:dim], apart * step, *tensor.stride()[dim + 1 :], apart)
-    view = wrap_view(made.own, made.laid, strides)
-    view.home, view.apart, view.repeats = _Windows(tensor, made, dim, size, step), tensor.apart, tensor.repeats
+    view = wrap_view(made.local, made.tile_layout, strides)
+    view.writeback, view.may_alias_data, view.repeats = (
+        _Windows(tensor, made, dim, size, step),
+        tensor.may_alias_data,
+        tensor.repeats,
+    )
     tensor.shown = True
     return view
 
@@ -178,7 +182,7 @@ class _Windows:
         self.source, self.windows, self.at = same_of(source), windows, (dim, size, step)
         self.version = version_of(source)
 
-    def bring(self, version: int) -> None:
+    def flush(self, version: int) -> None:
         """Send the pixels that windows show home; NotImplementedError where windows share pixels."""
         _, size, step = self.at
         if size > step:
@@ -191,18 +195,20 @@ class _Windows:
             aten.unfold_backward.default(part, list(source.shape), *self.at)
             for part in (self.windows, aten.ones_like.default(self.windows, dtype=torch.bool))
         )
-        source.own.copy_(torch.where(on_layout(shown, source.laid), on_layout(pixels, source.laid), source.own))
-        if source.home is not None:
-            source.home.bring(version)
+        source.local.copy_(
+            torch.where(to_layout(shown, source.tile_layout), to_layout(pixels, source.tile_layout), source.local)
+        )
+        if source.writeback is not None:
+            source.writeback.flush(version)
 
-    def keep_up(self, version: int) -> None:
+    def refresh(self, version: int) -> None:
         """Fetch the windows again where the tensor was written to since."""
         if version == self.version:
             return
         self.version = version
-        if self.source.home is not None:
-            self.source.home.keep_up(version)
-        self.windows.own.copy_(by_rule(_unfolded, aten.unfold.default, (self.source, *self.at), {}).own)
+        if self.source.writeback is not None:
+            self.source.writeback.refresh(version)
+        self.windows.local.copy_(by_rule(_unfolded, aten.unfold.default, (self.source, *self.at), {}).local)
 
 
 def _unfolded(tensor: Meta, dimension: int, size: int, step: int) -> Windowed | Local:
@@ -214,7 +220,7 @@ def _unfolded(tensor: Meta, dimension: int, size: int, step: int) -> Windowed | 
             [tensor], lambda layout: [(shape, (*layout.cuts, None))], lambda _, tile: tile.unfold(dim, size, step), is_view=True
         )
 
-    def prepare(part: Part) -> Callable[[Tensor], Tensor]:
+    def prepare(part: LocalBoxes) -> Callable[[Tensor], Tensor]:
         return lambda tile: tile.unfold(dim, size, step).clone()  # without the overlap, in the view's order
 
     return Windowed([Read(tensor, {dim: window})], [Tile(shape)], prepare)
@@ -235,7 +241,7 @@ def unfold_backward(grad: Meta, input_sizes, dim: int, size: int, step: int) -> 
     dim %= max(1, len(input_sizes))
     window = _window_of(input_sizes, dim, size, step)
 
-    def prepare(part: Part) -> Callable[[Tensor], Tensor]:
+    def prepare(part: LocalBoxes) -> Callable[[Tensor], Tensor]:
         if is_empty(part.reads[0]):
             return partial(Tensor.new_zeros, size=size_of(part.write))
         made = window.input_read_by(part.reads[0][dim])

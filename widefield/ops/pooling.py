@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from widefield.geometry.box import Box, is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.window import Spread, Window, window_count
-from widefield.rules import Additive, Meta, Part, Read, Tile, Windowed, case, rule
+from widefield.rules import Additive, LocalBoxes, Meta, Read, Tile, Windowed, case, rule
 
 aten = torch.ops.aten
 
@@ -202,7 +202,7 @@ def _max_pool(dims: int, image: Meta, kernel_size, stride=(), padding=0, dilatio
     pool = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[dims]
     lowest = -math.inf if image.dtype.is_floating_point else torch.iinfo(image.dtype).min
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         fit = _Fitted(windows, part.reads[0], part.write)
 
         def run(tile: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +223,7 @@ def _max_pool_backward(
     whole = planes(image.shape[-dims:])
     backward = {2: aten.max_pool2d_with_indices_backward.default, 3: aten.max_pool3d_with_indices_backward.default}[dims]
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         if is_empty(part.reads[0]):
             return partial(_zeros, size=size_of(part.write))
         frame = _Framed(windows, part.reads[0], part.write)
@@ -297,7 +297,7 @@ def _avg_pool(
         )
     pool = {2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[dims]
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         fit = _Fitted(windows, part.reads[0], part.write, holds_a_window=True)
         corrections = divisors.corrections(part.write)
 
@@ -319,7 +319,7 @@ def _avg_pool_backward(
     divisors = _Divisors(windows, count_include_pad, divisor_override)
     backward = {2: aten.avg_pool2d_backward.default, 3: aten.avg_pool3d_backward.default}[dims]
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         frame = _Framed(windows, part.reads[0], part.write)
         corrections = divisors.corrections(part.reads[0])
 

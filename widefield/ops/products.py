@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from widefield.geometry.box import meet, size_of
 from widefield.geometry.interval import even_cut
 from widefield.geometry.layout import Cut, Grid, Layout, layout_of
-from widefield.rules import Meta, Placed, case, rule
+from widefield.rules import Meta, ShardedProduct, case, rule
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def _cut_of(letter: str, axes: tuple[int, ...], extent: int, terms: Sequence[str
     same = [(cut, size) for cut, size in found if cut is not None and tuple(sorted(cut.axes)) == axes]
     if same:
         return max(same, key=lambda pair: pair[1])[0]
-    return Cut(axes, even_cut(extent, grid.ways(axes)))
+    return Cut(axes, even_cut(extent, grid.num_shards(axes)))
 
 
 def _cost(plan, operands: Sequence[Meta]) -> int:
@@ -80,14 +80,14 @@ def _cost(plan, operands: Sequence[Meta]) -> int:
         if meta.layout is not None
         for to, own in zip(layout.boxes, meta.layout.boxes, strict=True)
     )
-    ways = out.grid.ways(over)
+    ways = out.grid.num_shards(over)
     summed = sum(torch.Size(size_of(box)).numel() for box in out.boxes) * 2 * (ways - 1) // ways
     return moved + summed
 
 
-def _product(run: Callable, letters: str, a: Meta, b: Meta) -> Placed:
+def _product(run: Callable, letters: str, a: Meta, b: Meta) -> ShardedProduct:
     layouts, out, over = planned(letters, [a, b])
-    return Placed([a, b], layouts, run, out, over)
+    return ShardedProduct([a, b], layouts, run, out, over)
 
 
 # ---------------------------------------------------------------------------------------------- products alone
@@ -102,7 +102,7 @@ rule(aten.bmm.default)(partial(_product, aten.bmm.default, "bnk,bkm->bnm"))
 # ---------------------------------------------------------------------------------------------- products and a sum
 
 
-def _added(run: Callable, letters: str, bias: Meta, a: Meta, b: Meta, *, beta=1, alpha=1) -> Placed:
+def _added(run: Callable, letters: str, bias: Meta, a: Meta, b: Meta, *, beta=1, alpha=1) -> ShardedProduct:
     """beta * bias + alpha * product.  Where the product is a sum of parts, one rank's part has the bias."""
     layouts, out, over = planned(letters, [a, b]) if a.is_cut or b.is_cut else _following(letters, bias, a, b)
     missing = len(out.shape) - bias.ndim
@@ -111,7 +111,7 @@ def _added(run: Callable, letters: str, bias: Meta, a: Meta, b: Meta, *, beta=1,
     if out.grid.place_on(over, out.grid.index) != 0:
         beta = 0
     call = partial(run, beta=beta, alpha=alpha) if (beta, alpha) != (1, 1) else run
-    return Placed([bias, a, b], [of_bias, *layouts], call, out, over)
+    return ShardedProduct([bias, a, b], [of_bias, *layouts], call, out, over)
 
 
 def _pairs(bias: Meta, out: Layout) -> list[tuple[int, Cut | None]]:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from widefield.geometry.layout import Layout
 from widefield.rules import case, composed
-from widefield.tiled.redistribute import on_layout, whole_of
+from widefield.tiled.redistribute import to_layout, whole_of
 from widefield.tiled.rng import check_generators, drawn
 from widefield.tiled.tensor import TiledTensor, wrap, wrap_uncut
 
@@ -41,7 +41,7 @@ def _fill(operation: Any, tensor: TiledTensor, *args: Any, generator: torch.Gene
             "where pixels lie apart in memory, which tiles do not tell; write part.copy_(torch.randn_like(part))"
         )
     part = drawn(tensor, lambda whole: operation(whole, *args, generator=generator))
-    aten.copy_.default(tensor, wrap(part, tensor.laid))
+    aten.copy_.default(tensor, wrap(part, tensor.tile_layout))
     return tensor
 
 
@@ -57,10 +57,10 @@ def _like(operation: Any, tensor: TiledTensor, *args: Any, generator: torch.Gene
     check_generators(tensor, generator)
     if generator is not None:
         options["generator"] = generator
-    if not tensor.laid.is_cut and tensor.home is None:
-        return wrap_uncut(operation(tensor.own, *args, **options), tensor.laid.grid)
+    if not tensor.tile_layout.is_cut and tensor.writeback is None:
+        return wrap_uncut(operation(tensor.local, *args, **options), tensor.tile_layout.grid)
     part = drawn(tensor, lambda whole: operation(whole, *args, **options))
-    return wrap(part.clone(), tensor.laid)
+    return wrap(part.clone(), tensor.tile_layout)
 
 
 for _operation in (
@@ -79,12 +79,12 @@ def native_dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[
         return image.clone(), torch.ones_like(image, dtype=torch.bool)
     assert type(image) is TiledTensor
     check_generators(image, None)
-    if not image.laid.is_cut and image.home is None:
-        out, mask = aten.native_dropout.default(image.own, p, train)
-        return wrap_uncut(out, image.laid.grid), wrap_uncut(mask, image.laid.grid)
+    if not image.tile_layout.is_cut and image.writeback is None:
+        out, mask = aten.native_dropout.default(image.local, p, train)
+        return wrap_uncut(out, image.tile_layout.grid), wrap_uncut(mask, image.tile_layout.grid)
     mask = drawn(image, lambda whole: aten.native_dropout.default(whole, p, train)[1]).clone()
     scale = 0.0 if p == 1 else 1 / (1 - p)
-    return wrap(image.own * mask * scale, image.laid), wrap(mask, image.laid)
+    return wrap(image.local * mask * scale, image.tile_layout), wrap(mask, image.tile_layout)
 
 
 # ---------------------------------------------------------------------------------------------- draws that read values
@@ -94,7 +94,7 @@ def _on_the_whole(operation: Any, *args: Any, **options: Any) -> Any:
     """A draw whose numbers depend on values, or are as many as values say: every rank gathers them and draws for all."""
     tiled = [value for value in args if type(value) is TiledTensor]
     check_generators(tiled[0], options.get("generator"))
-    layout = next((value.laid for value in tiled if value.laid.is_cut), tiled[0].laid)
+    layout = next((value.tile_layout for value in tiled if value.tile_layout.is_cut), tiled[0].tile_layout)
     wholes = [whole_of(value) if type(value) is TiledTensor else value for value in args]
     out = operation(*wholes, **options)
     for number, argument in enumerate(operation._schema.arguments[: len(args)]):
@@ -107,13 +107,13 @@ def _on_the_whole(operation: Any, *args: Any, **options: Any) -> Any:
 
 def _take_back(target: Tensor, whole: Tensor) -> None:
     """An argument that was written to keeps its tile of what was written."""
-    if type(target) is TiledTensor and target.own is not whole:
-        aten.copy_.default(target, wrap(on_layout(whole, target.laid), target.laid))
+    if type(target) is TiledTensor and target.local is not whole:
+        aten.copy_.default(target, wrap(to_layout(whole, target.tile_layout), target.tile_layout))
 
 
 def _laid_out(value: Tensor, layout: Layout) -> Tensor:
     if value.shape == layout.shape and layout.is_cut:
-        return wrap(on_layout(value, layout).clone(), layout)
+        return wrap(to_layout(value, layout).clone(), layout)
     return wrap_uncut(value, layout.grid)
 
 

@@ -71,7 +71,7 @@ def _bounds(group: Group, axes: tuple[int, ...], bounds: tuple[int, ...] | None,
     """Bounds of the group's first dim that survive, the nearest to `bounds`; None where it has too few steps for all ranks."""
     if bounds is not None and all(bound % group.unit == 0 for bound in bounds):
         return bounds
-    ways = grid.ways(axes)
+    ways = grid.num_shards(axes)
     if group.extent // group.unit < ways:
         return None
     even = even_cut(group.extent, ways, multiple=group.unit)

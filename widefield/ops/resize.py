@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from widefield.geometry.box import is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.resize import Resize, Resized
-from widefield.rules import RULES, Meta, Part, Read, Tile, Windowed, case, rule
+from widefield.rules import RULES, LocalBoxes, Meta, Read, Tile, Windowed, case, rule
 from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ def _align(kind: str, align_corners: bool) -> list[bool]:
 def _description(read: Meta, reach: dict[int, Any], shape: tuple[int, ...], call: Callable) -> Windowed:
     """An operation that maps along each dim by a Resize, or by the adjoint of one."""
 
-    def prepare(part: Part) -> Callable[[Tensor], Tensor]:
+    def prepare(part: LocalBoxes) -> Callable[[Tensor], Tensor]:
         if is_empty(part.reads[0]):  # the gradient of pixels that nobody read
             return partial(Tensor.new_zeros, size=size_of(part.write))
         pairs = {dim: (part.reads[0][dim], part.write[dim]) for dim in reach}
@@ -102,7 +102,7 @@ def _description(read: Meta, reach: dict[int, Any], shape: tuple[int, ...], call
         if _resize_of(reach[2]).kind.endswith("-aa") and any(len(at) < 2 for pair in pairs.values() for at in pair):
             sides = dict.fromkeys(reach)  # torch 2.15 mixes up the dims of an image that is one pixel wide
         weights = [_Weights(dim, reach[dim], *pairs[dim]) for dim in reach if sides[dim] is None]
-        return _Run(list(sides.values()), weights, call, size_of(part.write))
+        return _ResizeRun(list(sides.values()), weights, call, size_of(part.write))
 
     return Windowed([Read(read, reach)], [Tile(shape)], prepare, splits=True)
 
@@ -111,7 +111,7 @@ def _resize_of(reach: Resize | Resized) -> Resize:
     return reach.resize if isinstance(reach, Resized) else reach
 
 
-class _Run:
+class _ResizeRun:
     """Along some dims by weights, along all others by one call of torch's kernel."""
 
     def __init__(self, sides: list[_Side | None], weights: list[_Weights], call: Callable, size: Sequence[int]) -> None:

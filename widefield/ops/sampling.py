@@ -18,8 +18,8 @@ from widefield.comm import halo
 from widefield.geometry.interval import natural_cut
 from widefield.geometry.layout import Cut, Cuts, Layout, layout_of, uncut
 from widefield.geometry.window import Spread, Window
-from widefield.rules import Local, Meta, Part, Read, Tile, Windowed, case, composed, rule
-from widefield.tiled.redistribute import recut
+from widefield.rules import Local, LocalBoxes, Meta, Read, Tile, Windowed, case, composed, rule
+from widefield.tiled.redistribute import redistribute
 from widefield.tiled.tensor import TiledTensor, wrap
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def _sample(kernel: Any, image: Tensor, grid: Tensor, *options: Any) -> Tensor:
 
 def _sample_backward(kernel: Any, grad: Tensor, image: Tensor, grid: Tensor, *options: Any) -> tuple[Any, Any]:
     """The image's gradient, to which every rank's outputs add, and the grid's."""
-    layout = grad.laid if type(grad) is TiledTensor and grad.laid.is_cut else _sampled_layout(image, grid)
+    layout = grad.tile_layout if type(grad) is TiledTensor and grad.tile_layout.is_cut else _sampled_layout(image, grid)
     pixels, places = _sources(image, grid, layout)
     of_image, of_grid = kernel(_part(grad, layout), pixels, places, *options)
     space = _axes_of(layout.cuts[2:])
@@ -52,8 +52,8 @@ def _sample_backward(kernel: Any, grad: Tensor, image: Tensor, grid: Tensor, *op
 def _sampled_layout(image: Tensor, grid: Tensor) -> Layout:
     """The output is cut as the grid is; where that is whole, as the image is, evenly."""
     shape = (*image.shape[:2], *grid.shape[1:-1])
-    of_image: Cuts = image.laid.cuts if type(image) is TiledTensor else (None,) * image.ndim
-    of_grid: Cuts = grid.laid.cuts if type(grid) is TiledTensor else (None,) * grid.ndim
+    of_image: Cuts = image.tile_layout.cuts if type(image) is TiledTensor else (None,) * image.ndim
+    of_grid: Cuts = grid.tile_layout.cuts if type(grid) is TiledTensor else (None,) * grid.ndim
     of_grid = (of_grid[0], None, *of_grid[1:-1])
     cuts: list[Cut | None] = list(of_grid)
     taken = set(_axes_of(of_grid))
@@ -61,14 +61,14 @@ def _sampled_layout(image: Tensor, grid: Tensor) -> Layout:
     for dim, cut in enumerate(of_image):
         if cut is not None and cuts[dim] is None and not taken & set(cut.axes):
             same = shape[dim] == image.shape[dim]
-            cuts[dim] = cut if same else Cut(cut.axes, natural_cut(shape[dim], some.laid.grid.ways(cut.axes)))
-    return layout_of(shape, tuple(cuts), some.laid.grid)
+            cuts[dim] = cut if same else Cut(cut.axes, natural_cut(shape[dim], some.tile_layout.grid.num_shards(cut.axes)))
+    return layout_of(shape, tuple(cuts), some.tile_layout.grid)
 
 
 def _part(tensor: Tensor, layout: Layout) -> Tensor:
     """This rank's tile of a tensor of the layout's own shape (a dim of one pixel may be cut, so nothing broadcasts)."""
     if type(tensor) is TiledTensor:
-        return recut(tensor, layout)
+        return redistribute(tensor, layout)
     return tensor[tuple(slice(interval.start, interval.stop) for interval in layout.box)] if layout.is_cut else tensor
 
 
@@ -87,8 +87,8 @@ def _summed(part: Tensor | None, layout: Layout, axes: tuple[int, ...], like: Te
     """`part`, laid out so, added up over ranks along `axes`; laid out like `like` then, plain where that is."""
     if part is None:
         return None
-    whole = halo.add_sums(part, layout.grid.group_name(axes)) if layout.grid.ways(axes) > 1 else part
-    target = like.laid if type(like) is TiledTensor else uncut(tuple(like.shape), layout.grid)
+    whole = halo.add_sums(part, layout.grid.group_name(axes)) if layout.grid.num_shards(axes) > 1 else part
+    target = like.tile_layout if type(like) is TiledTensor else uncut(tuple(like.shape), layout.grid)
     tile = _part(wrap(whole, layout), target)
     return wrap(tile, target) if type(like) is TiledTensor else tile
 
@@ -160,7 +160,7 @@ def repeated(extent: int, times: int) -> Spread:
 def _rearranged(image: Meta, reach: dict[int, Any], shape: Sequence[int], run: Callable[[Tensor], Tensor]) -> Windowed:
     """Blocks of pixels of the dims of `reach`: done on all blocks that the tile has a part of, then cropped."""
 
-    def prepare(part: Part) -> Callable[[Tensor], Tensor]:
+    def prepare(part: LocalBoxes) -> Callable[[Tensor], Tensor]:
         at = [slice(None)] * image.ndim
         for dim, how in reach.items():
             made = how.output_reading(part.reads[0][dim])

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from widefield.geometry.layout import Layout, layout_of, uncut
 from widefield.ops.indexing import in_place, labels
-from widefield.rules import Local, Meta, Placed, case, composed, rule
+from widefield.rules import Local, Meta, ShardedProduct, case, composed, rule
 from widefield.tiled.redistribute import moved
 
 aten = torch.ops.aten
@@ -85,7 +85,9 @@ def embedding(
 
 
 @rule(aten.embedding_dense_backward.default, plain_outputs=(0,))
-def embedding_dense_backward(grad: Meta, indices: Meta, count: int, padding_idx: int, scale_grad_by_freq: bool) -> Placed:
+def embedding_dense_backward(
+    grad: Meta, indices: Meta, count: int, padding_idx: int, scale_grad_by_freq: bool
+) -> ShardedProduct:
     layout = indices.layout if indices.is_cut else layout_of(indices.shape, grad.cuts[:-1], grad.layout.grid)  # type: ignore
     of_grad = layout_of(grad.shape, (*layout.cuts, None), layout.grid)  # type: ignore[union-attr]
     out = layout_of((count, grad.shape[-1]), (None, None), layout.grid)  # type: ignore[union-attr]
@@ -93,7 +95,7 @@ def embedding_dense_backward(grad: Meta, indices: Meta, count: int, padding_idx:
     def run(tile: Tensor, places: Tensor) -> Tensor:
         return aten.embedding_dense_backward.default(tile, places, count, padding_idx, scale_grad_by_freq)
 
-    return Placed([grad, indices], [of_grad, layout], run, out, layout.axes, deferred=True)  # type: ignore
+    return ShardedProduct([grad, indices], [of_grad, layout], run, out, layout.axes, is_partial_gradient=True)  # type: ignore
 
 
 # ---------------------------------------------------------------------------------------------- cases

@@ -128,10 +128,10 @@ def select(x: Tensor, dim: int, index: int) -> Tensor:
     dim, extent = dim % x.ndim, x.shape[dim]
     if not -extent <= index < extent:
         raise IndexError(f"index {index} is out of range for dim {dim} with {extent} px")
-    if x.laid.cuts[dim] is None:  # type: ignore[attr-defined]
+    if x.tile_layout.cuts[dim] is None:  # type: ignore[attr-defined]
         return by_rule(_select_uncut, aten.select.int, (x, dim, index % extent), {})
     row = aten.squeeze.dim(aten.slice.Tensor(x, dim, index % extent, index % extent + 1), dim)
-    row.home.version = version_of(x)
+    row.writeback.version = version_of(x)
     return row
 
 

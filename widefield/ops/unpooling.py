@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from widefield.geometry.box import size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.window import Every
-from widefield.rules import Meta, Part, Read, Tile, Windowed, case, rule
+from widefield.rules import LocalBoxes, Meta, Read, Tile, Windowed, case, rule
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def _max_unpool(dims: int, image: Meta, indices: Meta, output_size, stride=(), p
     reach = {lead + n: Every(extent, extents[n]) for n, extent in enumerate(image.shape[lead:])}
     shape = (*image.shape[:lead], *extents)
 
-    def prepare(part: Part):
+    def prepare(part: LocalBoxes):
         write = part.write[lead:]
         return lambda values, flat: placed(values, flat, extents, write, add=False)
 

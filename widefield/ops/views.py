@@ -16,8 +16,8 @@ from torch import Tensor
 from widefield.geometry.layout import Cuts, Layout, layout_of, uncut
 from widefield.rules import Local, Meta, case, composed, rule
 from widefield.tiled.dispatch import by_rule
-from widefield.tiled.tensor import TiledTensor, become, wrap_view
-from widefield.tiled.view_writeback import Home, version_of
+from widefield.tiled.tensor import TiledTensor, swap, wrap_view
+from widefield.tiled.view_writeback import ViewWriteback, version_of
 
 aten = torch.ops.aten
 
@@ -159,7 +159,7 @@ def _seen_in_place(operation: Any) -> Any:
             )
         shown, made = x.shown, operation(x, *args)
         x.shown = shown
-        return become(x, made if type(made) is TiledTensor else wrap_view(made, uncut((), x.laid.grid)))
+        return swap(x, made if type(made) is TiledTensor else wrap_view(made, uncut((), x.tile_layout.grid)))
 
     return changed
 
@@ -190,10 +190,13 @@ def _resolved(x: TiledTensor, *, lazy: Any, now: Any) -> Tensor:
 
     Below autograd that note is not read, so it is done now; what is written to the one is brought to the other.
     """
-    if x.home is not None:
-        x.home.keep_up(version_of(x))
-    made = wrap_view(now(x.own), x.laid, x.stride())
-    made.home, made.apart = Home(x, x.laid, lambda _, tile: lazy(tile), 0, made.own), x.apart
+    if x.writeback is not None:
+        x.writeback.refresh(version_of(x))
+    made = wrap_view(now(x.local), x.tile_layout, x.stride())
+    made.writeback, made.may_alias_data = (
+        ViewWriteback(x, x.tile_layout, lambda _, tile: lazy(tile), 0, made.local),
+        x.may_alias_data,
+    )
     x.shown = True
     return made
 

@@ -15,7 +15,7 @@ from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
 
 @contextmanager
-def ghost(model: nn.Module) -> Iterator[None]:
+def inactive(model: nn.Module) -> Iterator[None]:
     """Inside, this rank's batch is a stand-in that counts nothing: run forward and backward of a rank without samples here.
 
     SyncBatchNorm adds zero values to the whole's statistics, normalizes the stand-in with them and sends back no gradient;
@@ -26,7 +26,7 @@ def ghost(model: nn.Module) -> Iterator[None]:
     ours = [layer for layer in layers if isinstance(layer, SyncBatchNorm)]
     others = [(layer, dict(layer._buffers)) for layer in layers if not isinstance(layer, SyncBatchNorm)]
     for layer in ours:
-        layer.ghost = True
+        layer.inactive = True
     _GHOSTS[model] = others
     for layer, buffers in others:  # they write into copies, which are dropped
         layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
@@ -34,7 +34,7 @@ def ghost(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for layer in ours:
-            del layer.ghost
+            del layer.inactive
         for layer, buffers in others:
             layer._buffers.update(buffers)
         _GHOSTS.pop(model, None)
@@ -44,7 +44,7 @@ _GHOSTS: WeakKeyDictionary[nn.Module, list[tuple[nn.Module, dict[str, Any]]]] = 
 """Models whose batch is a stand-in now, and the buffers that they are not to write to."""
 
 
-def is_ghost(model: nn.Module) -> bool:
+def is_inactive(model: nn.Module) -> bool:
     """Whether a model's batch is a stand-in now."""
     return model in _GHOSTS
 
@@ -52,16 +52,16 @@ def is_ghost(model: nn.Module) -> bool:
 @contextmanager
 def on_rows(model: nn.Module) -> Iterator[None]:
     """Inside, SyncBatchNorms are given rows of a batch that copies share: a stand-in counts, and what is not cut once."""
-    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)] if is_ghost(model) else []
+    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)] if is_inactive(model) else []
     for layer in layers:
-        layer.ghost = False
+        layer.inactive = False
     were = ARE_ROWS.set(True)
     try:
         yield
     finally:
         ARE_ROWS.reset(were)
         for layer in layers:
-            layer.ghost = True
+            layer.inactive = True
 
 
 def real_buffers(model: nn.Module) -> None:

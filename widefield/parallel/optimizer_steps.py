@@ -41,7 +41,7 @@ def clip_grad_norm_(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} would leave no gradient; give a norm above 0")
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    if not sharded_state.is_parted(mesh):
+    if not sharded_state.is_sharded(mesh):
         return nn.utils.clip_grad_norm_(trained, max_norm)
     named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = sharded_state.total_norm(model, mesh, named)
@@ -52,7 +52,7 @@ def clip_grad_norm_(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
 
 def watch(model: nn.Module) -> None:
     """From now on, refuse steps of optimizers that do not fit this rank's parts of `model`, of which `holding` was told."""
-    told = sharded_state.told(model)
+    told = sharded_state.registered(model)
     for name, parameter in model.named_parameters():
         if name in told:
             _parts[parameter] = tuple(told[name].shape) != tuple(parameter.shape)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from widefield.capture.interpreter import OfOneRank
+from widefield.capture.interpreter import RankShardModule
 from widefield.comm.mesh import Mesh
 from widefield.naming import load
 from widefield.parallel import optimizer_steps
@@ -25,14 +25,20 @@ _REASONS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 def parallelize(
-    model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    trial_step: Callable[[], Tensor] | None = None,
+    sample: Tensor | None = None,
+    rehearse: Callable[[], Tensor] | None = None,
 ) -> nn.Module:
     """Make `model`, which is on the mesh's device, train over the ranks of `mesh` as its plan says; the same module back.
 
     Names, hooks and `state_dict()` stay the model's, and `model(...)` runs in parallel where gradients are wanted and alone
     elsewhere (but together where its weights lie in parts, see `evaluates_together`).  On one rank the model stays untouched,
     unless the plan recomputes.  Make the optimizer afterwards: where ranks share weights, parameters become new objects.
-    rehearse: runs the model on a small batch of this rank and returns a scalar loss; every rank gives one or none.
+    trial_step: runs the model on a small batch of this rank and returns a scalar loss; every rank gives one or none.
+        `rehearse` is its earlier name.
     sample: a batch such as a pass of this rank has, or a tensor on meta of its shape; asked for where layers are cut or dealt
     out (mesh.channel, mesh.stage), for which the model is followed on it without pixels.
     Gradients are averaged over the data ranks: a loss summed over samples wants the factor copies / samples of all
@@ -40,6 +46,7 @@ def parallelize(
     ValueError, on every rank: ranks have different models, or hold parts of this one already.  NotImplementedError: parameters
     without a shape yet, layers with sparse gradients; and whatever a strategy refuses.
     """
+    trial_step = trial_step or rehearse
     if mesh.size > 1:
         _refuse_parts(model)
         _check_alike(model, mesh)
@@ -48,7 +55,7 @@ def parallelize(
     found = []
     for strategy in _strategies(mesh):
         more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}
-        found += strategy.apply(model, mesh, rehearse=rehearse, **more)
+        found += strategy.apply(model, mesh, trial_step=trial_step, **more)
     if mesh.plan.channel * mesh.plan.stage > 1:
         optimizer_steps.watch(model)
     alone = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
@@ -56,8 +63,8 @@ def parallelize(
     return model
 
 
-def follow(
-    copy: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+def parallelize_average(
+    copy: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
 ) -> nn.Module:
     """Lay out a copy that learns nothing but averages the weights of a laid out model; the same module back.
 
@@ -65,7 +72,7 @@ def follow(
     """
     for strategy in _strategies(mesh):
         if strategy.PHASE == Phase.SPLIT or (strategy is fully_shard and mesh.plan.sharding.zero > 1):
-            more = {"rehearse": rehearse, "sample": sample} if strategy.PHASE == Phase.SPLIT else {}
+            more = {"trial_step": trial_step, "sample": sample} if strategy.PHASE == Phase.SPLIT else {}
             strategy.apply(copy, mesh, **more)
     return copy
 
@@ -93,7 +100,7 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 def _refuse_parts(model: nn.Module) -> None:
     """A model whose copies are whole may be laid out anew."""
-    if fully_shard.is_sharded(model) or isinstance(model, OfOneRank):
+    if fully_shard.is_sharded(model) or isinstance(model, RankShardModule):
         raise ValueError(
             f"{type(model).__qualname__} is laid out already and each rank holds a part of its weights; build a new "
             "model, load its weights from a checkpoint, and lay that out"

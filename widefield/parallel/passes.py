@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from widefield.capture.interpreter import flow_of
+from widefield.capture.interpreter import override_of
 from widefield.parallel import parallelize
-from widefield.pipelining.runtime import PipelineFlow
+from widefield.pipelining.runtime import PipelineForward
 
 
 def backward_of(
@@ -36,9 +36,9 @@ def backward_of(
     scaled: what is differentiated, of a loss; linear.  autocast: what the model runs under; the loss does not.
     known: called with the detached loss as soon as this rank has it: before the backward, or after it where stages have it.
     """
-    flow = flow_of(model)
-    if isinstance(flow, PipelineFlow):
-        loss = flow.backward(model, image, target, loss_of=loss_of, scaled=scaled, autocast=autocast)
+    override = override_of(model)
+    if isinstance(override, PipelineForward):
+        loss = override.backward(model, image, target, loss_of=loss_of, scaled=scaled, autocast=autocast)
         known(loss)
         return loss
     with autocast():
@@ -54,5 +54,5 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
 
     All passes of a step but the last run here, forward and backward.  Does nothing where there are no other copies.
     """
-    flow = flow_of(model)
-    return flow.without_sync() if isinstance(flow, PipelineFlow) else parallelize.without_sync(model)
+    override = override_of(model)
+    return override.without_sync() if isinstance(override, PipelineForward) else parallelize.without_sync(model)

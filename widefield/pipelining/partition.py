@@ -25,7 +25,7 @@ SLACK = 1.05
 
 
 @dataclass(frozen=True)
-class Division:
+class Partition:
     """Which stage has which parameter or buffer, and what each stage costs; of one sample's shape.
 
     flops: of a forward.  weight_bytes: of parameters and of buffers that change.
@@ -48,13 +48,13 @@ class Division:
 
 def divide(
     graph: Graph, stages: int, *, balance: Balance = "time", named: Sequence[str] = (), trained: frozenset[str] = frozenset()
-) -> Division:
+) -> Partition:
     """Cut `graph` into `stages` parts: with as equal cost as can be, or where the modules in `named` begin.
 
     trained: the names of parameters; other weights are buffers.
     ValueError: there are fewer places to cut than it takes, or a name fits no module, or one that cannot begin a stage.
     """
-    order = Order(graph, trained | set(graph.updates))
+    order = OpOrder(graph, trained | set(graph.updates))
     cuts = _named_cuts(order, named, stages) if named else _balanced_cuts(order, stages, balance)
     owner = _owners(order, cuts)
     ends = list(pairwise([0, *cuts, len(order.nodes)]))
@@ -62,12 +62,12 @@ def divide(
     weights = tuple(sum(order.weight_bytes[a:b]) for a, b in ends)
     crossing = tuple(order.crossing[cut] for cut in cuts)
     begins = tuple(order.module_from(cut) for cut in cuts)
-    return Division(owner, flops, weights, crossing, begins, _shared(order, cuts))
+    return Partition(owner, flops, weights, crossing, begins, _shared(order, cuts))
 
 
-def cuts_of(graph: Graph, division: Division) -> list[int]:
+def cuts_of(graph: Graph, division: Partition) -> list[int]:
     """Where `graph`, of any shape or mode, is cut: operations stay where their weights are."""
-    order = Order(graph, frozenset(graph.weights) - division.shared)
+    order = OpOrder(graph, frozenset(graph.weights) - division.shared)
     cuts: list[int] = []
     for stage in range(1, division.stages):
         before = [at + 1 for name, at in order.last_read.items() if division.owner[name] < stage]
@@ -82,7 +82,7 @@ def cuts_of(graph: Graph, division: Division) -> list[int]:
     return cuts
 
 
-class Order:
+class OpOrder:
     """The operations of a graph in order, with what each costs and what crosses the place before it.
 
     alone: the names of weights that one stage alone may have.
@@ -182,7 +182,7 @@ def _last_reads(graph: Graph, at: Mapping[Node, int]) -> dict[Value, int]:
 # ---------------------------------------------------------------------------------------------- cuts by cost
 
 
-def _balanced_cuts(order: Order, stages: int, balance: Balance) -> list[int]:
+def _balanced_cuts(order: OpOrder, stages: int, balance: Balance) -> list[int]:
     places = order.places()
     if len(places) < stages - 1:
         raise ValueError(
@@ -224,7 +224,7 @@ def _best(
 # ---------------------------------------------------------------------------------------------- cuts by name
 
 
-def _named_cuts(order: Order, named: Sequence[str], stages: int) -> list[int]:
+def _named_cuts(order: OpOrder, named: Sequence[str], stages: int) -> list[int]:
     if len(named) != stages - 1:
         raise ValueError(
             f"pipeline.stages={list(named)} names {len(named)} modules and {stages} stages have {stages - 1} beginnings beside "
@@ -241,7 +241,7 @@ def _named_cuts(order: Order, named: Sequence[str], stages: int) -> list[int]:
     return cuts
 
 
-def _cut_before(order: Order, pattern: str) -> int:
+def _cut_before(order: OpOrder, pattern: str) -> int:
     """The place where the first module that `pattern` fits begins to read weights."""
     modules = {module: None for name in order.graph.weights for module in _modules_of(name)}
     fitting = {module for module in modules if fnmatchcase(module, pattern)}
@@ -272,7 +272,7 @@ def _modules_of(name: str) -> Iterator[str]:
     return (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
-def _shared(order: Order, cuts: Sequence[int]) -> frozenset[str]:
+def _shared(order: OpOrder, cuts: Sequence[int]) -> frozenset[str]:
     """The weights that several stages read."""
     found = set()
     for name, value in order.graph.weights.items():
@@ -281,7 +281,7 @@ def _shared(order: Order, cuts: Sequence[int]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _owners(order: Order, cuts: Sequence[int]) -> dict[str, int]:
+def _owners(order: OpOrder, cuts: Sequence[int]) -> dict[str, int]:
     """The stage of every parameter and buffer; what nobody reads lies with the one before it by name."""
     owner: dict[str, int] = {}
     stage = 0

@@ -19,30 +19,30 @@ from torch.distributed import pipelining
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from widefield.capture.fake_parameters import Like, name_of, named_tensors, tensors_of
-from widefield.capture.interpreter import Executed, Flow, flow_of
+from widefield.capture.interpreter import ForwardOverride, OverriddenModule, override_of
 from widefield.capture.ir import Graph, Value, put_in
-from widefield.capture.program_cache import Known, constants_of
+from widefield.capture.program_cache import ProgramCache, constants_of
 from widefield.capture.python_watch import Guards
-from widefield.capture.trace import follow, without_autocast
+from widefield.capture.trace import trace, without_autocast
 from widefield.comm.mesh import Mesh
 from widefield.geometry.layout import Layout, layout_of
 from widefield.pipelining.losses import Job, LossOf, dims_of_samples
-from widefield.pipelining.partition import Division, cuts_of
+from widefield.pipelining.partition import Partition, cuts_of
 from widefield.pipelining.sample_mixing import where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK
 from widefield.pipelining.split_backward import OwningStage, SplitStage
 from widefield.pipelining.stage import StageModule
-from widefield.pipelining.stage_parts import Part, parts_of
+from widefield.pipelining.stage_parts import StageGraph, parts_of
 from widefield.pipelining.stage_state import average_gradients
 from widefield.pipelining.wire import off_wire, on_wire, wire_meta
-from widefield.tensor_parallel.runtime import ChannelFlow
+from widefield.tensor_parallel.runtime import TensorParallelForward
 from widefield.tiled.partial_gradient import partial_of
-from widefield.tiled.redistribute import own_of
+from widefield.tiled.redistribute import local_of
 from widefield.tiled.rng import compare_generators
 from widefield.tiled.tensor import TiledTensor
 
 
-class PipelineFlow(Flow):
+class PipelineForward(ForwardOverride):
     """micro_batches: how many a training pass is cut into.  division: which stage has which weight; set once it is chosen.
 
     bucket_mib: of the messages that gradients travel in; set where several ranks average them.
@@ -51,13 +51,13 @@ class PipelineFlow(Flow):
     def __init__(self, module: nn.Module, mesh: Mesh, micro_batches: int) -> None:
         assert mesh.stage_group is not None, "a pipeline needs an axis of stages"
         self.mesh, self.micro_batches, self.group = mesh, micro_batches, mesh.stage_group
-        inner = flow_of(module)
-        self.inner = inner if isinstance(inner, ChannelFlow) else None
+        inner = override_of(module)
+        self.inner = inner if isinstance(inner, TensorParallelForward) else None
         """How the ranks of a stage share its layers' channels."""
         self.likes: dict[str, Like] = {}
-        self.division: Division | None = None
+        self.division: Partition | None = None
         self.averages, self.bucket_mib = True, 0.0
-        self.known: Known[_Pass] = Known()
+        self.known: ProgramCache[_Pass] = ProgramCache()
 
     @property
     def stages(self) -> int:
@@ -75,7 +75,7 @@ class PipelineFlow(Flow):
     # ------------------------------------------------------------------------------------------ following
 
     def graph_of(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards | None = None) -> Graph:
-        """The model's operations, wherever its weights are.  guards: see `follow`.
+        """The model's operations, wherever its weights are.  guards: see `trace`.
 
         NotImplementedError, in words, where they depend on pixels.
         """
@@ -84,9 +84,9 @@ class PipelineFlow(Flow):
         likes = {name: replace(self.likes[name], requires_grad=tensor.requires_grad) for name, tensor in bare.items()}
         if self.inner is not None:
             return _without_generators(module, self.inner.graph_of(module, args, kwargs, likes, guards))
-        forward = super(Executed, module).forward if isinstance(module, Executed) else module.forward  # type: ignore[misc]
+        forward = super(OverriddenModule, module).forward if isinstance(module, OverriddenModule) else module.forward  # type: ignore[misc]
         with _layer_by_layer():
-            graph = follow(module, forward, args, kwargs, likes=likes, aim="cut into stages", guards=guards)
+            graph = trace(module, forward, args, kwargs, likes=likes, aim="cut into stages", guards=guards)
         return _without_generators(module, graph)
 
     def _pass_of(self, module: nn.Module, args: tuple, kwargs: dict, *, learns: bool) -> _Pass:
@@ -106,8 +106,8 @@ class PipelineFlow(Flow):
         if learns:
             inputs = tensors_of((args, kwargs))
             if self.is_tiled:
-                self._rehearse(module, made, inputs)
-            made.learn(self, module, tuple(own_of(tensor) for tensor in inputs))
+                self._trial_step(module, made, inputs)
+            made.learn(self, module, tuple(local_of(tensor) for tensor in inputs))
         return made
 
     @property
@@ -115,11 +115,11 @@ class PipelineFlow(Flow):
         """Whether values lie in tiles in space, each rank's of its own place."""
         return self.mesh.grid.size > 1
 
-    def _rehearse(self, module: nn.Module, made: _Pass, inputs: list[Tensor]) -> None:
+    def _trial_step(self, module: nn.Module, made: _Pass, inputs: list[Tensor]) -> None:
         """Find out how values are cut where stages meet, which only operations on tiles know."""
         devices = [self.mesh.device.index] if self.mesh.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast():
-            self._forward(module, made, inputs, rehearses=True)
+            self._forward(module, made, inputs, is_trial=True)
 
     # ------------------------------------------------------------------------------------------ forward alone
 
@@ -134,17 +134,17 @@ class PipelineFlow(Flow):
         with torch.no_grad(), without_autocast_of(self, module, args, kwargs) as made:
             return self._forward(module, made, tensors_of((args, kwargs)))
 
-    def _forward(self, module: nn.Module, made: _Pass, inputs: list[Tensor], *, rehearses: bool = False) -> Any:
-        """What the model returns.  rehearses: buffers stay as they are."""
+    def _forward(self, module: nn.Module, made: _Pass, inputs: list[Tensor], *, is_trial: bool = False) -> Any:
+        """What the model returns.  is_trial: buffers stay as they are."""
         weights, given, here = named_tensors(module), inputs, self.mesh.stage
         if self.is_tiled:
-            made.laid |= {v: t.laid for v, t in zip(made.graph.inputs, inputs, strict=True) if type(t) is TiledTensor}
+            made.layouts |= {v: t.tile_layout for v, t in zip(made.graph.inputs, inputs, strict=True) if type(t) is TiledTensor}
         for stage, part in enumerate(made.parts):
             rank, following = self.rank_of(stage), self.rank_of(stage + 1)
             problem = None
             if rank == here:
                 try:
-                    given = part.run({name: weights[name] for name in part.weights}, given, updates=not rehearses)
+                    given = part.run({name: weights[name] for name in part.weights}, given, updates=not is_trial)
                 except (ValueError, NotImplementedError) as error:
                     if not self.is_tiled or made.is_told:
                         raise
@@ -155,43 +155,48 @@ class PipelineFlow(Flow):
                 break
             if rank == here and following != here:
                 for tensor, value in zip(given, part.gives, strict=True):
-                    dist.send(on_wire(tensor, value, made.laid.get(value)), group_dst=following, group=self.group)
+                    dist.send(on_wire(tensor, value, made.layouts.get(value)), group_dst=following, group=self.group)
             elif following == here and rank != here:
-                given = [self._received(value, made.laid.get(value), rank) for value in part.gives]
+                given = [self._received(value, made.layouts.get(value), rank) for value in part.gives]
         made.is_told = True
         return self._to_all(made, given)
 
     def _tell_layouts(
-        self, made: _Pass, part: Part, given: Sequence[Tensor], source: int, problem: ValueError | NotImplementedError | None
+        self,
+        made: _Pass,
+        part: StageGraph,
+        given: Sequence[Tensor],
+        source: int,
+        problem: ValueError | NotImplementedError | None,
     ) -> None:
         """Every rank of the copy learns how what a stage gives is cut; or raises what that stage could not do."""
         told: list[Any] = [None]
         if problem is not None:
             told = [(isinstance(problem, ValueError), str(problem))]
         elif source == self.mesh.stage:
-            told = [[tensor.laid.cuts if type(tensor) is TiledTensor else None for tensor in given]]
+            told = [[tensor.tile_layout.cuts if type(tensor) is TiledTensor else None for tensor in given]]
         dist.broadcast_object_list(told, group_src=source, group=self.group, device=self.mesh.device)
         if isinstance(told[0], tuple):
             is_value, text = told[0]
             raise problem or (ValueError(text) if is_value else NotImplementedError(text))
         for value, cuts in zip(part.gives, told[0], strict=True):
             if cuts is not None:
-                made.laid[value] = layout_of(value.shape, cuts, self.mesh.grid)
+                made.layouts[value] = layout_of(value.shape, cuts, self.mesh.grid)
 
-    def _received(self, value: Value, laid: Layout | None, source: int) -> Tensor:
-        buffer = torch.empty_like(wire_meta(value, laid), device=self.mesh.device, requires_grad=False)
+    def _received(self, value: Value, layout: Layout | None, source: int) -> Tensor:
+        buffer = torch.empty_like(wire_meta(value, layout), device=self.mesh.device, requires_grad=False)
         dist.recv(buffer, group_src=source, group=self.group)
-        return off_wire(buffer, value, laid)
+        return off_wire(buffer, value, layout)
 
     def _to_all(self, made: _Pass, given: Sequence[Tensor]) -> Any:
         """The last stage's results on every rank of the copy."""
         found = {}
         for number, value in enumerate(made.parts[-1].gives):
-            laid = made.laid.get(value)
-            bare = torch.empty_like(wire_meta(value, laid), device=self.mesh.device, requires_grad=False)
-            packed = on_wire(given[number], value, laid).detach() if self.is_last else bare
+            layout = made.layouts.get(value)
+            bare = torch.empty_like(wire_meta(value, layout), device=self.mesh.device, requires_grad=False)
+            packed = on_wire(given[number], value, layout).detach() if self.is_last else bare
             dist.broadcast(packed, group_src=self.rank_of(self.stages - 1), group=self.group)
-            found[value] = given[number] if self.is_last else off_wire(packed, value, laid)
+            found[value] = given[number] if self.is_last else off_wire(packed, value, layout)
         return put_in(made.graph.outputs, found)
 
     # ------------------------------------------------------------------------------------------ forward and backward
@@ -249,10 +254,10 @@ class PipelineFlow(Flow):
 
 
 @contextmanager
-def without_autocast_of(flow: PipelineFlow, module: nn.Module, args: tuple, kwargs: dict) -> Iterator[_Pass]:
+def without_autocast_of(override: PipelineForward, module: nn.Module, args: tuple, kwargs: dict) -> Iterator[_Pass]:
     """The pass that is run, followed under the caller's autocast and run without, for its casts are operations by then."""
-    made = flow._pass_of(module, args, kwargs, learns=False)
-    with without_autocast(), flow._own_draws(made):
+    made = override._pass_of(module, args, kwargs, learns=False)
+    with without_autocast(), override._own_draws(made):
         yield made
 
 
@@ -310,9 +315,9 @@ def _filled(image: Tensor, rows: int) -> Tensor:
 class _Pass:
     """Inputs of one shape: every stage's part, and, where it learns, torch's schedule over this rank's stages."""
 
-    def __init__(self, graph: Graph, parts: list[Part]) -> None:
+    def __init__(self, graph: Graph, parts: list[StageGraph]) -> None:
         self.graph, self.parts = graph, parts
-        self.laid: dict[Value, Layout] = {}
+        self.layouts: dict[Value, Layout] = {}
         """How values that lie in tiles in space are cut, of those that travel; all of them once it `is_told`."""
         self.is_told = False
         self.modules: list[StageModule] = []
@@ -326,23 +331,23 @@ class _Pass:
             self._dims = dims_of_samples(self.graph, larger())
         return self._dims
 
-    def learn(self, flow: PipelineFlow, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def learn(self, override: PipelineForward, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Make torch's schedule.  inputs: such as one micro-batch has on this rank."""
-        weights, count, device = named_tensors(module), len(self.parts), flow.mesh.device
-        kind = flow.mesh.plan.pipeline.schedule
-        mine = [stage for stage in range(count) if flow.rank_of(stage) == flow.mesh.stage]
+        weights, count, device = named_tensors(module), len(self.parts), override.mesh.device
+        kind = override.mesh.plan.pipeline.schedule
+        mine = [stage for stage in range(count) if override.rank_of(stage) == override.mesh.stage]
         like = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs)
         self.stages: list[OwningStage] = []
         for stage in mine:
             splits = kind == "zero_bubble"
-            place = {"stage": stage, "stages": count, "splits": splits, "laid": self.laid}
+            place = {"stage": stage, "stages": count, "splits": splits, "layouts": self.layouts}
             made = StageModule(self.parts[stage], weights, **place)
             takes, gives = made.metas(like)
             self.modules.append(made)
             torchs = SplitStage if splits else OwningStage
-            self.stages.append(torchs(made, stage, count, device, input_args=takes, output_args=gives, group=flow.group))
-        self.has_first, self.positions = 0 in mine, torch.arange(flow.micro_batches * len(inputs[0]))
-        self.schedule = _schedule(kind, self.stages, flow.micro_batches, self._loss)
+            self.stages.append(torchs(made, stage, count, device, input_args=takes, output_args=gives, group=override.group))
+        self.has_first, self.positions = 0 in mine, torch.arange(override.micro_batches * len(inputs[0]))
+        self.schedule = _schedule(kind, self.stages, override.micro_batches, self._loss)
         names = inspect.signature(self.schedule.step).parameters
         self._options = {"return_outputs": False} if "return_outputs" in names else {}
 
@@ -350,7 +355,7 @@ class _Pass:
         """Forward and backward of all micro-batches; the sum of their losses on the last stage's rank, 0 elsewhere."""
         self._job, self._losses = job, []
         try:
-            self.schedule.step(*([own_of(image)] if self.has_first else []), target=self.positions, **self._options)
+            self.schedule.step(*([local_of(image)] if self.has_first else []), target=self.positions, **self._options)
         except RuntimeError as error:
             cause = _cause(error)
             if cause is error:

@@ -100,7 +100,7 @@ def _viewed(out: Value, node: Node, known: dict[Value, Tensor], inner: Inner) ->
         dim, others = inner[x]
         splits = first == dim and out.ndim > dim + 1 and out.shape[dim] == others and not x.shape[dim] % others
         return _cut(out, dim + 1) if splits else None
-    batch = next((dim for dim, cut in enumerate(held.laid.cuts) if cut is not None), 0)  # type: ignore[attr-defined]
+    batch = next((dim for dim, cut in enumerate(held.tile_layout.cuts) if cut is not None), 0)  # type: ignore[attr-defined]
     others = math.prod(x.shape[first:batch])
     if first >= batch or others == 1 or first >= out.ndim or out.shape[first] != others * x.shape[batch]:
         return None
@@ -152,7 +152,7 @@ def _leaves(node: Node, made: Any) -> list[Any]:
 
 def _has_every_sample(tensor: TiledTensor, rows: int) -> bool:
     """Whether each sample has as many rows along the dim that is cut, first those of the first half."""
-    cuts = [(cut.bounds, extent) for cut, extent in zip(tensor.laid.cuts, tensor.shape, strict=True) if cut is not None]
+    cuts = [(cut.bounds, extent) for cut, extent in zip(tensor.tile_layout.cuts, tensor.shape, strict=True) if cut is not None]
     each = [extent // rows for _, extent in cuts]
     return all(n > 0 and bounds == (0, n * (rows // 2), n * rows) for n, (bounds, _) in zip(each, cuts, strict=True))
 
@@ -161,7 +161,7 @@ def _after(out: Value, node: Node, known: dict[Value, Tensor], rows: int) -> Ten
     """A result that was not made: with rows for samples, where the operation read some and the sizes say so."""
     if node.op is BATCH_NORM_OVER and out is not node.outs[0]:
         return _plain(out)  # running statistics, of as many channels as it may be
-    layouts = [known[value].laid for value in node.reads if value in known and type(known[value]) is TiledTensor]
+    layouts = [known[value].tile_layout for value in node.reads if value in known and type(known[value]) is TiledTensor]
     dims = [0] if layouts else []
     dims += [dim for layout in layouts for dim, cut in enumerate(layout.cuts) if cut is not None]
     dims = [dim for dim in dims if dim < out.ndim and out.shape[dim] and out.shape[dim] % rows == 0]

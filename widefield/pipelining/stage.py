@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from widefield.capture.ir import Value
 from widefield.capture.trace import without_autocast
 from widefield.geometry.layout import Layout
-from widefield.pipelining.stage_parts import Part
+from widefield.pipelining.stage_parts import StageGraph
 from widefield.pipelining.wire import off_wire, on_wire, wire_meta, with_zeros_for
 from widefield.tiled.api import as_tile
 
@@ -21,21 +21,21 @@ class StageModule(nn.Module):
     """Stage `stage` of `stages`.  The first takes the model's inputs and the last gives its outputs; others talk by wire.py.
 
     weights: the model's own parameters and buffers, by name.  splits: its backward runs in two halves.
-    laid: how values that lie in tiles are cut; what comes in and goes out are this rank's parts of them.
+    layouts: how values that lie in tiles are cut; what comes in and goes out are this rank's parts of them.
     """
 
     def __init__(
         self,
-        part: Part,
+        part: StageGraph,
         weights: Mapping[str, Tensor],
         *,
         stage: int,
         stages: int,
         splits: bool = False,
-        laid: Mapping[Value, Layout] = MappingProxyType({}),
+        layouts: Mapping[Value, Layout] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self.part, self.splits, self.laid = part, splits, laid
+        self.part, self.splits, self.layouts = part, splits, layouts
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.weights = {name: weights[name] for name in part.weights.keys() | part.updates.keys()}
         for name, tensor in self.weights.items():
@@ -48,19 +48,19 @@ class StageModule(nn.Module):
         return takes, tuple(metas) if self.is_last else self._wire_metas(self.part.gives)
 
     def _wire_metas(self, values: Sequence[Value]) -> tuple[Tensor, ...]:
-        return tuple(wire_meta(value, self.laid.get(value)) for value in values)
+        return tuple(wire_meta(value, self.layouts.get(value)) for value in values)
 
     def forward(self, *given: Tensor) -> Any:
         values = self.part.takes
         take = _tiled if self.is_first else off_wire
-        taken = [take(tensor, value, self.laid.get(value)) for tensor, value in zip(given, values, strict=True)]
+        taken = [take(tensor, value, self.layouts.get(value)) for tensor, value in zip(given, values, strict=True)]
         with without_autocast():
             gives = self.part.run(self.weights, taken)
         idle = [t for t, v in zip(given, values, strict=True) if not v.wants_grad or v in self.part.unpulled]
         idle = [] if self.is_first else idle
         if self.is_last:
             return self._returned(gives, idle)
-        sent = [on_wire(tensor, value, self.laid.get(value)) for tensor, value in zip(gives, self.part.gives, strict=True)]
+        sent = [on_wire(tensor, value, self.layouts.get(value)) for tensor, value in zip(gives, self.part.gives, strict=True)]
         sent[0] = with_zeros_for(sent[0], idle)
         # Torch detaches in place what it still has of these after the first half; the second may want it, as a ReLU's output.
         return tuple(tensor.clone() for tensor in sent) if self.splits else tuple(sent)
@@ -75,9 +75,9 @@ class StageModule(nn.Module):
         return tuple(tensor.view_as(tensor) if self.splits else tensor for tensor in found)
 
 
-def _tiled(tensor: Tensor, value: Value, laid: Layout | None) -> Tensor:
+def _tiled(tensor: Tensor, value: Value, layout: Layout | None) -> Tensor:
     """An input of the model, of which `tensor` is this rank's part."""
-    return tensor if laid is None else as_tile(tensor, laid)
+    return tensor if layout is None else as_tile(tensor, layout)
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

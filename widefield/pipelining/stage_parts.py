@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from widefield.capture.interpreter import Program
 from widefield.capture.ir import Graph, Node, Value
 from widefield.capture.program_cache import Constant
-from widefield.pipelining.partition import Division, free_values
+from widefield.pipelining.partition import Partition, free_values
 
 
 @dataclass(frozen=True)
-class Part:
+class StageGraph:
     """takes: values from the stage before, or the model's inputs.  gives: values for the next one, or what the model returns.
 
     weights: those that it reads.  updates: what buffers of these become.
@@ -51,7 +51,7 @@ class Part:
         return [found[value] for value in self.gives]
 
 
-def parts_of(graph: Graph, division: Division, cuts: Sequence[int], constants: Mapping[Value, Constant]) -> list[Part]:
+def parts_of(graph: Graph, division: Partition, cuts: Sequence[int], constants: Mapping[Value, Constant]) -> list[StageGraph]:
     """Every stage's part of a graph.  cuts: before which operations.  constants: where the module holds the graph's."""
     ends = [0, *cuts, len(graph.nodes)]
     free = free_values(graph)
@@ -99,19 +99,19 @@ def _with_free(nodes: Sequence[Node], graph: Graph, free: set[Value]) -> list[No
 
 def _part(
     graph: Graph,
-    division: Division,
+    division: Partition,
     stage: int,
     nodes: Sequence[Node],
     takes: Sequence[Value],
     gives: Sequence[Value],
     constants: Mapping[Value, Constant],
-) -> Part:
+) -> StageGraph:
     reads = {value for node in nodes for value in node.reads}
     reads.update(gives)
     weights = {name: value for name, value in graph.weights.items() if value in reads}
     updates = {name: value for name, value in graph.updates.items() if division.owner[name] == stage}
     pulled = _pulled(nodes, gives)
-    return Part(
+    return StageGraph(
         program=Program(nodes, [*gives, *updates.values()]),
         takes=tuple(takes),
         gives=tuple(gives),

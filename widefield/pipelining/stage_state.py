@@ -21,9 +21,9 @@ class OnOneStage:
     """One rank of the axis `stage` has all of a tensor; `is_here` on that one.  On the others it is a tensor on `meta`."""
 
     shape: tuple[int, ...]
-    ways: int
+    num_shards: int
     is_here: bool
-    within: sharded_state.Holder | None = None
+    within: sharded_state.ShardSpec | None = None
     """How the ranks that have this stage share the tensor; None where each has all of it."""
 
     def whole(self, part: Tensor, turn: int) -> Tensor | None:
@@ -39,19 +39,19 @@ class OnOneStage:
 
 
 @torch.no_grad()
-def keep(model: nn.Module, names: frozenset[str], mesh: Mesh) -> None:
+def free_other_stages(model: nn.Module, names: frozenset[str], mesh: Mesh) -> None:
     """Leave this rank the parameters and buffers in `names`; the others keep their names and shapes, and no memory."""
-    before, told, put = sharded_state.told(model), {}, {}
+    before, told, put = sharded_state.registered(model), {}, {}
     for name, tensor in named_tensors(model).items():
         within = before.get(name)
-        shape, ways = (tuple(tensor.shape), 1) if within is None else (within.shape, within.ways)
+        shape, ways = (tuple(tensor.shape), 1) if within is None else (within.shape, within.num_shards)
         told[name] = OnOneStage(shape, ways * mesh.plan.stage, name in names, within)
         if name not in names:
             put[tensor] = _without_memory(tensor)
     for part in model.modules():
         for held in (part._parameters, part._buffers):
             held.update({name: put[tensor] for name, tensor in held.items() if tensor is not None and tensor in put})  # type: ignore
-    sharded_state.tell(model, told)
+    sharded_state.register(model, told)
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -32,17 +32,17 @@ def wire_dtype(value: Value) -> torch.dtype:
     return _FLOATS.get(value.dtype.itemsize, torch.float16)
 
 
-def wire_meta(value: Value, laid: Layout | None = None) -> Tensor:
-    """A tensor without memory like what travels.  laid: how a value in tiles is cut; None for a plain one."""
-    sizes = value.shape if laid is None else laid.tile_shape
+def wire_meta(value: Value, layout: Layout | None = None) -> Tensor:
+    """A tensor without memory like what travels.  layout: how a value in tiles is cut; None for a plain one."""
+    sizes = value.shape if layout is None else layout.tile_shape
     shape = [sizes[dim] for dim in value.order]
     return torch.empty(shape, dtype=wire_dtype(value), device="meta", requires_grad=True)
 
 
-def on_wire(tensor: Tensor, value: Value, laid: Layout | None = None) -> Tensor:
+def on_wire(tensor: Tensor, value: Value, layout: Layout | None = None) -> Tensor:
     """What is sent of a value.  A leaf, where the value has no gradient."""
-    assert (type(tensor) is TiledTensor) == (laid is not None), f"{value} was to come {laid or 'plain'}"
-    tensor = tensor if laid is None else own_tile(tensor, laid)
+    assert (type(tensor) is TiledTensor) == (layout is not None), f"{value} was to come {layout or 'plain'}"
+    tensor = tensor if layout is None else own_tile(tensor, layout)
     packed = tensor if value.order == tuple(range(tensor.ndim)) else tensor.permute(value.order)
     packed = packed.contiguous()
     if value.wants_grad:
@@ -55,10 +55,10 @@ def on_wire(tensor: Tensor, value: Value, laid: Layout | None = None) -> Tensor:
     return packed.requires_grad_(torch.is_grad_enabled())
 
 
-def off_wire(tensor: Tensor, value: Value, laid: Layout | None = None) -> Tensor:
+def off_wire(tensor: Tensor, value: Value, layout: Layout | None = None) -> Tensor:
     """The value that was sent as `tensor`."""
     received = _unpacked(tensor, value)
-    return received if laid is None else as_tile(received, laid)
+    return received if layout is None else as_tile(received, layout)
 
 
 def _unpacked(tensor: Tensor, value: Value) -> Tensor:

@@ -41,13 +41,13 @@ def write_report(folder: str | Path) -> Path:
     if folder.is_dir():
         check_own(folder)
     path = folder / "report.html"
-    run = _Run(folder, read(folder), _evaluation(folder), _text(folder / "config.yaml"))
+    run = _RunPage(folder, read(folder), _evaluation(folder), _text(folder / "config.yaml"))
     replace_text(path, of_files(lambda: _page(run), folder))
     return path
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunPage:
     """A run folder, read.  `evaluation` is the newest one in full; None before the first."""
 
     folder: Path
@@ -85,7 +85,7 @@ class _Run:
         return self.steps[-1]["step"] if self.steps else 0
 
 
-def _page(run: _Run) -> str:
+def _page(run: _RunPage) -> str:
     return laid_out(
         "page.html",
         title=_title(run.config),
@@ -173,7 +173,7 @@ def _metric(name: str, value: float) -> str:
     return f"{value:.2f} %" if name in _OF_PIXELS or re.fullmatch(r"top\d+", name) else f"{value:.4g}"
 
 
-def _verdict(run: _Run) -> str:
+def _verdict(run: _RunPage) -> str:
     """What became of the run, in a sentence or two."""
     total = run.start.get("steps", run.last_step)
     at = f"at step {run.last_step:,} of {total:,}"
@@ -187,7 +187,7 @@ def _verdict(run: _Run) -> str:
     return f"{ends[run.end['reason'] if run.end else 'open']} {_reached(run)}"
 
 
-def _reached(run: _Run) -> str:
+def _reached(run: _RunPage) -> str:
     if run.evaluation is None:
         return "No evaluation was made."
     late = run.evaluation["step"] != run.last_step
@@ -198,7 +198,7 @@ def _reached(run: _Run) -> str:
 # ---------------------------------------------------------------------------------------------- figures
 
 
-def _cards(run: _Run) -> list[dict[str, str]]:
+def _cards(run: _RunPage) -> list[dict[str, str]]:
     """Headline figures: value, what it is, and what it was taken over."""
     start, steps = run.start, run.steps
     cards = [_metric_card(run), _loss_card(run)]
@@ -222,7 +222,7 @@ def _card(value: str, label: str, detail: str) -> dict[str, str]:
     return {"value": value, "label": label, "detail": detail}
 
 
-def _metric_card(run: _Run) -> dict[str, str]:
+def _metric_card(run: _RunPage) -> dict[str, str]:
     if run.evaluation is None or not run.evaluation["metrics"]:
         return _card("–", "no evaluation yet", "one is due after evaluate.every")
     evaluation = run.evaluation
@@ -234,14 +234,14 @@ def _metric_card(run: _Run) -> dict[str, str]:
     return _card(_metric(name, value), _metric_name(name), right + seen)
 
 
-def _loss_card(run: _Run) -> dict[str, str]:
+def _loss_card(run: _RunPage) -> dict[str, str]:
     last = f"training loss {run.steps[-1]['loss']:.4g}" if run.steps else ""
     if run.evaluation is not None:
         return _card(f"{run.evaluation['loss']:.4g}", "evaluation loss", last)
     return _card(last.removeprefix("training loss "), "training loss", "at the last step") if last else {}
 
 
-def _wall_seconds(run: _Run) -> float:
+def _wall_seconds(run: _RunPage) -> float:
     """From each start to the last line that its attempt left."""
     seconds, began, last = 0.0, None, None
     for line in run.lines:
@@ -252,13 +252,13 @@ def _wall_seconds(run: _Run) -> float:
     return seconds + (last - began if began is not None and last is not None else 0.0)
 
 
-def _time_parts(run: _Run) -> str:
+def _time_parts(run: _RunPage) -> str:
     training = sum(line["seconds"] for line in run.steps)
     evaluation = sum(line["seconds"] for line in run.of("evaluation"))
     return f"steps {_duration(training)}, evaluation {_duration(evaluation)}"
 
 
-def _median_rate(run: _Run) -> str:
+def _median_rate(run: _RunPage) -> str:
     return f"{rate_text(statistics.median(line['samples'] / max(line['seconds'], 1e-9) for line in run.usual_steps))} img/s"
 
 
@@ -270,7 +270,7 @@ def _kind(share: float) -> str:
     return "data-bound" if share >= DATA_BOUND_SHARE else "compute-bound"
 
 
-def _bound(run: _Run) -> str:
+def _bound(run: _RunPage) -> str:
     if not run.steps:
         return "No step was recorded."
     share = _data_share(run.usual_steps)
@@ -280,7 +280,7 @@ def _bound(run: _Run) -> str:
     return f"{_kind(share)}: {100 * share:.1f} % of the time of steps went into waiting for data{advice}."
 
 
-def _curves(run: _Run) -> list[dict[str, str | Markup]]:
+def _curves(run: _RunPage) -> list[dict[str, str | Markup]]:
     """Title, SVG and caption of every picture the record has points for."""
     steps, evaluations = run.steps, run.of("evaluation")
     curves = []
@@ -306,7 +306,7 @@ def _curve(title: str, svg: str, caption: str) -> dict[str, str | Markup]:
     return {"title": title, "svg": Markup(svg), "caption": caption}  # matplotlib escapes the names that it draws
 
 
-def _evaluation_rows(run: _Run) -> dict[str, Any]:
+def _evaluation_rows(run: _RunPage) -> dict[str, Any]:
     evaluations = run.of("evaluation")
     names = list(evaluations[-1]["metrics"]) if evaluations else []
     rows = [
@@ -361,7 +361,7 @@ def _machine(start: Line) -> list[tuple[str, str]]:
     ]
 
 
-def _history(run: _Run) -> list[tuple[str, str]]:
+def _history(run: _RunPage) -> list[tuple[str, str]]:
     """(time, what happened): starts, ends and the newest checkpoint."""
     events = []
     for line in run.lines:
@@ -384,12 +384,12 @@ def _when(line: Line) -> str:
 # ---------------------------------------------------------------------------------------------- warnings
 
 
-def _warnings(run: _Run) -> list[str]:
+def _warnings(run: _RunPage) -> list[str]:
     """Texts of warnings, each once, with how often it came."""
     texts = Counter(line["text"] for line in run.of("warning"))
     return [text if count == 1 else f"{text} ({count} times)" for text, count in texts.items()]
 
 
-def _skipped(run: _Run) -> list[str]:
+def _skipped(run: _RunPage) -> list[str]:
     """Paths of the images that the newest evaluation could not read."""
     return list((run.evaluation or {}).get("skipped") or [])

@@ -16,23 +16,23 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from widefield.capture.containers import refuse_hidden
 from widefield.capture.fake_parameters import named_tensors, refuse_scripts, tensors_of
 from widefield.capture.ir import Graph, Value, put_in
-from widefield.capture.program_cache import Constant, Known, constants_of
+from widefield.capture.program_cache import Constant, ProgramCache, constants_of
 from widefield.capture.python_watch import Guards
-from widefield.capture.trace import follow, without_autocast
+from widefield.capture.trace import trace, without_autocast
 from widefield.geometry.box import size_of
 from widefield.geometry.layout import Cuts, Grid
 from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.quantity import read_memory
 from widefield.streaming.choice import choose
-from widefield.streaming.fusion import Fused
-from widefield.streaming.runner import Run
-from widefield.streaming.schedule import Program
-from widefield.streaming.spatial import ALONE, Span
+from widefield.streaming.fusion import CompiledRegions
+from widefield.streaming.runner import Runner
+from widefield.streaming.schedule import TileSchedule
+from widefield.streaming.spatial import ALONE, SpatialStream
 from widefield.streaming.storage.memory_pool import Pool
 from widefield.streaming.storage.offload_buffer import PLACES
-from widefield.streaming.tile_planner import Units, units_of
-from widefield.tiled.partial_gradient import partial_of, settled
-from widefield.tiled.redistribute import recut
+from widefield.streaming.tile_planner import TracedOps, units_of
+from widefield.tiled.partial_gradient import full_value, partial_of
+from widefield.tiled.redistribute import redistribute
 from widefield.tiled.tensor import TiledTensor, wrap, wrap_uncut
 
 
@@ -102,7 +102,7 @@ class Stream:
         self, tiles: tuple[int, ...] | None, memory: str | int | None, keep: str | None, folder: Any, compile: bool = False
     ) -> None:
         self.tiles, self.memory, self.keep, self.folder, self.compiles = tiles, memory, keep, folder, compile
-        self.known: Known[Made] = Known()
+        self.known: ProgramCache[PreparedStream] = ProgramCache()
         self.pool = Pool(folder)
         self.reasons: list[str] = []
         """What was chosen for the last new shape of inputs, a sentence each."""
@@ -111,24 +111,24 @@ class Stream:
         return Stream(self.tiles, self.memory, self.keep, self.folder, self.compiles)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "known": Known(), "pool": Pool(self.folder)}
+        return {**self.__dict__, "known": ProgramCache(), "pool": Pool(self.folder)}
 
-    def program(self, module: nn.Module, args: tuple, kwargs: dict) -> Made:
+    def program(self, module: nn.Module, args: tuple, kwargs: dict) -> PreparedStream:
         """What to run for these arguments."""
         return self.known.get(module, args, kwargs, partial(self._made, module, args, kwargs))
 
-    def _made(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards) -> Made:
+    def _made(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards) -> PreparedStream:
         forward = super(Streamed, module).forward  # type: ignore[misc]
-        graph = follow(module, forward, args, kwargs, guards=guards)
+        graph = trace(module, forward, args, kwargs, guards=guards)
         tensors = tensors_of((args, kwargs))
         grid = _grid_of(tensors)
         budget = None if self.memory is None else _bytes_of(self.memory)
 
-        def read(tiles: tuple[int, ...]) -> Units:
-            span = Span(grid, tiles)
+        def read(tiles: tuple[int, ...]) -> TracedOps:
+            spatial = SpatialStream(grid, tiles)
             cuts = {value: _cuts_of(tensor) for value, tensor in zip(graph.inputs, tensors, strict=True)}
-            inputs = {value: span.cut(value.shape, cut) for value, cut in cuts.items() if value.ndim > len(tiles)}
-            return units_of(graph, span.virtual, {value: layout for value, layout in inputs.items() if layout.is_cut})
+            inputs = {value: spatial.cut(value.shape, cut) for value, cut in cuts.items() if value.ndim > len(tiles)}
+            return units_of(graph, spatial.virtual, {value: layout for value, layout in inputs.items() if layout.is_cut})
 
         trains = torch.is_grad_enabled() and any(value.wants_grad for value in graph.results)
         windows = [number for number, tensor in enumerate(tensors) if not isinstance(tensor, Tensor)]
@@ -136,29 +136,29 @@ class Stream:
             graph, tiles=self.tiles, budget=budget, place=self.keep, fixed=0, trains=trains, read=read,
             extents=_extents_of(tensors), by_windows=windows, ranks=max(1, grid.size),
         )  # fmt: skip
-        self.reasons, fused = choice.reasons, Fused() if self.compiles else None
+        self.reasons, fused = choice.reasons, CompiledRegions() if self.compiles else None
         constants = constants_of(module, graph)
-        return Made(choice.program, Span(grid, choice.tiles), choice.place, constants, fused, choice.room)
+        return PreparedStream(choice.program, SpatialStream(grid, choice.tiles), choice.place, constants, fused, choice.room)
 
 
-class Made(NamedTuple):
+class PreparedStream(NamedTuple):
     """A program, by which ranks it runs, and where values are kept."""
 
-    program: Program
-    span: Span
+    program: TileSchedule
+    spatial: SpatialStream
     place: str
     constants: Mapping[Value, Constant]
-    fused: Fused | None
+    fused: CompiledRegions | None
     room: int
 
 
 def _cuts_of(tensor: Any) -> Cuts | None:
-    return tensor.laid.cuts if type(tensor) is TiledTensor else None
+    return tensor.tile_layout.cuts if type(tensor) is TiledTensor else None
 
 
 def _extents_of(tensors: Sequence[Any]) -> tuple[int, ...]:
     """The pixels of the largest input, or of this rank's tile of it."""
-    shapes = [tuple(t.laid.tile_shape if type(t) is TiledTensor else t.shape)[2:] for t in tensors if len(t.shape) > 2]
+    shapes = [tuple(t.tile_layout.tile_shape if type(t) is TiledTensor else t.shape)[2:] for t in tensors if len(t.shape) > 2]
     return max(shapes, key=math.prod, default=(1,))
 
 
@@ -173,7 +173,7 @@ def _bytes_of(memory: str | int) -> int:
 
 def _grid_of(tensors: Sequence[Any]) -> Grid:
     """The ranks that hold the inputs in tiles."""
-    return next((tensor.laid.grid for tensor in tensors if type(tensor) is TiledTensor), ALONE)
+    return next((tensor.tile_layout.grid for tensor in tensors if type(tensor) is TiledTensor), ALONE)
 
 
 class Streamed(Wrapping):
@@ -193,17 +193,17 @@ class Streamed(Wrapping):
         if any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # somebody follows the module that this one is a part of
         made = self._stream.program(self, args, kwargs)
-        program, span = made.program, made.span
+        program, spatial = made.program, made.spatial
         graph, weights = program.graph, named_tensors(self)
         given: dict[Value, Any] = dict(zip(graph.inputs, tensors, strict=True))
         given |= {value: weights[name] for name, value in graph.weights.items()}
         given |= {value: constant.now() for value, constant in made.constants.items()}
-        own = {value: tensor.own if type(tensor) is TiledTensor else tensor for value, tensor in given.items()}
+        own = {value: tensor.local if type(tensor) is TiledTensor else tensor for value, tensor in given.items()}
         wanting = [value for value in given if value.wants_grad and (value.users or value in graph.results)]
         keeps = torch.is_grad_enabled() and bool(wanting)
-        tiled = [value for value, tensor in given.items() if type(tensor) is TiledTensor and tensor.laid.is_cut]
+        tiled = [value for value, tensor in given.items() if type(tensor) is TiledTensor and tensor.tile_layout.is_cut]
         where = {"place": made.place, "pool": self._stream.pool, "room": made.room}
-        run = Run(program, span, own, tiled, keeps=keeps, fused=made.fused, **where)
+        run = Runner(program, spatial, own, tiled, keeps=keeps, fused=made.fused, **where)
         with without_autocast():
             results = _run_with_gradient(run, graph, given, wanting) if keeps else _wrapped(run.forward(), run)
         with torch.no_grad():
@@ -215,36 +215,36 @@ class Streamed(Wrapping):
 # ---------------------------------------------------------------------------------------------- tensors in and out
 
 
-def _wrapped(results: dict[Value, Tensor], run: Run) -> dict[Value, Tensor]:
+def _wrapped(results: dict[Value, Tensor], run: Runner) -> dict[Value, Tensor]:
     """In space, tiled tensors of what this rank has; alone, what there is."""
     return {value: _out(tensor, value, run) for value, tensor in results.items()}
 
 
-def _out(tensor: Tensor, value: Value, run: Run) -> Tensor:
-    if run.span.is_alone:
+def _out(tensor: Tensor, value: Value, run: Runner) -> Tensor:
+    if run.spatial.is_alone:
         return tensor
     if value in run.layouts:
-        return wrap(tensor, run.span.in_space(run.layouts[value]))
-    return wrap_uncut(tensor, run.span.grid)
+        return wrap(tensor, run.spatial.in_space(run.layouts[value]))
+    return wrap_uncut(tensor, run.spatial.grid)
 
 
-def _in(grad: Tensor, value: Value, run: Run) -> Tensor:
+def _in(grad: Tensor, value: Value, run: Runner) -> Tensor:
     """A gradient of a result as this rank's pixels of it."""
-    grad = settled(grad)
+    grad = full_value(grad)
     if type(grad) is not TiledTensor:
         return grad
-    return recut(grad, run.span.in_space(run.layouts[value])) if value in run.layouts else grad.own
+    return redistribute(grad, run.spatial.in_space(run.layouts[value])) if value in run.layouts else grad.local
 
 
-def _run_with_gradient(run: Run, graph: Graph, given: dict[Value, Any], wanting: list[Value]) -> dict[Value, Tensor]:
+def _run_with_gradient(run: Runner, graph: Graph, given: dict[Value, Any], wanting: list[Value]) -> dict[Value, Tensor]:
     others = [t for v, t in given.items() if v not in set(wanting) and isinstance(t, Tensor) and v.name not in graph.updates]
-    tensors = _Run.apply(run, wanting, others, *(given[value] for value in wanting))
+    tensors = _StreamedFunction.apply(run, wanting, others, *(given[value] for value in wanting))
     return dict(zip(run.program.graph.results, tensors, strict=True))
 
 
-class _Run(torch.autograd.Function):
+class _StreamedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, wanting: list[Value], others: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Runner, wanting: list[Value], others: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.run, ctx.wanting, ctx.outs = run, wanting, run.program.graph.results
         found = _wrapped(run.forward(), run)
         results = {value: found[value].detach() for value in ctx.outs}
@@ -279,7 +279,7 @@ class _Run(torch.autograd.Function):
         return None, None, None, *(_like(grad, tensor, value, run) for grad, tensor, value in pairs)
 
 
-def _reached(run: Run, results: Iterable[Value]) -> set[Value]:
+def _reached(run: Runner, results: Iterable[Value]) -> set[Value]:
     """The values that these results depend on with a gradient."""
     reached = {value for value in results if value.wants_grad}
     for node in reversed(run.program.graph.nodes):
@@ -288,15 +288,15 @@ def _reached(run: Run, results: Iterable[Value]) -> set[Value]:
     return reached
 
 
-def _zeros(value: Value, run: Run) -> Tensor:
-    shape = size_of(run.span.own_box(run.layouts[value])) if value in run.layouts else value.shape
+def _zeros(value: Value, run: Runner) -> Tensor:
+    shape = size_of(run.spatial.own_box(run.layouts[value])) if value in run.layouts else value.shape
     return torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 
-def _like(grad: Tensor | None, tensor: Tensor, value: Value, run: Run) -> Tensor | None:
+def _like(grad: Tensor | None, tensor: Tensor, value: Value, run: Runner) -> Tensor | None:
     """A gradient of the kind that its tensor is; a weight's is this rank's part."""
     if grad is None:
         return None
     if type(tensor) is not TiledTensor:
-        return partial_of(grad, run.span.grid)
-    return wrap(grad, run.span.in_space(run.layouts[value])) if value in run.layouts else wrap_uncut(grad, run.span.grid)
+        return partial_of(grad, run.spatial.grid)
+    return wrap(grad, run.spatial.in_space(run.layouts[value])) if value in run.layouts else wrap_uncut(grad, run.spatial.grid)

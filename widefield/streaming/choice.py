@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from widefield.capture.ir import Graph, Value
 from widefield.streaming.cost_model import Estimate, Estimator, Setting, device_of
-from widefield.streaming.saved_tensors import Habits
-from widefield.streaming.schedule import Drafts, Program, program_of
-from widefield.streaming.search import Way, Ways
-from widefield.streaming.tile_planner import Units
+from widefield.streaming.saved_tensors import SavedTensorCache
+from widefield.streaming.schedule import PlanMemo, TileSchedule, program_of
+from widefield.streaming.search import KeepPlan, KeepSearch
+from widefield.streaming.tile_planner import TracedOps
 
 TILE_LEAST = 32
 """Pixels that a tile has along each dim at least, where tiles are chosen."""
@@ -27,7 +27,7 @@ class Choice:
     reasons: sentences for people.
     """
 
-    program: Program
+    program: TileSchedule
     tiles: tuple[int, ...]
     place: str
     estimate: Estimate
@@ -43,7 +43,7 @@ def choose(
     place: str | None,
     fixed: int,
     trains: bool,
-    read: Callable[[tuple[int, ...]], Units],
+    read: Callable[[tuple[int, ...]], TracedOps],
     extents: Sequence[int] | None = None,
     by_windows: Collection[int] = (),
     ranks: int = 1,
@@ -100,7 +100,7 @@ def grids_of(extents: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield grid
 
 
-Found = tuple[tuple[int, ...], str, Way, Units]
+Found = tuple[tuple[int, ...], str, KeepPlan, TracedOps]
 
 
 @dataclass
@@ -111,11 +111,11 @@ class _Search:
     """
 
     graph: Graph
-    read: Callable[[tuple[int, ...]], Units]
+    read: Callable[[tuple[int, ...]], TracedOps]
     setting: Setting
     budget: int | None
     places: Sequence[str]
-    habits: Habits = field(default_factory=Habits)
+    habits: SavedTensorCache = field(default_factory=SavedTensorCache)
     least: tuple[Estimate, tuple[int, ...], str] | None = None
     floor: Estimate | None = None
 
@@ -137,15 +137,15 @@ class _Search:
     def _in(self, grid: tuple[int, ...]) -> Found | None:
         """The best way with these tiles, at the first place where one fits."""
         units = self.read(grid)
-        drafts = Drafts(self.graph, units)
+        drafts = PlanMemo(self.graph, units)
         for place in self.places:
-            ways = Ways(drafts, Estimator(self.graph, replace(self.setting, place=place), self.habits))
+            ways = KeepSearch(drafts, Estimator(self.graph, replace(self.setting, place=place), self.habits))
             way = self._best(ways, grid, place)
             if way is not None:
                 return grid, place, way, units
         return None
 
-    def _best(self, ways: Ways, grid: tuple[int, ...], place: str) -> Way | None:
+    def _best(self, ways: KeepSearch, grid: tuple[int, ...], place: str) -> KeepPlan | None:
         if self.budget is None:
             room = ways.base.together + ways.base.estimate.work
             return min((ways.base, *ways.with_more(room)), key=lambda way: way.cost)
@@ -174,7 +174,7 @@ def bytes_text(size: float) -> str:
     return f"{size / 2**10:.0f} KiB"
 
 
-def reasons_of(program: Program, tiles: tuple[int, ...], place: str, way: Way, room: int = 0) -> list[str]:
+def reasons_of(program: TileSchedule, tiles: tuple[int, ...], place: str, way: KeepPlan, room: int = 0) -> list[str]:
     """What was chosen and what it takes, a sentence each."""
     found = way.estimate
     parts = [f"{bytes_text(found.work)} one tile's work", _kept_text(program, place, found, room), _rest_text(found)]
@@ -186,7 +186,7 @@ def reasons_of(program: Program, tiles: tuple[int, ...], place: str, way: Way, r
     return said + [f"made again rather than kept: {name_of(value)} ({bytes_text(value.bytes)})" for value in way.again]
 
 
-def _tile_text(program: Program, tiles: tuple[int, ...]) -> str:
+def _tile_text(program: TileSchedule, tiles: tuple[int, ...]) -> str:
     inputs = [value for value in program.graph.inputs if value in program.layouts]
     if not inputs:
         return ""
@@ -194,7 +194,7 @@ def _tile_text(program: Program, tiles: tuple[int, ...]) -> str:
     return f" of {_times(largest.tile_shape[-len(tiles) :])} px"
 
 
-def _kept_text(program: Program, place: str, found: Estimate, room: int) -> str:
+def _kept_text(program: TileSchedule, place: str, found: Estimate, room: int) -> str:
     count = sum(len(stage.segments) for stage in program.stages)
     if not found.together:
         return "nothing kept between segments"

@@ -15,10 +15,10 @@ from widefield.capture.decompositions import linear
 from widefield.capture.ir import Graph, Node, Value
 from widefield.geometry.box import size_of
 from widefield.streaming.memory_simulator import CONVOLUTION, box_bytes, is_known, made_bytes, work_bytes
-from widefield.streaming.saved_tensors import Habits
-from widefield.streaming.schedule import Program, Segment, Stage, Turn
-from widefield.streaming.tile_ops import Step
-from widefield.streaming.tile_planner import Unit
+from widefield.streaming.saved_tensors import SavedTensorCache
+from widefield.streaming.schedule import FusedRegion, Stage, TileSchedule, Turn
+from widefield.streaming.tile_ops import TileOp
+from widefield.streaming.tile_planner import TracedOp
 
 aten = torch.ops.aten
 
@@ -85,7 +85,7 @@ class Estimate:
     weights: int
     outputs: int
     kept: int
-    slopes: int
+    grads: int
     together: int
     work: int
     cost: float
@@ -102,7 +102,7 @@ class Estimate:
         return self.cost / max(self.ideal, 1.0)
 
 
-def estimate(program: Program, setting: Setting) -> Estimate:
+def estimate(program: TileSchedule, setting: Setting) -> Estimate:
     """What `program` takes."""
     return Estimator(program.graph, setting).estimate(program)
 
@@ -110,27 +110,25 @@ def estimate(program: Program, setting: Setting) -> Estimate:
 class Estimator:
     """`estimate` for several programs of one graph; what they have in common is worked out once."""
 
-    def __init__(self, graph: Graph, setting: Setting, habits: Habits | None = None) -> None:
-        self.graph, self.setting, self.habits, self.results = graph, setting, habits or Habits(), set(graph.results)
+    def __init__(self, graph: Graph, setting: Setting, habits: SavedTensorCache | None = None) -> None:
+        self.graph, self.setting, self.habits, self.results = graph, setting, habits or SavedTensorCache(), set(graph.results)
         device = device_of(graph)
         self.machine = MACHINES.get(device, MACHINES["cuda"])
         self.is_here = setting.place == "device" or (setting.place == "host" and device == "cpu")
-        self._times: dict[Segment, float] = {}
-        self._works: dict[Segment, int] = {}
-        self._wholes: dict[Unit, float] = {}
+        self._times: dict[FusedRegion, float] = {}
+        self._works: dict[FusedRegion, int] = {}
+        self._wholes: dict[TracedOp, float] = {}
         self._figures: dict[Node, tuple[float, int]] = {}
 
-    def estimate(self, program: Program) -> Estimate:
-        setting, lives, cost = self.setting, Lives(program, self.setting.trains, self.is_here), self.cost(program)
+    def estimate(self, program: TileSchedule) -> Estimate:
+        setting, lives, cost = self.setting, Liveness(program, self.setting.trains, self.is_here), self.cost(program)
         inputs = sum(value.bytes for value in self.graph.inputs if value not in setting.by_windows) // setting.ranks
         weights = sum(value.bytes for value in self.graph.weights.values() if value.wants_grad) if setting.trains else 0
         works = [max((self._work(segment) for segment in stage.segments), default=0) for stage in program.stages]
         works += works[::-1] if setting.trains else []
         work = [turn + once for turn, once in zip(works, lives.once, strict=True)]
-        kept, slopes, outputs = (
-            [size // setting.ranks for size in sizes] for sizes in (lives.kept, lives.slopes, lives.outputs)
-        )
-        between = [a + b for a, b in zip(kept, slopes, strict=True)]
+        kept, grads, outputs = ([size // setting.ranks for size in sizes] for sizes in (lives.kept, lives.grads, lives.outputs))
+        between = [a + b for a, b in zip(kept, grads, strict=True)]
         here = [w + o + (b if self.is_here else 0) for w, o, b in zip(work, outputs, between, strict=True)]
         return Estimate(
             peak=setting.fixed + inputs + weights + max(here),
@@ -139,24 +137,24 @@ class Estimator:
             weights=weights,
             outputs=max(outputs),
             kept=max(kept),
-            slopes=max(slopes),
+            grads=max(grads),
             together=max(between),
             work=max(work),
             cost=cost,
             ideal=self._ideal(program),
         )
 
-    def cost(self, program: Program) -> float:
+    def cost(self, program: TileSchedule) -> float:
         """The time of a step, as in `Estimate`."""
         once = sum(self._passes(unit) * self._whole(unit) for stage in program.stages for unit in stage.once)
         return once + sum(self._time(segment) for stage in program.stages for segment in stage.segments)
 
-    def together(self, program: Program) -> int:
+    def together(self, program: TileSchedule) -> int:
         """The bytes of kept values and their gradients, as in `Estimate`."""
-        lives = Lives(program, self.setting.trains, self.is_here)
-        return max(a + b for a, b in zip(lives.kept, lives.slopes, strict=True)) // self.setting.ranks
+        lives = Liveness(program, self.setting.trains, self.is_here)
+        return max(a + b for a, b in zip(lives.kept, lives.grads, strict=True)) // self.setting.ranks
 
-    def _ideal(self, program: Program) -> float:
+    def _ideal(self, program: TileSchedule) -> float:
         segments = [segment for stage in program.stages for segment in stage.segments]
         units = dict.fromkeys(unit for segment in segments for unit in (*segment.units, *segment.parts))
         once = [unit for stage in program.stages for unit in stage.once]
@@ -164,11 +162,11 @@ class Estimator:
 
     # ------------------------------------------------------------------------------------------ segments
 
-    def _samples(self, segment: Segment) -> list[tuple[Turn, float]]:
+    def _samples(self, segment: FusedRegion) -> list[tuple[Turn, float]]:
         everyone = [(place, 1.0) for place in range(len(segment.turns))]
         return [(segment.turns[place], count) for place, count in (segment.samples if self.setting.sampled else everyone)]
 
-    def _work(self, segment: Segment) -> int:
+    def _work(self, segment: FusedRegion) -> int:
         """The bytes of the largest turn."""
         if segment not in self._works:
             goes_back = self.setting.trains and _goes_back(segment)
@@ -179,7 +177,7 @@ class Estimator:
             self._works[segment] = max(sizes, default=0)
         return self._works[segment]
 
-    def _time(self, segment: Segment) -> float:
+    def _time(self, segment: FusedRegion) -> float:
         """The time of all turns."""
         if segment not in self._times:
             goes_back = self.setting.trains and _goes_back(segment)
@@ -196,7 +194,7 @@ class Estimator:
             time += (self._passes(unit) - spared if goes_back else 1) * self._step(unit, step)
         return time
 
-    def _step(self, unit: Unit, step: Step) -> float:
+    def _step(self, unit: TracedOp, step: TileOp) -> float:
         """The time of one forward of an operation on a box."""
         if self.habits.of(unit, step).shows:
             return 0.0
@@ -205,7 +203,7 @@ class Estimator:
         box = step.reads[0] if is_transposed(unit.node) else step.outs[0]
         return self._moved(unit.node, moved, 0 if box is None else math.prod(size_of(box)))
 
-    def _whole(self, unit: Unit) -> float:
+    def _whole(self, unit: TracedOp) -> float:
         """The time of one forward of an operation on the whole."""
         if unit not in self._wholes:
             value = unit.reads[0] if is_transposed(unit.node) else unit.outs[0]
@@ -218,7 +216,7 @@ class Estimator:
     def _moved(self, node: Node, moved: int, pixels: int) -> float:
         return moved + self._figures_of(node)[0] * pixels / self.machine.flops_per_byte
 
-    def _passes(self, unit: Unit, *, is_ideal: bool = False) -> int:
+    def _passes(self, unit: TracedOp, *, is_ideal: bool = False) -> int:
         """How often an operation runs in a step, its backward counted as so many forwards; ideally it runs forward once."""
         return (1 if is_ideal else 2) + self._figures_of(unit.node)[1] if self.setting.trains else 1
 
@@ -236,7 +234,7 @@ def _read_bytes(value: Value, size: int) -> int:
     return WEIGHT_READS * size if value.source == "weight" else size
 
 
-def _goes_back(segment: Segment) -> bool:
+def _goes_back(segment: FusedRegion) -> bool:
     """Whether the backward runs a segment's turns."""
     targets = [*segment.kept, *(out for unit in segment.parts for out in unit.outs if out is not None)]
     return any(value.wants_grad for value in targets)
@@ -271,7 +269,7 @@ def _backwards(node: Node) -> int:
 # ---------------------------------------------------------------------------------------------- what is there when
 
 
-class Lives:
+class Liveness:
     """From when until when values are kept.  Moments are the stages, forward and, where it trains, then backward.
 
     kept, slopes: bytes of values and of their gradients at each moment, outputs apart.  once: values from what runs once, and
@@ -279,10 +277,10 @@ class Lives:
     come for them and, where is_here, the sums that these are put in.
     """
 
-    def __init__(self, program: Program, trains: bool, is_here: bool) -> None:
+    def __init__(self, program: TileSchedule, trains: bool, is_here: bool) -> None:
         self.program, self.trains, self.is_here, self.stages = program, trains, is_here, len(program.stages)
         self.count = self.stages * (2 if trains else 1)
-        self.kept, self.slopes, self.once, self.outputs = ([0] * self.count for _ in range(4))
+        self.kept, self.grads, self.once, self.outputs = ([0] * self.count for _ in range(4))
         self._results = set(program.graph.results)
         self._last = {value: n for n, stage in enumerate(program.stages) for value in _read_by(stage)}
         for value, made in program.kept.items():
@@ -291,7 +289,7 @@ class Lives:
             for unit in stage.once:
                 self._add_once(unit, number)
         for value in program.graph.inputs:
-            self._add_slope(value, 0)
+            self._add_grad(value, 0)
 
     def _back(self, stage: int) -> int:
         """The moment of a stage's backward."""
@@ -305,12 +303,12 @@ class Lives:
         if value in self._results:
             return self._add_output(value, made)
         self._add(self.kept, made, self._back(made) if self.trains else self._last.get(value, made), value.bytes)
-        self._add_slope(value, made)
+        self._add_grad(value, made)
 
-    def _add_slope(self, value: Value, made: int) -> None:
+    def _add_grad(self, value: Value, made: int) -> None:
         """From the last stage that reads a value to that which makes it, back."""
         if self.trains and value.wants_grad and value in self._last:
-            self._add(self.slopes, self._back(self._last[value]), self._back(made), value.bytes)
+            self._add(self.grads, self._back(self._last[value]), self._back(made), value.bytes)
 
     def _add_output(self, value: Value, made: int) -> None:
         self._add(self.outputs, made, self.count, value.bytes)
@@ -318,14 +316,14 @@ class Lives:
             is_summed = self.is_here and value in self.program.layouts
             self._add(self.outputs, self.stages, self.count, (2 if is_summed else 1) * value.bytes)
 
-    def _add_once(self, unit: Unit, made: int) -> None:
+    def _add_once(self, unit: TracedOp, made: int) -> None:
         for value in unit.outs:
             if value is not None and value in self._results:
                 self._add_output(value, made)
             elif value is not None:
                 goes = not self.trains and value in self.program.layouts
                 self._add(self.once, made, self._last.get(value, made) if goes else self.count, value.bytes)
-                self._add_slope(value, made)
+                self._add_grad(value, made)
         if self.trains:
             pulled = [v for v in (*unit.outs, *(unit.reads[n] for n in unit.wide)) if v is not None and v.wants_grad]
             self._add(self.once, self._back(made), self._back(made), sum(value.bytes for value in pulled))

@@ -17,15 +17,15 @@ from torch.fx import GraphModule
 from widefield.capture.ir import Value
 from widefield.streaming.regions import Env, arguments, as_wanted
 from widefield.streaming.schedule import Turn
-from widefield.streaming.tile_ops import Step
-from widefield.streaming.tile_planner import Unit
+from widefield.streaming.tile_ops import TileOp
+from widefield.streaming.tile_planner import TracedOp
 
 
 @dataclass
-class Joined:
+class FusedOps:
     """Steps that run as one: what they read from outside, and what of their results is wanted after them."""
 
-    steps: list[tuple[Unit, Step]]
+    steps: list[tuple[TracedOp, TileOp]]
     drop: list[Value] = field(default_factory=list)
 
     @property
@@ -36,19 +36,19 @@ class Joined:
         return {out: step.outs[n] for unit, step in self.steps for n, out in enumerate(unit.outs) if out is not None}
 
 
-def runs_of(turn: Turn) -> list[Joined]:
+def runs_of(turn: Turn) -> list[FusedOps]:
     """The steps of a turn, those joined that can be compiled together."""
-    found: list[Joined] = []
+    found: list[FusedOps] = []
     for (unit, step), drop in zip(turn.steps, turn.drop, strict=True):
         if found and _joins(found[-1], unit, step):
             found[-1].steps.append((unit, step))
             found[-1].drop += drop
         else:
-            found.append(Joined([(unit, step)], list(drop)))
+            found.append(FusedOps([(unit, step)], list(drop)))
     return found
 
 
-def _joins(run: Joined, unit: Unit, step: Step) -> bool:
+def _joins(run: FusedOps, unit: TracedOp, step: TileOp) -> bool:
     """Whether a step is of the kind of the run before it, and reads what that makes just as it makes it."""
     first, before = run.steps[0]
     alike = all(_is_simple(u) for u in (first, unit)) and first.node.grad == unit.node.grad and before.outs[0] == step.outs[0]
@@ -56,17 +56,17 @@ def _joins(run: Joined, unit: Unit, step: Step) -> bool:
     return alike and all(made[v] == box for v, box in zip(unit.reads, step.reads, strict=True) if v in made)
 
 
-def _is_simple(unit: Unit) -> bool:
+def _is_simple(unit: TracedOp) -> bool:
     return unit.is_pointwise and isinstance(unit.node.op, torch._ops.OpOverload) and len(unit.outs) == 1 and bool(unit.reads)
 
 
-class Fused:
+class CompiledRegions:
     """The compiled runs of one program."""
 
     def __init__(self) -> None:
         self.known: dict[tuple, tuple[Callable, list[tuple[int, int]], list[Value]]] = {}
 
-    def __call__(self, run: Joined, env: Env, small: Any) -> None:
+    def __call__(self, run: FusedOps, env: Env, small: Any) -> None:
         """Run the steps and put what is wanted of them into `env`."""
         wanted = [value for value in run.made() if value not in run.drop]
         key = (*(unit for unit, _ in run.steps), *wanted)
@@ -82,7 +82,7 @@ class Fused:
             env[value] = (as_wanted(value, result), boxes[value])
 
 
-def _compiled(units: Sequence[Unit], wanted: Sequence[Value]) -> tuple[Callable, list[tuple[int, int]], list[Value]]:
+def _compiled(units: Sequence[TracedOp], wanted: Sequence[Value]) -> tuple[Callable, list[tuple[int, int]], list[Value]]:
     """One function of what the units read from outside: (unit, place) each; it gives the wanted values."""
     graph, made, places = FxGraph(), {}, []
     for number, unit in enumerate(units):

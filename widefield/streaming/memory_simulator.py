@@ -14,31 +14,31 @@ import torch
 
 from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of
-from widefield.streaming.saved_tensors import Habits, Saved
+from widefield.streaming.saved_tensors import SavedTensorCache, SavedTensors
 from widefield.streaming.schedule import Turn
-from widefield.streaming.tile_ops import Step
-from widefield.streaming.tile_planner import Unit
+from widefield.streaming.tile_ops import TileOp
+from widefield.streaming.tile_planner import TracedOp
 
 CONVOLUTION = torch.ops.aten.convolution.default
 
 
-def work_bytes(turn: Turn, habits: Habits, results: Collection[Value], *, is_copy: bool, goes_back: bool) -> int:
+def work_bytes(turn: Turn, habits: SavedTensorCache, results: Collection[Value], *, is_copy: bool, goes_back: bool) -> int:
     """The most bytes that a turn takes at a time, apart from what is kept, results, weights and their gradients.
 
     results: what the module gives.  is_copy: what is kept lies elsewhere, so that its windows are copies.
     goes_back: the turn runs forward without history first, then again with it and back.
     """
-    plain = _Ledger(turn, habits, results, is_copy, keeps=False)
+    plain = _MemorySimulator(turn, habits, results, is_copy, keeps=False)
     plain.forward()
     if not goes_back:
         return plain.peak
-    whole = _Ledger(turn, habits, results, is_copy, keeps=True)
+    whole = _MemorySimulator(turn, habits, results, is_copy, keeps=True)
     whole.forward()
     whole.backward()
     return max(plain.peak, whole.peak)
 
 
-def is_known(unit: Unit, step: Step, turn: Turn, results: Collection[Value]) -> bool:
+def is_known(unit: TracedOp, step: TileOp, turn: Turn, results: Collection[Value]) -> bool:
     """Whether the result of a step lies among what is kept, or is a part of a sum, so that the backward need not make it again.
 
     results: what the module gives; it belongs to the user by then.
@@ -54,7 +54,7 @@ def box_bytes(value: Value, box: Box | None) -> int:
     return value.bytes if box is None else math.prod(size_of(box)) * value.dtype.itemsize
 
 
-def made_bytes(unit: Unit, step: Step) -> int:
+def made_bytes(unit: TracedOp, step: TileOp) -> int:
     """Bytes of a step's results."""
     pairs = zip(unit.outs, step.outs, strict=True)
     return sum(box_bytes(value, box) for value, box in pairs if value is not None and box is not None)
@@ -68,16 +68,16 @@ class _Record:
     held: tokens of what autograd holds.
     """
 
-    unit: Unit
-    step: Step
-    saved: Saved
+    unit: TracedOp
+    step: TileOp
+    saved: SavedTensors
     around: list[Box | None]
     outs: list[int | None]
     held: list[int]
 
 
-class _Ledger:
-    def __init__(self, turn: Turn, habits: Habits, results: Collection[Value], is_copy: bool, *, keeps: bool) -> None:
+class _MemorySimulator:
+    def __init__(self, turn: Turn, habits: SavedTensorCache, results: Collection[Value], is_copy: bool, *, keeps: bool) -> None:
         self.turn, self.habits, self.results, self.is_copy, self.keeps = turn, habits, results, is_copy, keeps
         self.live = self.peak = 0
         self._sizes: list[int] = []
@@ -127,7 +127,7 @@ class _Ledger:
             if not (self.keeps and value in turn.kept):
                 self._release(token)
 
-    def _run(self, unit: Unit, step: Step) -> None:
+    def _run(self, unit: TracedOp, step: TileOp) -> None:
         around = [self._env[value][1] if value in self._env else None for value in unit.reads]
         saved, is_at_hand = self.habits.of(unit, step), self.keeps and is_known(unit, step, self.turn, self.results)
         copies = self._new(round(saved.copies * made_bytes(unit, step)))
@@ -142,7 +142,7 @@ class _Ledger:
         self._release(copies)
         self._records.append(_Record(unit, step, saved, around, outs, held))
 
-    def _scratch(self, unit: Unit, step: Step, around: list[Box | None]) -> int:
+    def _scratch(self, unit: TracedOp, step: TileOp, around: list[Box | None]) -> int:
         """What a convolution's kernel takes for a while: its result, and a window of a larger tensor, in its own order."""
         out = unit.outs[0]
         if unit.node.op is not CONVOLUTION or out is None:
@@ -151,7 +151,7 @@ class _Ledger:
         is_window = around[0] != step.reads[0] or (image in self.turn.sources and not self.is_copy)
         return box_bytes(out, step.outs[0]) + (box_bytes(image, step.reads[0]) if is_window else 0)
 
-    def _outs(self, unit: Unit, step: Step, saved: Saved, is_at_hand: bool) -> list[int | None]:
+    def _outs(self, unit: TracedOp, step: TileOp, saved: SavedTensors, is_at_hand: bool) -> list[int | None]:
         """Tokens of a step's results, which join those that there are."""
         outs: list[int | None] = []
         for number, (value, box) in enumerate(zip(unit.outs, step.outs, strict=True)):

@@ -11,9 +11,9 @@ from torch import Tensor
 from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of, within
 from widefield.geometry.interval import Interval
-from widefield.streaming.storage.offload_buffer import Kept
-from widefield.streaming.tile_ops import Step
-from widefield.streaming.tile_planner import Unit
+from widefield.streaming.storage.offload_buffer import OffloadBuffer
+from widefield.streaming.tile_ops import TileOp
+from widefield.streaming.tile_planner import TracedOp
 
 Env = dict[Value, tuple[Tensor, Box]]
 
@@ -24,7 +24,7 @@ class Region:
     is_alike: whether every rank has the whole; where not, each has its own pixels.
     """
 
-    def __init__(self, kept: Kept, box: Box, is_alike: bool = False) -> None:
+    def __init__(self, kept: OffloadBuffer, box: Box, is_alike: bool = False) -> None:
         self.kept, self.box, self.is_alike = kept, box, is_alike
 
     def _moved(self, box: Box) -> Box:
@@ -47,7 +47,7 @@ class Region:
 
 
 def arguments(
-    unit: Unit, step: Step, env: Mapping[Value, tuple[Tensor, Box]], small: Any, only: Sequence[int] | None = None
+    unit: TracedOp, step: TileOp, env: Mapping[Value, tuple[Tensor, Box]], small: Any, only: Sequence[int] | None = None
 ) -> list[Tensor]:
     """The tensors that a step reads, or those of them that are asked for."""
     numbers = range(len(unit.reads)) if only is None else only
@@ -86,5 +86,5 @@ def as_wanted(value: Value, result: Tensor) -> Tensor:
     return result if value.wants_grad or not result.requires_grad else result.detach()
 
 
-def merged(unit: Unit, parts: Tensor) -> Tensor:
+def merged(unit: TracedOp, parts: Tensor) -> Tensor:
     return parts.sum(0) if unit.merge is None else unit.merge(parts)

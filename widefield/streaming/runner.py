@@ -15,17 +15,17 @@ from torch import Tensor
 
 from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of
-from widefield.streaming.fusion import Fused, Joined, runs_of
+from widefield.streaming.fusion import CompiledRegions, FusedOps, runs_of
 from widefield.streaming.regions import Env, Region, all_of, arguments, as_wanted, merged, taken, window
-from widefield.streaming.schedule import Program, Segment, Stage, Turn
-from widefield.streaming.spatial import Span
+from widefield.streaming.schedule import FusedRegion, Stage, TileSchedule, Turn
+from widefield.streaming.spatial import SpatialStream
 from widefield.streaming.storage.memory_pool import Pool
-from widefield.streaming.storage.offload_buffer import Kept, Room
-from widefield.streaming.tile_ops import Step
-from widefield.streaming.tile_planner import Unit, asks_shape_alone
+from widefield.streaming.storage.offload_buffer import ByteBudget, OffloadBuffer
+from widefield.streaming.tile_ops import TileOp
+from widefield.streaming.tile_planner import TracedOp, asks_shape_alone
 
 
-class Run:
+class Runner:
     """One forward and, where asked for, its backward.
 
     given: the tensor, or Reader, of every input, weight and constant.  tiled: those of which a rank has its own pixels alone.
@@ -36,23 +36,23 @@ class Run:
 
     def __init__(
         self,
-        program: Program,
-        span: Span,
+        program: TileSchedule,
+        spatial: SpatialStream,
         given: Mapping[Value, Any],
         tiled: Collection[Value] = (),
         *,
         keeps: bool = False,
         place: str = "device",
         pool: Pool | None = None,
-        fused: Fused | None = None,
+        fused: CompiledRegions | None = None,
         room: int = 0,
     ) -> None:
-        self.room = Room(room)
-        self.program, self.span, self.layouts, self.keeps = program, span, program.layouts, keeps
+        self.room = ByteBudget(room)
+        self.program, self.spatial, self.layouts, self.keeps = program, spatial, program.layouts, keeps
         self.place, self.pool, self.fused, self.results = place, pool, fused, set(program.graph.results)
         self.stores: dict[Value, Any] = {}
         self.small: dict[Value, Tensor] = {}
-        self.parts: dict[Unit, Tensor] = {}
+        self.parts: dict[TracedOp, Tensor] = {}
         self.is_spent = False
         for value, tensor in given.items():
             if value not in self.layouts:
@@ -61,15 +61,15 @@ class Run:
             elif hasattr(tensor, "read"):
                 self.stores[value] = tensor
             elif value in tiled:
-                self.stores[value] = Region(Kept.of(tensor.detach()), span.own_box(self.layouts[value]))
+                self.stores[value] = Region(OffloadBuffer.of(tensor.detach()), spatial.own_box(self.layouts[value]))
             else:
-                self.stores[value] = Region(Kept.of(tensor.detach()), all_of(value), is_alike=True)
+                self.stores[value] = Region(OffloadBuffer.of(tensor.detach()), all_of(value), is_alike=True)
 
     def _new(self, value: Value, box: Box | None = None) -> Region:
-        box = self.span.own_box(self.layouts[value]) if box is None else box
+        box = self.spatial.own_box(self.layouts[value]) if box is None else box
         is_result = value in self.results  # and the user's
         place, pool = ("device", None) if is_result else (self.place, self.pool)
-        kept = Kept(size_of(box), value.dtype, value.device, place, value.order, pool, self.room)
+        kept = OffloadBuffer(size_of(box), value.dtype, value.device, place, value.order, pool, self.room)
         return Region(kept, box)
 
     # ------------------------------------------------------------------------------------------ forward
@@ -79,7 +79,7 @@ class Run:
         with torch.no_grad():
             for number, stage in enumerate(self.program.stages):
                 for unit in stage.once:
-                    self.span.see(unit)
+                    self.spatial.see(unit)
                     assert unit.call is not None
                     self._put(unit, unit.call([self._whole(unit, n) for n in range(len(unit.reads))]))
                 for segment in stage.segments:
@@ -97,17 +97,17 @@ class Run:
     def _result(self, value: Value) -> Tensor:
         if value not in self.layouts:
             return self.small[value]
-        store, box = self.stores[value], self.span.own_box(self.layouts[value])
+        store, box = self.stores[value], self.spatial.own_box(self.layouts[value])
         return store.all() if isinstance(store, Region) and store.box == box else store.read(box)
 
-    def _put(self, unit: Unit, results: Sequence[Any]) -> None:
+    def _put(self, unit: TracedOp, results: Sequence[Any]) -> None:
         for out, result in zip(unit.outs, results, strict=True):
             if out is not None and out in self.layouts:
-                self.stores[out] = Region(Kept.of(result), all_of(out), is_alike=True)
+                self.stores[out] = Region(OffloadBuffer.of(result), all_of(out), is_alike=True)
             elif out is not None:
                 self.small[out] = result
 
-    def _whole(self, unit: Unit, number: int) -> Tensor:
+    def _whole(self, unit: TracedOp, number: int) -> Tensor:
         """A tensor argument of a unit that runs once."""
         value = unit.reads[number]
         if asks_shape_alone(unit.node):
@@ -121,15 +121,15 @@ class Run:
 
     def _all_of(self, value: Value, store: Any) -> Tensor:
         """Every pixel, on every rank."""
-        if isinstance(store, Region) and not store.is_alike and not self.span.is_alone:
-            return self.span.whole(self.layouts[value], store.all())
+        if isinstance(store, Region) and not store.is_alike and not self.spatial.is_alone:
+            return self.spatial.whole(self.layouts[value], store.all())
         return store.read(all_of(value))
 
-    def _forward_segment(self, segment: Segment) -> None:
+    def _forward_segment(self, segment: FusedRegion) -> None:
         sources = self._sources(segment)
-        parts: dict[Unit, list[Tensor]] = {unit: [] for unit in segment.parts}
+        parts: dict[TracedOp, list[Tensor]] = {unit: [] for unit in segment.parts}
         self.stores.update({value: self._new(value) for value in segment.kept})
-        for turn in self.span.own(segment.turns):
+        for turn in self.spatial.local(segment.turns):
             env: Env = {value: (sources[value].read(box), box) for value, box in turn.sources.items()}
             self._steps(turn, env, self.small)
             for value, box in turn.kept.items():
@@ -137,29 +137,29 @@ class Run:
             for unit, step in turn.parts:
                 parts[unit].append(step.call(arguments(unit, step, env, self.small))[0])
         for unit, found in parts.items():
-            self.parts[unit] = self.span.gather_parts(unit, segment.turns, torch.stack(found))
+            self.parts[unit] = self.spatial.gather_parts(unit, segment.turns, torch.stack(found))
             total = unit.outs[0]
             assert total is not None
             self.small[total] = merged(unit, self.parts[unit])
 
-    def _sources(self, segment: Segment) -> dict[Value, Any]:
+    def _sources(self, segment: FusedRegion) -> dict[Value, Any]:
         """What the turns of a segment read from: kept values, where ranks want pixels of others with those fetched."""
         found = {value: self.stores[value] for value in segment.sources}
-        if self.span.is_alone:
+        if self.spatial.is_alone:
             return found
         pairs = []
         for value, store in found.items():
-            wanted = self.span.wanted(value, segment.turns)
-            if isinstance(store, Region) and not store.is_alike and not self.span.is_at_hand(self.layouts[value], wanted):
+            wanted = self.spatial.wanted(value, segment.turns)
+            if isinstance(store, Region) and not store.is_alike and not self.spatial.is_at_hand(self.layouts[value], wanted):
                 pairs.append((value, wanted))
         moves = [(self.layouts[value], wanted, found[value].all()) for value, wanted in pairs]
-        for (value, wanted), tensor in zip(pairs, self.span.fetch(moves) if moves else [], strict=True):
-            found[value] = Region(Kept.of(tensor), wanted[self.span.grid.index])
+        for (value, wanted), tensor in zip(pairs, self.spatial.fetch(moves) if moves else [], strict=True):
+            found[value] = Region(OffloadBuffer.of(tensor), wanted[self.spatial.grid.index])
         return found
 
     def _steps(self, turn: Turn, env: Env, small: Any) -> None:
         again = torch.is_grad_enabled()
-        for run in runs_of(turn) if self.fused is not None else map(Joined, ([pair] for pair in turn.steps), turn.drop):
+        for run in runs_of(turn) if self.fused is not None else map(FusedOps, ([pair] for pair in turn.steps), turn.drop):
             with torch.set_grad_enabled(again and run.steps[0][0].node.grad):
                 if self.fused is not None and not run.is_one:
                     self.fused(run, env, small)
@@ -168,7 +168,7 @@ class Run:
             for value in run.drop:
                 env.pop(value, None)
 
-    def _step(self, turn: Turn, unit: Unit, step: Step, env: Env, small: Any, again: bool) -> None:
+    def _step(self, turn: Turn, unit: TracedOp, step: TileOp, env: Env, small: Any, again: bool) -> None:
         tensors, out = arguments(unit, step, env, small), unit.outs[0]
         if again and step.known is not None and self._is_at_hand(turn, out) and turn.kept[out] == step.outs[0]:
             results: list[Any] = [step.known(self.stores[out].read(turn.kept[out]), tensors)]
@@ -198,12 +198,12 @@ class Run:
 
         In space a weight's gradient is this rank's part times the number of ranks, so that the mean over ranks is the whole.
         """
-        self.slopes: dict[Value, Tensor] = {}
-        self.parts_of_slopes: dict[Value, Tensor] = {}
-        self.slope_stores: dict[Value, Region] = {}
+        self.grads: dict[Value, Tensor] = {}
+        self.parts_of_grads: dict[Value, Tensor] = {}
+        self.grad_buffers: dict[Value, Region] = {}
         self.leaves: dict[Value, Tensor] = {}
         for value, grad in grads.items():
-            self._add(value, grad, self.span.own_box(self.layouts[value]) if value in self.layouts else None)
+            self._add(value, grad, self.spatial.own_box(self.layouts[value]) if value in self.layouts else None)
         for number in reversed(range(len(self.program.stages))):
             stage = self.program.stages[number]
             for segment in reversed(stage.segments):
@@ -214,21 +214,21 @@ class Run:
 
     def _gradient(self, value: Value) -> Tensor | None:
         if value in self.layouts:
-            return self.slope_stores[value].all() if value in self.slope_stores else None
-        found = [self.slopes[value]] if value in self.slopes else []
-        if value in self.parts_of_slopes:
-            found.append(self.parts_of_slopes[value] * self.span.grid.size)
+            return self.grad_buffers[value].all() if value in self.grad_buffers else None
+        found = [self.grads[value]] if value in self.grads else []
+        if value in self.parts_of_grads:
+            found.append(self.parts_of_grads[value] * self.spatial.grid.size)
         return sum(found[1:], found[0]) if found else None
 
     def _add(self, value: Value, grad: Tensor, box: Box | None) -> None:
         if value not in self.layouts:
-            self.slopes[value] = grad if value not in self.slopes else self.slopes[value] + grad
+            self.grads[value] = grad if value not in self.grads else self.grads[value] + grad
             return
         assert box is not None
-        if value not in self.slope_stores:
-            self.slope_stores[value] = self._new(value)
+        if value not in self.grad_buffers:
+            self.grad_buffers[value] = self._new(value)
         if not is_empty(box):
-            self.slope_stores[value].add(box, grad)
+            self.grad_buffers[value].add(box, grad)
 
     def _leaf(self, value: Value) -> Tensor:
         """A small value or weight with a gradient of its own, which `_flush` takes in."""
@@ -238,10 +238,10 @@ class Run:
             self.leaves[value] = self.small[value].detach().requires_grad_()
         return self.leaves[value]
 
-    def _flush(self, segment: Segment | None) -> None:
+    def _flush(self, segment: FusedRegion | None) -> None:
         """Gradients of small values; those that a segment's turns made are a part of them only."""
         leaves, self.leaves = self.leaves, {}
-        if segment is None or self.span.is_alone:
+        if segment is None or self.spatial.is_alone:
             for value, leaf in leaves.items():
                 if leaf.grad is not None:
                     self._add(value, leaf.grad, None)
@@ -251,24 +251,24 @@ class Run:
             leaves[v].grad if v in leaves and leaves[v].grad is not None else torch.zeros_like(self.small[v]) for v in made
         ]
         inner = [n for n, value in enumerate(made) if value.source == "made"]
-        for n, total in zip(inner, self.span.add_up([grads[n] for n in inner]), strict=True):  # type: ignore[misc]
+        for n, total in zip(inner, self.spatial.add_up([grads[n] for n in inner]), strict=True):  # type: ignore[misc]
             self._add(made[n], total, None)
         for value, grad in zip(made, grads, strict=True):
             if value.source != "made" and grad is not None:
-                held = self.parts_of_slopes.get(value)
-                self.parts_of_slopes[value] = grad if held is None else held + grad
+                held = self.parts_of_grads.get(value)
+                self.parts_of_grads[value] = grad if held is None else held + grad
 
-    def _backward_segment(self, segment: Segment) -> None:
+    def _backward_segment(self, segment: FusedRegion) -> None:
         slopes = {unit: self._part_slopes(unit, segment) for unit in segment.parts}
-        wanted = [value for value in segment.kept if value.wants_grad and value in self.slope_stores]
+        wanted = [value for value in segment.kept if value.wants_grad and value in self.grad_buffers]
         if not wanted and all(slope is None for slope in slopes.values()):
             return
         sources, small = self._sources(segment), _Leaves(self)
         around = self._around(segment)
-        known = {unit: self.span.own_parts(unit, segment.turns, self.parts[unit]) for unit in segment.parts}
+        known = {unit: self.spatial.own_parts(unit, segment.turns, self.parts[unit]) for unit in segment.parts}
         count = dict.fromkeys(segment.parts, 0)
         with torch.enable_grad():
-            for turn in self.span.own(segment.turns):
+            for turn in self.spatial.local(segment.turns):
                 env: Env = {v: (window(v, sources[v].read(box)), box) for v, box in turn.sources.items()}
                 leaves = {value: tensor for value, (tensor, _) in env.items() if tensor.requires_grad}
                 self._steps(turn, env, small)
@@ -276,7 +276,7 @@ class Run:
                 for value in wanted:
                     if value in turn.kept and env[value][0].requires_grad:
                         outs.append(taken(*env[value], turn.kept[value]))
-                        grads.append(self.slope_stores[value].read(turn.kept[value]))
+                        grads.append(self.grad_buffers[value].read(turn.kept[value]))
                 for unit, step in turn.parts:
                     slope = slopes[unit]
                     if slope is not None:
@@ -298,32 +298,32 @@ class Run:
         self._send_home(segment, around)
         self._flush(segment)
 
-    def _around(self, segment: Segment) -> dict[Value, Region]:
+    def _around(self, segment: FusedRegion) -> dict[Value, Region]:
         """In space, where the gradients of the pixels that this rank's windows hold are added up before they go home."""
-        if self.span.is_alone:
+        if self.spatial.is_alone:
             return {}
-        boxes = {v: self.span.wanted(v, segment.turns)[self.span.grid.index] for v in segment.sources if v.wants_grad}
+        boxes = {v: self.spatial.wanted(v, segment.turns)[self.spatial.grid.index] for v in segment.sources if v.wants_grad}
         return {value: self._new(value, box) for value, box in boxes.items()}
 
-    def _send_home(self, segment: Segment, around: Mapping[Value, Region]) -> None:
-        pairs = [(self.layouts[v], self.span.wanted(v, segment.turns), region.all()) for v, region in around.items()]
-        for value, pieces in zip(around, self.span.send_home(pairs) if pairs else [], strict=True):
-            if value not in self.slope_stores:
-                self.slope_stores[value] = self._new(value)
+    def _send_home(self, segment: FusedRegion, around: Mapping[Value, Region]) -> None:
+        pairs = [(self.layouts[v], self.spatial.wanted(v, segment.turns), region.all()) for v, region in around.items()]
+        for value, pieces in zip(around, self.spatial.send_home(pairs) if pairs else [], strict=True):
+            if value not in self.grad_buffers:
+                self.grad_buffers[value] = self._new(value)
             for box, piece in pieces:
                 self._add(value, piece, box)
 
-    def _part_slopes(self, unit: Unit, segment: Segment) -> Tensor | None:
+    def _part_grads(self, unit: TracedOp, segment: FusedRegion) -> Tensor | None:
         """The gradients of this rank's parts of a sum."""
         total = unit.outs[0]
         assert total is not None
-        slope = self.slopes.pop(total, None)
+        slope = self.grads.pop(total, None)
         if slope is None:
             return None
         with torch.enable_grad():
             parts = self.parts[unit].detach().requires_grad_()
-            (found,) = torch.autograd.grad(merged(unit, parts), parts, self.span.add_up_over_copies(unit, slope))
-        return self.span.own_parts(unit, segment.turns, found)
+            (found,) = torch.autograd.grad(merged(unit, parts), parts, self.spatial.add_up_over_copies(unit, slope))
+        return self.spatial.own_parts(unit, segment.turns, found)
 
     def _backward_once(self, stage: Stage) -> None:
         """All units of a stage that run once, together: their results have their gradients by now."""
@@ -351,40 +351,40 @@ class Run:
                     results = unit.call(tensors)
                 pairs = zip(unit.outs, results, strict=True)
                 env.update({out: as_wanted(out, result) for out, result in pairs if out is not None})
-            outs = [value for value, tensor in env.items() if tensor.requires_grad and self._has_slope(value)]
-            grads = [self._take_slope(value) for value in outs]
+            outs = [value for value, tensor in env.items() if tensor.requires_grad and self._has_grad(value)]
+            grads = [self._take_grad(value) for value in outs]
             if outs:
                 torch.autograd.backward([env[value] for value in outs], grads)
         for value, leaf in wholes.items():
             if leaf.grad is not None:
-                box = self.span.own_box(self.layouts[value])
+                box = self.spatial.own_box(self.layouts[value])
                 self._add(value, taken(leaf.grad, all_of(value), box), box)
         self._flush(None)
 
-    def _with_gradient(self, units: Sequence[Unit]) -> list[Unit]:
+    def _with_gradient(self, units: Sequence[TracedOp]) -> list[TracedOp]:
         """Those from whose results a gradient goes back, and those that they read from; draws stay as they were."""
-        found: list[Unit] = []
+        found: list[TracedOp] = []
         needed: set[Value] = set()
         for unit in reversed(units):
             outs = [out for out in unit.outs if out is not None]
-            asked = any(out.wants_grad and (out in needed or self._has_slope(out)) for out in outs)
+            asked = any(out.wants_grad and (out in needed or self._has_grad(out)) for out in outs)
             if not unit.node.draws and (asked or any(out in needed for out in outs)):
                 found.append(unit)
                 needed.update(unit.reads)
         return found[::-1]
 
-    def _has_slope(self, value: Value) -> bool:
-        return value in self.slopes or value in self.slope_stores
+    def _has_grad(self, value: Value) -> bool:
+        return value in self.grads or value in self.grad_buffers
 
-    def _take_slope(self, value: Value) -> Tensor:
-        if value in self.slope_stores:
-            return self._all_of(value, self.slope_stores.pop(value))
-        return self.slopes.pop(value)
+    def _take_grad(self, value: Value) -> Tensor:
+        if value in self.grad_buffers:
+            return self._all_of(value, self.grad_buffers.pop(value))
+        return self.grads.pop(value)
 
     def _forget_backward(self, stage: int) -> None:
         """Kept values and gradients that no earlier stage wants go."""
         for value, made in self.program.kept.items():
-            for stores in (self.stores, self.slope_stores):
+            for stores in (self.stores, self.grad_buffers):
                 if made >= stage and value in stores:
                     stores.pop(value).free()
 
@@ -392,7 +392,7 @@ class Run:
 class _Leaves:
     """Small values and weights, each the one leaf that gathers its gradient."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Runner) -> None:
         self.run = run
 
     def __getitem__(self, value: Value) -> Tensor:

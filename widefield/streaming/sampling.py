@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from widefield.capture.ir import Value
 from widefield.geometry.box import size_of
 from widefield.geometry.layout import Grid, Layout
-from widefield.streaming.tile_planner import Unit
+from widefield.streaming.tile_planner import TracedOp
 
 
-class Shares:
+class TileSampling:
     """The turns of a virtual grid, and what they make of values that are laid out on it."""
 
     def __init__(self, grid: Grid, layouts: Mapping[Value, Layout]) -> None:
@@ -21,12 +21,12 @@ class Shares:
         inside = [[min(at, size - 1 - at) for at in range(size)] for size in grid.sizes]
         self._depths = _rows(inside)
 
-    def turns(self, kept: Sequence[Value], parts: Sequence[Unit]) -> list[int]:
+    def turns(self, kept: Sequence[Value], parts: Sequence[TracedOp]) -> list[int]:
         """Those that make something of these values to keep, or parts of these sums."""
         made = [self._pixels_of(self.layouts[value]) for value in kept] + [self._first(unit.axes) for unit in parts]
         return [number for number, found in enumerate(zip(*made, strict=True)) if any(found)]
 
-    def samples(self, turns: Sequence[int], kept: Sequence[Value], parts: Sequence[Unit]) -> list[tuple[int, float]]:
+    def samples(self, turns: Sequence[int], kept: Sequence[Value], parts: Sequence[TracedOp]) -> list[tuple[int, float]]:
         """Of turns that lie along as many edges of the image the place of one, and how many of it they amount to.
 
         It is the largest, and of those alike the one farthest from the edges, whose halos are the largest.

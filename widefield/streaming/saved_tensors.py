@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map
 
 from widefield.capture.ir import Value
 from widefield.geometry.box import size_of
-from widefield.streaming.tile_ops import Step
-from widefield.streaming.tile_planner import Unit
+from widefield.streaming.tile_ops import TileOp
+from widefield.streaming.tile_planner import TracedOp
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensors:
     """reads, outs: arguments and results, by number, that are held until the backward.
 
     more: bytes held beside these, per byte of the results.
@@ -38,16 +38,16 @@ class Saved:
     passes: frozenset[int] = frozenset()
 
 
-class Habits:
+class SavedTensorCache:
     """What is saved of each unit, once it was asked; units that differ in nothing that matters share an answer."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple, Saved] = {}
-        self._names: dict[Unit, tuple] = {}
+        self._known: dict[tuple, SavedTensors] = {}
+        self._names: dict[TracedOp, tuple] = {}
         self._views: set[tuple] = set()
         self._totals: dict[Value, tuple[tuple[int, ...], torch.dtype]] = {}
 
-    def of(self, unit: Unit, step: Step) -> Saved:
+    def of(self, unit: TracedOp, step: TileOp) -> SavedTensors:
         if unit not in self._names:
             self._names[unit] = self._name(unit)
             if unit.part is not None:
@@ -59,30 +59,30 @@ class Habits:
                 self._views.add(self._names[unit])
         return self._known[key]
 
-    def is_view(self, unit: Unit) -> bool:
+    def is_view(self, unit: TracedOp) -> bool:
         """Whether a unit that was asked about shows memory that was there before."""
         return self._names.get(unit) in self._views
 
-    def _name(self, unit: Unit) -> tuple:
+    def _name(self, unit: TracedOp) -> tuple:
         node = unit.node
         told = repr(tree_map(lambda leaf: None if isinstance(leaf, Value) else leaf, (node.args, node.kwargs)))
         reads = tuple((v.shape, v.dtype, v.wants_grad, v.order) for v in unit.reads)
         kind = unit.part is not None, unit.reads[0].name == "total" if unit.reads else False
         return node.op, told, reads, node.grad, kind, tuple(out is None for out in unit.outs)
 
-    def _asked(self, unit: Unit, step: Step) -> Saved:
+    def _asked(self, unit: TracedOp, step: TileOp) -> SavedTensors:
         try:
             tensors = [self._stand_in(value, box) for value, box in zip(unit.reads, step.reads, strict=True)]
             return _traced(unit, step, tensors)
         except Exception:  # not every kernel has a form without pixels; then all that may be saved is taken to be
-            return Saved(frozenset(range(len(unit.reads))), frozenset(range(len(unit.outs))))
+            return SavedTensors(frozenset(range(len(unit.reads))), frozenset(range(len(unit.outs))))
 
     def _stand_in(self, value: Value, box: Sequence | None) -> Tensor:
         shape, dtype = self._totals.get(value, (value.shape if box is None else size_of(tuple(box)), value.dtype))
         order = value.order if len(value.order) == len(shape) else tuple(range(len(shape)))
         return torch.empty_permuted(shape, order, dtype=dtype, device="meta").requires_grad_(value.wants_grad)
 
-    def _note_total(self, unit: Unit, step: Step) -> None:
+    def _note_total(self, unit: TracedOp, step: TileOp) -> None:
         """The shape of a sum over all turns, which is a program's own and not the module's."""
         try:
             with torch.no_grad():
@@ -95,14 +95,14 @@ class Habits:
             self._totals[unit.outs[0]] = (tuple(total.shape), total.dtype)
 
 
-def _traced(unit: Unit, step: Step, tensors: list[Tensor]) -> Saved:
+def _traced(unit: TracedOp, step: TileOp, tensors: list[Tensor]) -> SavedTensors:
     with torch.set_grad_enabled(unit.node.grad):
         results, held = _run(step, tensors)
     inside, out = _places(tensors), _places(results)
     size = max(1, sum(_storage(r) for r in results if isinstance(r, Tensor)))
     more = sum({_place(t): _storage(t) for t in held if _place(t) not in inside and _place(t) not in out}.values())
     places = {_place(tensor) for tensor in held}
-    return Saved(
+    return SavedTensors(
         reads=frozenset(n for n, tensor in enumerate(tensors) if _place(tensor) in places),
         outs=frozenset(n for n, r in enumerate(results) if isinstance(r, Tensor) and _place(r) in places),
         more=more / size,
@@ -112,7 +112,7 @@ def _traced(unit: Unit, step: Step, tensors: list[Tensor]) -> Saved:
     )
 
 
-def _run(step: Step, tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+def _run(step: TileOp, tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
     """The results, and what autograd took hold of meanwhile."""
     held: list[Tensor] = []
 
@@ -124,7 +124,7 @@ def _run(step: Step, tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]
         return step.call(list(tensors)), held
 
 
-def _copied(step: Step, tensors: Sequence[Tensor]) -> int:
+def _copied(step: TileOp, tensors: Sequence[Tensor]) -> int:
     """The bytes of copies that a run makes of its arguments, as those for padding: what autograd would hold besides these."""
     with torch.enable_grad():
         wanting = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
@@ -133,7 +133,7 @@ def _copied(step: Step, tensors: Sequence[Tensor]) -> int:
     return sum({_place(t): _storage(t) for t in held if _place(t) not in known}.values())
 
 
-def _borders(unit: Unit, step: Step) -> list[tuple[bool, bool]]:
+def _borders(unit: TracedOp, step: TileOp) -> list[tuple[bool, bool]]:
     """Of an operation that reads through windows, whether what it reads begins and ends where the whole does, dim by dim."""
     box = step.reads[0] if step.reads else None
     if box is None or step.outs[0] is None or box[2:] == step.outs[0][2:]:

@@ -16,9 +16,9 @@ from widefield.capture.ir import Graph, Value
 from widefield.geometry.box import Box, is_empty
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Grid, Layout
-from widefield.streaming.sampling import Shares
-from widefield.streaming.tile_ops import Step, union
-from widefield.streaming.tile_planner import Unit, Units
+from widefield.streaming.sampling import TileSampling
+from widefield.streaming.tile_ops import TileOp, union
+from widefield.streaming.tile_planner import TracedOp, TracedOps
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Turn:
 
     number: int
     sources: dict[Value, Box] = field(default_factory=dict)
-    steps: list[tuple[Unit, Step]] = field(default_factory=list)
+    steps: list[tuple[TracedOp, TileOp]] = field(default_factory=list)
     kept: dict[Value, Box] = field(default_factory=dict)
-    parts: list[tuple[Unit, Step]] = field(default_factory=list)
+    parts: list[tuple[TracedOp, TileOp]] = field(default_factory=list)
     drop: list[list[Value]] = field(default_factory=list)
 
 
@@ -42,7 +42,7 @@ STEPS_MOST = 1 << 16
 """How many steps of a segment's turns are kept; of more, each turn is worked out anew when it runs."""
 
 
-class Turns(Sequence[Turn]):
+class TurnSequence(Sequence[Turn]):
     """The turns of a segment, worked out when they are asked for.  numbers: their places on the virtual grid."""
 
     def __init__(self, numbers: Sequence[int], make: Callable[[int], Turn], steps: int) -> None:
@@ -70,15 +70,15 @@ class Turns(Sequence[Turn]):
 
 
 @dataclass(eq=False)
-class Segment:
+class FusedRegion:
     """Units that run together, turn after turn, from `sources`, which are kept, to values to keep and parts of sums.
 
     samples: of turns that lie along as many edges of the image the largest, and how many of it they amount to.
     """
 
-    units: list[Unit]
+    units: list[TracedOp]
     kept: list[Value]
-    parts: list[Unit]
+    parts: list[TracedOp]
     sources: list[Value]
     turns: Sequence[Turn]
     samples: list[tuple[int, float]] = field(default_factory=list)
@@ -91,12 +91,12 @@ class Segment:
 
 @dataclass
 class Stage:
-    once: list[Unit] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    once: list[TracedOp] = field(default_factory=list)
+    segments: list[FusedRegion] = field(default_factory=list)
 
 
 @dataclass
-class Program:
+class TileSchedule:
     """stages: what to run.  layouts: of the values that are cut.  kept: those that are kept, with the stage that makes each.
 
     last: the last stage that reads a kept value in the forward.
@@ -113,32 +113,32 @@ class Program:
         return sum(value.bytes for value in self.kept)
 
 
-def program_of(graph: Graph, units: Units, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> Program:
+def program_of(graph: Graph, units: TracedOps, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> TileSchedule:
     """Lay the units out.
 
     cut: values to keep and read again though they could be had in the same segment, so that halos end there.
     again: values to make again where a later stage wants them, beside those that take few cheap operations.
     """
-    return Drafts(graph, units, False).program(cut, again)
+    return PlanMemo(graph, units, False).program(cut, again)
 
 
-class Drafts:
+class PlanMemo:
     """Programs of the same units that keep different values; what they have in common is worked out once.
 
     remembers: whether turns have steps in common, too, which takes memory.
     """
 
-    def __init__(self, graph: Graph, units: Units, remembers: bool = True) -> None:
+    def __init__(self, graph: Graph, units: TracedOps, remembers: bool = True) -> None:
         self.graph, self.units, self.layouts, self.remembers = graph, units.units, units.layouts, remembers
         self.maker = {out: unit for unit in self.units for out in unit.outs if out is not None}
         self.place = {unit: number for number, unit in enumerate(self.units)}
         self.grid = next((layout.grid for layout in self.layouts.values()), Grid(()))
-        self.shares = Shares(self.grid, self.layouts)
-        self._segments: dict[tuple, Segment] = {}
-        self._steps: dict[tuple, Step] = {}
+        self.shares = TileSampling(self.grid, self.layouts)
+        self._segments: dict[tuple, FusedRegion] = {}
+        self._steps: dict[tuple, TileOp] = {}
 
-    def program(self, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> Program:
-        return _Draft(self, cut, again).program()
+    def program(self, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> TileSchedule:
+        return _SchedulePlan(self, cut, again).program()
 
     def is_there(self, value: Value) -> bool:
         """Whether a value is whole from the start or once its stage begins: inputs, and what units that run once make."""
@@ -147,16 +147,18 @@ class Drafts:
 
     # ------------------------------------------------------------------------------------------ segments
 
-    def segment(self, units: Set[Unit], kept: Sequence[Value], parts: Sequence[Unit], sources: Set[Value]) -> Segment:
+    def segment(
+        self, units: Set[TracedOp], kept: Sequence[Value], parts: Sequence[TracedOp], sources: Set[Value]
+    ) -> FusedRegion:
         """The segment of these units; the same object for the same ones."""
         key = (frozenset(units), tuple(kept), tuple(parts), frozenset(sources))
         if key not in self._segments:
             ordered = sorted(units, key=self.place.__getitem__)
             numbers = self.shares.turns(kept, parts)
             make = partial(self._turn, ordered, tuple(kept), tuple(parts), frozenset(sources))
-            turns = Turns(numbers, make, len(ordered) + len(parts))
+            turns = TurnSequence(numbers, make, len(ordered) + len(parts))
             first = sorted(sources, key=lambda value: value.number)
-            self._segments[key] = Segment(
+            self._segments[key] = FusedRegion(
                 ordered, list(kept), list(parts), first, turns, self.shares.samples(numbers, kept, parts)
             )
         return self._segments[key]
@@ -169,12 +171,14 @@ class Drafts:
 
     # ------------------------------------------------------------------------------------------ turns
 
-    def _turn(self, units: Sequence[Unit], kept: Sequence[Value], parts: Sequence[Unit], held: Set[Value], number: int) -> Turn:
+    def _turn(
+        self, units: Sequence[TracedOp], kept: Sequence[Value], parts: Sequence[TracedOp], held: Set[Value], number: int
+    ) -> Turn:
         turn = Turn(number)
         needs: dict[Value, list[Box]] = {}
         sources: dict[Value, list[Box]] = {}
 
-        def want(step: Step, unit: Unit) -> None:
+        def want(step: TileOp, unit: TracedOp) -> None:
             for value, box in zip(unit.reads, step.reads, strict=True):
                 if box is None:
                     box = tuple(Interval(0, extent) for extent in value.shape)
@@ -203,7 +207,7 @@ class Drafts:
         turn.drop = _drops(turn)
         return turn
 
-    def _step(self, key: tuple, make: Callable[[], Step]) -> Step:
+    def _step(self, key: tuple, make: Callable[[], TileOp]) -> TileOp:
         if not self.remembers:
             return make()
         if key not in self._steps:
@@ -215,17 +219,17 @@ AGAIN_MOST = 6
 """Pointwise operations up to which a value is made again rather than kept."""
 
 
-class _Draft:
+class _SchedulePlan:
     """One program: which stage everything falls into, and what is kept."""
 
-    def __init__(self, drafts: Drafts, cut: Set[Value], again: Set[Value]) -> None:
+    def __init__(self, drafts: PlanMemo, cut: Set[Value], again: Set[Value]) -> None:
         self.drafts, self.units, self.layouts = drafts, drafts.units, drafts.layouts
         self.cut, self.again = cut, again
         self.stage: dict[Value, int] = {}
-        self.unit_stage: dict[Unit, int] = {}
+        self.unit_stage: dict[TracedOp, int] = {}
         self.kept: dict[Value, int] = {}
 
-    def program(self) -> Program:
+    def program(self) -> TileSchedule:
         self._find_stages()
         self._find_kept()
         stages = [Stage() for _ in range(1 + max(self.unit_stage.values(), default=0))]
@@ -234,7 +238,7 @@ class _Draft:
                 stages[self.unit_stage[unit]].once.append(unit)
         for number, stage in enumerate(stages):
             stage.segments = self._segments(number)
-        return Program(self.drafts.graph, self.layouts, stages, self.kept, _last_reads(stages))
+        return TileSchedule(self.drafts.graph, self.layouts, stages, self.kept, _last_reads(stages))
 
     # ------------------------------------------------------------------------------------------ stages
 
@@ -272,7 +276,7 @@ class _Draft:
                 if is_later and value not in self.again and self._cost(value) > AGAIN_MOST:
                     self.kept[value] = self.stage[value]
 
-    def _tiled_reads(self, unit: Unit) -> list[Value]:
+    def _tiled_reads(self, unit: TracedOp) -> list[Value]:
         return [v for n, v in enumerate(unit.reads) if v in self.layouts and n not in unit.wide and unit.call is None]
 
     def _cost(self, value: Value) -> float:
@@ -286,7 +290,7 @@ class _Draft:
 
     # ------------------------------------------------------------------------------------------ segments
 
-    def _segments(self, stage: int) -> list[Segment]:
+    def _segments(self, stage: int) -> list[FusedRegion]:
         goals: list[_Goal] = [
             _Goal(value, *self._closure([value], stage)) for value, made in self.kept.items() if made == stage
         ]
@@ -295,7 +299,7 @@ class _Draft:
         found = []
         for group in _together(goals):
             kept = [goal.target for goal in group if isinstance(goal.target, Value)]
-            parts = [goal.target for goal in group if isinstance(goal.target, Unit)]
+            parts = [goal.target for goal in group if isinstance(goal.target, TracedOp)]
             units = set().union(*(goal.units for goal in group))
             found.append(self.drafts.segment(units, kept, parts, set().union(*(goal.sources for goal in group))))
         return found
@@ -303,9 +307,9 @@ class _Draft:
     def _is_source(self, value: Value, stage: int) -> bool:
         return self.drafts.is_there(value) or (value in self.kept and self.kept[value] < stage)
 
-    def _closure(self, values: Iterable[Value], stage: int) -> tuple[set[Unit], set[Value]]:
+    def _closure(self, values: Iterable[Value], stage: int) -> tuple[set[TracedOp], set[Value]]:
         """The units that make these values from what is kept before the stage, and what they read of that."""
-        found: set[Unit] = set()
+        found: set[TracedOp] = set()
         sources: set[Value] = set()
         stack = [value for value in values if value in self.layouts]
         while stack:
@@ -322,12 +326,12 @@ class _Draft:
 class _Goal:
     """Something to make in a stage, the units that make it, and the kept values that these read."""
 
-    target: Value | Unit
-    units: set[Unit]
+    target: Value | TracedOp
+    units: set[TracedOp]
     sources: set[Value]
 
 
-def _made(make: Any, argument: Any) -> Step:
+def _made(make: Any, argument: Any) -> TileOp:
     assert make is not None, "a unit without a way to run in turns is among those of a segment"
     return make(argument)
 

@@ -13,9 +13,9 @@ from functools import cached_property
 
 from widefield.capture.ir import Value
 from widefield.streaming.cost_model import Estimate, Estimator
-from widefield.streaming.schedule import Drafts, Program, Segment
-from widefield.streaming.tile_ops import Step
-from widefield.streaming.tile_planner import Unit
+from widefield.streaming.schedule import FusedRegion, PlanMemo, TileSchedule
+from widefield.streaming.tile_ops import TileOp
+from widefield.streaming.tile_planner import TracedOp
 
 GAIN_LEAST = 0.005
 """Share of the time that one more kept value must save."""
@@ -24,10 +24,10 @@ STEPS_MOST = 16
 
 
 @dataclass(frozen=True)
-class Way:
+class KeepPlan:
     """A program.  cut, again: what it keeps, and makes again, of its own accord.  cost, together: as in `Estimate`."""
 
-    program: Program
+    program: TileSchedule
     estimator: Estimator
     cut: tuple[Value, ...] = ()
     again: tuple[Value, ...] = ()
@@ -45,20 +45,20 @@ class Way:
         return self.estimator.estimate(self.program)
 
 
-class Ways:
+class KeepSearch:
     """The programs of the same units that differ in what they keep."""
 
-    def __init__(self, drafts: Drafts, estimator: Estimator) -> None:
+    def __init__(self, drafts: PlanMemo, estimator: Estimator) -> None:
         self.drafts, self.estimator = drafts, estimator
         self.base = self._way((), ())
 
-    def _way(self, cut: tuple[Value, ...], again: tuple[Value, ...]) -> Way:
-        return Way(self.drafts.program(frozenset(cut), frozenset(again)), self.estimator, cut, again)
+    def _way(self, cut: tuple[Value, ...], again: tuple[Value, ...]) -> KeepPlan:
+        return KeepPlan(self.drafts.program(frozenset(cut), frozenset(again)), self.estimator, cut, again)
 
-    def with_more(self, room: int | None) -> list[Way]:
+    def with_more(self, room: int | None) -> list[KeepPlan]:
         """Each keeps one more value than the one before: that which saves the most time per byte.  room: for what is kept."""
 
-        def worth(before: Way, after: Way) -> float:
+        def worth(before: KeepPlan, after: KeepPlan) -> float:
             if room is not None and after.together > room:
                 return 0.0
             gain = before.cost - after.cost
@@ -67,10 +67,10 @@ class Ways:
         moves = list(dict.fromkeys(self._read_with_halo()))
         return self._path(moves, lambda way, value: self._way((*way.cut, value), way.again), worth)
 
-    def with_less(self) -> list[Way]:
+    def with_less(self) -> list[KeepPlan]:
         """Each makes one more value again than the one before: that which spares the most bytes per time."""
 
-        def worth(before: Way, after: Way) -> float:
+        def worth(before: KeepPlan, after: KeepPlan) -> float:
             return (before.estimate.peak - after.estimate.peak) / max(1.0, after.cost - before.cost)
 
         results, wide = set(self.drafts.graph.results), {unit.reads[n] for unit in self.drafts.units for n in unit.wide}
@@ -78,12 +78,12 @@ class Ways:
         return self._path(moves, lambda way, value: self._way(way.cut, (*way.again, value)), worth)
 
     def _path(
-        self, moves: Iterable[Value], taken: Callable[[Way, Value], Way], worth: Callable[[Way, Way], float]
-    ) -> list[Way]:
+        self, moves: Iterable[Value], taken: Callable[[KeepPlan, Value], KeepPlan], worth: Callable[[KeepPlan, KeepPlan], float]
+    ) -> list[KeepPlan]:
         """Greedy.  What is worth nothing at first is left out; other moves are looked at again once they come first."""
         here = self.base
-        found: list[Way] = []
-        queue: list[tuple[float, int, Value, Way, int]] = []
+        found: list[KeepPlan] = []
+        queue: list[tuple[float, int, Value, KeepPlan, int]] = []
         for order, value in enumerate(moves):
             way = taken(here, value)
             if worth(here, way) > 0:
@@ -123,14 +123,14 @@ class Ways:
         return value
 
 
-def _is_pixelwise(unit: Unit, value: Value, before: Value) -> bool:
+def _is_pixelwise(unit: TracedOp, value: Value, before: Value) -> bool:
     """Whether a unit gives each pixel from the same one, of a value that takes no more memory."""
     if unit.step is None or before.bytes > value.bytes or before.shape[2:] != value.shape[2:]:
         return False
     return unit.is_pointwise or "norm" in str(unit.node.op)
 
 
-def _with_halo(segment: Segment) -> list[Value]:
+def _with_halo(segment: FusedRegion) -> list[Value]:
     """Values of which some step reads more pixels than its share of the result has."""
     found = []
     for unit, step in _largest(segment):
@@ -144,13 +144,13 @@ def _with_halo(segment: Segment) -> list[Value]:
     return found
 
 
-def _largest(segment: Segment) -> list[tuple[Unit, Step]]:
+def _largest(segment: FusedRegion) -> list[tuple[TracedOp, TileOp]]:
     """The steps of the turn that has the most neighbours."""
     turns = [segment.turns[place].steps for place, _ in segment.samples]
     return max(turns, key=lambda steps: sum(len(i) for _, step in steps for box in step.reads if box for i in box), default=[])
 
 
-def _joints(segment: Segment, drafts: Drafts) -> list[Value]:
+def _joints(segment: FusedRegion, drafts: PlanMemo) -> list[Value]:
     """Values through which everything goes: once they are made, nothing that came before is read any more."""
     last = {value: n for n, unit in enumerate(segment.units) for value in unit.reads}
     last.update(dict.fromkeys(segment.kept, len(segment.units)))

@@ -25,7 +25,7 @@ from widefield.geometry.interval import Interval, natural_cut
 from widefield.geometry.layout import Cut, Cuts, Grid, Layout, layout_of
 from widefield.streaming.schedule import Turn
 from widefield.streaming.tile_ops import union
-from widefield.streaming.tile_planner import Unit
+from widefield.streaming.tile_planner import TracedOp
 from widefield.tiled.redistribute import space_group
 from widefield.tiled.rng import compare_generators
 
@@ -33,7 +33,7 @@ NOTHING = Interval(0, 0)
 
 
 @dataclass(frozen=True)
-class Span:
+class SpatialStream:
     """grid: the ranks of the image; tiles: turns of each rank per axis."""
 
     grid: Grid
@@ -60,11 +60,11 @@ class Span:
             rank = rank * (size // turns) + at // turns
         return rank
 
-    def own(self, turns: Sequence[Turn]) -> list[Turn]:
+    def local(self, turns: Sequence[Turn]) -> list[Turn]:
         """This rank's."""
         return list(turns) if self.is_alone else [turn for turn in turns if self.rank_of(turn.number) == self.grid.index]
 
-    def see(self, unit: Unit) -> None:
+    def see(self, unit: TracedOp) -> None:
         """Before a draw, for which every rank draws the whole: see that their generators stand at one place."""
         out = unit.outs[0]
         if unit.node.draws and not self.is_alone and out is not None:
@@ -152,12 +152,12 @@ class Span:
 
     # ------------------------------------------------------------------------------------------ sums
 
-    def gather_parts(self, unit: Unit, turns: Sequence[Turn], own: Tensor) -> Tensor:
+    def gather_parts(self, unit: TracedOp, turns: Sequence[Turn], own: Tensor) -> Tensor:
         """The parts of all turns, in their order, from those of this rank; over a group of copies in the order of its ranks."""
         over = group_of(unit)
         if over is not None:
-            name, _, is_ghost = over
-            return halo.gather_sums(torch.zeros_like(own) if is_ghost else own, dist_size(name), name).flatten(0, 1)
+            name, _, is_inactive = over
+            return halo.gather_sums(torch.zeros_like(own) if is_inactive else own, dist_size(name), name).flatten(0, 1)
         if self.is_alone:
             return own
         ranks = [self.rank_of(turn.number) for turn in turns if any(given is unit for given, _ in turn.parts)]
@@ -176,22 +176,22 @@ class Span:
             seen[rank] += 1
         return torch.stack(rows)
 
-    def own_parts(self, unit: Unit, turns: Sequence[Turn], parts: Tensor) -> Tensor:
+    def own_parts(self, unit: TracedOp, turns: Sequence[Turn], parts: Tensor) -> Tensor:
         """Of the parts of all turns, those of this rank; a ghost's have no gradient."""
         over = group_of(unit)
         if over is not None:
-            name, _, is_ghost = over
+            name, _, is_inactive = over
             own = parts.chunk(dist_size(name))[dist_rank(name)]
-            return torch.zeros_like(own) if is_ghost else own
+            return torch.zeros_like(own) if is_inactive else own
         if self.is_alone:
             return parts
         ranks = [self.rank_of(turn.number) for turn in turns if any(given is unit for given, _ in turn.parts)]
         return parts[[n for n, rank in enumerate(ranks) if rank == self.grid.index]]
 
-    def add_up_over_copies(self, unit: Unit, slope: Tensor) -> Tensor:
+    def add_up_over_copies(self, unit: TracedOp, grad: Tensor) -> Tensor:
         """The gradient of a total that several copies of the model share, from that of this copy, which its ranks all have."""
         over = group_of(unit)
-        return slope if over is None else halo.add_sums(slope, over[0]) / self.grid.size
+        return grad if over is None else halo.add_sums(grad, over[0]) / self.grid.size
 
     def add_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each summed over the ranks, in one message per dtype."""
@@ -206,7 +206,7 @@ class Span:
         return [found[n] for n in range(len(tensors))]
 
 
-def group_of(unit: Unit) -> tuple[str, int, bool] | None:
+def group_of(unit: TracedOp) -> tuple[str, int, bool] | None:
     """Of a sum over several copies of the model: the group's name, how many of its ranks are alike, whether this one is a
     ghost."""
     return unit.node.args[-3:] if unit.node.op is BATCH_NORM_OVER else None  # type: ignore[return-value]

@@ -16,7 +16,7 @@ from widefield.geometry.box import Box, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Cut, Grid, Layout, layout_of
 from widefield.geometry.window import hull
-from widefield.rules import RULES, Description, Local, Meta, Part, Reduced, Tile, Windowed
+from widefield.rules import RULES, Description, Local, LocalBoxes, Meta, Reduced, Tile, Windowed
 from widefield.tiled.redistribute import first_cut, wanted_box
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ NEW: dict[Any, int] = {
 
 
 @dataclass(frozen=True)
-class Step:
+class TileOp:
     """One operation in one turn.
 
     reads: for each tensor argument the box of it that is wanted, None: the whole.  outs: the box that comes of each result.
@@ -88,23 +88,23 @@ def broadcast_box(shape: Sequence[int], extents: Sequence[int], box: Box) -> Box
     )
 
 
-def pointwise_step(node: Node, shape: tuple[int, ...], needs: dict[int, Box]) -> Step:
+def pointwise_step(node: Node, shape: tuple[int, ...], needs: dict[int, Box]) -> TileOp:
     box = union(list(needs.values()))
     reads = [broadcast_box(shape, value.shape, box) for value in node.reads]
-    return Step(reads, [box if out is not None else None for out in node.outs], lambda tensors: call_whole(node, tensors))
+    return TileOp(reads, [box if out is not None else None for out in node.outs], lambda tensors: call_whole(node, tensors))
 
 
-def new_step(node: Node, needs: dict[int, Box]) -> Step:
+def new_step(node: Node, needs: dict[int, Box]) -> TileOp:
     box, at = needs[0], NEW[node.op]
 
     def call(tensors: list[Tensor]) -> list[Any]:
         args, kwargs = node.filled(iter(tensors))
         return [node.op(*args[:at], list(size_of(box)), *args[at + 1 :], **kwargs)]
 
-    return Step([(Interval(0, 0),) * value.ndim for value in node.reads], [box], call)
+    return TileOp([(Interval(0, 0),) * value.ndim for value in node.reads], [box], call)
 
 
-def windowed_step(node: Node, d: Windowed, needs: dict[int, Box]) -> Step:
+def windowed_step(node: Node, d: Windowed, needs: dict[int, Box]) -> TileOp:
     box = union(list(needs.values()))
     shape = d.outs[0].shape
     reads: list[Box | None] = [None] * len(node.reads)
@@ -112,20 +112,20 @@ def windowed_step(node: Node, d: Windowed, needs: dict[int, Box]) -> Step:
         reads[read.tensor.number] = wanted_box(read, box, shape)
     numbers = [read.tensor.number for read in d.reads]
     others = [n for n in range(len(reads)) if n not in numbers]
-    run = d.prepare(Part(tuple(reads[n] for n in numbers), box))  # type: ignore[misc]
+    run = d.prepare(LocalBoxes(tuple(reads[n] for n in numbers), box))  # type: ignore[misc]
 
     def call(tensors: list[Tensor]) -> list[Any]:
         return results(run(*(tensors[n] for n in numbers), *(tensors[n] for n in others)))
 
     if not hasattr(run, "known"):
-        return Step(reads, [box] * len(node.outs), call)
+        return TileOp(reads, [box] * len(node.outs), call)
     known = run.known
-    return Step(
+    return TileOp(
         reads, [box] * len(node.outs), call, lambda out, tensors: known(out, *(tensors[n] for n in (*numbers, *others)))
     )
 
 
-def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> Step:
+def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> TileOp:
     """A turn's own pixels' part of a sum."""
     mine = [None if layout is None else _at(layout, turn) for layout in layouts]
     d = asked(node, mine)
@@ -133,7 +133,7 @@ def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> Step:
     reads = _read_boxes(d, len(node.reads))
     numbers = [meta.number for meta in d.reads]
     known = d.known
-    return Step(
+    return TileOp(
         reads,
         [None],
         lambda tensors: [d.local(*(tensors[n] for n in numbers))],
@@ -147,7 +147,7 @@ def _at(layout: Layout, turn: int) -> Layout:
 
 
 def _read_boxes(d: Local | Reduced, count: int) -> list[Box | None]:
-    """The box of each tensor argument, as `places.on_layout` would bring it; None: as it is."""
+    """The box of each tensor argument, as `to_layout` would bring it; None: as it is."""
     layout = first_cut(d.reads).layout if d.at is None else d.at[0]
     assert layout is not None
     boxes: list[Box | None] = [None] * count
@@ -262,7 +262,7 @@ class Boxed:
         assert isinstance(d, (Local, Reduced)), f"{self.node.op} gave {d!r} for {intervals}"
         return d
 
-    def step(self, needs: dict[int, Box]) -> Step:
+    def step(self, needs: dict[int, Box]) -> TileOp:
         """The operation on the box that `needs` ask of its results."""
         d = self._asked(self._intervals(needs))
         layout = first_cut(d.reads).layout if d.at is None else d.at[0]
@@ -275,15 +275,15 @@ class Boxed:
             total = d.merge(part.unsqueeze(0)) if d.merge is not None else part
             return results(d.finish(total, *tensors) if d.finish is not None else total)
 
-        return Step(_read_boxes(d, len(self.node.reads)), self._boxes(d, layout), call)
+        return TileOp(_read_boxes(d, len(self.node.reads)), self._boxes(d, layout), call)
 
-    def finish_step(self, needs: dict[int, Box]) -> Step:
+    def finish_step(self, needs: dict[int, Box]) -> TileOp:
         """The end of a reduction; its first tensor is the total."""
         d = self._asked(self._intervals(needs))
         assert isinstance(d, Reduced) and d.finish is not None
         layout = first_cut(d.reads).layout if d.at is None else d.at[0]
         finish = d.finish
-        return Step(
+        return TileOp(
             [None, *_read_boxes(d, len(self.node.reads))],
             self._boxes(d, layout),
             lambda tensors: results(finish(tensors[0], *tensors[1:])),

@@ -25,7 +25,7 @@ from widefield.rules import RULES, Description, Local, Reduced, Windowed
 from widefield.streaming.tile_ops import (
     NEW,
     Boxed,
-    Step,
+    TileOp,
     asked,
     call_whole,
     new_step,
@@ -42,7 +42,7 @@ POINTWISE = SAME_PIXELS | recorder.POINTWISE | {aten.fill.Scalar, aten.fill.Tens
 
 
 @dataclass(eq=False)
-class Unit:
+class TracedOp:
     """Something to run: `reads` and `outs` as a Node's, `node` what it comes from.
 
     A unit with `step` runs in every turn; one with `part` in those that differ along `axes`, and what it gives is merged over
@@ -53,8 +53,8 @@ class Unit:
     node: Node
     reads: list[Value]
     outs: list[Value | None]
-    step: Callable[[dict[int, Box]], Step] | None = None
-    part: Callable[[int], Step] | None = None
+    step: Callable[[dict[int, Box]], TileOp] | None = None
+    part: Callable[[int], TileOp] | None = None
     call: Callable[[list[Tensor]], list[Any]] | None = None
     merge: Callable[[Tensor], Tensor] | None = None
     wide: frozenset[int] = frozenset()
@@ -67,25 +67,25 @@ class Unit:
 
 
 @dataclass
-class Units:
+class TracedOps:
     """All that is to be run, in order, and on the virtual grid the layout of each value that is cut."""
 
-    units: list[Unit] = field(default_factory=list)
+    units: list[TracedOp] = field(default_factory=list)
     layouts: dict[Value, Layout] = field(default_factory=dict)
 
 
-def units_of(graph: Graph, grid: Grid, inputs: Mapping[Value, Layout]) -> Units:
+def units_of(graph: Graph, grid: Grid, inputs: Mapping[Value, Layout]) -> TracedOps:
     """How to run `graph` in a turn per place of `grid`; inputs: how those are cut that are."""
-    found = Units(layouts=dict(inputs))
-    _Reader(graph, grid, found).read()
+    found = TracedOps(layouts=dict(inputs))
+    _GraphReader(graph, grid, found).read()
     return found
 
 
 # ---------------------------------------------------------------------------------------------- reading the rules
 
 
-class _Reader:
-    def __init__(self, graph: Graph, grid: Grid, found: Units) -> None:
+class _GraphReader:
+    def __init__(self, graph: Graph, grid: Grid, found: TracedOps) -> None:
         self.graph, self.grid, self.found = graph, grid, found
         self.count = max((value.number for node in graph.nodes for value in [*node.reads, *filter(None, node.outs)]), default=0)
 
@@ -119,7 +119,7 @@ class _Reader:
             like = next((layouts[n] for n in range(len(reads)) if layouts[n] and out and reads[n].shape == out.shape), None)
             if like is not None and out is not None:
                 self.found.layouts[out] = like
-        self.found.units.append(Unit(node, reads, node.outs, call=partial(call_whole, node), wide=wide))
+        self.found.units.append(TracedOp(node, reads, node.outs, call=partial(call_whole, node), wide=wide))
 
     def _is_large(self, out: Value | None) -> bool:
         """Whether a tensor has enough pixels on its last dims for every turn."""
@@ -137,7 +137,7 @@ class _Reader:
         first = out.ndim - len(sizes)
         cuts = [Cut((axis,), natural_cut(out.shape[first + axis], size)) for axis, size in enumerate(sizes)]
         self.found.layouts[out] = layout_of(out.shape, (*[None] * first, *cuts), self.grid)
-        self.found.units.append(Unit(node, node.reads, node.outs, step=partial(new_step, node), is_pointwise=True))
+        self.found.units.append(TracedOp(node, node.reads, node.outs, step=partial(new_step, node), is_pointwise=True))
 
     def _pointwise(self, node: Node, layouts: list[Layout | None]) -> None:
         out = next(out for out in node.outs if out is not None)
@@ -145,7 +145,7 @@ class _Reader:
         self._cut(node.outs, [layout] * len(node.outs))
         step = partial(pointwise_step, node, out.shape)
         self.found.units.append(
-            Unit(node, node.reads, node.outs, step=step, is_pointwise=True, wide=self._wide(node, layouts, layout))
+            TracedOp(node, node.reads, node.outs, step=step, is_pointwise=True, wide=self._wide(node, layouts, layout))
         )
 
     def _wide(self, node: Node, layouts: Sequence[Layout | None], out: Layout) -> frozenset[int]:
@@ -196,7 +196,7 @@ class _Reader:
             return False
         self._cut(node.outs, layouts)
         wide = self._wide(node, given, layouts[0])
-        self.found.units.append(Unit(node, node.reads, node.outs, step=partial(windowed_step, node, d), wide=wide))
+        self.found.units.append(TracedOp(node, node.reads, node.outs, step=partial(windowed_step, node, d), wide=wide))
         return True
 
     def _boxed(self, node: Node, given: list, kept: list[Layout | None], d: Local | Reduced) -> bool:
@@ -210,10 +210,10 @@ class _Reader:
         if any(small) and not isinstance(d, Reduced):
             return False
         if any(small):
-            self.found.units.append(Unit(node, node.reads, small, call=boxed.alone))
+            self.found.units.append(TracedOp(node, node.reads, small, call=boxed.alone))
         self._cut(node.outs, layouts)
         first = next(layout for layout in layouts if layout is not None and layout.is_cut)
-        self.found.units.append(Unit(node, node.reads, node.outs, step=boxed.step, wide=self._wide(node, given, first)))
+        self.found.units.append(TracedOp(node, node.reads, node.outs, step=boxed.step, wide=self._wide(node, given, first)))
         return True
 
     def _gathered(self, node: Node, given: list, kept: list[Layout | None], d: Reduced) -> bool:
@@ -222,7 +222,7 @@ class _Reader:
             return False
         total = self._new_value(node)
         self.found.units.append(
-            Unit(
+            TracedOp(
                 node,
                 node.reads,
                 [total],
@@ -239,10 +239,10 @@ class _Reader:
             for out, lay in zip(node.outs, layouts, strict=True)
         ]
         if any(out is not None for out in small):
-            self.found.units.append(Unit(node, [total, *node.reads], small, call=boxed.settled))
+            self.found.units.append(TracedOp(node, [total, *node.reads], small, call=boxed.settled))
         if any(out is not None for out in large):
             self._cut(node.outs, layouts)
-            self.found.units.append(Unit(node, [total, *node.reads], large, step=boxed.finish_step))
+            self.found.units.append(TracedOp(node, [total, *node.reads], large, step=boxed.finish_step))
         return True
 
     def _uncut(self, node: Node, layouts: Sequence[Layout | None]) -> list[Value | None]:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from widefield.comm import collectives
 from widefield.geometry.layout import layout_of, uncut
-from widefield.tensor_parallel.placement import Part
-from widefield.tiled.partial_gradient import PartialGradient, partial_of, settled
-from widefield.tiled.redistribute import inverse, on_layout, whole_of
+from widefield.tensor_parallel.placement import Shard
+from widefield.tiled.partial_gradient import PartialGradient, full_value, partial_of
+from widefield.tiled.redistribute import inverse, to_layout, whole_of
 from widefield.tiled.tensor import TiledTensor, wrap
 
 
@@ -39,7 +39,7 @@ class Exchange:
     order: the dims of what they give, from the outermost in memory to the innermost; None: row-major.
     """
 
-    part: Part
+    part: Shard
     ranks: Ranks
     order: tuple[int, ...] | None = None
 
@@ -103,19 +103,19 @@ def _tile_of(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor: what is done with it here is linear, so a part of a gradient serves as well."""
     if type(tensor) is PartialGradient:
         return tensor.part
-    return tensor.own if type(tensor) is TiledTensor else tensor
+    return tensor.local if type(tensor) is TiledTensor else tensor
 
 
 def _whole_along(tensor: Tensor, dim: int) -> Tensor:
     """The tensor with every row of `dim` on this rank: pixels that a model makes channels of may lie in tiles."""
-    if type(tensor) is not TiledTensor or tensor.laid.cuts[dim] is None:
+    if type(tensor) is not TiledTensor or tensor.tile_layout.cuts[dim] is None:
         return tensor
-    cuts = (*tensor.laid.cuts[:dim], None, *tensor.laid.cuts[dim + 1 :])
-    layout = layout_of(tuple(tensor.shape), cuts, tensor.laid.grid)
-    return wrap(on_layout(tensor, layout), layout)
+    cuts = (*tensor.tile_layout.cuts[:dim], None, *tensor.tile_layout.cuts[dim + 1 :])
+    layout = layout_of(tuple(tensor.shape), cuts, tensor.tile_layout.grid)
+    return wrap(to_layout(tensor, layout), layout)
 
 
-def _like(tile: Tensor, tensor: Tensor, part: Part | None) -> Tensor:
+def _like(tile: Tensor, tensor: Tensor, part: Shard | None) -> Tensor:
     """A tile of the kind that `tensor` is, with the channels of a whole or of this rank's part."""
     if type(tensor) is PartialGradient:
         return partial_of(tile, tensor.grid)
@@ -124,7 +124,7 @@ def _like(tile: Tensor, tensor: Tensor, part: Part | None) -> Tensor:
     shape = list(tensor.shape)
     if part is not None:
         shape[part.dim] = tile.shape[part.dim]
-    return wrap(tile, layout_of(tuple(shape), tensor.laid.cuts, tensor.laid.grid))
+    return wrap(tile, layout_of(tuple(shape), tensor.tile_layout.cuts, tensor.tile_layout.grid))
 
 
 def _on_equal_cuts(tensor: Tensor, ranks: Ranks) -> Tensor:
@@ -135,14 +135,14 @@ def _on_equal_cuts(tensor: Tensor, ranks: Ranks) -> Tensor:
     """
     if type(tensor) not in (TiledTensor, PartialGradient) or ranks.size == 1 or _tile_of(tensor).is_meta:
         return tensor
-    cuts = tensor.laid.cuts if type(tensor) is TiledTensor else ()
+    cuts = tensor.tile_layout.cuts if type(tensor) is TiledTensor else ()
     mine = torch.tensor([zlib.crc32(f"{type(tensor).__name__} {cuts}".encode())], device=_tile_of(tensor).device)
     told = mine.new_empty(ranks.size)
     collectives.all_gather_single(told, mine, group=ranks.group)
     if bool((told == mine).all()):
         return tensor
-    tensor = settled(tensor)
-    return wrap(whole_of(tensor), uncut(tuple(tensor.shape), tensor.laid.grid))
+    tensor = full_value(tensor)
+    return wrap(whole_of(tensor), uncut(tuple(tensor.shape), tensor.tile_layout.grid))
 
 
 def _kept(tensor: Tensor, exchange: Exchange) -> Tensor:
@@ -160,7 +160,7 @@ def _fetched(tensor: Tensor, exchange: Exchange) -> Tensor:
 # ---------------------------------------------------------------------------------------------- with gradients
 
 
-class Enter(torch.autograd.Function):
+class CopyToRanks(torch.autograd.Function):
     """Whole to entered: nothing forward, the ranks' gradients are added up."""
 
     @staticmethod
@@ -170,10 +170,10 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return AddUp.apply(grad, ctx.adding), None
+        return ReduceFromRanks.apply(grad, ctx.adding), None
 
 
-class AddUp(torch.autograd.Function):
+class ReduceFromRanks(torch.autograd.Function):
     """A sum in parts to the whole; the gradient of each part is the whole's."""
 
     @staticmethod
@@ -183,10 +183,10 @@ class AddUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return Enter.apply(grad, ctx.adding), None
+        return CopyToRanks.apply(grad, ctx.adding), None
 
 
-class Keep(torch.autograd.Function):
+class ScatterToRanks(torch.autograd.Function):
     """Whole to part; the parts' gradients are gathered."""
 
     @staticmethod
@@ -196,10 +196,10 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return Fetch.apply(grad, ctx.exchange), None
+        return GatherFromRanks.apply(grad, ctx.exchange), None
 
 
-class Fetch(torch.autograd.Function):
+class GatherFromRanks(torch.autograd.Function):
     """Part to whole; each rank takes its part of the gradient."""
 
     @staticmethod
@@ -209,4 +209,4 @@ class Fetch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return Keep.apply(grad, ctx.exchange), None
+        return ScatterToRanks.apply(grad, ctx.exchange), None

@@ -15,7 +15,7 @@ MOST = 1 << 22
 """Elements of the dims that a view joins or splits, beyond which it is not looked at."""
 
 
-class Part:
+class Shard:
     """Rank r holds `held[r]`, ascending, of dim `dim`; every index is held by one rank."""
 
     def __init__(self, dim: int, held: Sequence[np.ndarray]) -> None:
@@ -26,7 +26,7 @@ class Part:
         return self.dim, *(indices.tobytes() for indices in self.held)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Part) and self._key == other._key
+        return isinstance(other, Shard) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -39,9 +39,9 @@ class Part:
         """Of the whole's dim."""
         return sum(len(indices) for indices in self.held)
 
-    def on(self, dim: int) -> Part:
+    def on(self, dim: int) -> Shard:
         """The same indices of another dim."""
-        return Part(dim, self.held)
+        return Shard(dim, self.held)
 
     def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
         """Of what a rank holds of a whole."""
@@ -68,7 +68,7 @@ def split_along(shape: Sequence[int], axis: int, ways: int) -> list[np.ndarray]:
     return [np.sort(some.reshape(-1)) for some in np.array_split(indices, ways, axis=axis)]
 
 
-def viewed(part: Part, before: Sequence[int], after: Sequence[int]) -> Part | None:
+def viewed(part: Shard, before: Sequence[int], after: Sequence[int]) -> Shard | None:
     """The part that it is once a tensor of shape `before` is viewed as `after`; None where that is no part of one dim.
 
     >>> viewed(Part(1, split_along((4,), 0, 2)), (2, 4, 3), (2, 2, 2, 3))
@@ -91,7 +91,7 @@ def viewed(part: Part, before: Sequence[int], after: Sequence[int]) -> Part | No
             return None
         dims.add(found[0])
         held.append(found[1])
-    return Part(start + dims.pop(), held) if len(dims) == 1 else None
+    return Shard(start + dims.pop(), held) if len(dims) == 1 else None
 
 
 def _one_dim_of(flat: np.ndarray, shape: tuple[int, ...]) -> tuple[int, np.ndarray] | None:
@@ -121,24 +121,24 @@ def _block_with(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[
     return None
 
 
-def sliced(part: Part, start: int, stop: int, step: int = 1) -> Part | None:
+def sliced(part: Shard, start: int, stop: int, step: int = 1) -> Shard | None:
     """What each rank has of indices start, start + step, ... of the part's dim; None where some rank has none."""
     held = []
     for indices in part.held:
         kept = indices[(indices >= start) & (indices < stop)]
         held.append((kept[(kept - start) % step == 0] - start) // step)
-    return Part(part.dim, held) if all(len(indices) for indices in held) else None
+    return Shard(part.dim, held) if all(len(indices) for indices in held) else None
 
 
-def joined(parts: Sequence[Part]) -> Part:
+def joined(parts: Sequence[Shard]) -> Shard:
     """The part of tensors joined along the dim that they are cut in."""
     starts = np.cumsum([0, *(part.extent for part in parts)])
     ranks = range(len(parts[0].held))
     held = [np.concatenate([part.held[rank] + start for part, start in zip(parts, starts, strict=False)]) for rank in ranks]
-    return Part(parts[0].dim, held)
+    return Shard(parts[0].dim, held)
 
 
-def in_groups(part: Part, groups: int) -> Part | None:
+def in_groups(part: Shard, groups: int) -> Shard | None:
     """Which of a dim's even, neighbouring groups each rank holds; None where a rank holds a part of one."""
     found = viewed(part.on(0), (part.extent,), (groups, part.extent // groups))
     return found if found is not None and found.dim == 0 else None

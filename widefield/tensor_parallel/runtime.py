@@ -10,28 +10,28 @@ import torch
 from torch import nn
 
 from widefield.capture.fake_parameters import Like, named_tensors
-from widefield.capture.interpreter import Executed, Flow, Whole
+from widefield.capture.interpreter import ForwardOverride, GraphProgram, OverriddenModule
 from widefield.capture.ir import Graph
-from widefield.capture.program_cache import Known
+from widefield.capture.program_cache import ProgramCache
 from widefield.capture.python_watch import Guards
-from widefield.capture.trace import follow
+from widefield.capture.trace import trace
 from widefield.geometry.strides import stride_order
 from widefield.tensor_parallel.collectives import Exchange, Ranks
-from widefield.tensor_parallel.placement import Part
+from widefield.tensor_parallel.placement import Shard
 from widefield.tensor_parallel.search import Chosen, choose
 from widefield.tiled.redistribute import dense_strides
 from widefield.tiled.rng import compare_generators
 
 
-class ChannelFlow(Flow):
+class TensorParallelForward(ForwardOverride):
     """parts: of every weight of which each rank holds a part, by name.  shapes, strides: its own, on the whole."""
 
     def __init__(self, module: nn.Module, ranks: Ranks, like: Like, device: torch.device) -> None:
         self.device = device
         self.ranks, self.shapes = ranks, {name: tuple(t.shape) for name, t in named_tensors(module).items()}
         self.strides = {name: dense_strides(tensor) for name, tensor in named_tensors(module).items()}
-        self.parts: dict[str, Part] = {}
-        self.known: Known[Whole] = Known()
+        self.parts: dict[str, Shard] = {}
+        self.known: ProgramCache[GraphProgram] = ProgramCache()
         self.parts = dict(self._chosen(module, (like,), {}, None).stored)
         self._cut(module)
         self.first = self._chosen(module, (like,), {}, self.parts)
@@ -40,8 +40,8 @@ class ChannelFlow(Flow):
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """What the module returns, on every rank of the axis."""
 
-        def make(guards: Guards) -> Whole:
-            return Whole(module, self.graph_of(module, args, kwargs, guards=guards))
+        def make(guards: Guards) -> GraphProgram:
+            return GraphProgram(module, self.graph_of(module, args, kwargs, guards=guards))
 
         program = self.known.get(module, args, kwargs, make)
         for generator in program.generators if self.ranks.group is not None else ():
@@ -58,7 +58,7 @@ class ChannelFlow(Flow):
     ) -> Graph:
         """What this rank runs for these arguments, on its parts of the weights.  likes: of weights that are not here.
 
-        guards: see `follow`.
+        guards: see `trace`.
         """
         return self._chosen(module, args, kwargs, self.parts, likes, guards).graph
 
@@ -71,15 +71,15 @@ class ChannelFlow(Flow):
         module: nn.Module,
         args: tuple,
         kwargs: dict,
-        stored: dict[str, Part] | None,
+        stored: dict[str, Shard] | None,
         likes: Mapping[str, Any] = MappingProxyType({}),
         guards: Guards | None = None,
     ) -> Chosen:
         held = {**named_tensors(module), **likes}
         wholes = {name: Like.whole(held[name], self.shapes[name], self.strides[name]) for name in self.parts}
         likes = {**likes, **wholes}
-        forward = super(Executed, module).forward if isinstance(module, Executed) else module.forward  # type: ignore[misc]
-        graph = follow(module, forward, args, kwargs, likes=likes, aim="cut by channels", guards=guards)
+        forward = super(OverriddenModule, module).forward if isinstance(module, OverriddenModule) else module.forward  # type: ignore[misc]
+        graph = trace(module, forward, args, kwargs, likes=likes, aim="cut by channels", guards=guards)
         return choose(graph, self.ranks, stored)
 
     @torch.no_grad()

@@ -15,10 +15,18 @@ from typing import Any
 from torch.utils._pytree import tree_map
 
 from widefield.capture.ir import Graph, Node, Value, link, put_in
-from widefield.tensor_parallel.collectives import AddUp, Enter, Exchange, Fetch, Keep, Ranks, Sum
+from widefield.tensor_parallel.collectives import (
+    CopyToRanks,
+    Exchange,
+    GatherFromRanks,
+    Ranks,
+    ReduceFromRanks,
+    ScatterToRanks,
+    Sum,
+)
 from widefield.tensor_parallel.lookahead import AHEAD, MOVES, VIEWS, shapes_behind
-from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, Layout, Way
-from widefield.tensor_parallel.placement import Part, split_along, viewed
+from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, OpStrategy, Placement
+from widefield.tensor_parallel.placement import Shard, split_along, viewed
 from widefield.tensor_parallel.sharding_rules import aten, flops_of, ways_of
 from widefield.tensor_parallel.views import move_of, moved_to
 
@@ -42,14 +50,14 @@ class Chosen:
     """
 
     graph: Graph
-    stored: dict[str, Part]
+    stored: dict[str, Shard]
     sent: int = 0
     whole_flops: float = 0.0
     cut_flops: float = 0.0
     layers: dict[str, str] = field(default_factory=dict)
 
 
-def choose(graph: Graph, ranks: Ranks, stored: Mapping[str, Part] | None = None) -> Chosen:
+def choose(graph: Graph, ranks: Ranks, stored: Mapping[str, Shard] | None = None) -> Chosen:
     """The way of every operation of a graph, for the ranks of a channel axis.
 
     stored: the parts of weights as they are held already; None: weights are free to be cut.
@@ -58,12 +66,12 @@ def choose(graph: Graph, ranks: Ranks, stored: Mapping[str, Part] | None = None)
 
 
 class _Chooser:
-    def __init__(self, graph: Graph, ranks: Ranks, stored: Mapping[str, Part] | None) -> None:
+    def __init__(self, graph: Graph, ranks: Ranks, stored: Mapping[str, Shard] | None) -> None:
         self.graph, self.ranks, self.is_free = graph, ranks, stored is None
-        self.stored: dict[str, Part] = dict(stored or {})
+        self.stored: dict[str, Shard] = dict(stored or {})
         self.cutter = Cutter(ranks.size, self._tried)
         self.at = {node: number for number, node in enumerate(graph.nodes)}
-        self.have: dict[Value, dict[Layout, Value]] = {}
+        self.have: dict[Value, dict[Placement, Value]] = {}
         self.late: set[Value] = set()
         """Views and casts of weights, which are made once it is known of which part."""
         self.nodes: list[Node] = []
@@ -71,7 +79,7 @@ class _Chooser:
         self.weights: dict[str, Value] = {}
         self.found = Chosen(graph, self.stored)
         self.count = 0
-        self.candidates: dict[tuple[Value, int], list[Part]] = {}
+        self.candidates: dict[tuple[Value, int], list[Shard]] = {}
         self.returned = set(graph.results) - set(graph.updates.values()) - set(graph.weights.values())
 
     def chosen(self) -> Chosen:
@@ -94,33 +102,33 @@ class _Chooser:
 
     # ------------------------------------------------------------------------------------------ which way
 
-    def _best(self, node: Node) -> Way:
+    def _best(self, node: Node) -> OpStrategy:
         ways = list(ways_of(node, self._given(node.reads), self.cutter))
         return ways[0] if len(ways) == 1 else min(ways, key=lambda way: self._cost(node, way))
 
-    def _given(self, values: list[Value]) -> dict[Value, Part]:
+    def _given(self, values: list[Value]) -> dict[Value, Shard]:
         """The parts that values are at hand in, where they are not whole as well."""
         found = {}
         for value in values:
             layouts = self.have.get(value, {})
-            part = next((layout for layout in layouts if isinstance(layout, Part)), None)
+            part = next((layout for layout in layouts if isinstance(layout, Shard)), None)
             if part is not None:
                 found[value] = part
         return found
 
-    def _cost(self, node: Node, way: Way) -> float:
+    def _cost(self, node: Node, way: OpStrategy) -> float:
         """Bytes sent, now and soon, with weights that stay whole and work that is not shared as bytes."""
         cost = sum(self._price(value, way.want(value)) for value in dict.fromkeys(node.reads))
-        is_cut = any(isinstance(layout, Part) for layout in way.outs) or SUM in way.outs
+        is_cut = any(isinstance(layout, Shard) for layout in way.outs) or SUM in way.outs
         if not is_cut:
             return cost + flops_of(node) * 3 * (1 - 1 / self.cutter.size) / FLOPS_PER_BYTE
         out = node.outs[0]
         assert out is not None
         if way.outs[0] is SUM:
             return cost + 2 * out.bytes
-        return cost + (self._ahead(node, out, way.outs[0]) if isinstance(way.outs[0], Part) else 0.0)
+        return cost + (self._ahead(node, out, way.outs[0]) if isinstance(way.outs[0], Shard) else 0.0)
 
-    def _price(self, value: Value, layout: Layout) -> float:
+    def _price(self, value: Value, layout: Placement) -> float:
         """What it costs to have a value so: 0 where it is so already."""
         if value in self.late or value.source == "weight":
             return self._price_of_weight(value, layout)
@@ -129,22 +137,22 @@ class _Chooser:
             return 0.0
         back = value.bytes * bool(value.wants_grad)
         price = 0.0 if WHOLE in have else value.bytes
-        return price + (2 * back if layout is ENTERED else back if isinstance(layout, Part) else 0)
+        return price + (2 * back if layout is ENTERED else back if isinstance(layout, Shard) else 0)
 
-    def _price_of_weight(self, value: Value, layout: Layout) -> float:
+    def _price_of_weight(self, value: Value, layout: Placement) -> float:
         name = _weight_of(value)
         if name is None or value.bytes < WEIGHT_LEAST:
             return 0.0
         held = self.stored.get(name)
         is_free = self.is_free and held is None and name not in self.weights
-        if isinstance(layout, Part):
+        if isinstance(layout, Shard):
             wanted = self._back_to_weight(value, layout)
             return 0.0 if wanted is not None and (is_free or wanted == held) else GATHERED_COST * value.bytes
         if held is not None:
             return GATHERED_COST * value.bytes
         return WEIGHT_COST * value.bytes * (1 - 1 / self.cutter.size) if is_free else 0.0
 
-    def _ahead(self, node: Node, out: Value, part: Part) -> float:
+    def _ahead(self, node: Node, out: Value, part: Shard) -> float:
         """Bytes that must be gathered behind a node that gives a part, as far as one looks."""
         parts, cost = {out: part}, 0.0
         queue = [(self.at[user], id(user), user) for user in out.users]
@@ -160,32 +168,32 @@ class _Chooser:
             cost += self._step_ahead(user, parts, queue)
         return cost + sum(value.bytes for value in parts if value in self.returned)
 
-    def _step_ahead(self, user: Node, parts: dict[Value, Part], queue: list) -> float:
+    def _step_ahead(self, user: Node, parts: dict[Value, Shard], queue: list) -> float:
         """Let one operation take a way that goes on with parts; what must be gathered where it has none."""
         given = {**self._given(user.reads), **{value: parts[value] for value in user.reads if value in parts}}
         ours = [value for value in dict.fromkeys(user.reads) if value in parts]
         for way in ways_of(user, given, replace(self.cutter, tried=lambda value, dim: [])):
             if all(way.want(value) == parts[value] for value in ours):
                 for out, layout in zip(user.outs, way.outs, strict=False):
-                    if out is not None and isinstance(layout, Part):
+                    if out is not None and isinstance(layout, Shard):
                         parts[out] = layout
                         [heapq.heappush(queue, (self.at[next_], id(next_), next_)) for next_ in out.users]
                 return 0.0
         return float(sum(value.bytes for value in ours))
 
-    def _tried(self, value: Value, dim: int) -> list[Part]:
+    def _tried(self, value: Value, dim: int) -> list[Shard]:
         """Parts that a new whole's dim might be dealt out in: in even runs, and by what the operations behind it make of it."""
         key = (value, dim)
         if key not in self.candidates:
             extent, size = value.shape[dim], self.ranks.size
             shapes = dict.fromkeys([(extent,), *shapes_behind(value, dim, self.at)])
             splits = [(shape, axis) for shape in shapes for axis, count in enumerate(shape) if count >= size]
-            self.candidates[key] = list(dict.fromkeys(Part(dim, split_along(shape, axis, size)) for shape, axis in splits))
+            self.candidates[key] = list(dict.fromkeys(Shard(dim, split_along(shape, axis, size)) for shape, axis in splits))
         return self.candidates[key]
 
     # ------------------------------------------------------------------------------------------ what is run
 
-    def _take(self, node: Node, way: Way) -> None:
+    def _take(self, node: Node, way: OpStrategy) -> None:
         """Write down a node as this rank runs it."""
         names = {value: self.need(value, way.want(value)) for value in dict.fromkeys(node.reads)}
         args = node.args if way.args is None else way.args(self.ranks.rank)
@@ -200,7 +208,7 @@ class _Chooser:
             self._add_up(node, way)
         self._tell(node, way)
 
-    def _add_up(self, node: Node, way: Way) -> None:
+    def _add_up(self, node: Node, way: OpStrategy) -> None:
         out = node.outs[0]
         assert out is not None
         total = self._exchange(out, SUM, WHOLE)
@@ -214,7 +222,7 @@ class _Chooser:
             total = after
         self.have[out] = {WHOLE: total}
 
-    def need(self, value: Value, layout: Layout) -> Value:
+    def need(self, value: Value, layout: Placement) -> Value:
         """The value of the rank's run that is `value` in this layout, made where it is not there yet."""
         if value.source == "weight":
             self._weight(value.name, layout)
@@ -229,19 +237,19 @@ class _Chooser:
             return have[WHOLE]
         return self._exchange(value, WHOLE if WHOLE in have else next(iter(have)), layout)
 
-    def _exchange(self, value: Value, before: Layout, after: Layout) -> Value:
+    def _exchange(self, value: Value, before: Placement, after: Placement) -> Value:
         """A message, or for ENTERED none until the backward."""
         ranks, own = self.ranks, self.have[value][before]
         made = self._new(value, after)
         if after is ENTERED:
-            op, extra, factor = Enter.apply, Sum(ranks, value.order), 2 * bool(value.wants_grad)
+            op, extra, factor = CopyToRanks.apply, Sum(ranks, value.order), 2 * bool(value.wants_grad)
         elif before is SUM:
-            op, extra, factor = AddUp.apply, Sum(ranks, value.order), 2
-        elif isinstance(after, Part):
-            op, extra, factor = Keep.apply, Exchange(after, ranks, value.order), int(value.wants_grad)
+            op, extra, factor = ReduceFromRanks.apply, Sum(ranks, value.order), 2
+        elif isinstance(after, Shard):
+            op, extra, factor = ScatterToRanks.apply, Exchange(after, ranks, value.order), int(value.wants_grad)
         else:
-            assert isinstance(before, Part), f"{before} to {after}"
-            op, extra, factor = Fetch.apply, Exchange(before, ranks, value.order), 1
+            assert isinstance(before, Shard), f"{before} to {after}"
+            op, extra, factor = GatherFromRanks.apply, Exchange(before, ranks, value.order), 1
         self._add(op, (own, extra), {}, [made], grad=value.maker is None or value.maker.grad)
         self.have[value][after] = made
         self.sent[self.nodes[-1]] = factor * value.bytes
@@ -260,20 +268,20 @@ class _Chooser:
     ) -> None:
         self.nodes.append(Node(op, args, kwargs, outs, is_single, grad, draws))
 
-    def _new(self, value: Value, layout: Layout) -> Value:
+    def _new(self, value: Value, layout: Placement) -> Value:
         """A value of this rank's run, of the size that it has here."""
-        shape = layout.shape(value.shape, self.ranks.rank) if isinstance(layout, Part) else value.shape
+        shape = layout.shape(value.shape, self.ranks.rank) if isinstance(layout, Shard) else value.shape
         self.count += 1
         return Value(-self.count, shape, value.dtype, value.device, value.order, wants_grad=value.wants_grad)
 
     # ------------------------------------------------------------------------------------------ weights
 
-    def _weight(self, name: str, layout: Layout = WHOLE) -> None:
+    def _weight(self, name: str, layout: Placement = WHOLE) -> None:
         """Decide, at its first use, of what part of a weight this rank holds."""
         if name in self.weights:
             return
         value = self.graph.weights[name]
-        if self.is_free and isinstance(layout, Part):
+        if self.is_free and isinstance(layout, Shard):
             self.stored[name] = layout
         held = self.stored.get(name)
         own = value if held is None else self._new(value, held)
@@ -286,11 +294,11 @@ class _Chooser:
         is_view = node.op in MOVES or node.op in VIEWS
         return is_view and len(node.reads) == 1 and (node.reads[0].source == "weight" or node.reads[0] in self.late)
 
-    def _late(self, value: Value, layout: Layout) -> Value:
+    def _late(self, value: Value, layout: Placement) -> Value:
         """A view of a weight, of the part that is asked for."""
         node = value.maker
         assert node is not None
-        before = _behind(node, layout) if isinstance(layout, Part) else layout
+        before = _behind(node, layout) if isinstance(layout, Shard) else layout
         if before is None:  # no part of the weight is this part of the view
             self._late(value, WHOLE)
             return self._exchange(value, WHOLE, layout)
@@ -301,9 +309,9 @@ class _Chooser:
         self.have.setdefault(value, {})[layout] = made
         return made
 
-    def _back_to_weight(self, value: Value, layout: Part) -> Part | None:
+    def _back_to_weight(self, value: Value, layout: Shard) -> Shard | None:
         """The part of a weight of which a view has this part."""
-        part: Part | None = layout
+        part: Shard | None = layout
         while value.source != "weight" and part is not None:
             assert value.maker is not None
             part, value = _behind(value.maker, part), value.maker.reads[0]
@@ -311,11 +319,11 @@ class _Chooser:
 
     # ------------------------------------------------------------------------------------------ in words
 
-    def _tell(self, node: Node, way: Way) -> None:
+    def _tell(self, node: Node, way: OpStrategy) -> None:
         flops = flops_of(node)
         if not flops:
             return
-        is_cut = SUM in way.outs or isinstance(way.outs[0], Part)
+        is_cut = SUM in way.outs or isinstance(way.outs[0], Shard)
         self.found.cut_flops += flops * is_cut
         self.found.whole_flops += flops * (not is_cut)
         names = [name for name in map(_weight_of, node.reads) if name is not None and self.graph.weights[name].ndim > 1]
@@ -335,7 +343,7 @@ def _weight_of(value: Value) -> str | None:
     return value.name
 
 
-def _behind(node: Node, part: Part) -> Part | None:
+def _behind(node: Node, part: Shard) -> Shard | None:
     """Of which part of its input a view or a cast gives this part; None where there is none."""
     x, out = node.reads[0], node.outs[0]
     assert out is not None

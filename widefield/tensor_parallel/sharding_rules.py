@@ -1,6 +1,6 @@
 """How can one operation run on ranks that have parts of its tensors?
 
-A Way says what each tensor must be (whole, entered, a Part) and what comes out.  An operation that is not known here runs on
+A Way says what each tensor must be (whole, entered, a Shard) and what comes out.  An operation that is not known here runs on
 wholes, which is always right.
 """
 
@@ -16,19 +16,19 @@ from widefield.capture.decompositions import BATCH_NORM_OVER, linear
 from widefield.capture.ir import Node, Value
 from widefield.capture.recorder import POINTWISE
 from widefield.tensor_parallel import views
-from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, Given, Layout, Rule, Way, even
-from widefield.tensor_parallel.placement import Part, in_groups
+from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, Given, OpStrategy, Placement, Rule, even
+from widefield.tensor_parallel.placement import Shard, in_groups
 
 aten = torch.ops.aten
 
 
-def ways_of(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def ways_of(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     """All ways in which a node can run where the values in `given` are parts; that on wholes comes last."""
     rule = _rule_of(node)
     parts = {value: given[value] for value in node.reads if value in given}
     if rule is not None:
         yield from rule(node, parts, cutter)
-    yield Way({}, [WHOLE] * len(node.outs))
+    yield OpStrategy({}, [WHOLE] * len(node.outs))
 
 
 def _rule_of(node: Node) -> Rule | None:
@@ -44,19 +44,19 @@ def _rule_of(node: Node) -> Rule | None:
 # ---------------------------------------------------------------------------------------------- pixel by pixel
 
 
-def _pointwise(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _pointwise(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     out = next(out for out in node.outs if out is not None)
     for value in dict.fromkeys(node.reads):
         if value in given:
             dim = given[value].dim + out.ndim - value.ndim
             part = given[value].on(dim)
             if value.shape[given[value].dim] == out.shape[dim]:
-                yield Way(_aligned(node, out, part), [part] * len(node.outs))
+                yield OpStrategy(_aligned(node, out, part), [part] * len(node.outs))
 
 
-def _aligned(node: Node, out: Value, part: Part) -> dict[Value, Layout]:
+def _aligned(node: Node, out: Value, part: Shard) -> dict[Value, Placement]:
     """What each operand of a broadcasting operation must be for the result to be a part."""
-    wants: dict[Value, Layout] = {}
+    wants: dict[Value, Placement] = {}
     for value in node.reads:
         dim = part.dim - (out.ndim - value.ndim)
         wants[value] = part.on(dim) if dim >= 0 and value.shape[dim] == out.shape[part.dim] else ENTERED
@@ -66,7 +66,7 @@ def _aligned(node: Node, out: Value, part: Part) -> dict[Value, Layout]:
 # ---------------------------------------------------------------------------------------------- layers with weights
 
 
-def _convolution(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _convolution(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     x, weight, bias, *_, transposed, _, groups = node.args
     out = node.outs[0]
     assert out is not None
@@ -77,14 +77,14 @@ def _convolution(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
         yield from _grouped(node, given, cutter)
         return
     for part in cutter.tried(out, 1) if x not in given else []:
-        yield Way({x: ENTERED, weight: part.on(outputs), **_if(bias, part.on(0))}, [part])
+        yield OpStrategy({x: ENTERED, weight: part.on(outputs), **_if(bias, part.on(0))}, [part])
     held = [given[x]] if x in given and given[x].dim == 1 else []
     for part in held or even(x, 1, cutter):
         args = (x, weight, None, *node.args[3:])
-        yield Way({x: part, weight: part.on(inputs)}, [SUM], lambda _, args=args: args, bias=bias, bias_dim=1)
+        yield OpStrategy({x: part, weight: part.on(inputs)}, [SUM], lambda _, args=args: args, bias=bias, bias_dim=1)
 
 
-def _grouped(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _grouped(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     x, weight, bias, *_, groups = node.args
     out = node.outs[0]
     assert out is not None
@@ -93,57 +93,57 @@ def _grouped(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
         whole = in_groups(part, groups)
         if whole is None:
             continue
-        of_out = Part(1, [_channels(indices, out.shape[1] // groups) for indices in whole.held])
-        of_weight = Part(0, [_channels(indices, weight.shape[0] // groups) for indices in whole.held])
+        of_out = Shard(1, [_channels(indices, out.shape[1] // groups) for indices in whole.held])
+        of_weight = Shard(0, [_channels(indices, weight.shape[0] // groups) for indices in whole.held])
 
-        def args(rank: int, whole: Part = whole) -> tuple:
+        def args(rank: int, whole: Shard = whole) -> tuple:
             return (*node.args[:8], len(whole.held[rank]))
 
-        yield Way({x: part, weight: of_weight, **_if(bias, of_out.on(0))}, [of_out], args)
+        yield OpStrategy({x: part, weight: of_weight, **_if(bias, of_out.on(0))}, [of_out], args)
 
 
 def _channels(groups: Any, each: int) -> Any:
     return (groups[:, None] * each + torch.arange(each).numpy()).reshape(-1)
 
 
-def _if(value: Value | None, layout: Layout) -> dict[Value, Layout]:
+def _if(value: Value | None, layout: Placement) -> dict[Value, Placement]:
     return {} if value is None else {value: layout}
 
 
-def _matrix(x: Value, weight: Value, bias: Value | None, node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _matrix(x: Value, weight: Value, bias: Value | None, node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     """(..., C) times (C, K), and a bias of (K)."""
     out, last = node.outs[0], x.ndim - 1
     assert out is not None
     if x is weight:  # it can be but one part
         return
     if x in given and given[x].dim < last:
-        yield Way({x: given[x]}, [given[x]])
+        yield OpStrategy({x: given[x]}, [given[x]])
         return
     for part in cutter.tried(out, last) if x not in given else []:
-        yield Way({x: ENTERED, weight: part.on(1), **_if(bias, part.on(0))}, [part])
+        yield OpStrategy({x: ENTERED, weight: part.on(1), **_if(bias, part.on(0))}, [part])
     for part in [given[x]] if x in given else even(x, last, cutter):
         op = linear if bias is not None else None
         args = (x, weight) if bias is not None else None
         given_args = None if args is None else (lambda _, args=args: args)
-        yield Way({x: part, weight: part.on(0)}, [SUM], given_args, op, bias=bias, bias_dim=last)
+        yield OpStrategy({x: part, weight: part.on(0)}, [SUM], given_args, op, bias=bias, bias_dim=last)
 
 
-def _linear(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _linear(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     x, weight, *bias = node.args
     yield from _matrix(x, weight, bias[0] if bias else None, node, given, cutter)
 
 
-def _addmm(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _addmm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     bias, x, weight = node.args
     if not node.kwargs and bias.ndim == 1:
         yield from _matrix(x, weight, bias, node, given, cutter)
 
 
-def _mm(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _mm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     yield from _matrix(*node.args, None, node, given, cutter)
 
 
-def _bmm(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _bmm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     """(B, M, K) times (B, K, N)."""
     a, b = node.args
     for value, other, free in ((a, b, 1), (b, a, 2)):
@@ -151,28 +151,28 @@ def _bmm(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
         if part is None:
             continue
         if part.dim == 0:
-            yield Way({value: part, other: part}, [part])
+            yield OpStrategy({value: part, other: part}, [part])
         elif a is b:  # it can be but one part
             return
         elif part.dim == free:
-            yield Way({value: part, other: ENTERED}, [part])
+            yield OpStrategy({value: part, other: ENTERED}, [part])
         else:
-            yield Way({value: part, other: part.on(3 - part.dim)}, [SUM])
+            yield OpStrategy({value: part, other: part.on(3 - part.dim)}, [SUM])
 
 
 # ---------------------------------------------------------------------------------------------- norms and attention
 
 
-def _batch_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _batch_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     x, *others = node.args[:5]
     if x in given and given[x].dim == 1:
         part = given[x].on(0)
-        yield Way(
+        yield OpStrategy(
             {x: given[x], **{v: part for v in others if isinstance(v, Value)}}, [given[x], *[part] * (len(node.outs) - 1)]
         )
 
 
-def _group_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _group_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     """x (N, C, ...), weight, bias, N, C, pixels, groups, eps."""
     x, weight, bias, count, channels, pixels, groups, eps = node.args
     part = given.get(x)
@@ -184,33 +184,33 @@ def _group_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
         return x, weight, bias, count, len(part.held[rank]), pixels, len(whole.held[rank]), eps
 
     wants = {x: part, **_if(weight, part.on(0)), **_if(bias, part.on(0))}
-    yield Way(wants, [part, whole.on(1), whole.on(1)], args)
+    yield OpStrategy(wants, [part, whole.on(1), whole.on(1)], args)
 
 
-def _layer_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _layer_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     x, shape = node.args[:2]
     if x in given and given[x].dim < x.ndim - len(shape):
-        yield Way({x: given[x]}, [given[x]] * len(node.outs))
+        yield OpStrategy({x: given[x]}, [given[x]] * len(node.outs))
 
 
-def _attention(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _attention(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     """query, key, value (B, heads, T, D), and maybe a bias that is broadcast: each head by itself."""
     first, out = node.args[:3], node.outs[0]
     part = next((given[value] for value in first if value in given and given[value].dim < 2), None)
     extra = [other for other in node.outs[1:] if other is not None and other.ndim < 2]
     if part is None or out is None or extra:
         return
-    wants: dict[Value, Layout] = dict.fromkeys(first, part)
+    wants: dict[Value, Placement] = dict.fromkeys(first, part)
     for bias in node.reads[3:]:
         dim = part.dim - (4 - bias.ndim)
         wants[bias] = part.on(dim) if dim >= 0 and bias.shape[dim] == out.shape[part.dim] else ENTERED
-    yield Way(wants, [part] * len(node.outs))
+    yield OpStrategy(wants, [part] * len(node.outs))
 
 
-def _softmax(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _softmax(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     x, dim = node.args[:2]
     if x in given and given[x].dim != dim % x.ndim:
-        yield Way({x: given[x]}, [given[x]])
+        yield OpStrategy({x: given[x]}, [given[x]])
 
 
 # ---------------------------------------------------------------------------------------------- each channel by itself
@@ -219,19 +219,19 @@ def _softmax(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
 def _over_pixels(dims: int) -> Rule:
     """Operations on the last `dims` dims."""
 
-    def rule(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+    def rule(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
         x = node.args[0]
         if len(node.reads) == 1 and x in given and given[x].dim < x.ndim - dims:
-            yield Way({x: given[x]}, [given[x]] * len(node.outs))
+            yield OpStrategy({x: given[x]}, [given[x]] * len(node.outs))
 
     return rule
 
 
-def _pad(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _pad(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     yield from _over_pixels(len(node.args[1]) // 2)(node, given, cutter)
 
 
-def _reduce(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _reduce(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     """Over dims of which none is cut."""
     x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
     keeps = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim"))
@@ -240,13 +240,15 @@ def _reduce(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
     over = {dim % x.ndim for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
     part = given[x]
     if part.dim not in over:
-        yield Way({x: part}, [part.on(part.dim - (0 if keeps else sum(dim < part.dim for dim in over)))] * len(node.outs))
+        yield OpStrategy(
+            {x: part}, [part.on(part.dim - (0 if keeps else sum(dim < part.dim for dim in over)))] * len(node.outs)
+        )
 
 
 # ---------------------------------------------------------------------------------------------- draws
 
 
-def _mask(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def _mask(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     """A mask that is drawn for the whole on every rank, alike, and so one device's; or what is filled with one number.
 
     Chance is drawn in the whole's order in memory.
@@ -259,7 +261,7 @@ def _mask(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
     def draw(image: Any, *args: Any, **kwargs: Any) -> Any:
         return op(torch.empty_permuted(x.shape, x.order, dtype=image.dtype, device=image.device), *args, **kwargs)
 
-    yield Way({x: given[x]}, [WHOLE], op=draw)
+    yield OpStrategy({x: given[x]}, [WHOLE], op=draw)
 
 
 RULES: dict[Any, Rule] = {

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from widefield.capture.ir import Node
-from widefield.tensor_parallel.op_strategy import Cutter, Given, Way, even
-from widefield.tensor_parallel.placement import Part, joined, sliced, viewed
+from widefield.tensor_parallel.op_strategy import Cutter, Given, OpStrategy, even
+from widefield.tensor_parallel.placement import Shard, joined, sliced, viewed
 
 aten = torch.ops.aten
 
 
-def _one_view(node: Node, given: Given, part: Part | None, args: Callable[[int], tuple] | None = None) -> Iterator[Way]:
+def _one_view(node: Node, given: Given, part: Shard | None, args: Callable[[int], tuple] | None = None) -> Iterator[OpStrategy]:
     x = node.args[0]
     if x in given and part is not None:
-        yield Way({x: given[x]}, [part], args)
+        yield OpStrategy({x: given[x]}, [part], args)
 
 
-def of_view(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def of_view(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     x, out = node.args[0], node.outs[0]
     if x not in given or out is None:
         return
@@ -63,15 +63,15 @@ def move_of(node: Node) -> tuple[Any, tuple]:
     return (aten.squeeze.dims, (_squeezed(node),)) if node.op in SQUEEZES else (node.op, node.args[1:])
 
 
-def of_move(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def of_move(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     x = node.args[0]
     dim = moved_to(node, given[x].dim) if x in given else None
     if dim is not None:
         op, args = move_of(node)
-        yield Way({x: given[x]}, [given[x].on(dim)], lambda _: (x, *args), op)
+        yield OpStrategy({x: given[x]}, [given[x].on(dim)], lambda _: (x, *args), op)
 
 
-def of_expand(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def of_expand(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     x, out = node.args[0], node.outs[0]
     if x not in given or out is None:
         return
@@ -80,7 +80,7 @@ def of_expand(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
         yield from _one_view(node, given, part, lambda rank: (x, list(part.shape(out.shape, rank)), *node.args[2:]))
 
 
-def of_slice(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def of_slice(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     x, dim, start, stop, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
     if x not in given:
         return
@@ -97,7 +97,7 @@ def of_slice(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
         wanted = set((of_out.held[rank] * pixels.step + pixels.start).tolist())
         return x, dim, [at for at, index in enumerate(part.held[rank].tolist()) if index in wanted]
 
-    yield Way({x: part}, [of_out], args, _picked)
+    yield OpStrategy({x: part}, [of_out], args, _picked)
 
 
 def _picked(x: Any, dim: int, places: list[int]) -> Any:
@@ -107,7 +107,7 @@ def _picked(x: Any, dim: int, places: list[int]) -> Any:
     return x.index_select(dim, torch.tensor(places, device=x.device))
 
 
-def of_cat(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
+def of_cat(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     values, dim = node.args[0], (node.args[1] if len(node.args) > 1 else 0)
     dim %= values[0].ndim
     for value in values:
@@ -115,8 +115,8 @@ def of_cat(node: Node, given: Given, cutter: Cutter) -> Iterator[Way]:
             continue
         part = given[value]
         if part.dim != dim:
-            yield Way(dict.fromkeys(values, part), [part])
+            yield OpStrategy(dict.fromkeys(values, part), [part])
             continue
         parts = {other: given.get(other) or next(iter(even(other, dim, cutter)), None) for other in values}
         if all(one is not None and one.dim == dim for one in parts.values()):
-            yield Way(dict(parts), [joined([parts[other] for other in values])])  # type: ignore[misc, arg-type]
+            yield OpStrategy(dict(parts), [joined([parts[other] for other in values])])  # type: ignore[misc, arg-type]

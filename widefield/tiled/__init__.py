@@ -22,4 +22,4 @@ Imports the descriptions of rules, kernels and messages.  It knows the room of r
 
 from widefield.tiled import dispatch, redistribute, single_rank, tensor
 
-tensor.install(handler_of=dispatch.handler_of, run_alone=single_rank.run_alone, recut=redistribute.recut)
+tensor.install(handler_of=dispatch.handler_of, run_alone=single_rank.run_alone, redistribute=redistribute.redistribute)

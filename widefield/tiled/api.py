@@ -13,8 +13,8 @@ from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import natural_cut
 from widefield.geometry.layout import Cut, Layout, layout_of, uncut
 from widefield.tiled.dispatch import load_rules
-from widefield.tiled.partial_gradient import settle
-from widefield.tiled.redistribute import is_dense, on_layout, recut, space_group
+from widefield.tiled.partial_gradient import full_value_with_grad
+from widefield.tiled.redistribute import is_dense, redistribute, space_group, to_layout
 from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
 from widefield.tiled.view_writeback import version_of
 
@@ -59,7 +59,7 @@ def whole(tensor: Any) -> Any:
     Cost: every rank receives what it does not hold.  Backward: the mean over ranks of their gradients, cut into tiles.
     Lists, tuples and dicts are gone through.
     """
-    tensor = settle(tensor)
+    tensor = full_value_with_grad(tensor)
     if type(tensor) is TiledTensor:
         return _Whole.apply(tensor)
     if isinstance(tensor, dict):
@@ -77,7 +77,7 @@ def window(shape: Sequence[int], mesh: Mesh, cuts: Sequence[Sequence[int] | None
 
 def tile_of(tensor: Tensor, mesh: Mesh) -> Tensor:
     """This rank's part of a tensor, as `window` says, plain and without a gradient; a plain tensor comes back as it is."""
-    return on_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, None)) if type(tensor) is TiledTensor else tensor
+    return to_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, None)) if type(tensor) is TiledTensor else tensor
 
 
 def as_tile(tile: Tensor, layout: Layout) -> Tensor:
@@ -152,8 +152,8 @@ class _FromTile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = settle(grad)
-        return own_tile(grad, ctx.layout) if type(grad) is TiledTensor else on_layout(grad, ctx.layout), None
+        grad = full_value_with_grad(grad)
+        return own_tile(grad, ctx.layout) if type(grad) is TiledTensor else to_layout(grad, ctx.layout), None
 
 
 class _OwnTile(torch.autograd.Function):
@@ -172,7 +172,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: TiledTensor, layout: Layout) -> Tensor:
-        ctx.layout = tensor.laid
+        ctx.layout = tensor.tile_layout
         return wrap(_recut(tensor, layout), layout)
 
     @staticmethod
@@ -182,17 +182,17 @@ class _Moved(torch.autograd.Function):
 
 def _recut(tensor: TiledTensor, layout: Layout) -> Tensor:
     """This rank's part by another layout, with what was written to the tensor's views, as a tensor of its own."""
-    if tensor.home is not None:
-        tensor.home.keep_up(version_of(tensor))
-    value = recut(tensor, layout)
-    return value.view_as(value) if value is tensor.own else value
+    if tensor.writeback is not None:
+        tensor.writeback.refresh(version_of(tensor))
+    value = redistribute(tensor, layout)
+    return value.view_as(value) if value is tensor.local else value
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: TiledTensor) -> Tensor:
-        ctx.layout = tensor.laid
-        return _recut(tensor, uncut(tensor.laid.shape, tensor.laid.grid))
+        ctx.layout = tensor.tile_layout
+        return _recut(tensor, uncut(tensor.tile_layout.shape, tensor.tile_layout.grid))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -201,7 +201,7 @@ class _Whole(torch.autograd.Function):
 
 def _tiled(grad: Tensor, layout: Layout) -> Tensor:
     """A gradient, of whatever kind, by a layout."""
-    grad = settle(grad)
+    grad = full_value_with_grad(grad)
     return _Moved.apply(grad, layout) if type(grad) is TiledTensor else _MeanOfTiles.apply(grad, layout)
 
 
@@ -211,9 +211,9 @@ class _MeanOfTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, layout: Layout) -> Tensor:
         if layout.grid.size == 1:
-            return wrap(on_layout(grad, layout).view_as(grad), layout)
+            return wrap(to_layout(grad, layout).view_as(grad), layout)
         summed = halo.add_sums(grad, space_group(layout.grid)) / layout.grid.size
-        return wrap(on_layout(summed, layout), layout)
+        return wrap(to_layout(summed, layout), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

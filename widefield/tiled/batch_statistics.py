@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from widefield.geometry.layout import Layout
 from widefield.kernels import moments
-from widefield.tiled.partial_gradient import partial_of, settled
-from widefield.tiled.redistribute import moved, on_layout, whole_of
+from widefield.tiled.partial_gradient import full_value, partial_of
+from widefield.tiled.redistribute import moved, to_layout, whole_of
 from widefield.tiled.tensor import TiledTensor, wrap
 
 ARE_ROWS: ContextVar[bool] = ContextVar("ARE_ROWS", default=False)
@@ -27,7 +27,7 @@ ARE_ROWS: ContextVar[bool] = ContextVar("ARE_ROWS", default=False)
 
 
 @dataclass(frozen=True)
-class Share:
+class StatisticsShare:
     """What this rank adds to the whole: its pixels, those of a tile whose channels are all there, or a ghost's none.
 
     alike: how many ranks hold the same pixels, each of which counts them in part.  tiles: how many parts the image has.
@@ -36,11 +36,11 @@ class Share:
     layout: Layout | None
     alike: int
     tiles: int
-    is_ghost: bool
+    is_inactive: bool
 
     def tile_of(self, tensor: Tensor) -> Tensor:
         """This rank's pixels of the input, or of a gradient of its shape."""
-        return tensor if self.layout is None else on_layout(tensor, self.layout)
+        return tensor if self.layout is None else to_layout(tensor, self.layout)
 
     def wrapped(self, tile: Tensor) -> Tensor:
         """The tensor of the input's kind and shape that has this tile."""
@@ -51,11 +51,11 @@ class Share:
         return sums if self.layout is None else partial_of(sums * self.tiles, self.layout.grid)
 
 
-def share_of(input: Tensor, alike: int, group: dist.ProcessGroup, *, is_ghost: bool) -> Share:
+def share_of(input: Tensor, alike: int, group: dist.ProcessGroup, *, is_inactive: bool) -> StatisticsShare:
     if type(input) is not TiledTensor:
-        return Share(None, group.size() if ARE_ROWS.get() else alike, 1, is_ghost)
-    layout = moved(input.laid, [1])
-    return Share(layout, layout.grid.size // layout.ways, layout.ways, is_ghost)
+        return StatisticsShare(None, group.size() if ARE_ROWS.get() else alike, 1, is_inactive)
+    layout = moved(input.tile_layout, [1])
+    return StatisticsShare(layout, layout.grid.size // layout.num_shards, layout.num_shards, is_inactive)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Statistics:
 
 
 def merged(
-    input: Tensor, share: Share, running_mean: Tensor | None, group: dist.ProcessGroup, *, number: int = 0
+    input: Tensor, share: StatisticsShare, running_mean: Tensor | None, group: dist.ProcessGroup, *, number: int = 0
 ) -> Statistics:
     """The statistics of all ranks' inputs: one message.
 
@@ -79,7 +79,7 @@ def merged(
     # A NaN in the running mean must not reach the output: plain BatchNorm never reads it in training.
     origin = None if running_mean is None else running_mean.double().nan_to_num(0, 0, 0)
     tile = share.tile_of(input)
-    sums = _sums_about(origin, tile, empty=share.is_ghost or tile.numel() == 0) / share.alike
+    sums = _sums_about(origin, tile, empty=share.is_inactive or tile.numel() == 0) / share.alike
     sums = torch.cat([sums, sums.new_tensor([number, number * number])])
     dist.all_reduce(sums, group=group)
     sums, asked = sums[:-2], sums[-2:]
@@ -105,11 +105,11 @@ def _check_numbers(total: float, squares: float, number: int, group: dist.Proces
 
 def batch_norm_over(
     image: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    momentum: float, eps: float, group_name: str, alike: int, is_ghost: bool,
+    momentum: float, eps: float, group_name: str, alike: int, is_inactive: bool,
 ) -> list[Tensor]:  # fmt: skip
     """What `widefield::batch_norm_over` names, with its gradient: the output, and what the running statistics become."""
     group = dist.distributed_c10d._resolve_process_group(group_name)
-    share = share_of(image, alike, group, is_ghost=is_ghost)
+    share = share_of(image, alike, group, is_inactive=is_inactive)
     with torch.no_grad():
         whole = merged(image.detach(), share, running_mean, group)
         pairs = ((running_mean, whole.mean), (running_var, whole.unbiased))
@@ -154,7 +154,7 @@ class Normalize(torch.autograd.Function):
         whole: Statistics,
         eps: float,
         group: dist.ProcessGroup,
-        share: Share,
+        share: StatisticsShare,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, whole.mean, whole.var, whole.count)
         ctx.eps, ctx.group, ctx.share = eps, group, share
@@ -172,21 +172,21 @@ class _NormalizeBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, grad: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, count: Tensor,
-        eps: float, group: dist.ProcessGroup, share: Share, needed: tuple[bool, ...],
+        eps: float, group: dist.ProcessGroup, share: StatisticsShare, needed: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.save_for_backward(grad, input, weight, count)
         ctx.eps, ctx.group, ctx.share = eps, group, share
         invstd = moments.invstd_of(var, eps)
         tile = share.tile_of(input)
-        grad = moments.laid_out_as(tile, share.tile_of(settled(grad)))
-        sums = mean.new_zeros(2, mean.numel()) if share.is_ghost else moments.gradient_sums(grad, tile, mean, invstd)
+        grad = moments.laid_out_as(tile, share.tile_of(full_value(grad)))
+        sums = mean.new_zeros(2, mean.numel()) if share.is_inactive else moments.gradient_sums(grad, tile, mean, invstd)
         grad_input = None
         if needed[0]:
             whole = sums / share.alike  # weight and bias take this rank's part, the input takes the whole's
             dist.all_reduce(whole, group=group)
             means = (whole if weight is None else whole * weight.to(whole.dtype)) / count.to(whole.dtype)
             arguments = (grad, tile, mean, invstd, weight, means)
-            grad_input = share.wrapped(torch.zeros_like(tile) if share.is_ghost else moments.input_gradient(*arguments))
+            grad_input = share.wrapped(torch.zeros_like(tile) if share.is_inactive else moments.input_gradient(*arguments))
         return grad_input, *(share.partial(sums[n]).to(weight.dtype) if needed[1 + n] else None for n in (0, 1))
 
     @staticmethod
@@ -196,14 +196,14 @@ class _NormalizeBackward(torch.autograd.Function):
         share = ctx.share
         dtype = moments.statistics_dtype(input.dtype)
         with torch.enable_grad():
-            tile, grad = (share.tile_of(settled(t)).detach().to(dtype).requires_grad_() for t in (input, grad))
+            tile, grad = (share.tile_of(full_value(t)).detach().to(dtype).requires_grad_() for t in (input, grad))
             factor = None if weight is None else weight.detach().to(dtype).requires_grad_()
             made = _gradients(tile, grad, factor, count.to(dtype), ctx.eps, partial(_SumOverRanks.apply, ctx.group, share))
             pulls = [None if pull is None else _whole_or_tile(pull, share, n).to(dtype) for n, pull in enumerate(pulled)]
             score = sum((part * pull).sum() for part, pull in zip(made, pulls, strict=True) if pull is not None)
             wanted = [tile, grad, *([] if factor is None else [factor])]
             of_tile, of_grad, *of_factor = torch.autograd.grad(score, wanted, allow_unused=True, materialize_grads=True)
-        if share.is_ghost:
+        if share.is_inactive:
             of_tile, of_grad, of_factor = of_tile * 0, of_grad * 0, [part * 0 for part in of_factor]
         wrapped = [share.wrapped(part.to(input.dtype)) for part in (of_grad, of_tile)]
         of_weight = share.partial(of_factor[0]).to(weight.dtype) if of_factor else None
@@ -229,9 +229,9 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum over all pixels of a sum over each rank's; so is its gradient, since every rank goes on with the whole."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, share: Share, part: Tensor) -> Tensor:
+    def forward(ctx: Any, group: dist.ProcessGroup, share: StatisticsShare, part: Tensor) -> Tensor:
         ctx.group, ctx.share = group, share
-        whole = part * (0 if share.is_ghost else 1 / share.alike)
+        whole = part * (0 if share.is_inactive else 1 / share.alike)
         dist.all_reduce(whole, group=group)
         return whole
 
@@ -240,9 +240,9 @@ class _SumOverRanks(torch.autograd.Function):
         return None, None, _SumOverRanks.forward(ctx, ctx.group, ctx.share, grad)
 
 
-def _whole_or_tile(pull: Tensor, share: Share, place: int) -> Tensor:
+def _whole_or_tile(pull: Tensor, share: StatisticsShare, place: int) -> Tensor:
     """What comes back for the gradient of the input, this rank's pixels of it; for those of weight and bias, all of it."""
-    pull = settled(pull)
+    pull = full_value(pull)
     if place == 0:
         return share.tile_of(pull)
     return whole_of(pull) if type(pull) is TiledTensor else pull

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from widefield.geometry.layout import Layout, layout_of
 from widefield.naming import load, names_in
 from widefield.rooms import ENGINE_PATHS
-from widefield.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Again, Description, Local, Meta, Reduced, Turns
+from widefield.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Description, Local, Meta, NeedsRedistribute, Reduced, Ring
 from widefield.tiled.executors import build
 from widefield.tiled.in_place import (
     each,
@@ -29,7 +29,7 @@ from widefield.tiled.in_place import (
 from widefield.tiled.memory_format import ordered
 from widefield.tiled.partial_gradient import INTO_LEAF, into_leaf, is_for_leaf
 from widefield.tiled.pointwise import is_pointwise
-from widefield.tiled.redistribute import moved, on_layout, own_of, recut, whole_of
+from widefield.tiled.redistribute import local_of, moved, redistribute, to_layout, whole_of
 from widefield.tiled.replicated_ops import is_in_place, on_every_rank, on_uncut, tensors_in
 from widefield.tiled.schemas import new_of, outs_of, written_by
 from widefield.tiled.tensor import TiledTensor, wrap
@@ -93,11 +93,11 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     layout, simple = None, True
     for arg in args:
         if type(arg) is TiledTensor:
-            if arg.home is not None:
-                arg.home.keep_up(version_of(arg))
+            if arg.writeback is not None:
+                arg.writeback.refresh(version_of(arg))
             if layout is None:
-                layout = arg.laid
-            elif arg.laid is not layout:
+                layout = arg.tile_layout
+            elif arg.tile_layout is not layout:
                 simple = False
         elif isinstance(arg, Tensor) and arg.ndim:
             simple = False
@@ -105,7 +105,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
         return _mixed(func, args, kwargs)
     if not layout.is_cut:
         return on_uncut(func, args, kwargs)
-    tiles = [arg.own if type(arg) is TiledTensor else arg for arg in args]
+    tiles = [arg.local if type(arg) is TiledTensor else arg for arg in args]
     out = func(*tiles, **kwargs) if not layout.is_empty else without_pixels(func, tiles, kwargs, layout)
     if type(out) is tuple:
         return tuple(wrap(part, layout) for part in out)
@@ -115,7 +115,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
 def alias(func: Any, args: tuple, kwargs: dict) -> Any:
     """The same memory, whose home is the same."""
     made = _pointwise(func, args, kwargs)
-    made.home, made.apart = args[0].home, True
+    made.writeback, made.may_alias_data = args[0].writeback, True
     return made
 
 
@@ -134,18 +134,18 @@ def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _brought_to(value: Any, layout: Layout) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
-        return own_of(value)
-    return on_layout(value, layout)
+        return local_of(value)
+    return to_layout(value, layout)
 
 
 def _common_layout(tensors: Sequence[TiledTensor], shape: tuple[int, ...]) -> Layout:
     """The layout of an output of `shape`: the cuts of the first operand that is cut and large enough to tell."""
-    grid = tensors[0].laid.grid
+    grid = tensors[0].tile_layout.grid
     cuts: list = [None] * len(shape)
     taken: set[int] = set()
     for tensor in tensors:
         missing = len(shape) - tensor.ndim
-        for dim, cut in enumerate(tensor.laid.cuts):
+        for dim, cut in enumerate(tensor.tile_layout.cuts):
             at = dim + missing
             if cut is not None and tensor.shape[dim] == shape[at] and cuts[at] is None and not taken & set(cut.axes):
                 cuts[at] = cut
@@ -171,12 +171,12 @@ def by_rule(function: Callable[..., Description], func: Any, args: tuple, kwargs
     for arg in args if not kwargs else (*args, *kwargs.items()):
         kind = type(arg)
         if kind is TiledTensor:
-            if arg.home is not None:
-                arg.home.keep_up(version_of(arg))
+            if arg.writeback is not None:
+                arg.writeback.refresh(version_of(arg))
             tensors.append(arg)
-            key.append(arg.laid)
+            key.append(arg.tile_layout)
             key.append(arg.dtype)
-            is_cut = is_cut or arg.laid.is_cut
+            is_cut = is_cut or arg.tile_layout.is_cut
         elif kind is list:
             key.append(_key_of_list(arg, tensors))
         elif isinstance(arg, Tensor):
@@ -187,7 +187,7 @@ def by_rule(function: Callable[..., Description], func: Any, args: tuple, kwargs
             if kind is tuple:  # a keyword and its value
                 arg = (arg[0], _key_of_list([arg[1]], tensors))
             key.append(arg)
-    if not is_cut and not any(type(t) is TiledTensor and t.laid.is_cut for t in tensors):
+    if not is_cut and not any(type(t) is TiledTensor and t.tile_layout.is_cut for t in tensors):
         return on_every_rank(func, args, kwargs)
     named = tuple(key)
     execute = _KNOWN.get(named)
@@ -207,10 +207,10 @@ def _key_of_list(values: Iterable[Any], tensors: list[Tensor]) -> tuple:
     key: list = []
     for value in values:
         if type(value) is TiledTensor:
-            if value.home is not None:
-                value.home.keep_up(version_of(value))
+            if value.writeback is not None:
+                value.writeback.refresh(version_of(value))
             tensors.append(value)
-            key += [value.laid, value.dtype]
+            key += [value.tile_layout, value.dtype]
         elif isinstance(value, Tensor):
             tensors.append(value)
             key += [value.shape, value.dtype]
@@ -229,13 +229,13 @@ def _execute_of(function: Callable, func: Any, args: tuple, kwargs: dict, tensor
     def described(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        layout = value.laid if type(value) is TiledTensor else None
+        layout = value.tile_layout if type(value) is TiledTensor else None
         metas.append(Meta(tuple(value.shape), value.dtype, layout, next(count)))
         return metas[-1]
 
     described_args, described_kwargs = tree_map(described, args), tree_map(described, kwargs)
     description = function(*described_args, **described_kwargs)
-    if isinstance(description, Again):
+    if isinstance(description, NeedsRedistribute):
         return partial(_again, description, function, func, described_args, described_kwargs)
     unread = [meta for meta in metas if meta.is_cut and meta.number not in _numbers_read(description)]
     if unread:
@@ -258,13 +258,15 @@ def _strides_of_views(func: Any, args: tuple, kwargs: dict, strides: tuple[int, 
         return [view.stride() for view in tensors_in(shown)]
 
 
-def _again(description: Again, function: Callable, func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor]) -> Any:
+def _again(
+    description: NeedsRedistribute, function: Callable, func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor]
+) -> Any:
     """The operation on tensors that were brought to the layouts which its rule asked for."""
     tensors = list(tensors)
     for meta, whole in description.whole:
         tensor = tensors[meta.number]
-        layout = moved(tensor.laid, whole)
-        tensors[meta.number] = wrap(recut(tensor, layout), layout)
+        layout = moved(tensor.tile_layout, whole)
+        tensors[meta.number] = wrap(redistribute(tensor, layout), layout)
 
     def filled(value: Any) -> Any:
         return tensors[value.number] if isinstance(value, Meta) else value
@@ -277,7 +279,7 @@ def _numbers_read(description: Description) -> set[int]:
         return {description.read.tensor.number, description.over.number}
     if hasattr(description, "prepare"):
         return {read.tensor.number for read in description.reads}
-    assert isinstance(description, (Reduced, Turns)) or hasattr(description, "run")
+    assert isinstance(description, (Reduced, Ring)) or hasattr(description, "run")
     return {meta.number for meta in description.reads}
 
 
@@ -292,7 +294,7 @@ def _composed(function: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def any_cut(*values: Any) -> bool:
     """Whether a tensor among the arguments is cut."""
-    return any(type(t) is TiledTensor and t.laid.is_cut for t in tensors_in(*values))
+    return any(type(t) is TiledTensor and t.tile_layout.is_cut for t in tensors_in(*values))
 
 
 def _other(func: Any, args: tuple, kwargs: dict) -> Any:

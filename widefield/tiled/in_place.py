@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from widefield.geometry.layout import Layout, uncut
-from widefield.tiled.redistribute import on_layout, whole_of
+from widefield.tiled.redistribute import to_layout, whole_of
 from widefield.tiled.replicated_ops import repeats_places, writable
 from widefield.tiled.schemas import new_of, outs_of
-from widefield.tiled.tensor import TiledTensor, become, wrap
+from widefield.tiled.tensor import TiledTensor, swap, wrap
 from widefield.tiled.view_writeback import version_of
 
 aten = torch.ops.aten
@@ -29,20 +29,20 @@ def pointwise_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     if type(target) is not TiledTensor:
         return _into_plain(func, args, kwargs)
     for arg in args:
-        if type(arg) is TiledTensor and arg.home is not None:
-            arg.home.keep_up(version_of(arg))
-    tiles = [on_layout(arg, target.laid) if isinstance(arg, Tensor) else arg for arg in args]
-    is_told = target.laid.is_cut or target.home is not None  # some ranks' tiles may be empty then, or copies
-    if func not in IDEMPOTENT and (target.repeats if is_told else repeats_places(target.own)):
-        if torch._C._current_graph_task_id() == -1 or target.laid.is_cut:
+        if type(arg) is TiledTensor and arg.writeback is not None:
+            arg.writeback.refresh(version_of(arg))
+    tiles = [to_layout(arg, target.tile_layout) if isinstance(arg, Tensor) else arg for arg in args]
+    is_told = target.tile_layout.is_cut or target.writeback is not None  # some ranks' tiles may be empty then, or copies
+    if func not in IDEMPOTENT and (target.repeats if is_told else repeats_places(target.local)):
+        if torch._C._current_graph_task_id() == -1 or target.tile_layout.is_cut:
             raise RuntimeError(SHARED)
         tiles = writable(target, tiles)
-    if target.laid.is_empty:
-        without_pixels(func, tiles, kwargs, target.laid)
+    if target.tile_layout.is_empty:
+        without_pixels(func, tiles, kwargs, target.tile_layout)
     else:
         func(*tiles, **kwargs)
-    if target.home is not None:
-        target.home.bring(version_of(target) + 1)
+    if target.writeback is not None:
+        target.writeback.flush(version_of(target) + 1)
     return target
 
 
@@ -69,8 +69,8 @@ def _plain(value: Any) -> Any:
     """All pixels of a tensor, on every rank."""
     if type(value) is not TiledTensor:
         return value
-    if value.home is not None:
-        value.home.keep_up(version_of(value))
+    if value.writeback is not None:
+        value.writeback.refresh(version_of(value))
     return whole_of(value)
 
 
@@ -129,7 +129,7 @@ def _check(func: Any, target: Tensor, value: Tensor) -> None:
     """RuntimeError, as torch's, for a dtype that a tensor cannot take; NotImplementedError for a shape that it cannot."""
     if not torch.can_cast(value.dtype, target.dtype):
         raise RuntimeError(f"{func}: result type {value.dtype} can't be cast to the desired output type {target.dtype}")
-    is_shown = type(target) is TiledTensor and (target.home is not None or target._is_view())
+    is_shown = type(target) is TiledTensor and (target.writeback is not None or target._is_view())
     if target.shape != value.shape and (target.numel() or is_shown):
         raise NotImplementedError(
             f"{func} was given a tensor of shape {list(target.shape)} for a result of shape {list(value.shape)}; torch would "
@@ -141,7 +141,7 @@ def _take(target: Tensor, value: Tensor) -> None:
     """Put a result into a tensor, which takes its shape first if it is empty."""
     if target.shape != value.shape and type(target) is TiledTensor:
         new = aten.empty_like.default(value, dtype=target.dtype)
-        become(target, new if type(new) is TiledTensor else wrap(new, uncut(tuple(new.shape), target.laid.grid)))
+        swap(target, new if type(new) is TiledTensor else wrap(new, uncut(tuple(new.shape), target.tile_layout.grid)))
     elif target.shape != value.shape:
         target.resize_(value.shape)
     aten.copy_.default(target, value)

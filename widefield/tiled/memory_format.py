@@ -51,8 +51,8 @@ def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
         return out
     is_unsure = _is_unsure(args, of_tiles=is_pointwise(func) and func not in COMPOSED)
     if type(out) is TiledTensor:
-        return _in_order(out, _strides(func, args, kwargs), 0) if is_unsure or out.laid.is_thin else out
-    if type(out) is tuple and (is_unsure or any(type(each) is TiledTensor and each.laid.is_thin for each in out)):
+        return _in_order(out, _strides(func, args, kwargs), 0) if is_unsure or out.tile_layout.is_thin else out
+    if type(out) is tuple and (is_unsure or any(type(each) is TiledTensor and each.tile_layout.is_thin for each in out)):
         strides = _strides(func, args, kwargs)
         return tuple(_in_order(each, strides, at) for at, each in enumerate(out))
     return out
@@ -67,7 +67,7 @@ def _is_unsure(args: Sequence[Any], *, of_tiles: bool) -> bool:
     """
     for arg in args:
         if type(arg) is TiledTensor:
-            if arg.laid.is_thin or not (of_tiles or arg.is_contiguous()):
+            if arg.tile_layout.is_thin or not (of_tiles or arg.is_contiguous()):
                 return True
         elif isinstance(arg, Tensor):
             if not (of_tiles or arg.is_contiguous()):
@@ -78,13 +78,13 @@ def _is_unsure(args: Sequence[Any], *, of_tiles: bool) -> bool:
 
 
 def _in_order(made: Any, strides: Sequence[Strides | None], at: int) -> Any:
-    if type(made) is not TiledTensor or made.home is not None or type(made.own) is not Tensor:
+    if type(made) is not TiledTensor or made.writeback is not None or type(made.local) is not Tensor:
         return made
     wanted = strides[at] if at < len(strides) else None
     if wanted is None:
         return made
-    tile = _laid(made.own, wanted)
-    return made if wanted == made.stride() and tile is made.own else wrap_view(tile, made.laid, wanted)
+    tile = _laid(made.local, wanted)
+    return made if wanted == made.stride() and tile is made.local else wrap_view(tile, made.tile_layout, wanted)
 
 
 def _laid(tile: Tensor, wanted: Strides) -> Tensor:

@@ -86,7 +86,7 @@ def partial_of(part: Tensor, grid: Grid) -> Tensor:
     return made
 
 
-def settled(tensor: Any) -> Any:
+def full_value(tensor: Any) -> Any:
     """The value of a partial gradient: tiled without cuts, or plain where it is one number; anything else as it is.
 
     Cost: one sum over the grid of as many numbers as differ; once per tensor.  Every rank of the grid calls it.
@@ -98,15 +98,15 @@ def settled(tensor: Any) -> Any:
     return tensor.known[1]
 
 
-def settle(tensor: Any) -> Any:
-    """`settled`, through which gradients of gradients go."""
+def full_value_with_grad(tensor: Any) -> Any:
+    """`full_value`, through which gradients of gradients go."""
     return _Settle.apply(tensor) if type(tensor) is PartialGradient else tensor
 
 
 class _Settle(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: PartialGradient) -> Tensor:
-        value = settled(tensor)
+        value = full_value(tensor)
         return value.view_as(value)
 
     @staticmethod
@@ -147,11 +147,11 @@ def part_of_mean(gradient: Tensor) -> Tensor:
         return gradient.part
     if type(gradient) is not TiledTensor:
         return gradient
-    own, layout = _own(gradient), gradient.laid
+    own, layout = _own(gradient), gradient.tile_layout
     if not layout.is_cut:
         return own
     whole = own.new_zeros(layout.shape)
-    whole[tuple(slice(i.start, i.stop) for i in layout.box)] = own * layout.ways
+    whole[tuple(slice(i.start, i.stop) for i in layout.box)] = own * layout.num_shards
     return whole
 
 
@@ -194,7 +194,7 @@ def into_leaf(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def plain_value(tensor: Tensor) -> Tensor:
     """What a gradient is, as a plain tensor that every rank has."""
-    value = settled(tensor)
+    value = full_value(tensor)
     return whole_of(value) if type(value) is TiledTensor else value
 
 
@@ -218,7 +218,7 @@ def run_partial(func: Any, args: tuple, kwargs: dict) -> Any:
         return tree_map(lambda leaf: _made(leaf, grid, args[0] if func.is_view else None), out)
     if func in _SUMS and _have_one_shape(tensors):
         return partial_of(func(*tree_map(_part, args), **kwargs), grid)
-    return func(*tree_map(settled, args), **tree_map(settled, kwargs))
+    return func(*tree_map(full_value, args), **tree_map(full_value, kwargs))
 
 
 def _affine_if(func: Any) -> Callable[[tuple, dict], bool] | None:
@@ -276,14 +276,14 @@ def _own(value: Any) -> Any:
         return value.part
     if type(value) is not TiledTensor:
         return value
-    if value.home is not None:
-        value.home.keep_up(version_of(value))
-    return value.own
+    if value.writeback is not None:
+        value.writeback.refresh(version_of(value))
+    return value.local
 
 
 def _is_alike(tensor: Tensor) -> bool:
     """Whether a tensor is a partial gradient, or the same on every rank."""
-    return type(tensor) is not TiledTensor or not tensor.laid.is_cut
+    return type(tensor) is not TiledTensor or not tensor.tile_layout.is_cut
 
 
 def _count(values: Any) -> int:

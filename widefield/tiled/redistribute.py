@@ -39,7 +39,7 @@ def move_for(layout: Layout, wanted: tuple[Box, ...]) -> Move:
     if key not in _MOVES:
         if len(_MOVES) >= KEPT_MOST:
             _MOVES.clear()
-        sources = None if layout.ways == layout.grid.size else layout.sources
+        sources = None if layout.num_shards == layout.grid.size else layout.sources
         _MOVES[key] = halo.move_of(layout.grid.index, layout.boxes, wanted, sources)
     return _MOVES[key]
 
@@ -81,7 +81,7 @@ def moved(layout: Layout, whole: Sequence[int], keep: Sequence[int] = ()) -> Lay
         cut, cuts[dim] = cuts[dim], None
         if cut is None:
             continue
-        ways = layout.grid.ways(cut.axes)
+        ways = layout.grid.num_shards(cut.axes)
         free = [d for d in range(len(cuts)) if cuts[d] is None and d not in whole and d not in keep and layout.shape[d] >= ways]
         if free:
             target = max(free, key=lambda d: (layout.shape[d], -d))
@@ -89,33 +89,33 @@ def moved(layout: Layout, whole: Sequence[int], keep: Sequence[int] = ()) -> Lay
     return layout_of(layout.shape, tuple(cuts), layout.grid)
 
 
-def ways_of(meta: Meta) -> int:
+def num_shards_of(meta: Meta) -> int:
     """Among how many tiles a tensor's pixels are shared out."""
-    return 1 if meta.layout is None else meta.layout.ways
+    return 1 if meta.layout is None else meta.layout.num_shards
 
 
 # ---------------------------------------------------------------------------------------------- bringing tensors to a layout
 
 
-def recut(tensor: TiledTensor, layout: Layout) -> Tensor:
+def redistribute(tensor: TiledTensor, layout: Layout) -> Tensor:
     """The tile that `layout`, of the same shape, gives this rank."""
-    if tensor.laid is layout:
-        return tensor.own
-    move = move_for(tensor.laid, layout.boxes)
-    (tile,) = halo.gather([move], [tensor.own], space_group(layout.grid))
+    if tensor.tile_layout is layout:
+        return tensor.local
+    move = move_for(tensor.tile_layout, layout.boxes)
+    (tile,) = halo.gather([move], [tensor.local], space_group(layout.grid))
     return tile
 
 
-def on_layout(tensor: Tensor, layout: Layout) -> Tensor:
+def to_layout(tensor: Tensor, layout: Layout) -> Tensor:
     """This rank's part of a tensor that broadcasts against `layout`: tiled ones are re-cut, plain ones cut."""
-    if type(tensor) is TiledTensor and tensor.laid is layout:
-        return tensor.own
+    if type(tensor) is TiledTensor and tensor.tile_layout is layout:
+        return tensor.local
     missing = len(layout.shape) - tensor.ndim
     there = zip(tensor.shape, layout.shape[missing:], layout.cuts[missing:], strict=True)
     wanted = tuple(cut if extent == whole else None for extent, whole, cut in there)  # else one pixel stands for all
     target = layout_of(tuple(tensor.shape), wanted, layout.grid)
     if type(tensor) is TiledTensor:
-        return recut(tensor, target)
+        return redistribute(tensor, target)
     if not target.is_cut:
         return tensor
     return tensor[tuple(slice(interval.start, interval.stop) for interval in target.box)]
@@ -123,7 +123,7 @@ def on_layout(tensor: Tensor, layout: Layout) -> Tensor:
 
 def whole_of(tensor: TiledTensor) -> Tensor:
     """All pixels on every rank, below autograd."""
-    return recut(tensor, layout_of(tensor.laid.shape, (None,) * tensor.ndim, tensor.laid.grid))
+    return redistribute(tensor, layout_of(tensor.tile_layout.shape, (None,) * tensor.ndim, tensor.tile_layout.grid))
 
 
 def space_group(grid: Grid) -> str:
@@ -156,5 +156,5 @@ def memory_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def own_of(tensor: Tensor) -> Tensor:
-    return tensor.own if type(tensor) is TiledTensor else tensor
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.local if type(tensor) is TiledTensor else tensor

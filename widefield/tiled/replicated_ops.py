@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from widefield.geometry.layout import Grid, uncut
 from widefield.rules import PLAIN_OUTPUTS
 from widefield.tiled.schemas import targets_of, written_by
-from widefield.tiled.tensor import TiledTensor, become, wrap_uncut, wrap_view
+from widefield.tiled.tensor import TiledTensor, swap, wrap_uncut, wrap_view
 from widefield.tiled.view_writeback import version_of
 
 
@@ -30,12 +30,12 @@ def on_every_rank(func: Any, args: tuple, kwargs: dict) -> Any:
         nonlocal grid, moved
         if type(value) is not TiledTensor:
             return value
-        if value.home is not None:
+        if value.writeback is not None:
             moved = True
-            value.home.keep_up(version_of(value))
-        grid = value.laid.grid
-        targets[id(value.own)] = value
-        return value.own
+            value.writeback.refresh(version_of(value))
+        grid = value.tile_layout.grid
+        targets[id(value.local)] = value
+        return value.local
 
     if any(type(arg) is list for arg in args) or kwargs:
         args, kwargs = tree_map(plain, args), tree_map(plain, kwargs)
@@ -64,26 +64,26 @@ def on_every_rank(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _written(target: TiledTensor) -> TiledTensor:
     """A tensor that was written to, which may have taken another shape so."""
-    if target.own.shape == target.shape:
+    if target.local.shape == target.shape:
         return target
-    return become(target, wrap_view(target.own, uncut(tuple(target.own.shape), target.laid.grid)))
+    return swap(target, wrap_view(target.local, uncut(tuple(target.local.shape), target.tile_layout.grid)))
 
 
 def _follow_homes(func: Any, args: tuple, kwargs: dict, made: Any) -> Any:
     """Of moved views: what was written to them goes home, and what views one belongs there, too."""
     for target in targets_of(func, args, kwargs):
-        if type(target) is TiledTensor and target.home is not None:
-            target.home.bring(version_of(target) + 1)
+        if type(target) is TiledTensor and target.writeback is not None:
+            target.writeback.flush(version_of(target) + 1)
     first = args[0]
-    if not func.is_view or written_by(func) or type(first) is not TiledTensor or first.home is None:
+    if not func.is_view or written_by(func) or type(first) is not TiledTensor or first.writeback is None:
         return made
     return tree_map(partial(_view_of, first), made)
 
 
 def _view_of(source: TiledTensor, view: Tensor) -> TiledTensor:
     """A view of a moved view; also one of a single number, to which may be written."""
-    view = view if type(view) is TiledTensor else wrap_view(view, uncut((), source.laid.grid))
-    view.home, view.apart = source.home, source.apart
+    view = view if type(view) is TiledTensor else wrap_view(view, uncut((), source.tile_layout.grid))
+    view.writeback, view.may_alias_data = source.writeback, source.may_alias_data
     return view
 
 
@@ -117,7 +117,7 @@ def on_uncut(func: Any, args: tuple, kwargs: dict) -> Any:
         return on_every_rank(func, args, kwargs)
     if kwargs.get("memory_format") is torch.contiguous_format:  # a view is taken of it next that repeated places do not allow
         return on_every_rank(func, args, kwargs)
-    tiles = [t.own if type(t) is TiledTensor else t for t in tensors_in(args, kwargs)]
+    tiles = [t.local if type(t) is TiledTensor else t for t in tensors_in(args, kwargs)]
     shape = torch.broadcast_shapes(*(tile.shape for tile in tiles))
     dims = _repeated_dims(tiles, shape)
     if not dims:
@@ -148,16 +148,16 @@ def _narrowed(value: Any, dims: Sequence[int]) -> Any:
     """One value along each of `dims`, still a view; tiled if it was."""
     if not isinstance(value, Tensor):
         return value
-    tile = value.own if type(value) is TiledTensor else value
+    tile = value.local if type(value) is TiledTensor else value
     for dim in dims:
         if -dim <= tile.ndim:
             tile = tile.narrow(dim, 0, 1)
-    return wrap_uncut(tile, value.laid.grid) if type(value) is TiledTensor else tile
+    return wrap_uncut(tile, value.tile_layout.grid) if type(value) is TiledTensor else tile
 
 
 def _spread(out: TiledTensor, shape: Sequence[int]) -> Any:
     """The result at its full shape, in the memory of one value along the repeated dims."""
-    return wrap_uncut(out.own.expand(shape), out.laid.grid)
+    return wrap_uncut(out.local.expand(shape), out.tile_layout.grid)
 
 
 def writable(target: TiledTensor, tiles: list[Any]) -> list[Any]:
@@ -166,5 +166,5 @@ def writable(target: TiledTensor, tiles: list[Any]) -> list[Any]:
     narrowed = [_narrowed(tile, dims) for tile in tiles]
     if not repeats_places(narrowed[0]):
         return narrowed
-    target.own = target.own.contiguous()
-    return [target.own, *tiles[1:]]
+    target.local = target.local.contiguous()
+    return [target.local, *tiles[1:]]

@@ -26,7 +26,7 @@ def drawn(tensor: TiledTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
 
     The whole has the tensor's dtype, and its dims lie in memory in the tiles' order, which is the order of the draws.
     """
-    layout, tile = tensor.laid, tensor.own
+    layout, tile = tensor.tile_layout, tensor.local
     like = torch.empty_strided(layout.shape, whole_strides(layout, order_of(tensor)), dtype=tile.dtype, device="meta")
     everything = tuple(Interval(0, extent) for extent in layout.shape)
     return draw(torch.empty_like(like, device=tile.device))[within(everything, layout.box)]
@@ -41,8 +41,10 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     Tiles of one pixel on a dim do not tell where it lies, and torch forgets it from there on.  Where there are such tiles, all
     tell what they know, in one small message.  NotImplementedError, on every rank, where they do not know or do not agree.
     """
-    layout, tile = tensor.laid, tensor.own
-    if not layout.is_cut and tensor.home is not None:  # a view of what is cut: how the tile came to lie differs between ranks
+    layout, tile = tensor.tile_layout, tensor.local
+    if (
+        not layout.is_cut and tensor.writeback is not None
+    ):  # a view of what is cut: how the tile came to lie differs between ranks
         return tuple(tensor.stride())
     if not layout.is_thin:
         return tuple(tile.stride())
@@ -96,14 +98,14 @@ def _fits(order: Sequence[int], known: Set[tuple[int, int]]) -> bool:
 
 def check_generators(tensor: TiledTensor, generator: torch.Generator | None) -> None:
     """Asked before every draw on tiles: see `compare_generators`."""
-    grid, tile = tensor.laid.grid, tensor.own
+    grid, tile = tensor.tile_layout.grid, tensor.local
     if grid.size == 1:
         return
     if type(tile) is Tensor:
         group = _resolve_process_group(space_group(grid))
-        compare_generators(group, tensor.device, generator, drawn=tensor.laid.shape)
+        compare_generators(group, tensor.device, generator, drawn=tensor.tile_layout.shape)
     elif generator is None:
-        torch.ops.widefield.compare_generators(tile.new_empty(0), space_group(grid), list(tensor.laid.shape))
+        torch.ops.widefield.compare_generators(tile.new_empty(0), space_group(grid), list(tensor.tile_layout.shape))
     else:
         raise NotImplementedError(
             "a compiled model cannot see whether a torch.Generator of its own stands at the same place on all ranks of an "

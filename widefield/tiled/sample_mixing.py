@@ -68,12 +68,12 @@ def _dims_summed(name: str, args: Sequence[Any], place: int) -> Collection[int] 
 def _bounds(tensor: TiledTensor) -> tuple[int, ...] | None:
     """Of each rank's samples, along the dim where they lie; None where samples are not cut, or not one after another."""
     dim = _dim_of_samples(tensor)
-    cut = None if dim is None else tensor.laid.cuts[dim]
-    return None if cut is None else cut.bounds[:: tensor.laid.grid.ways(cut.axes[1:])]
+    cut = None if dim is None else tensor.tile_layout.cuts[dim]
+    return None if cut is None else cut.bounds[:: tensor.tile_layout.grid.num_shards(cut.axes[1:])]
 
 
 def _dim_of_samples(tensor: TiledTensor) -> int | None:
-    return next((dim for dim, cut in enumerate(tensor.laid.cuts) if cut is not None and cut.axes[0] == 0), None)
+    return next((dim for dim, cut in enumerate(tensor.tile_layout.cuts) if cut is not None and cut.axes[0] == 0), None)
 
 
 def leaves_some_out(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
@@ -126,17 +126,19 @@ def _takes_them_together(func: Any, tiled: Sequence[TiledTensor], made: Any) -> 
     """Whether a reduction gives something that has no longer a row for each row of what it read."""
     if not (isinstance(func, torch._ops.OpOverload) and torch.Tag.reduction in func.tags):
         return False
-    rows = {len(tensor) for tensor in tiled if tensor.ndim and tensor.laid.is_cut}  # else of no sample, or of all already
+    rows = {
+        len(tensor) for tensor in tiled if tensor.ndim and tensor.tile_layout.is_cut
+    }  # else of no sample, or of all already
     return bool(rows) and any(not out.ndim or len(out) not in rows for out in tensors_in((made,), {}))
 
 
 def _lies_by_samples(tensor: TiledTensor) -> bool:
     """Whether ranks have their samples' rows; rules may cut a batch along other dims, and what is sent then says little."""
-    cut = tensor.laid.cuts[0] if tensor.ndim else None
+    cut = tensor.tile_layout.cuts[0] if tensor.ndim else None
     return cut is not None and cut.axes[0] == 0
 
 
-class Watch(TorchDispatchMode):
+class SampleMixingWatch(TorchDispatchMode):
     """Inside, `found` gets the names of operations that mix samples which lie along the first axis of `grid`, or that tell
     them apart by their number in the batch, which in a copy's part of it is another."""
 
@@ -148,7 +150,7 @@ class Watch(TorchDispatchMode):
         self._between = {name for axes, name in grid.groups if 0 in axes}
         self._has_talked = False
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> SampleMixingWatch:
         halo.LISTENERS.append(self._hear)
         return super().__enter__()  # type: ignore[return-value]
 

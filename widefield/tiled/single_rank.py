@@ -16,7 +16,7 @@ from widefield.rules import COMPOSED, PLAIN_OUTPUTS
 from widefield.tiled.dispatch import alias, load_rules
 from widefield.tiled.replicated_ops import on_every_rank
 from widefield.tiled.schemas import outs_of, written_by
-from widefield.tiled.tensor import TiledTensor, become
+from widefield.tiled.tensor import TiledTensor, swap
 from widefield.tiled.view_writeback import count_write, counted
 
 _make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -31,19 +31,19 @@ for _norm in (_aten.native_group_norm, _aten.native_batch_norm, _aten.native_lay
 def run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
     """`func` on the tiles; what it gives, wrapped.  args[0] is tiled."""
     first = args[0]
-    laid = first.laid
+    layout = first.tile_layout
     if func is _CONJUGATE or func is _NEGATIVE:
         return _resolved(func, first)
     for arg in args:
-        if type(arg) is TiledTensor and arg.home is not None:  # a conjugate, or a view of one
+        if type(arg) is TiledTensor and arg.writeback is not None:  # a conjugate, or a view of one
             return _with_homes(func, args, kwargs or {})
     if func is _DETACH:  # autograd asks for it whenever it keeps an output: the tile itself has no history to leave
         made = _make(TiledTensor, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
-        made.own, made.laid = first.own, laid
+        made.local, made.tile_layout = first.local, layout
         return made
-    plain = [arg.own if type(arg) is TiledTensor else _plain_list(arg) if type(arg) is list else arg for arg in args]
+    plain = [arg.local if type(arg) is TiledTensor else _plain_list(arg) if type(arg) is list else arg for arg in args]
     if kwargs:
-        given = {key: value.own if type(value) is TiledTensor else value for key, value in kwargs.items()}
+        given = {key: value.local if type(value) is TiledTensor else value for key, value in kwargs.items()}
         out = func._op(*plain, **given)
         if outs_of(func):
             return _written(outs_of(func), kwargs)
@@ -51,12 +51,12 @@ def run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
         out = func._op(*plain)
     if type(out) is tuple or type(out) is list:
         skip = PLAIN_OUTPUTS.get(func, ())
-        return type(out)([_wrapped(v, laid) if isinstance(v, Tensor) and n not in skip else v for n, v in enumerate(out)])
+        return type(out)([_wrapped(v, layout) if isinstance(v, Tensor) and n not in skip else v for n, v in enumerate(out)])
     if out is plain[0]:
         if first.shown or first.is_inference():
             count_write()
-        return first if out.shape == first.shape else become(first, _wrapped(out, laid))
-    return _wrapped(out, laid) if isinstance(out, Tensor) else out
+        return first if out.shape == first.shape else swap(first, _wrapped(out, layout))
+    return _wrapped(out, layout) if isinstance(out, Tensor) else out
 
 
 def _resolved(func: Any, tensor: TiledTensor) -> Tensor:
@@ -78,27 +78,27 @@ def _written(names: Sequence[str], kwargs: dict) -> Any:
         out = kwargs[name]
         if type(out) is TiledTensor and (out.shown or out.is_inference()):
             count_write()
-        if type(out) is TiledTensor and out.own.shape != out.shape:
-            become(out, _wrapped(out.own, out.laid))
+        if type(out) is TiledTensor and out.local.shape != out.shape:
+            swap(out, _wrapped(out.local, out.tile_layout))
     return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
 
 
 def _plain_list(values: list) -> list:
     if not values or type(values[0]) in _NUMBERS:
         return values
-    return [value.own if type(value) is TiledTensor else value for value in values]
+    return [value.local if type(value) is TiledTensor else value for value in values]
 
 
-def _wrapped(value: Tensor, laid: Layout) -> Tensor:
+def _wrapped(value: Tensor, layout: Layout) -> Tensor:
     shape = value.shape
-    if shape != laid.shape:
+    if shape != layout.shape:
         if not shape:
             return value  # a single number is plain
-        assert laid.alone is not None
-        known = laid.alone.get(shape)
+        assert layout.alone is not None
+        known = layout.alone.get(shape)
         if known is None:
-            known = laid.alone[shape] = uncut(tuple(shape), laid.grid)
-        laid = known
+            known = layout.alone[shape] = uncut(tuple(shape), layout.grid)
+        layout = known
     made = _make(TiledTensor, shape, strides=value.stride(), dtype=value.dtype, device=value.device)
-    made.own, made.laid = value, laid
+    made.local, made.tile_layout = value, layout
     return made

@@ -19,7 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from widefield.comm.mesh import Mesh
-from widefield.tiled.batch_statistics import Normalize, Share, Statistics, merged, share_of
+from widefield.tiled.batch_statistics import Normalize, Statistics, StatisticsShare, merged, share_of
 
 
 class _Held:
@@ -105,7 +105,7 @@ class SyncBatchNorm(_BatchNorm):
     def _over_ranks(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         assert self.group is not None
-        share = share_of(input, self.held.alike, self.group, is_ghost=getattr(self, "ghost", False))
+        share = share_of(input, self.held.alike, self.group, is_inactive=getattr(self, "inactive", False))
         whole = self._statistics_of_the_whole(input, share)
         return Normalize.apply(input, self.weight, self.bias, whole, self.eps, self.group, share)
 
@@ -115,9 +115,9 @@ class SyncBatchNorm(_BatchNorm):
             raise NotImplementedError("a SyncBatchNorm with momentum=None cannot be streamed; give it a momentum")
         assert self.group is not None
         running = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
-        is_ghost, name = getattr(self, "ghost", False), self.group.group_name
+        is_inactive, name = getattr(self, "inactive", False), self.group.group_name
         out, *new = torch.ops.widefield.batch_norm_over(
-            input, self.weight, self.bias, *running, self.momentum or 0.0, self.eps, name, self.held.alike, is_ghost
+            input, self.weight, self.bias, *running, self.momentum or 0.0, self.eps, name, self.held.alike, is_inactive
         )
         if self.running_mean is not None and self.track_running_stats:
             self.num_batches_tracked.add_(1)
@@ -133,7 +133,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     @torch.no_grad()
-    def _statistics_of_the_whole(self, input: Tensor, share: Share) -> Statistics:
+    def _statistics_of_the_whole(self, input: Tensor, share: StatisticsShare) -> Statistics:
         """Merge this rank's statistics with the others' (one message) and move the running ones."""
         assert self.group is not None
         whole = merged(input, share, self.running_mean, self.group, number=self.held.number)
@@ -153,7 +153,7 @@ class SyncBatchNorm(_BatchNorm):
 @torch.library.custom_op("widefield::batch_norm_over", mutates_args=())
 def _batch_norm_over(
     image: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    momentum: float, eps: float, group_name: str, alike: int, is_ghost: bool,
+    momentum: float, eps: float, group_name: str, alike: int, is_inactive: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Batch norm in training with the statistics of a process group, as a name for those who follow a module.
 
@@ -166,7 +166,7 @@ def _batch_norm_over(
 
 
 @_batch_norm_over.register_fake
-def _(image, weight, bias, running_mean, running_var, momentum, eps, group_name, alike, is_ghost):
+def _(image, weight, bias, running_mean, running_var, momentum, eps, group_name, alike, is_inactive):
     return [torch.empty_like(image), *(torch.empty_like(t) for t in (running_mean, running_var) if t is not None)]
 
 

@@ -28,21 +28,21 @@ memory, which say nothing of a whole that lies in tiles.  It is a switch of each
 
 
 class TiledTensor(Tensor):
-    """A tensor of the whole's shape; `own` is this rank's part of it and `laid` says which part that is.
+    """A tensor of the whole's shape; `local` is this rank's part of it and `tile_layout` says which part that is.
 
     Make it with `tile` or `from_tile`; `whole` gives a plain tensor back.
     """
 
-    own: Tensor
-    laid: Layout
+    local: Tensor
+    tile_layout: Layout
     """Where its pixels live (`layout` is taken: torch means dense or sparse by it)."""
     kept: dict
     """The halos that a forward operation fetched, for its backward: of tensors without a gradient alone."""
 
-    home: Any = None
+    writeback: Any = None
     """Of a view whose pixels had to move, and of views of that: what brings writes to it back to the tensor it shows."""
 
-    apart: bool = False
+    may_alias_data: bool = False
     """Whether it may be `.data` of another, or a view of that: torch's count of writes to it is then not the other's."""
 
     repeats: bool = False
@@ -59,7 +59,7 @@ class TiledTensor(Tensor):
             for kind in types:
                 if kind in OTHER_KINDS:
                     return OTHER_KINDS[kind](func, args, kwargs or {})
-        if args and type(args[0]) is TiledTensor and args[0].laid.alone is not None:
+        if args and type(args[0]) is TiledTensor and args[0].tile_layout.alone is not None:
             return _run_alone(func, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is None:
@@ -67,22 +67,26 @@ class TiledTensor(Tensor):
         return handler(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["own"], self.laid
+        return ["local"], self.tile_layout
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, size: Any, stride: Any) -> TiledTensor:
-        return wrap(inner["own"], layout)
+        return wrap(inner["local"], layout)
 
     def __coerce_same_metadata_as_tangent__(self, laid: Layout, kind: type | None = None) -> Tensor:
         """A gradient as a compiled backward expects it: cut as its forward's output was."""
-        return _recut(self, uncut(self.laid.shape, self.laid.grid)) if kind is Tensor else wrap(_recut(self, laid), laid)
+        return (
+            _redistribute(self, uncut(self.tile_layout.shape, self.tile_layout.grid))
+            if kind is Tensor
+            else wrap(_redistribute(self, laid), laid)
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"TiledTensor({self.laid}, tile={self.own!r})"
+        return f"TiledTensor({self.tile_layout}, tile={self.local!r})"
 
     def __deepcopy__(self, memo: dict) -> TiledTensor:
         with torch.no_grad():
-            copy = wrap(self.own.clone(), self.laid)
+            copy = wrap(self.local.clone(), self.tile_layout)
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         return copy
@@ -107,15 +111,15 @@ def wrap_view(tile: Tensor, layout: Layout, strides: tuple[int, ...] | None = No
     _replay_views(True)
     strides = _strides(tile, layout) if strides is None else strides
     made = _make(TiledTensor, layout.shape, strides=strides, dtype=tile.dtype, device=tile.device)
-    made.own = tile
-    made.laid = layout
+    made.local = tile
+    made.tile_layout = layout
     return made
 
 
-def become(tensor: TiledTensor, other: TiledTensor) -> TiledTensor:
+def swap(tensor: TiledTensor, other: TiledTensor) -> TiledTensor:
     """Make `tensor` show what `other` shows, its shape too: what operations do that change dims in place."""
     tensor.data = other
-    tensor.own, tensor.laid, tensor.home = other.own, other.laid, other.home
+    tensor.local, tensor.tile_layout, tensor.writeback = other.local, other.tile_layout, other.writeback
     return tensor
 
 
@@ -170,7 +174,7 @@ OTHER_KINDS: dict[type, Callable] = {}
 _HANDLERS: dict[Any, Callable] = {}
 _handler_of: Callable[[Any], Callable]
 _run_alone: Callable[[Any, tuple, dict | None], Any]
-_recut: Callable[[TiledTensor, Layout], Tensor]
+_redistribute: Callable[[TiledTensor, Layout], Tensor]
 
 
 def _find(func: Any) -> Callable:
@@ -178,12 +182,12 @@ def _find(func: Any) -> Callable:
     return handler
 
 
-def install(*, handler_of: Callable, run_alone: Callable, recut: Callable) -> None:
+def install(*, handler_of: Callable, run_alone: Callable, redistribute: Callable) -> None:
     """Tell tiled tensors what runs their operations, which is written in terms of them: once, in this room's `__init__.py`.
 
     handler_of(func): what runs an operation.
     run_alone(func, args, kwargs): runs one on a grid of one rank.
-    recut(tensor, layout): the tile that another layout gives this rank.
+    redistribute(tensor, layout): the tile that another layout gives this rank.
     """
-    global _handler_of, _run_alone, _recut
-    _handler_of, _run_alone, _recut = handler_of, run_alone, recut
+    global _handler_of, _run_alone, _redistribute
+    _handler_of, _run_alone, _redistribute = handler_of, run_alone, redistribute

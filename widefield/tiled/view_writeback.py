@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 from widefield.geometry.layout import Layout
-from widefield.tiled.redistribute import on_layout, recut
+from widefield.tiled.redistribute import redistribute, to_layout
 from widefield.tiled.schemas import targets_of
 from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
 
 
-def give_home(made: Any, source: Any, layout: Layout, run: Callable) -> None:
+def attach_writeback(made: Any, source: Any, layout: Layout, run: Callable) -> None:
     """Tell views that are copies, because pixels had to move, where their pixels belong."""
     source.shown = True
     for number, view in enumerate([made] if isinstance(made, Tensor) else made):
-        view.apart = source.apart
+        view.may_alias_data = source.may_alias_data
         view.repeats = source.repeats or _bytes_of(view) > _bytes_of(source)
-        if source.laid is layout and torch._C._is_alias_of(view.own, source.own):
-            view.home = source.home
+        if source.tile_layout is layout and torch._C._is_alias_of(view.local, source.local):
+            view.writeback = source.writeback
         else:
-            view.home = Home(source, layout, run, number, view.own)
+            view.writeback = ViewWriteback(source, layout, run, number, view.local)
 
 
 def _bytes_of(tensor: Tensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
-class Home:
+class ViewWriteback:
     """Keeps a moved view and the tensor that it shows the same, whichever of them is written to in place.
 
     source: the tensor, as it is now: in place it may become one of another shape; layout: where its pixels were brought to
@@ -40,30 +40,30 @@ class Home:
     """
 
     def __init__(self, source: TiledTensor, layout: Layout, run: Callable, number: int, tile: Tensor) -> None:
-        self.source, self.layout, self.run, self.number, self.own = same_of(source), layout, run, number, tile
+        self.source, self.layout, self.run, self.number, self.local = same_of(source), layout, run, number, tile
         self.version = version_of(source)
 
-    def bring(self, version: int) -> None:
+    def flush(self, version: int) -> None:
         """Send the view's pixels home, on every rank alike; `version`: the count once this write is counted."""
         source, self.version = self.source, version
-        tile = on_layout(source, self.layout).clone(memory_format=torch.contiguous_format)
+        tile = to_layout(source, self.layout).clone(memory_format=torch.contiguous_format)
         shown = self._shown(tile)
         repeated = _repeated_dims(shown)
-        _first_of(shown, repeated).copy_(_first_of(self.own, repeated))
-        source.own.copy_(recut(wrap(tile, self.layout), source.laid))
-        if source.home is not None:
-            source.home.bring(version)
+        _first_of(shown, repeated).copy_(_first_of(self.local, repeated))
+        source.local.copy_(redistribute(wrap(tile, self.layout), source.tile_layout))
+        if source.writeback is not None:
+            source.writeback.flush(version)
 
-    def keep_up(self, version: int) -> None:
+    def refresh(self, version: int) -> None:
         """Fetch the pixels again where the tensor was written to since, which all ranks see alike."""
         if version == self.version:
             return
         self.version = version
-        if self.source.home is not None:
-            self.source.home.keep_up(version)
-        shown = self._shown(on_layout(self.source, self.layout))
-        repeated = _repeated_dims(self.own)
-        _first_of(self.own, repeated).copy_(_first_of(shown, repeated))
+        if self.source.writeback is not None:
+            self.source.writeback.refresh(version)
+        shown = self._shown(to_layout(self.source, self.layout))
+        repeated = _repeated_dims(self.local)
+        _first_of(self.local, repeated).copy_(_first_of(shown, repeated))
 
     def _shown(self, tile: Tensor) -> Tensor:
         shown = self.run(self.layout, tile)
@@ -84,8 +84,8 @@ def _first_of(tile: Tensor, dims: Sequence[int]) -> Tensor:
 
 def same_of(tensor: TiledTensor) -> TiledTensor:
     """Another name of a tensor's memory, which stays as it is where the tensor becomes another in place."""
-    same = wrap_view(tensor.own, tensor.laid)
-    same.home = tensor.home
+    same = wrap_view(tensor.local, tensor.tile_layout)
+    same.writeback = tensor.writeback
     return same
 
 
@@ -109,7 +109,7 @@ def counted(handler: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operation that writes into its arguments, and count what torch does not."""
     before = _UNSEEN[0]
     out = handler(func, args, kwargs)
-    if any(type(t) is TiledTensor and (t.apart or t.is_inference()) for t in targets_of(func, args, kwargs)):
+    if any(type(t) is TiledTensor and (t.may_alias_data or t.is_inference()) for t in targets_of(func, args, kwargs)):
         _UNSEEN[0] = max(_UNSEEN[0], before + 1)  # the handler may have run others that write
     return out
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.data.batch import Batch
-from widefield.data.loader import Key, Reader, close
+from widefield.data.loader import Key, SampleReader, close
 from widefield.data.transforms import seed_of
 
 _NO_SHAPE = 2**63 - 1
@@ -20,13 +20,15 @@ _NO_SHAPE = 2**63 - 1
 class Agreed:
     """A loader's batches as every rank of this copy of the model can use them; all of them take as many.
 
-    What one rank could not read, none of them has.  `spare` takes the place of a batch that none can use, as a stand-in; None
-    where such a batch is not run.
+    What one rank could not read, none of them has.  `dummy_batch` takes the place of a batch that none can use; None where such
+    a batch is not run.
     Cost per batch: one message of a few numbers over the ranks of the copy; none where it is on one rank.
     """
 
-    def __init__(self, batches: Iterator[Batch], mesh: Mesh, *, spare: Batch | None, name_of: Callable[[int], str]) -> None:
-        self._batches, self._mesh, self._spare, self._name_of = batches, mesh, spare, name_of
+    def __init__(
+        self, batches: Iterator[Batch], mesh: Mesh, *, dummy_batch: Batch | None, name_of: Callable[[int], str]
+    ) -> None:
+        self._batches, self._mesh, self._dummy_batch, self._name_of = batches, mesh, dummy_batch, name_of
 
     def __iter__(self) -> Agreed:
         return self
@@ -50,7 +52,7 @@ class Agreed:
 
     def _stand_in(self, batch: Batch) -> Batch:
         told = {"problem": batch.problem, "skipped": batch.skipped, "asked": batch.asked}
-        return replace(self._spare or batch, samples=0, refused=True, **told)
+        return replace(self._dummy_batch or batch, samples=0, refused=True, **told)
 
     def _of_all(self, batch: Batch, readable: list[int]) -> Batch:
         """What all ranks could read of it."""
@@ -60,11 +62,13 @@ class Agreed:
         lost = [self._name_of(index) for index, could in zip(batch.asked, readable, strict=True) if not could and is_real]
         here = [number for number, could in enumerate(batch.readable) if could]
         rows = [row for row, number in enumerate(here) if readable[number]]
-        found = batch if rows == list(range(batch.samples)) and rows else batch.only(rows) if rows else self._spare or batch
+        found = (
+            batch if rows == list(range(batch.samples)) and rows else batch.only(rows) if rows else self._dummy_batch or batch
+        )
         return replace(found, samples=len(rows), skipped=lost, asked=batch.asked)
 
 
-def spare_of(reader: Reader, mesh: Mesh) -> Batch:
+def dummy_batch_of(reader: SampleReader, mesh: Mesh) -> Batch:
     """The first image that every rank can read, as a stand-in batch: the same on all of them.  Every rank calls it.
 
     AgreedError on every rank where there is none, or, unless data.bad_images=skip, where any rank cannot read the first.

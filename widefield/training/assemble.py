@@ -22,13 +22,13 @@ from widefield.config import RunConfig
 from widefield.data import Dataset, open_dataset
 from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
-from widefield.data.loader import EvaluateSampler, Key, Reader, Steps, TrainSampler, load_batches, reader_of
+from widefield.data.loader import EvaluateSampler, Key, SampleReader, Steps, TrainSampler, load_batches, reader_of
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
-from widefield.parallel.parallelize import follow, parallelize, share_states
+from widefield.parallel.parallelize import parallelize, parallelize_average, share_states
 from widefield.parallel.parallelize import reasons as parallel_reasons
-from widefield.parallel.strategies import Rehearsal
+from widefield.parallel.strategies import TrialStep
 from widefield.tasks import Task, is_per_pixel
-from widefield.training.agreed import Agreed, spare_of
+from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.loop import Learner
@@ -70,7 +70,7 @@ class Parts:
             augment=Transforms(data.augment if on_device else [], field="data.augment"),
         )
 
-    def reader(self, *, train: bool) -> Reader:
+    def reader(self, *, train: bool) -> SampleReader:
         return reader_of(
             self.config.data,
             self.dataset.train if train else self.dataset.evaluate,
@@ -89,12 +89,12 @@ class Parts:
         sampler = EvaluateSampler(samples, batch=batch, rank=self.mesh.copy, ranks=self.mesh.copies, even=together)
         reader = self.reader(train=False)
         shared = together and self.mesh.copy_group is not None  # else a batch that nobody can use is not run
-        return self.agreed(reader, sampler, spare=spare_of(reader, self.mesh) if shared else None)
+        return self.agreed(reader, sampler, dummy_batch=dummy_batch_of(reader, self.mesh) if shared else None)
 
-    def agreed(self, reader: Reader, sampler: Sampler[list[Key]], *, spare: Batch | None) -> Iterator[Batch]:
+    def agreed(self, reader: SampleReader, sampler: Sampler[list[Key]], *, dummy_batch: Batch | None) -> Iterator[Batch]:
         """The sampler's batches, as all ranks of this copy can use them."""
         batches = iter(load_batches(reader, sampler, workers=self.workers, device=self.mesh.device))
-        return Agreed(batches, self.mesh, spare=spare, name_of=reader.images.name_of)
+        return Agreed(batches, self.mesh, dummy_batch=dummy_batch, name_of=reader.images.name_of)
 
 
 def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None) -> Parts:
@@ -149,16 +149,16 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
         scaler=parts.arithmetic.scaler(),
         prepare=parts.preparation(train=True),
         steps=steps,
-        spare=spare_of(parts.reader(train=True), mesh),
+        dummy_batch=dummy_batch_of(parts.reader(train=True), mesh),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
     )
     if config.model.compile:
         model.compile()
-    check_tiles(mesh.plan.stream, learner.spare)
+    check_tiles(mesh.plan.stream, learner.dummy_batch)
     _lay_out(learner)
     why_stream = look_ahead(learner)
     seed_everything(seed_of(config.seed, "rank", 0 if mesh.plan.is_one_batch else mesh.copy))
-    reasons = [*([why_lr] if why_lr else []), *_cuts_of(learner.spare, mesh), *parallel_reasons(learner.model)]
+    reasons = [*([why_lr] if why_lr else []), *_cuts_of(learner.dummy_batch, mesh), *parallel_reasons(learner.model)]
     return learner, [*reasons, *why_stream]
 
 
@@ -169,8 +169,8 @@ def _lay_out(learner: Learner) -> None:
     share = 2 / len(sample)
     if learner.ema is not None:
         average = learner.ema.module
-        follow(average, mesh, rehearse=Rehearsal(partial(learner.rehearse, average), share), sample=sample)
-    learner.model = parallelize(learner.model, mesh, rehearse=Rehearsal(learner.rehearse, share), sample=sample)
+        parallelize_average(average, mesh, trial_step=TrialStep(partial(learner.trial_step, average), share), sample=sample)
+    learner.model = parallelize(learner.model, mesh, trial_step=TrialStep(learner.trial_step, share), sample=sample)
     learner.optimizer = share_states(build_optimizer(config.optimizer, learner.model, learner.lr, mesh), mesh)
 
 
@@ -186,11 +186,11 @@ def _check_scaling(parts: Parts) -> None:
             )
 
 
-def _cuts_of(spare: Batch, mesh: Mesh) -> list[str]:
-    return [] if spare.whole_shape is None else [cuts_in_words(spare.whole_shape[1:], mesh.grid.sizes)]
+def _cuts_of(dummy_batch: Batch, mesh: Mesh) -> list[str]:
+    return [] if dummy_batch.whole_shape is None else [cuts_in_words(dummy_batch.whole_shape[1:], mesh.grid.sizes)]
 
 
-def training_batches(parts: Parts, *, first: int, last: int, spare: Batch | None = None) -> Iterator[Batch]:
+def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch | None = None) -> Iterator[Batch]:
     """The passes of this rank's copy of the model, of the steps from `first` to before `last`.  Every rank calls it.
 
     spare: the learner's stand-in; read anew where None.
@@ -208,7 +208,7 @@ def training_batches(parts: Parts, *, first: int, last: int, spare: Batch | None
         multiple=2 if mixing else 1,  # a pair that is mixed stays on one rank
     )
     reader = parts.reader(train=True)
-    return parts.agreed(reader, sampler, spare=spare or spare_of(reader, mesh))
+    return parts.agreed(reader, sampler, dummy_batch=dummy_batch or dummy_batch_of(reader, mesh))
 
 
 def write_model_of(folder: Path, parts: Parts) -> None:

@@ -26,7 +26,7 @@ from widefield.tasks import Task, is_per_pixel
 from widefield.tiled.api import tile_of, whole
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
-from widefield.training.thumbnails import Piece, pieces_of, put_together, small_piece_of
+from widefield.training.thumbnails import Thumbnail, put_together, small_piece_of, thumbnails_of
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Evaluation:
     seconds: float
     mistakes: list[Mistake] = field(default_factory=list)
     unit: Literal["images", "pixels"] = "images"
-    pieces: list[Piece] = field(default_factory=list)
-    pictures: list[Piece] = field(default_factory=list)
+    pieces: list[Thumbnail] = field(default_factory=list)
+    pictures: list[Thumbnail] = field(default_factory=list)
     channels: int = 3
     """Of the images, of which a picture shows one or three."""
 
@@ -128,8 +128,8 @@ class _Seen:
     """Whether this rank counts its pixels, which others that share the model's layers may hold too."""
     mistakes: list[Mistake] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
-    pictures: dict[int, Piece] = field(default_factory=dict)
+    pieces: list[Thumbnail] = field(default_factory=list)
+    pictures: dict[int, Thumbnail] = field(default_factory=dict)
     """By the number of the image, of what may turn out to be among the worst: this rank's windows."""
     channels: int = 0
 
@@ -148,7 +148,7 @@ class _Seen:
             self.losses[0] += task.loss_sum(output, target)
             self.losses[1] += task.count(target)
         if pixels and self.counts:
-            self.pieces += pieces_of(batch, answers, target, ignore=task.ignore_index)  # type: ignore[attr-defined]
+            self.pieces += thumbnails_of(batch, answers, target, ignore=task.ignore_index)  # type: ignore[attr-defined]
         elif self.counts:
             mistakes = _mistakes(batch.index, target, answers, task.loss_each(output, target), worst)
             self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=_by_loss)

@@ -32,7 +32,7 @@ from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import RunConfig
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch, Steps, close
-from widefield.parallel.inactive import ghost
+from widefield.parallel.inactive import inactive
 from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.tasks import Task, is_per_pixel
@@ -64,7 +64,7 @@ class Learner:
     scaler: torch.amp.GradScaler
     prepare: Preparation
     steps: Steps
-    spare: Batch
+    dummy_batch: Batch
     """A batch of one image, for a rank that has none of its own."""
     ema: AveragedModel | None = None
     step: int = 0
@@ -87,9 +87,9 @@ class Learner:
         """The learning rate of the next step."""
         return self.lr * self.schedule.factor(self.steps.seen(self.step))
 
-    def rehearse(self, model: nn.Module | None = None) -> Tensor:
+    def trial_step(self, model: nn.Module | None = None) -> Tensor:
         """Loss of the model on one image twice: a trial pass, for strategies that look at the graph first."""
-        image, target = self._placed(self.spare)
+        image, target = self._placed(self.dummy_batch)
         with self.arithmetic.autocast():
             output = (self.model if model is None else model)(torch.cat([image, image]))
         target = torch.cat([target, target])
@@ -97,13 +97,13 @@ class Learner:
 
     def images_of_a_pass(self) -> Tensor:
         """As many images as this rank's first pass has, all of them the spare one: what the model is going to be given."""
-        image, _ = self._placed(self.spare)
+        image, _ = self._placed(self.dummy_batch)
         return torch.cat([image] * self._rows_of_a_pass())
 
     def like_a_pass(self) -> Tensor:
         """The same without memory, on meta; whole images, where the mesh cuts them."""
-        image, _ = self.prepare(self.spare)
-        shape = self.spare.whole_shape or image.shape[1:]
+        image, _ = self.prepare(self.dummy_batch)
+        shape = self.dummy_batch.whole_shape or image.shape[1:]
         like = torch.empty((self._rows_of_a_pass(), *shape), dtype=image.dtype, device="meta")
         return like.to(memory_format=self.prepare.format_of(like))
 
@@ -122,7 +122,7 @@ class Learner:
         AgreedError on every rank, weights untouched: a rank could not read its data.  NonFiniteLossError likewise.
         """
         passes = [batch for batch in passes if not batch.idle]
-        nominal = len(self.steps.positions(self.step)) * self._counted_in(self.spare)
+        nominal = len(self.steps.positions(self.step)) * self._counted_in(self.dummy_batch)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr_now()
         self.optimizer.zero_grad(set_to_none=True)
@@ -159,7 +159,7 @@ class Learner:
                 if not last:
                     stack.enter_context(without_sync(self.model))
                 if batch.samples == 0:
-                    stack.enter_context(ghost(self.model))
+                    stack.enter_context(inactive(self.model))
                 self._pass(batch, nominal, partial(known, last=last))
         loss_sum, count, problems, stops = totals[0]()
         if problems:

@@ -34,7 +34,7 @@ from widefield.config import LogConfig
 from widefield.refusal import printable
 from widefield.training.disk import MOST_BYTES, Attempts, Lines, in_words, replace_text
 from widefield.training.scalars import ScalarLog, check_log, scalar_logs
-from widefield.training.terminal import GIB, Pace, clock_text, memory_text, rate_text, terminal
+from widefield.training.terminal import GIB, Throughput, clock_text, memory_text, rate_text, terminal
 
 Line = dict[str, Any]
 FILE, SUMMARY = "record.jsonl", "summary.csv"
@@ -96,7 +96,7 @@ class Record:
         self._folder, self._log, self._resumed_step = folder, log, resumed_step
         self._evaluations = [line for line in kept if line.get("kind") == "evaluation"]
         self._terminal = terminal(stream)
-        self._pace = Pace()
+        self._pace = Throughput()
         self._steps = 0
         self._lines, self._told_of_lines = Lines(folder / FILE), False
         self.attempt = Attempts(folder, self.warning)

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.swa_utils import AveragedModel
 
 from widefield.parallel.strategies.data import hook_state, load_hook_state
-from widefield.sharded_state import parts, wholes
+from widefield.sharded_state import gather_full, parts
 from widefield.training.checkpoint import Checkpoints, Found
 from widefield.training.loop import Learner
 from widefield.training.state import load_optimizer_state, optimizer_state, random_state, shapes_of
@@ -29,7 +29,7 @@ def state_of(learner: Learner) -> dict[str, Any]:
             "seed": learner.config.seed,
         },
     }
-    return wholes(learner.model, learner.mesh, state)
+    return gather_full(learner.model, learner.mesh, state)
 
 
 def own_state(learner: Learner) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def own_state(learner: Learner) -> dict[str, Any]:
 def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str, Any] | None:
     """Put a checkpoint's state into the learner; this rank's own part of it, for what must come last."""
     state, own = checkpoints.load(found, model=shapes_of(learner.model))
-    check_state(state, found, own=own)
+    check_state(state, found, local=own)
     learner.step = _step_after(learner, state["progress"], found.folder)
     learner.model.load_state_dict(parts(learner.model, state["model"]))
     load_optimizer_state(learner.model, learner.optimizer, state["optimizer"])
@@ -55,7 +55,7 @@ def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str
 
 
 def check_state(state: Any, found: Found, *, own: Any = None) -> None:
-    """ValueError where a checkpoint's state is not laid out as `state_of` gives it, or `own` not as `own_state` does."""
+    """ValueError where a checkpoint's state is not laid out as `state_of` gives it, or `local` not as `own_state` does."""
     counted = ("step", "samples", "samples_per_epoch", "seed")
     try:
         shapes = {name: list(value.shape) for name, value in state["model"].items()}

@@ -29,7 +29,7 @@ from widefield.plan import Plan, to_text
 from widefield.section import differences, to_yaml
 from widefield.training.disk import free_bytes, replace_text
 from widefield.training.evaluate import Evaluation, Mistake
-from widefield.training.thumbnails import Piece, shown_in_words
+from widefield.training.thumbnails import Thumbnail, shown_in_words
 from widefield.trust import check_links
 
 WEIGHTS = "weights.safetensors"
@@ -313,7 +313,7 @@ def write_evaluation(
 
 
 def _picture(
-    folder: Path, number: int, mistake: Mistake, piece: Piece | None, classes: list[str], images: Images, attempt: Any
+    folder: Path, number: int, mistake: Mistake, piece: Thumbnail | None, classes: list[str], images: Images, attempt: Any
 ) -> Picture:
     """What the report wants to know of a mistake, its picture in mistakes/; "" where there is none."""
     file = folder / f"mistakes/{number:02}.png"
@@ -328,13 +328,13 @@ def _picture(
     )
 
 
-def _write_picture(piece: Piece, file: Path) -> Path:
+def _write_picture(piece: Thumbnail, file: Path) -> Path:
     file.parent.mkdir(exist_ok=True)
     write_image(piece.image, file)
     return file
 
 
-def _write_sample(folder: Path, piece: Piece, name: str) -> dict[str, Any]:
+def _write_sample(folder: Path, piece: Thumbnail, name: str) -> dict[str, Any]:
     """Leave the three pictures of an image in samples/; what the report wants to know of them."""
     place = folder / "samples"
     place.mkdir(exist_ok=True)

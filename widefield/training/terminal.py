@@ -29,7 +29,7 @@ class Terminal(Protocol):
 def terminal(stream: TextIO) -> Terminal:
     """Lines on `stream`, with a progress bar below them if it is a terminal that can redraw."""
     redraws = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-    return _Bar(stream) if redraws else _Plain(stream)
+    return _Bar(stream) if redraws else _PlainTerminal(stream)
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def heard(stream: TextIO) -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class _Plain:
+class _PlainTerminal:
     """Lines on a file or a pipe, as under Slurm: no control characters."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -104,7 +104,7 @@ class _Bar:
 
 
 @dataclass
-class Pace:
+class Throughput:
     """Throughput and time left, from the steps this process has done.
 
     Its first step pays for warm-up (allocation, the search for kernels, compilation), often many times a usual step, so

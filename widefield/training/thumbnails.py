@@ -28,7 +28,7 @@ SAMPLED = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class Thumbnail:
     """What one rank holds of image `index`, thinned: `image` (1 or 3, h, w) uint8.
 
     `truth` and `prediction` (h, w) are class numbers, empty where the image has one class.
@@ -66,7 +66,7 @@ def shown_in_words(channels: int) -> str | None:
     return f"channel 1 of {channels}, in grey" if channels < 3 else f"channels 1, 2 and 3 of {channels}, as red, green and blue"
 
 
-def pieces_of(batch: Batch, answers: Tensor, target: Tensor, *, ignore: int) -> list[Piece]:
+def thumbnails_of(batch: Batch, answers: Tensor, target: Tensor, *, ignore: int) -> list[Thumbnail]:
     """Pieces of those images of a batch that are shown; (B, H, W) `answers` and `target` as this rank holds them."""
     if target.ndim != 3:  # volumes have no picture
         return []
@@ -84,12 +84,12 @@ def _place(batch: Batch) -> tuple[tuple[int, int], tuple[Interval, ...]]:
     return (height, width), batch.window or (Interval(0, height), Interval(0, width))
 
 
-def _labelled(index: int, size, window, image: Tensor, truth: Tensor, prediction: Tensor, ignore: int) -> Piece:
+def _labelled(index: int, size, window, image: Tensor, truth: Tensor, prediction: Tensor, ignore: int) -> Thumbnail:
     every = -(-max(size) // LONGEST_PX)
     start = [-(-run.start // every) for run in window]
     rows, columns = (slice(first * every - run.start, None, every) for first, run in zip(start, window, strict=True))
     counted = truth != ignore
-    return Piece(
+    return Thumbnail(
         index=index,
         size=size,
         shape=(-(-size[0] // every), -(-size[1] // every)),
@@ -103,7 +103,7 @@ def _labelled(index: int, size, window, image: Tensor, truth: Tensor, prediction
     )
 
 
-def small_piece_of(batch: Batch, row: int) -> Piece | None:
+def small_piece_of(batch: Batch, row: int) -> Thumbnail | None:
     """What this rank holds of one image of a batch, for a picture SMALL_PX long at most; None of a volume."""
     if batch.image.ndim != 4:
         return None
@@ -116,7 +116,7 @@ def small_piece_of(batch: Batch, row: int) -> Piece | None:
     sampled = channels_shown(batch.image[row])[:, rows, columns]
     shape = (-(-size[0] // every), -(-size[1] // every))
     nothing = torch.zeros(0, 0, dtype=torch.uint8)
-    return Piece(int(batch.index[row]), size, shape, *start, _means(sampled, every // step).cpu(), nothing, nothing)
+    return Thumbnail(int(batch.index[row]), size, shape, *start, _means(sampled, every // step).cpu(), nothing, nothing)
 
 
 def _means(image_CHW: Tensor, side: int) -> Tensor:
@@ -129,8 +129,8 @@ def _means(image_CHW: Tensor, side: int) -> Tensor:
     return means.round().clamp(0, 255).to(torch.uint8)
 
 
-def put_together(pieces: Sequence[Piece]) -> list[Piece]:
-    """One whole Piece for each image, in their order; an image of which a rank's part is missing is left out."""
+def put_together(pieces: Sequence[Thumbnail]) -> list[Thumbnail]:
+    """One whole Thumbnail for each image, in their order; an image of which a rank's part is missing is left out."""
     wholes = []
     for index in sorted({piece.index for piece in pieces}):
         parts = [piece for piece in pieces if piece.index == index]
@@ -140,7 +140,7 @@ def put_together(pieces: Sequence[Piece]) -> list[Piece]:
     return wholes
 
 
-def _join(parts: list[Piece]) -> Piece:
+def _join(parts: list[Thumbnail]) -> Thumbnail:
     first = parts[0]
     image = torch.zeros(len(first.image), *first.shape, dtype=first.image.dtype)
     labelled = any(part.truth.numel() for part in parts)
@@ -153,4 +153,4 @@ def _join(parts: list[Piece]) -> Piece:
         if labelled:
             truth[place], prediction[place] = part.truth, part.prediction
     right, counted = sum(part.right for part in parts), sum(part.counted for part in parts)
-    return Piece(first.index, first.size, first.shape, 0, 0, image, truth, prediction, right, counted)
+    return Thumbnail(first.index, first.size, first.shape, 0, 0, image, truth, prediction, right, counted)

@@ -16,7 +16,7 @@ from widefield.config import RunConfig
 from widefield.parallel.parallelize import evaluates_together
 from widefield.plan import to_text
 from widefield.quantity import Duration
-from widefield.sharded_state import wholes_on_main
+from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.sync_batch_norm import average_running_statistics, broadcast_buffers
 from widefield.training import disk
 from widefield.training.assemble import Parts
@@ -43,7 +43,7 @@ class Outcome:
 
 
 @dataclass
-class Story:
+class Trainer:
     """The loop and what happens around it."""
 
     config: RunConfig
@@ -175,7 +175,7 @@ class Story:
                 f"a weight is no finite number after step {learner.step}, so nothing was saved; the newest checkpoint is from "
                 "before that. A lower optimizer.lr or optimizer.clip_norm=1 are the usual cures"
             )
-        self.checkpoints.save(state_of(learner), self._about(), own=own_state(learner), wait=wait)
+        self.checkpoints.save(state_of(learner), self._about(), local=own_state(learner), wait=wait)
         self.saving = learner.step
         self._pass_on()
 
@@ -208,7 +208,7 @@ class Story:
         status = 1 if self.checkpoints.failure is not None else 0
         if not complete and self.mesh.world.launcher != "torchrun":  # elastic takes any other status for a crash
             status = 128 + (interrupt.signal or signal.SIGTERM)
-        weights = wholes_on_main(self._answering, self.mesh, dict(self._answering.state_dict()))
+        weights = gather_full_on_main(self._answering, self.mesh, dict(self._answering.state_dict()))
         self.mesh.together(lambda: self._leave(weights) if self.record is not None else None)
         if self.record is not None:
             at = f"step {learner.step} of {self.last}"

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.sharded_state import Absent
+from widefield.sharded_state import RemoteTensor
 
 
 def take_apart(value: Any, *, name: str = "", taken: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
     """The JSON of `value`, and its tensors by name: the keys that lead to one, joined by dots, after `name`.
 
     taken: names that others have; a name that is taken, or comes twice, gets a `~`.
-    An Absent has a name in the JSON and no tensor, for another rank has that.
+    A RemoteTensor has a name in the JSON and no tensor, for another rank has that.
     Dicts come back as dict, lists as list, tuples (named ones too) as tuple; every float comes back bit for bit.
     ValueError where a leaf is neither a plain tensor, int, float, str, bool nor None.
     """
@@ -53,7 +53,7 @@ def put_together(text: str, tensors: Mapping[str, Tensor]) -> Any:
 def _encode(value: Any, path: str, tensors: dict[str, Tensor], taken: Mapping[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return {"$tensor": _name_tensor(value, path, tensors, taken)}
-    if isinstance(value, Absent):
+    if isinstance(value, RemoteTensor):
         return {"$tensor": {"name": path} | ({} if value.is_contiguous() else {"stride": list(value.stride)})}
     if value is None or isinstance(value, (bool, int, str)):
         return value

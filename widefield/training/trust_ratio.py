@@ -25,7 +25,7 @@ rank calls it, whichever parameters it steps."""
 def for_parts(optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> Optimizer:
     """Let an optimizer of timm's that scales its steps by norms take them of wholes; any other stays.  The same optimizer."""
     step = {"Lars": _step_lars, "Lamb": _step_lamb}.get(type(optimizer).__name__)
-    if step is not None and sharded_state.is_parted(mesh):
+    if step is not None and sharded_state.is_sharded(mesh):
         sums = _sums_over(model, mesh)
 
         @torch.no_grad()
@@ -44,7 +44,7 @@ def _sums_over(model: nn.Module, mesh: Mesh) -> Sums:
 
     def sums(numbers: Mapping[Tensor, Sequence[Tensor]], count: int) -> dict[Tensor, Tensor]:
         by_name = {names[parameter]: given for parameter, given in numbers.items()}
-        found = sharded_state.sums_of_wholes(model, mesh, by_name, count=count, ways=steppers)
+        found = sharded_state.sums_of_wholes(model, mesh, by_name, count=count, num_shards=steppers)
         return {parameter: found[name] for parameter, name in names.items()}
 
     return sums

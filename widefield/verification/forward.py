@@ -131,7 +131,7 @@ def _note(layers: dict[str, Tensor], name: str, module: nn.Module, inputs: Any, 
 
 def _like(weight: Tensor, tensor: Tensor) -> Tensor:
     """A gradient laid out as the tensor it is for."""
-    return cut_by(weight, tensor.laid) if type(tensor) is TiledTensor else weight
+    return cut_by(weight, tensor.tile_layout) if type(tensor) is TiledTensor else weight
 
 
 def _mean_over(mesh: Mesh, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:

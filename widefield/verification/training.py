@@ -103,7 +103,7 @@ def learn(
     mine = _bounds(len(image), mesh.copies, mesh.copy)
     sample = torch.empty_like(image[mine], device="meta")[: -(-(mine.stop - mine.start) // mesh.plan.accumulate)]
     with autocast():
-        parallelize(model, mesh, rehearse=partial(_rehearsed, model, batches[0], mine, mesh), sample=sample)
+        parallelize(model, mesh, trial_step=partial(_trial_step, model, batches[0], mine, mesh), sample=sample)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01)
     optimizer = share_states(optimizer, mesh)
     learnt = Learnt(reasons=reasons(model))
@@ -113,7 +113,7 @@ def learn(
         total = _pass_by_pass(model, batch, mine, mesh, autocast)
         learnt.losses[f"step {number}"] = mesh.sum_(total) * mesh.copies / mesh.size
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        for name, gradient in sharded_state.wholes_on_main(model, mesh, gradients).items():
+        for name, gradient in sharded_state.gather_full_on_main(model, mesh, gradients).items():
             learnt.gradients[f"step {number}: {name}"] = gradient
         optimizer.step()
     with autocast():
@@ -121,7 +121,7 @@ def learn(
     return learnt
 
 
-def _rehearsed(model: nn.Module, batch: tuple[Tensor, Any], mine: slice, mesh: Mesh) -> Tensor:
+def _trial_step(model: nn.Module, batch: tuple[Tensor, Any], mine: slice, mesh: Mesh) -> Tensor:
     """A trial pass on one of this copy's images, twice."""
     image, target = tree_map(lambda tensor: torch.cat([tensor[mine][:1]] * 2), batch)
     return _loss_of(model(_laid(image, mesh)), target)
@@ -153,7 +153,7 @@ def _look_at(model: nn.Module, batches: Batches, mesh: Mesh, learnt: Learnt) -> 
         outputs = model(_laid(batches[0][0], mesh))
     learnt.outputs = {str(n): whole(t) for n, t in enumerate(tree_leaves(outputs)) if isinstance(t, Tensor)}
     parameters = dict(model.named_parameters())
-    for name, tensor in sharded_state.wholes_on_main(
+    for name, tensor in sharded_state.gather_full_on_main(
         model, mesh, {n: t.detach() for n, t in model.state_dict().items()}
     ).items():
         (learnt.weights if name in parameters else learnt.buffers)[name] = tensor

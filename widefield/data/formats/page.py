@@ -33,7 +33,7 @@ Pixels = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Layout:
+class PageLayout:
     """What the options of a recipe say: pixels of a page, sides of digits, and the chance that a cell holds one."""
 
     size: tuple[int, int]
@@ -53,7 +53,7 @@ class Pages:
     split: str
     count: int
     seed: int
-    layout: Layout
+    layout: PageLayout
     scans: Pixels
     labels: Pixels
 
@@ -198,7 +198,7 @@ def open_dataset(
             f"data.options.digits_per_megapixel is {digits_per_megapixel:g}; digits of up to {digit_px[1]} px want a number "
             f"above 0 and up to {1e6 / digit_px[1] ** 2:.0f}, so that they do not overlap"
         )
-    layout = Layout((size[0], size[1]), (digit_px[0], digit_px[1]), chance)
+    layout = PageLayout((size[0], size[1]), (digit_px[0], digit_px[1]), chance)
     scans = digits.open_dataset(DataConfig(name="digits"))
     train, evaluate = (
         Pages(split, count, seed, layout, part.images.squeeze(1).numpy(), np.array(part.labels))  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """One file per way to lay a model out.  A file here is a strategy; each defines
 
 - `PHASE`: when it is applied, see Phase;
-- `apply(model, mesh, *, rehearse=None) -> list[str]`: lays `model` out in place and returns what it chose, a sentence each
+- `apply(model, mesh, *, trial_step=None) -> list[str]`: lays `model` out in place and returns what it chose, a sentence each
   with the reason.  The module stays the object it was, parameter names too, and calling it runs the strategy.
   A strategy of Phase.SPLIT also gets `sample`, a batch of this rank (maybe on meta, without pixels).
-  `rehearse()` runs the model on a small batch of this rank and returns a scalar loss, so that a strategy can look before it
+  `trial_step()` runs the model on a small batch of this rank and returns a scalar loss, so that a strategy can look before it
   chooses; it leaves no trace.  What the strategy cannot do exactly it refuses, on every rank, before the first message;
 - `CASES`: small nets on which three optimizer steps over ranks must equal one device.
 
@@ -35,7 +35,7 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class TrialStep:
     """A trial pass that says what part of a training pass of this rank it is, for what is counted in it to be scaled."""
 
     run: Callable[[], Tensor]

@@ -196,7 +196,7 @@ def _users_of(tensor: Tensor) -> int:
 
 
 @dataclass(eq=False)
-class Layout:
+class BucketLayout:
     """Buckets in the order of sending, and `late`: parameters in none of them, which got no gradient so far.
 
     is_static: whether a bucket may leave as soon as autograd has added to all of its gradients once.
@@ -219,7 +219,9 @@ def late_of(seen: Seen, trained: Sequence[int]) -> tuple[list[int], list[int]]:
     return order + fresh, [number for number in trained if number in then and number not in reached]
 
 
-def laid_out(parameters: Sequence[tuple[int, Tensor]], late: list[int], bucket_bytes: int, *, is_static: bool = True) -> Layout:
+def laid_out(
+    parameters: Sequence[tuple[int, Tensor]], late: list[int], bucket_bytes: int, *, is_static: bool = True
+) -> BucketLayout:
     """Parameters of one dtype and device together, in order, up to so many bytes; the first bucket is small."""
     runs: list[list[tuple[int, Tensor]]] = []
     open_runs: dict[Any, list[tuple[int, Tensor]]] = {}
@@ -232,4 +234,4 @@ def laid_out(parameters: Sequence[tuple[int, Tensor]], late: list[int], bucket_b
             runs.append(run)
         run.append((number, parameter))
     buckets = [Bucket(number, run, is_last=number == len(runs) - 1) for number, run in enumerate(runs)]
-    return Layout(buckets, late, {member: bucket for bucket in buckets for member in bucket.members}, is_static)
+    return BucketLayout(buckets, late, {member: bucket for bucket in buckets for member in bucket.members}, is_static)

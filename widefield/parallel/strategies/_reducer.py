@@ -31,8 +31,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from widefield.comm.mesh import device_of_words
-from widefield.parallel.strategies._buckets import Bucket, Layout, Seen, laid_out, late_of
-from widefield.tiled.partial_gradient import PartialGradient, manage, part_of_mean, release, settle
+from widefield.parallel.strategies._buckets import Bucket, BucketLayout, Seen, laid_out, late_of
+from widefield.tiled.partial_gradient import PartialGradient, full_value_with_grad, manage, part_of_mean, release
 
 LAYOUTS_MOST = 4
 """For how many sets of trained parameters buckets are remembered: nets that are frozen and unfrozen in turns have two."""
@@ -58,8 +58,8 @@ class Reducer:
         self.names, self._parameters = list(parameters), [weakref.ref(p) for p in parameters.values()]
         self.bucket_bytes, self.seen, self.hook, self.state = bucket_bytes, seen, hook, state
         self.is_on, self.optimizer_steps = True, 0
-        self._layouts: dict[bytes, Layout] = {}
-        self._backward: _Backward | None = None
+        self._layouts: dict[bytes, BucketLayout] = {}
+        self._backward: _BackwardPass | None = None
         self._last: tuple[Any, Tensor] | None = None
         """A message that nobody waited for, which is to stay until it is there."""
         manage(parameters.values())
@@ -114,7 +114,7 @@ class Reducer:
             return None if gradient is None else self._captured(gradient)
 
     def _captured(self, gradient: Tensor) -> Tensor:
-        value = settle(gradient) if type(gradient) is PartialGradient else gradient
+        value = full_value_with_grad(gradient) if type(gradient) is PartialGradient else gradient
         return _Mean.apply(value, self.group) if self.is_on else value
 
     def _on_accumulated(self, number: int, parameter: Tensor) -> None:
@@ -131,13 +131,13 @@ class Reducer:
         if backward is not None:
             backward.came(number)
 
-    def begin(self) -> _Backward | None:
+    def begin(self) -> _BackwardPass | None:
         """The backward that runs now, with a callback at its end; None where gradients are only added up."""
         if not self.is_on:
             return None
         if self._backward is None or not self._backward.is_running:
             self._compare()
-            self._backward = _Backward(self)
+            self._backward = _BackwardPass(self)
         return self._backward
 
     def _will_accumulate(self) -> bool:
@@ -166,14 +166,14 @@ class Reducer:
     def _key(self) -> bytes:
         return bytes(parameter.requires_grad for parameter in self.parameters)
 
-    def layout(self) -> Layout | None:
+    def layout(self) -> BucketLayout | None:
         """The buckets for what is trained now; None where a backward has yet to show them."""
         found = self._layouts.get(self._key())
         if found is None and (self.seen is not None or self.hook is not None):
             found = self.learn(self.seen)
         return found
 
-    def learn(self, seen: Seen | None) -> Layout:
+    def learn(self, seen: Seen | None) -> BucketLayout:
         """Lay buckets out for what is trained now, after what every rank has seen alike, and keep that."""
         parameters = self.parameters
         trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
@@ -251,7 +251,7 @@ register_optimizer_step_pre_hook(_count_step)
 # ---------------------------------------------------------------------------------------------- one backward
 
 
-class _Backward:
+class _BackwardPass:
     """One backward: which gradients came, and which buckets are on their way."""
 
     def __init__(self, reducer: Reducer) -> None:
@@ -323,7 +323,7 @@ class _Backward:
             work.wait()
             self._settle(layout, has.tolist())
 
-    def _settle(self, layout: Layout, counts: list[int]) -> None:
+    def _settle(self, layout: BucketLayout, counts: list[int]) -> None:
         """Parameters without a gradient on this rank have one where another rank has, and none where no rank has."""
         for bucket in layout.buckets:
             bucket.settle(counts)
@@ -340,7 +340,7 @@ class _Backward:
         order = [number for bucket in layout.buckets for number in bucket.members]
         self.reducer.learn(Seen((*order, *late), (*order, *layout.late), layout.is_static))
 
-    def _learnt(self) -> Layout:
+    def _learnt(self) -> BucketLayout:
         """Buckets after what this backward showed; RuntimeError, on every rank, where ranks have different parameters."""
         reducer = self.reducer
         trained = tuple(n for n, parameter in enumerate(reducer.parameters) if parameter.requires_grad)
@@ -364,7 +364,7 @@ class _Backward:
             for parameter, count in zip(reducer.parameters, has.tolist(), strict=True):
                 if count:
                     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    value = settle(gradient) if type(gradient) is PartialGradient else gradient
+                    value = full_value_with_grad(gradient) if type(gradient) is PartialGradient else gradient
                     parameter.grad = _Mean.apply(value, reducer.group)
 
 

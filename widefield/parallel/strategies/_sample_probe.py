@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from widefield.tiled.dispatch import is_unknown
 from widefield.tiled.pointwise import is_pointwise
-from widefield.tiled.redistribute import on_layout, own_of
+from widefield.tiled.redistribute import local_of, to_layout
 from widefield.tiled.tensor import TiledTensor
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
@@ -95,7 +95,7 @@ def differ(alone: Any, among_all: Any) -> bool:
     if alone.shape != among_all.shape:
         return True
     if type(alone) is TiledTensor:
-        alone, among_all = alone.own, on_layout(among_all, alone.laid)
+        alone, among_all = alone.local, to_layout(among_all, alone.tile_layout)
     if not alone.numel():
         return False
     alone = alone.detach()
@@ -140,14 +140,14 @@ class _Unknown(TorchDispatchMode):
 
 
 def _copied(value: Any) -> Any:
-    return own_of(value).detach().clone() if isinstance(value, Tensor) else value
+    return local_of(value).detach().clone() if isinstance(value, Tensor) else value
 
 
 def _shape_of(value: Any) -> Any:
     """Zeros of a tensor's shape that take no memory; of integers, which may be indices, a copy."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return _copied(value)
-    return torch.zeros((), dtype=value.dtype, device=value.device).expand(own_of(value).shape)
+    return torch.zeros((), dtype=value.dtype, device=value.device).expand(local_of(value).shape)
 
 
 def _is_shape(value: Any) -> bool:

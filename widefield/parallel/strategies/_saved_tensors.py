@@ -41,7 +41,7 @@ class Costs:
         return Costs(inside, inputs, math.ceil(self.outside * factor))
 
 
-def costs_of(model: nn.Module, blocks: list[str], rehearse: Callable[[], Tensor]) -> Costs:
+def costs_of(model: nn.Module, blocks: list[str], trial_step: Callable[[], Tensor]) -> Costs:
     """Measured in a forward pass that keeps nothing: what autograd would save, each piece of memory once, without weights."""
     costs, stack = Costs(dict.fromkeys(blocks, 0), dict.fromkeys(blocks, 0)), [""]
     seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
@@ -66,12 +66,12 @@ def costs_of(model: nn.Module, blocks: list[str], rehearse: Callable[[], Tensor]
             hooks.callback(block.register_forward_pre_hook(partial(enter, name)).remove)
             hooks.callback(block.register_forward_hook(lambda *_: stack.pop() and None).remove)
         with saved_tensors_hooks(note, _never):
-            rehearse()
+            trial_step()
     return costs
 
 
 def _tile(tensor: Tensor) -> Tensor:
-    return tensor.own if type(tensor) is TiledTensor else tensor
+    return tensor.local if type(tensor) is TiledTensor else tensor
 
 
 def _never(_: Any) -> Tensor:
@@ -79,13 +79,13 @@ def _never(_: Any) -> Tensor:
 
 
 def fewest(
-    model: nn.Module, mesh: Mesh, blocks: list[str], asked: RecomputeConfig, rehearse: Callable[[], Tensor] | None
+    model: nn.Module, mesh: Mesh, blocks: list[str], asked: RecomputeConfig, trial_step: Callable[[], Tensor] | None
 ) -> tuple[list[str], str]:
     """As few of `blocks` as let a training pass keep no more than `asked.memory`, the same on every rank; and why."""
-    if rehearse is None:
+    if trial_step is None:
         raise ValueError("recompute.memory is kept by looking at a trial pass and none was given; name recompute.blocks")
-    factor = 1 / getattr(rehearse, "share", 1.0)
-    of_ranks = [costs.times(factor) for costs in mesh.gather_objects(costs_of(model, blocks, rehearse))]
+    factor = 1 / getattr(trial_step, "share", 1.0)
+    of_ranks = [costs.times(factor) for costs in mesh.gather_objects(costs_of(model, blocks, trial_step))]
     budget = read_memory(asked.memory)
     saving = {name: max(costs.inside[name] - costs.inputs[name] for costs in of_ranks) for name in blocks}
     order = sorted((name for name in blocks if saving[name] > 0), key=lambda name: -saving[name])

@@ -12,13 +12,13 @@ from widefield.comm import halo
 from widefield.geometry.layout import Cut, Grid, Layout, layout_of
 from widefield.geometry.strides import strides_like
 from widefield.tiled.api import cut_by
-from widefield.tiled.partial_gradient import settled
-from widefield.tiled.redistribute import is_dense, on_layout
+from widefield.tiled.partial_gradient import full_value
+from widefield.tiled.redistribute import is_dense, to_layout
 from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """grid: copies first, then the axes of `tiles`, the ranks that share this copy's images.  bounds: of the copies' rows."""
 
     grid: Grid
@@ -37,7 +37,7 @@ class Share:
 
     def of_batch(self, tensor: Tensor) -> Layout:
         """The layout on the grid of a tensor of this copy's samples."""
-        cuts = tensor.laid.cuts[1:] if type(tensor) is TiledTensor else (None,) * (tensor.ndim - 1)
+        cuts = tensor.tile_layout.cuts[1:] if type(tensor) is TiledTensor else (None,) * (tensor.ndim - 1)
         further = [None if cut is None else Cut(tuple(axis + 1 for axis in cut.axes), cut.bounds) for cut in cuts]
         return layout_of((self.bounds[-1], *tensor.shape[1:]), (Cut((0,), self.bounds), *further), self.grid)
 
@@ -58,7 +58,7 @@ def strides_of_batch(sample: Tensor, layout: Layout) -> tuple[int, ...] | None:
     return strides_like(layout.shape, sample.stride()) if is_dense(sample) else None
 
 
-class Enter(torch.autograd.Function):
+class EnterBatch(torch.autograd.Function):
     """This copy's samples, times a factor, as their rows of the batch.
 
     A loss of this copy's counts by its mean over copies, so the gradient of the batch's is that share of it, and back.
@@ -66,26 +66,26 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, rows: Share, layout: Layout, factor: float, strides: tuple[int, ...] | None = None
+        ctx: Any, tensor: Tensor, rows: BatchShare, layout: Layout, factor: float, strides: tuple[int, ...] | None = None
     ) -> Tensor:
         ctx.rows, ctx.layout, ctx.count, ctx.factor = rows, layout, len(tensor), factor
-        local, tensor = rows.local(layout, len(tensor)), settled(tensor)
-        own = (tensor if local is None else on_layout(tensor, local))[: layout.tile_shape[0]]
+        local, tensor = rows.local(layout, len(tensor)), full_value(tensor)
+        own = (tensor if local is None else to_layout(tensor, local))[: layout.tile_shape[0]]
         return wrap_view(own if factor == 1 else own * factor, layout, strides)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows = ctx.rows
-        return Leave.apply(grad, rows, ctx.layout, ctx.count, ctx.factor * rows.copies), None, None, None, None
+        return LeaveBatch.apply(grad, rows, ctx.layout, ctx.count, ctx.factor * rows.copies), None, None, None, None
 
 
-class Leave(torch.autograd.Function):
+class LeaveBatch(torch.autograd.Function):
     """The rows of this copy's samples, times a factor; zeros for the `count` samples of a stand-in, which count nothing."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: Share, layout: Layout, count: int, factor: float) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, rows: BatchShare, layout: Layout, count: int, factor: float) -> Tensor:
         ctx.rows, ctx.layout, ctx.factor = rows, layout, factor
-        own = on_layout(settled(tensor), layout)
+        own = to_layout(full_value(tensor), layout)
         if len(own) != count:
             own = own.new_zeros(count, *own.shape[1:])
         own = own.view_as(own) if factor == 1 else own * factor
@@ -94,18 +94,18 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return Enter.apply(grad, ctx.rows, ctx.layout, ctx.factor / ctx.rows.copies), None, None, None, None
+        return EnterBatch.apply(grad, ctx.rows, ctx.layout, ctx.factor / ctx.rows.copies), None, None, None, None
 
 
 class OfAll(torch.autograd.Function):
     """What all samples give together, as a mean over the batch: every copy has it, and its gradient is the mean of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: Share, layout: Layout | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, rows: BatchShare, layout: Layout | None) -> Tensor:
         ctx.rows, ctx.layout = rows, layout
         if layout is None:
             return tensor.view_as(tensor)
-        own, local = on_layout(settled(tensor), layout), rows.local(layout)
+        own, local = to_layout(full_value(tensor), layout), rows.local(layout)
         own = own.view_as(own)
         return own if local is None else wrap_view(own, local)
 
@@ -118,10 +118,10 @@ class Mean(torch.autograd.Function):
     """The mean over copies, as what all samples give together."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: Share, layout: Layout | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, rows: BatchShare, layout: Layout | None) -> Tensor:
         ctx.rows, ctx.layout = rows, layout
         local = None if layout is None else rows.local(layout)
-        part = settled(tensor) if local is None else on_layout(settled(tensor), local)
+        part = full_value(tensor) if local is None else to_layout(full_value(tensor), local)
         mean = halo.add_sums(part.contiguous(), rows.grid.group_name((0,))) / rows.copies
         return mean if layout is None else wrap(mean, layout)
 
@@ -130,7 +130,7 @@ class Mean(torch.autograd.Function):
         return OfAll.apply(grad, ctx.rows, ctx.layout), None, None
 
 
-def dims_of_samples(tensor: Tensor, each: list[int], rows: Share) -> list[int]:
+def dims_of_samples(tensor: Tensor, each: list[int], rows: BatchShare) -> list[int]:
     """Along which dims a result may hold samples, all of the batch one after the other.
 
     each: of each of its dims, how many rows belong to a sample, 0 where none do.
@@ -139,7 +139,7 @@ def dims_of_samples(tensor: Tensor, each: list[int], rows: Share) -> list[int]:
     return [dim for dim, (extent, many) in enumerate(pairs) if many and extent == many * rows.bounds[-1]]
 
 
-def left(tensor: Tensor, rows: Share, count: int, each: list[int] | None) -> Tensor:
+def left(tensor: Tensor, rows: BatchShare, count: int, each: list[int] | None) -> Tensor:
     """What this copy gets of a result.
 
     count: of its samples, where it has none that count.  each: see `dims_of_samples`; where it is not known, a result that is
@@ -151,18 +151,18 @@ def left(tensor: Tensor, rows: Share, count: int, each: list[int] | None) -> Ten
     return _left(tensor, rows, count, None if each is None else 0 if dim is None else each[0])
 
 
-def _left(tensor: Tensor, rows: Share, count: int, each: int | None) -> Tensor:
+def _left(tensor: Tensor, rows: BatchShare, count: int, each: int | None) -> Tensor:
     """each: how many rows of the result belong to a sample, 0 where it is of all."""
     by_samples = Cut((0,), tuple(bound * each for bound in rows.bounds)) if each else None
     if type(tensor) is not TiledTensor:  # made for the batch, of no sample, or written to with what is of samples
         if by_samples is None:
             return OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
         tensor = cut_by(tensor, layout_of(tuple(tensor.shape), (by_samples, *[None] * (tensor.ndim - 1)), rows.grid))
-    layout = tensor.laid
+    layout = tensor.tile_layout
     first = layout.cuts[0] if layout.cuts else None
     cuts = [None if cut is not None and 0 in cut.axes else cut for cut in layout.cuts]
     if each is None and first is not None and first.axes == (0,):
-        return Leave.apply(tensor, rows, layout, count, 1)
+        return LeaveBatch.apply(tensor, rows, layout, count, 1)
     if each and by_samples is not None:
-        return Leave.apply(tensor, rows, layout_of(layout.shape, (by_samples, *cuts[1:]), layout.grid), count * each, 1)
+        return LeaveBatch.apply(tensor, rows, layout_of(layout.shape, (by_samples, *cuts[1:]), layout.grid), count * each, 1)
     return OfAll.apply(tensor, rows, layout_of(layout.shape, tuple(cuts), layout.grid))

@@ -28,14 +28,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from widefield.capture.containers import refuse_hidden
 from widefield.comm import collectives
 from widefield.comm.mesh import Mesh, device_of_words
-from widefield.parallel.inactive import is_ghost, on_rows, real_buffers
+from widefield.parallel.inactive import is_inactive, on_rows, real_buffers
 from widefield.parallel.strategies._forward_route import Compiled
 from widefield.parallel.strategies._forward_state import ForwardState
 from widefield.parallel.strategies._sample_probe import differ, mix_among_themselves
-from widefield.parallel.strategies._shared_batch import Enter, Share, dims_of_samples, left, strides_of_batch
+from widefield.parallel.strategies._shared_batch import BatchShare, EnterBatch, dims_of_samples, left, strides_of_batch
 from widefield.parallel.strategies._unit_calls import Parted
 from widefield.streaming.api import Streamed
-from widefield.tiled.sample_mixing import Watch
+from widefield.tiled.sample_mixing import SampleMixingWatch
 from widefield.tiled.tensor import TiledTensor
 
 PATIENCE_SECONDS = 120.0
@@ -154,13 +154,13 @@ class Rows:
         made: what the copy alone gave, and the statistics of BatchNorms, which are synchronized; their images' scale is no
         longer seen behind them.
         """
-        watch = Watch(self.mesh.grid_of_rows())
+        watch = SampleMixingWatch(self.mesh.grid_of_rows())
         try:
             with watch:
                 among_all = self._run(model, run, args, kwargs), _statistics(model)
         except NotImplementedError:  # raised on every rank, before any message
             mixes = self._mix_among_themselves(model, run, args, kwargs) or bool(watch.found)
-            return self._some(mixes and not is_ghost(model))
+            return self._some(mixes and not is_inactive(model))
         except Parted:
             raise
         except Exception as error:
@@ -168,7 +168,7 @@ class Rows:
         pairs = zip(tree_leaves(made), tree_leaves(among_all), strict=True)
         apart = [differ(alone, found) for alone, found in pairs]  # all of them, for ranks look at them together
         mixes = bool(watch.found) or self.gives_sums or any(apart)
-        return self._some(mixes and not is_ghost(model))
+        return self._some(mixes and not is_inactive(model))
 
     def _mix_among_themselves(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
         """Whether this copy's samples meet; NotImplementedError, on every rank, where a copy's cannot be told."""
@@ -219,15 +219,15 @@ class Rows:
             raise NotImplementedError("a stream runs tiles of images and no rows of a batch; set stream=null")
         samples = _samples_in(args, kwargs)
         count = len(samples[0])
-        rows = self._rows_of(samples, 0 if is_ghost(model) else count, _sum_of_others(args, kwargs, samples))
-        if is_ghost(model):
+        rows = self._rows_of(samples, 0 if is_inactive(model) else count, _sum_of_others(args, kwargs, samples))
+        if is_inactive(model):
             real_buffers(model)
 
         def entered(leaf: Any) -> Any:
             if not any(leaf is each for each in samples):
                 return leaf
             layout = rows.of_batch(leaf)
-            return Enter.apply(leaf, rows, layout, 1, strides_of_batch(leaf, layout))
+            return EnterBatch.apply(leaf, rows, layout, 1, strides_of_batch(leaf, layout))
 
         with on_rows(model):
             leaves, spec = tree_flatten(run(*tree_map(entered, args), **tree_map(entered, kwargs)))
@@ -240,7 +240,7 @@ class Rows:
         self.has_run.add(model.training)
         return tree_unflatten([left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
 
-    def _rows_of(self, samples: list[Tensor], count: int, others: int) -> Share:
+    def _rows_of(self, samples: list[Tensor], count: int, others: int) -> BatchShare:
         """Which rows of the batch this copy has; one small message.  others: a sum of what else the model is given."""
         tiles, device = self.mesh.grid.size, device_of_words(self.group)
         shapes = [tuple(sample.shape[1:]) for sample in samples]
@@ -261,7 +261,7 @@ class Rows:
         bounds = [0]
         for rows, *_ in of_copies:
             bounds.append(bounds[-1] + rows)
-        return Share(self.mesh.grid_of_rows(), self.mesh.grid, tuple(bounds))
+        return BatchShare(self.mesh.grid_of_rows(), self.mesh.grid, tuple(bounds))
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:
@@ -292,12 +292,12 @@ def _same(tensor: Any) -> Any:
     return tensor
 
 
-def _is_of_all(leaf: Any, each: list[int] | None, rows: Share) -> bool:
+def _is_of_all(leaf: Any, each: list[int] | None, rows: BatchShare) -> bool:
     """Whether a result, which is no number, is of all samples of a batch together; by chance it may be what one copy gives."""
     return type(leaf) is TiledTensor and leaf.ndim > 0 and each is not None and not dims_of_samples(leaf, each, rows)
 
 
-def _told_by(leaf: Any, each: list[int] | None, rows: Share) -> list[int] | None:
+def _told_by(leaf: Any, each: list[int] | None, rows: BatchShare) -> list[int] | None:
     """`each` without dims that hold no samples, as far as this batch tells: the extents of another one may fit by chance."""
     dims = [] if each is None else dims_of_samples(leaf, each, rows)
     return each if each is None or len(dims) > 1 else [many if dim in dims else 0 for dim, many in enumerate(each)]

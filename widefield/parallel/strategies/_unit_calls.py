@@ -65,7 +65,7 @@ class UnitCalls:
         self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._ways: dict[str, Any] = {}
         self._at: dict[str, Any] = self._ways
-        self._backward: _Backward | None = None
+        self._backward: _UnitBackward | None = None
         self._is_kept = False
         if SENDS_ZEROS:
             model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
@@ -213,7 +213,7 @@ class UnitCalls:
 
     def _begin(self) -> None:
         if self.is_on and SENDS_ZEROS and (self._backward is None or not self._backward.is_running):
-            self._backward = _Backward(self)
+            self._backward = _UnitBackward(self)
 
     def ended(self, without: set[str]) -> None:
         """Gradients that were sent though no rank had one go.  without: parameters that had none before."""
@@ -233,7 +233,7 @@ def _came(calls: weakref.ref[UnitCalls], name: str, parameter: Tensor) -> None:
         held.came(name, parameter)
 
 
-class _Backward:
+class _UnitBackward:
     """A backward at whose end ranks compare what had gradients."""
 
     def __init__(self, calls: UnitCalls) -> None:

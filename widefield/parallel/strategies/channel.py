@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from widefield.capture.fake_parameters import Like
-from widefield.capture.interpreter import lay_part, refuse_streams
+from widefield.capture.interpreter import install_shard, refuse_streams
 from widefield.comm.mesh import Mesh
 from widefield.parallel.strategies import Case, Phase
-from widefield.sharded_state import tell
+from widefield.sharded_state import register
 from widefield.streaming.choice import bytes_text
 from widefield.tensor_parallel.collectives import Exchange, Ranks
-from widefield.tensor_parallel.runtime import ChannelFlow
+from widefield.tensor_parallel.runtime import TensorParallelForward
 from widefield.tensor_parallel.search import Chosen
 
 PHASE = Phase.SPLIT
 
 
 def apply(
-    model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+    model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
 ) -> list[str]:
     """Cut `model`'s layers by their channels over `mesh.channel_group`; what was chosen, in words.
 
@@ -43,10 +43,10 @@ def apply(
     _same_start(model, mesh)
     shape = mesh.gather_objects(tuple(sample.shape))[0]  # copies may have a sample more, and must not choose other parts
     ranks = Ranks(mesh.channel, mesh.plan.channel, mesh.channel_group)
-    flow = ChannelFlow(model, ranks, Like.of(sample, mesh.device, shape), mesh.device)
-    lay_part(model, flow)
-    tell(model, {name: Held(flow.shapes[name], exchange) for name, exchange in flow.exchanges().items()})
-    return _in_words(flow.first, mesh.plan.channel, _weight_bytes(model) / max(1, whole))
+    override = TensorParallelForward(model, ranks, Like.of(sample, mesh.device, shape), mesh.device)
+    install_shard(model, override)
+    register(model, {name: Held(override.shapes[name], exchange) for name, exchange in override.exchanges().items()})
+    return _in_words(override.first, mesh.plan.channel, _weight_bytes(model) / max(1, whole))
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Held:
     exchange: Exchange
 
     @property
-    def ways(self) -> int:
+    def num_shards(self) -> int:
         return self.exchange.ranks.size
 
     def whole(self, part: Tensor, turn: int) -> Tensor | None:
         whole = self.exchange.fetch(part.detach())
-        return whole if self.exchange.ranks.rank == turn % self.ways else None
+        return whole if self.exchange.ranks.rank == turn % self.num_shards else None
 
     def part(self, whole: Tensor) -> Tensor:
         return self.exchange.keep(whole)

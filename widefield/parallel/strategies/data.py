@@ -36,7 +36,7 @@ PHASE = Phase.AVERAGE
 _REDUCERS: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
 
 
-def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None) -> list[str]:
+def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
     """Make every backward average the gradients of `model` over `mesh.data_group`; the reasons for each choice.
 
     The gradient is the mean over ranks, so a loss summed over this rank's samples wants the factor copies / samples of all.
@@ -56,7 +56,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
         watched = watch(model)
         share_rows(model, watched, mesh, mesh.lend_group(watched))
         return [*reasons, "the model has no parameters, so there is nothing to average"]
-    seen = None if rehearse is None else _seen(model, mesh, rehearse)
+    seen = None if trial_step is None else _seen(model, mesh, trial_step)
     size, measured = bucket_mib(model, mesh)
     hook, state, compressed = _compression(mesh)
     reducer = Reducer(model, bucket_bytes=int(size * 2**20), seen=seen, hook=hook, state=state)
@@ -121,12 +121,12 @@ def _share_statistics(model: nn.Module, mesh: Mesh) -> list[str]:
 # ---------------------------------------------------------------------------------------------- trial passes
 
 
-def _seen(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor]) -> Seen:
+def _seen(model: nn.Module, mesh: Mesh, trial_step: Callable[[], Tensor]) -> Seen:
     """What two trial passes of every rank show together."""
     names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     number = {name: n for n, name in enumerate(names)}
     trained = tuple(number[name] for name, p in model.named_parameters() if p.requires_grad and name in number)
-    found = [used for of_rank in mesh.gather_objects(trial_passes(model, rehearse, 2)) for used in of_rank]
+    found = [used for of_rank in mesh.gather_objects(trial_passes(model, trial_step, 2)) for used in of_rank]
     passes = [tuple(number[name] for name in used if name in number) for used in found]
     return Seen.together([Seen(tuple(dict.fromkeys(used)), trained, len(set(used)) == len(used)) for used in passes])
 
@@ -156,7 +156,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def trial_passes(model: nn.Module, rehearse: Callable[[], Tensor], count: int) -> list[list[str]]:
+def trial_passes(model: nn.Module, trial_step: Callable[[], Tensor], count: int) -> list[list[str]]:
     """Forward and backward `count` times, leaving no trace; the names of the parameters that got gradients each time, in order.
 
     One that got them by parts is named as often.  Random states move on from one pass to the next, so that a branch taken by
@@ -170,7 +170,7 @@ def trial_passes(model: nn.Module, rehearse: Callable[[], Tensor], count: int) -
             for _ in range(count):
                 model.zero_grad(set_to_none=True)
                 found.append([])
-                rehearse().backward()
+                trial_step().backward()
     finally:
         for hook in hooks:
             hook.remove()

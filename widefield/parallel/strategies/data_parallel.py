@@ -19,7 +19,7 @@ PHASE = Phase.AVERAGE
 CASES: list[Case] = []  # it runs on no rank but this one, and on GPUs alone
 
 
-def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None) -> list[str]:
+def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
     """Spread each batch over all GPUs of this machine.  ValueError where there are fewer than two."""
     count = torch.cuda.device_count()
     if count < 2:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard as shard_in_place
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from widefield.capture.interpreter import flow_of
+from widefield.capture.interpreter import override_of
 from widefield.comm.mesh import Mesh
 from widefield.parallel.strategies import Case, Phase, data
 from widefield.parallel.strategies._forward_route import watch
@@ -44,7 +44,7 @@ LARGEST_SHARE = 1 / 8
 """A stage of more of the weights is cut into its blocks: two units, at work and on their way, lie whole beside the parts."""
 
 
-def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None) -> list[str]:
+def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
     """Share weights, gradients and optimizer state of `model` over `mesh.shards`, as far as `plan.sharding` says; the reasons.
 
     Weights and buffers become rank 0's.  With ZeRO-1, give the optimizer to `share_states`.  With 2 and 3 parameters become new
@@ -57,13 +57,13 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     plan = mesh.plan
     _check(mesh)
     if plan.sharding.zero == 1:
-        return [*data.apply(model, mesh, rehearse=rehearse), _ways_in_words(mesh)]
+        return [*data.apply(model, mesh, trial_step=trial_step), _ways_in_words(mesh)]
     _check_parameters(model)
     units, why = _units(model, plan.sharding.units)
     reasons = data.synchronize(model, mesh) if plan.batch_norm == "synchronized" and mesh.copies > 1 else []
     in_other_order = not_row_major(model)
     _begin_alike(model, mesh)
-    reasons += _look(model, mesh, rehearse)
+    reasons += _look(model, mesh, trial_step)
     watched = watch(model)
     _shard(model, [units[name] for name in sorted(units, key=lambda name: -name.count("."))], mesh)
     calls = UnitCalls(model, {"": model, **units})
@@ -130,7 +130,7 @@ def _check_parameters(model: nn.Module) -> None:
 
 def _units(model: nn.Module, patterns: list[str] | None) -> tuple[dict[str, nn.Module], str]:
     """`units_of`, or none where the model runs as operations and not module by module: then no module is called by itself."""
-    if flow_of(model) is None and not isinstance(model, Streamed):
+    if override_of(model) is None and not isinstance(model, Streamed):
         return units_of(model, patterns)
     way = "a stream" if isinstance(model, Streamed) else "mesh.channel"
     if patterns:
@@ -208,11 +208,11 @@ def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
     data.begin_alike(model, mesh)
 
 
-def _look(model: nn.Module, mesh: Mesh, rehearse: Callable[[], Tensor] | None) -> list[str]:
+def _look(model: nn.Module, mesh: Mesh, trial_step: Callable[[], Tensor] | None) -> list[str]:
     """Two trial passes on every rank; NotImplementedError where ranks reach different parameters and this torch cannot."""
-    if rehearse is None or SENDS_ZEROS:
+    if trial_step is None or SENDS_ZEROS:
         return []
-    of_ranks = mesh.gather_objects(data.trial_passes(model, rehearse, 2))
+    of_ranks = mesh.gather_objects(data.trial_passes(model, trial_step, 2))
     for rank, found in enumerate(of_ranks):
         for first, here in zip(map(set, of_ranks[0]), map(set, found), strict=True):
             if first != here:

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from widefield.capture.decompositions import BATCH_NORM_OVER
 from widefield.capture.fake_parameters import Like, named_tensors
-from widefield.capture.interpreter import lay_part, refuse_streams
+from widefield.capture.interpreter import install_shard, refuse_streams
 from widefield.capture.ir import Graph
 from widefield.comm.mesh import Mesh
 from widefield.parallel.strategies import Case, Phase
 from widefield.parallel.strategies._buckets import bucket_mib
 from widefield.parallel.strategies.data import _conv_net, synchronize
 from widefield.pipelining import stage_state
-from widefield.pipelining.partition import Division, divide
-from widefield.pipelining.runtime import PipelineFlow, batchwise, refuse_batchwise, remembered
+from widefield.pipelining.partition import Partition, divide
+from widefield.pipelining.runtime import PipelineForward, batchwise, refuse_batchwise, remembered
 from widefield.pipelining.sample_mixing import where_counts_enter, where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, schedule_grid
 from widefield.plan import Plan
@@ -34,7 +34,7 @@ PHASE = Phase.SPLIT
 
 
 def apply(
-    model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+    model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
 ) -> list[str]:
     """Leave this rank its stage of `model`; what was cut where, a sentence each.
 
@@ -50,55 +50,62 @@ def apply(
     refuse_streams(model, f"mesh.stage={mesh.plan.stage}")
     plan, most = mesh.plan, max(mesh.gather_objects(len(sample)))  # copies may have unequal shares, and cut alike
     reasons = synchronize(model, mesh) if mesh.copies > 1 else []
-    flow = PipelineFlow(model, mesh, micro_batches=1)
-    flow.likes = remembered(model, mesh.device)
-    graph, why = _micro_batch(flow, model, sample, most)
+    override = PipelineForward(model, mesh, micro_batches=1)
+    override.likes = remembered(model, mesh.device)
+    graph, why = _micro_batch(override, model, sample, most)
     _refuse_compiled(plan, model)
     draws = _own_draws(plan) if any(node.draws for node in graph.nodes) else []
     trained = frozenset(name for name, _ in model.named_parameters())
-    division = divide(graph, flow.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
+    division = divide(graph, override.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
     measured = []
     if mesh.data_size > 1:
-        flow.bucket_mib, measured = bucket_mib(model, mesh)
-    flow.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
+        override.bucket_mib, measured = bucket_mib(model, mesh)
+    override.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
     stage_state.agree(model, mesh)
-    stage_state.keep(model, _mine(flow, flow.division), mesh)
+    stage_state.free_other_stages(model, _mine(override, override.division), mesh)
     manage(parameter for parameter in model.parameters() if not parameter.is_meta)
-    lay_part(model, flow)
-    return [*reasons, *_cuts_in_words(flow.division, flow), why, *_bubble(plan, flow.micro_batches), *measured, *draws]
+    install_shard(model, override)
+    return [
+        *reasons,
+        *_cuts_in_words(override.division, override),
+        why,
+        *_bubble(plan, override.micro_batches),
+        *measured,
+        *draws,
+    ]
 
 
-def _micro_batch(flow: PipelineFlow, model: nn.Module, sample: Tensor, most: int) -> tuple[Graph, str]:
-    """What the model does with a micro-batch of `most` images, and why there are so many, which `flow` is told.
+def _micro_batch(override: PipelineForward, model: nn.Module, sample: Tensor, most: int) -> tuple[Graph, str]:
+    """What the model does with a micro-batch of `most` images, and why there are so many, which `override` is told.
 
     NotImplementedError: copies whose samples meet, or are counted; micro-batches that cannot be.
     """
-    mesh = flow.mesh
+    mesh = override.mesh
     plan = mesh.plan
     together = max(2, most) if mesh.copies > 1 else most  # samples of two copies meet as two do
-    batch = _followed(flow, model, sample, together)
+    batch = _followed(override, model, sample, together)
 
     def followed() -> Graph:
-        each = -(-most // flow.micro_batches)
-        return batch if each == together else _followed(flow, model, sample, each)
+        each = -(-most // override.micro_batches)
+        return batch if each == together else _followed(override, model, sample, each)
 
-    counted = where_counts_enter(batch, _followed(flow, model, sample, 2 * together))
-    flow.micro_batches, why = _micro_batches(model, batch, plan, counted)
+    counted = where_counts_enter(batch, _followed(override, model, sample, 2 * together))
+    override.micro_batches, why = _micro_batches(model, batch, plan, counted)
     if mesh.copies > 1 and not plan.independent:
         _refuse_mixing(model, batch, mesh, counted)
     graph = followed()
-    if flow.micro_batches > 1 and (fewer := where_counts_enter(graph, batch)):
-        flow.micro_batches, why = _micro_batches(model, batch, plan, fewer)
+    if override.micro_batches > 1 and (fewer := where_counts_enter(graph, batch)):
+        override.micro_batches, why = _micro_batches(model, batch, plan, fewer)
         graph = followed()
     return graph, why
 
 
-def _followed(flow: PipelineFlow, model: nn.Module, sample: Tensor, rows: int) -> Graph:
+def _followed(override: PipelineForward, model: nn.Module, sample: Tensor, rows: int) -> Graph:
     """What the model does with so many images like those of the sample."""
     last = sample.dim() == 4 and sample.is_contiguous(memory_format=torch.channels_last) and not sample.is_contiguous()
     bare = torch.empty((rows, *sample.shape[1:]), dtype=sample.dtype, device="meta")
     bare = bare.to(memory_format=torch.channels_last) if last else bare
-    return flow.graph_of(model, (Like.of(bare, flow.mesh.device),), {})
+    return override.graph_of(model, (Like.of(bare, override.mesh.device),), {})
 
 
 def _refuse_mixing(model: nn.Module, graph: Graph, mesh: Mesh, counted: list[str]) -> None:
@@ -131,8 +138,8 @@ def _own_draws(plan: Plan) -> list[str]:
     return ["dropout: every stage draws for itself, so masks are not one device's"]
 
 
-def _mine(flow: PipelineFlow, division: Division) -> frozenset[str]:
-    mine = {name for name, stage in division.owner.items() if flow.rank_of(stage) == flow.mesh.stage}
+def _mine(override: PipelineForward, division: Partition) -> frozenset[str]:
+    mine = {name for name, stage in division.owner.items() if override.rank_of(stage) == override.mesh.stage}
     return frozenset(mine | division.shared)
 
 
@@ -167,17 +174,17 @@ def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------- in words
 
 
-def _cuts_in_words(division: Division, flow: PipelineFlow) -> list[str]:
+def _cuts_in_words(division: Partition, override: PipelineForward) -> list[str]:
     flops, weights = (_shares(costs) for costs in (division.flops, division.weight_bytes))
     sent = [f"{size / 2**20:.3g} MiB" for size in division.crossing_bytes]
-    plan = flow.mesh.plan
+    plan = override.mesh.plan
     how = "as pipeline.stages says" if plan.pipeline.stages else f"balanced by {plan.pipeline.balance}"
     return [
         f"stages: cut before {', '.join(division.begins)}, {how}; stage by stage {flops} of the operations and {weights} of "
         f"the weights' bytes; {', '.join(sent)} of a micro-batch cross the cuts forward, and as much back, skips to later "
         "stages included",
-        f"averages: {flow.mesh.data_size} ranks have each stage and average its gradients when its last micro-batch is done",
-    ][: 1 + (flow.mesh.data_size > 1)]
+        f"averages: {override.mesh.data_size} ranks have each stage and average its gradients after its last micro-batch",
+    ][: 1 + (override.mesh.data_size > 1)]
 
 
 def _shares(costs: Sequence[float]) -> str:

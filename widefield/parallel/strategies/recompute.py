@@ -46,10 +46,10 @@ Found = list[tuple[nn.Module, str, Tensor]]
 """Buffers: the module that has one, its name there, and its value."""
 
 
-def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None) -> list[str]:
+def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
     """Make blocks of `model` keep their inputs alone in training, as `plan.recompute` says; the reasons.
 
-    rehearse: with `memory`, a pass from which the choice is made; its attribute `share`, where it has one, is what part of a
+    trial_step: with `memory`, a pass from which the choice is made; its attribute `share`, where it has one, is what part of a
     training pass it is.
     ValueError: blocks that are not there; a memory into which the pass does not fit; a compiled or a streamed model; offload
     on a CPU.  NotImplementedError: a block whose forward is set on the object.
@@ -59,7 +59,7 @@ def apply(model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None
     _check(model, mesh, asked)
     blocks, why = _named_blocks(model, asked)
     if asked.memory is not None:
-        blocks, why = fewest(model, mesh, blocks, asked, rehearse)
+        blocks, why = fewest(model, mesh, blocks, asked, trial_step)
     for name in blocks:
         _recompute(model.get_submodule(name), name, asked.keep)
     kept = " and the results of convolutions and matrix products" if asked.keep == "convolutions" else ""
@@ -275,14 +275,14 @@ def to_host(tensor: Tensor) -> Any:
     Small is meant of wholes, so that ranks choose alike.
     """
     is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-    tile = tensor.own if type(tensor) is TiledTensor else tensor
+    tile = tensor.local if type(tensor) is TiledTensor else tensor
     if isinstance(tensor, nn.Parameter):
         return tensor
     if is_weight or tensor.numel() * tensor.element_size() < SMALLEST_BYTES or type(tile) is not Tensor:
         return tensor.detach()  # a result that is saved as it is would hold the operation that saves it, for ever
     values = torch.empty_like(tile, device="cpu", pin_memory=tile.is_cuda, memory_format=torch.preserve_format)
     values.copy_(tile.detach(), non_blocking=tile.is_cuda)
-    return _Away(values, tile.device, tensor.laid if type(tensor) is TiledTensor else None)
+    return _Away(values, tile.device, tensor.tile_layout if type(tensor) is TiledTensor else None)
 
 
 def from_host(kept: Any) -> Tensor:

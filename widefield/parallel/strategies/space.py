@@ -13,7 +13,7 @@ PHASE = Phase.SPLIT
 
 
 def apply(
-    model: nn.Module, mesh: Mesh, *, rehearse: Callable[[], Tensor] | None = None, sample: Tensor | None = None
+    model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
 ) -> list[str]:
     """Nothing of the model changes: operations on tiled images exchange what they need."""
     sizes = mesh.grid.sizes

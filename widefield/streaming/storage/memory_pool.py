@@ -91,7 +91,7 @@ def _reserve(file: int, size_bytes: int) -> None:
         os.ftruncate(file, size_bytes)
 
 
-class Shelf:
+class FreeList:
     """Blocks of one kind: those that tensors have, and those that wait for the next.
 
     folder: as of `Block`.  most_idle: bytes that wait at most.
@@ -159,5 +159,5 @@ class Pool:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self.host = Shelf(None, most_waste=HOST_WASTE)
-        self.file = Shelf(str(folder or ""), most_idle=memory // 2)
+        self.host = FreeList(None, most_waste=HOST_WASTE)
+        self.file = FreeList(str(folder or ""), most_idle=memory // 2)

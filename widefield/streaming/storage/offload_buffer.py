@@ -1,7 +1,7 @@
 """Where does a whole tensor lie that tiles in time write and read, box by box?
 
-A `Kept` lies on the device, in the CPU's memory, or in a file that has no name and ends with it.  Boxes are in pixels of the
-whole, an Interval per dim.
+An `OffloadBuffer` lies on the device, in the CPU's memory, or in a file that has no name and ends with it.  Boxes are in pixels
+of the whole, an Interval per dim.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Arrival = tuple[Box, Tensor, torch.cuda.Event | None, bool]
 
 
 @dataclass
-class Room:
+class ByteBudget:
     """Bytes of the device that kept tensors may take together, before the next goes where it was to go."""
 
     bytes: int = 0
@@ -51,7 +51,7 @@ class Room:
         return fits
 
 
-class Kept:
+class OffloadBuffer:
     """One whole tensor that is written and read by boxes; zeros where nothing was written.
 
     shape, dtype, device: the whole's, as a program that holds it all would have it.
@@ -73,7 +73,7 @@ class Kept:
         place: str = "device",
         order: Sequence[int] | None = None,
         pool: Pool | None = None,
-        room: Room | None = None,
+        room: ByteBudget | None = None,
     ) -> None:
         if place not in PLACES:
             hint = did_you_mean(str(place), PLACES)
@@ -91,7 +91,7 @@ class Kept:
         self._is_freed = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Kept:
+    def of(cls, tensor: Tensor) -> OffloadBuffer:
         """A tensor that exists already, without a copy: what is written to it is written to the tensor."""
         kept = cls(tensor.shape, tensor.dtype, tensor.device, order=stride_order(tensor.stride()))
         kept._memory, kept._written = tensor.detach(), [all_of(tensor.shape)]
@@ -190,21 +190,21 @@ class Kept:
         """The tile where the whole lies, and what to wait for before it is read."""
         if self._is_here:
             return tile, None
-        lane = lane_to(self.device, "down")
-        return (tile.cpu(), None) if lane is None else _lowered(tile, lane, self.device, self.order)
+        copy_stream = copy_stream_to(self.device, "down")
+        return (tile.cpu(), None) if copy_stream is None else _lowered(tile, copy_stream, self.device, self.order)
 
     def _brought(self, box: Box) -> Tensor:
         """A copy on the device of a box of a whole that lies elsewhere."""
         assert self._memory is not None
-        lane = lane_to(self.device, "up")
-        with beside(lane):
+        copy_stream = copy_stream_to(self.device, "up")
+        with beside(copy_stream):
             there = _empty(size_of(box), self.dtype, self.device, self.order)
             for part in self._parts(box):
                 place = self._place(part)
-                there[within(box, part)].copy_(place if lane is None else raised(place, self.device, self.order))
+                there[within(box, part)].copy_(place if copy_stream is None else to_device(place, self.device, self.order))
                 if self._file is not None:
                     self._file.drop(*self._range(place))
-        return awaited(there, lane)
+        return awaited(there, copy_stream)
 
     # ------------------------------------------------------------------------------------------ memory
 
@@ -344,7 +344,7 @@ def _empty(
     return torch.empty_permuted(tuple(size), tuple(order), dtype=dtype, device=device, pin_memory=is_pinned)
 
 
-def lane_to(device: torch.device, way: str) -> torch.cuda.Stream | None:
+def copy_stream_to(device: torch.device, way: str) -> torch.cuda.Stream | None:
     """The stream on which copies go up to a GPU or down from it; None for other devices, whose copies are waited for."""
     if device.type != "cuda":
         return None
@@ -356,32 +356,32 @@ def _lane_of(index: int, way: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)
 
 
-def beside(lane: torch.cuda.Stream | None) -> Any:
-    return contextlib.nullcontext() if lane is None else torch.cuda.stream(lane)
+def beside(copy_stream: torch.cuda.Stream | None) -> Any:
+    return contextlib.nullcontext() if copy_stream is None else torch.cuda.stream(copy_stream)
 
 
 def _lowered(
-    tile: Tensor, lane: torch.cuda.Stream, device: torch.device, order: Sequence[int]
+    tile: Tensor, copy_stream: torch.cuda.Stream, device: torch.device, order: Sequence[int]
 ) -> tuple[Tensor, torch.cuda.Event]:
     """The GPU's tile in pinned memory, from when the event is done."""
     ours = _empty(tile.shape, tile.dtype, device, order).copy_(tile)  # its owner may go on to write to the tile
     there = _empty(tile.shape, tile.dtype, CPU, order, is_pinned=True)
-    lane.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(lane):
+    copy_stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(copy_stream):
         there.copy_(ours, non_blocking=True)
-    ours.record_stream(lane)
-    return there, lane.record_event()
+    ours.record_stream(copy_stream)
+    return there, copy_stream.record_event()
 
 
-def raised(place: Tensor, device: torch.device, order: Sequence[int]) -> Tensor:
+def to_device(place: Tensor, device: torch.device, order: Sequence[int]) -> Tensor:
     """The CPU's pixels on the GPU, as soon as the current stream comes to it; nobody waits."""
     return _empty(place.shape, place.dtype, CPU, order, is_pinned=True).copy_(place).to(device, non_blocking=True)
 
 
-def awaited(there: Tensor, lane: torch.cuda.Stream | None) -> Tensor:
+def awaited(there: Tensor, copy_stream: torch.cuda.Stream | None) -> Tensor:
     """What comes on a lane, for use in the current stream, which waits for it while the CPU goes on."""
-    if lane is not None:
+    if copy_stream is not None:
         current = torch.cuda.current_stream(there.device)
-        current.wait_stream(lane)
+        current.wait_stream(copy_stream)
         there.record_stream(current)
     return there

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from widefield.geometry.box import Box, is_empty, size_of, within
-from widefield.streaming.storage.offload_buffer import all_of, awaited, beside, check_inside, lane_to, raised, shown
+from widefield.streaming.storage.offload_buffer import all_of, awaited, beside, check_inside, copy_stream_to, shown, to_device
 
 
 def from_reader(
@@ -18,7 +18,7 @@ def from_reader(
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> Reader:
+) -> WindowedImage:
     """An image that is never in memory whole: in a file, or made by a function.  A streamed module takes it as a tensor.
 
     read(window): the pixels of a window, as a torch tensor or a numpy array of the window's size.  `window` has a slice with
@@ -49,10 +49,10 @@ def from_reader(
         raise ValueError(f"dtype={dtype!r} is none of torch's; write it as torch.float32")
     if any(extent < 0 for extent in shape):
         raise ValueError(f"shape={tuple(shape)} has a negative size; give the pixels of the whole on every dim")
-    return Reader(read, torch.Size(shape), dtype, torch.device(device))
+    return WindowedImage(read, torch.Size(shape), dtype, torch.device(device))
 
 
-class Reader:
+class WindowedImage:
     """A whole that a function reads, window by window; `from_reader` makes it."""
 
     def __init__(self, read: Callable[..., Any], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
@@ -80,12 +80,12 @@ class Reader:
         if is_empty(box):
             return torch.empty(size_of(box), dtype=self.dtype, device=self.device)
         pixels = self._checked(self._read(within(all_of(self.shape), box)), box)
-        lane = lane_to(self.device, "up")
-        if lane is None or pixels.device.type != "cpu":
+        copy_stream = copy_stream_to(self.device, "up")
+        if copy_stream is None or pixels.device.type != "cpu":
             return pixels.to(self.device, self.dtype)
-        with beside(lane):
-            there = raised(pixels, self.device, tuple(range(pixels.ndim)))
-        return awaited(there, lane).to(self.dtype)
+        with beside(copy_stream):
+            there = to_device(pixels, self.device, tuple(range(pixels.ndim)))
+        return awaited(there, copy_stream).to(self.dtype)
 
     def _checked(self, given: Any, box: Box) -> Tensor:
         tensor = _as_tensor(given)

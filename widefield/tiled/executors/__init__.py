@@ -12,13 +12,13 @@ from torch import Tensor
 
 from widefield.comm import halo
 from widefield.geometry.layout import Grid, Layout, layout_of
-from widefield.rules import Additive, Description, Local, Placed, Reduced, Tile, Total, Turns, Windowed
-from widefield.tiled.executors.additive import additive, finish_total
-from widefield.tiled.executors.ring import placed, turns
-from widefield.tiled.executors.windowed import windowed
-from widefield.tiled.redistribute import first_cut, moved, on_layout, own_of
+from widefield.rules import Additive, Description, Local, PartialSum, Reduced, Ring, ShardedProduct, Tile, Windowed
+from widefield.tiled.executors.additive import build_additive, finish_total
+from widefield.tiled.executors.ring import build_ring, build_sharded_product
+from widefield.tiled.executors.windowed import build_windowed
+from widefield.tiled.redistribute import first_cut, local_of, moved, to_layout
 from widefield.tiled.tensor import wrap, wrap_view
-from widefield.tiled.view_writeback import give_home
+from widefield.tiled.view_writeback import attach_writeback
 
 Execute = Callable[[Sequence[Tensor]], Any]
 View = Callable[[tuple[int, ...]], "Sequence[tuple[int, ...] | None]"]
@@ -28,15 +28,17 @@ View = Callable[[tuple[int, ...]], "Sequence[tuple[int, ...] | None]"]
 def build(description: Description, grid: Grid, view: View | None = None) -> Execute:
     """The function that carries out a description on this rank; view: what the operation is on a whole, where it is a view."""
     if isinstance(description, Windowed):
-        return windowed(description, grid)
+        return build_windowed(description, grid)
     if isinstance(description, Additive):
-        return additive(description, grid)
+        return build_additive(description, grid)
     if isinstance(description, Reduced):
         return _reduced(description, grid)
     if isinstance(description, Local):
         return _local(description, grid) if view is None else _view(description, grid, view)
-    assert isinstance(description, (Placed, Turns)), f"a rule gave {description!r}, which is no description"
-    return placed(description, grid) if isinstance(description, Placed) else turns(description, grid)
+    assert isinstance(description, (ShardedProduct, Ring)), f"a rule gave {description!r}, which is no description"
+    return (
+        build_sharded_product(description, grid) if isinstance(description, ShardedProduct) else build_ring(description, grid)
+    )
 
 
 # ---------------------------------------------------------------------------------------------- reductions
@@ -46,7 +48,7 @@ def _reduced(d: Reduced, grid: Grid) -> Execute:
     layout = first_cut(d.reads).layout if d.at is None else d.at[0]
     assert layout is not None, "a reduction without a tiled tensor is plain"
     axes = tuple(sorted(axis for dim in d.dims for axis in (layout.cuts[dim].axes if layout.cuts[dim] else ())))
-    ways = grid.ways(axes)
+    ways = grid.num_shards(axes)
     group = grid.group_name(axes) if ways > 1 else ""
     layouts = [
         layout_of(out.shape, layout.cuts if out.cuts is None else out.cuts, grid) if isinstance(out, Tile) else None
@@ -58,14 +60,14 @@ def _reduced(d: Reduced, grid: Grid) -> Execute:
     def execute(tensors: Sequence[Tensor]) -> Any:
         tiles = list(tensors)
         for number, to in wanted:
-            tiles[number] = on_layout(tensors[number], to) if to is not None else own_of(tensors[number])
+            tiles[number] = to_layout(tensors[number], to) if to is not None else local_of(tensors[number])
         part = d.local(*(tiles[number] for number in numbers))
         if d.merge is not None:
             total = d.merge(halo.gather_sums(part, ways, group) if ways > 1 else part.unsqueeze(0))
         else:
             total = halo.add_sums(part, group) if ways > 1 else part
-        if d.settle is not None:
-            d.settle(total, *tiles)
+        if d.update_buffers is not None:
+            d.update_buffers(total, *tiles)
         results = (total,) if d.finish is None else d.finish(total, *tiles)
         results = results if isinstance(results, tuple) else (results,)
         wrapped = tuple(
@@ -79,8 +81,8 @@ def _reduced(d: Reduced, grid: Grid) -> Execute:
 def _wrap_result(value: Any, out: Any, to: Layout | None, layout: Layout, grid: Grid, tensors: Sequence[Tensor]) -> Any:
     if out is None or value is None:
         return value
-    if isinstance(out, Total):
-        return finish_total(value, out, layout.ways, layout, grid, tensors)
+    if isinstance(out, PartialSum):
+        return finish_total(value, out, layout.num_shards, layout, grid, tensors)
     assert to is not None
     return value if value.ndim == 0 else wrap(value, to)
 
@@ -97,7 +99,7 @@ def _local(d: Local, grid: Grid) -> Execute:
     def execute(tensors: Sequence[Tensor]) -> Any:
         tiles = list(tensors)
         for number, to in wanted:
-            tiles[number] = on_layout(tensors[number], to) if to is not None else own_of(tensors[number])
+            tiles[number] = to_layout(tensors[number], to) if to is not None else local_of(tensors[number])
         results = d.run(layout, *tiles)
         if isinstance(results, Tensor):
             return wrapped(results, outs[0])
@@ -114,14 +116,14 @@ def _view(d: Local, grid: Grid, view: View) -> Execute:
 
     def execute(tensors: Sequence[Tensor]) -> Any:
         source = tensors[number]
-        results, strides = d.run(layout, on_layout(source, layout)), source.stride()
+        results, strides = d.run(layout, to_layout(source, layout)), source.stride()
         if strides not in known:
             known[strides] = view(strides)
         if isinstance(results, Tensor):
             made: Any = wrap_view(results, outs[0], known[strides][0])
         else:
             made = [wrap_view(*each) for each in zip(results, outs, known[strides], strict=True)]
-        give_home(made, source, layout, d.run)
+        attach_writeback(made, source, layout, d.run)
         return made
 
     return execute

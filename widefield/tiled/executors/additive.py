@@ -12,10 +12,10 @@ from widefield.comm import halo
 from widefield.comm.halo import Move
 from widefield.geometry.box import Box, is_empty, meet, within
 from widefield.geometry.layout import Grid, Layout, layout_of
-from widefield.rules import Additive, Meta, Part, Tile, Total
+from widefield.rules import Additive, LocalBoxes, Meta, PartialSum, Tile
 from widefield.tiled.executors.windowed import Execute, rest_of_tensors
 from widefield.tiled.partial_gradient import partial_of
-from widefield.tiled.redistribute import boxes_of, move_for, own_of, space_group, wanted_by, ways_of
+from widefield.tiled.redistribute import boxes_of, local_of, move_for, num_shards_of, space_group, wanted_by
 from widefield.tiled.tensor import wrap, wrap_view
 
 
@@ -26,30 +26,30 @@ class _Boxes:
         over, meta = d.over, d.read.tensor
         writes = boxes_of(over, grid)
         wanted = wanted_by(d.read, writes, over.shape)
-        self.home, held = writes[grid.index], boxes_of(meta, grid)[grid.index]
+        self.writeback, held = writes[grid.index], boxes_of(meta, grid)[grid.index]
         self.move = None if meta.layout is None else move_for(meta.layout, wanted)
-        self.own = meet(held, wanted[grid.index])
-        self.at_home = _met(d, self.own, self.home, all_reached=True)
-        self.own_part = None if self.own == held else within(held, self.own)
-        self.home_part = None if self.at_home == self.home else within(self.home, self.at_home)
+        self.local = meet(held, wanted[grid.index])
+        self.at_home = _met(d, self.local, self.writeback, all_reached=True)
+        self.own_part = None if self.local == held else within(held, self.local)
+        self.home_part = None if self.at_home == self.writeback else within(self.writeback, self.at_home)
         self.is_idle = self.move is None or self.move.is_idle
-        self.has_own = not is_empty(self.own) and not is_empty(self.at_home)
+        self.has_own = not is_empty(self.local) and not is_empty(self.at_home)
 
 
-def additive(d: Additive, grid: Grid) -> Execute:
+def build_additive(d: Additive, grid: Grid) -> Execute:
     """The function that carries out an additive rule on this rank."""
     over, meta, boxes = d.over, d.read.tensor, _Boxes(d, grid)
     move, home_part, own_part = boxes.move, boxes.home_part, boxes.own_part
     covers = _covers(d, boxes)
-    base = d.prepare(Part((boxes.own,), boxes.at_home, alone=covers)) if boxes.has_own else None
+    base = d.prepare(LocalBoxes((boxes.local,), boxes.at_home, alone=covers)) if boxes.has_own else None
     alone = None if d.alone is None or (covers and base is not None) else _alone(d)
-    terms = _terms(d, move, boxes.home)
-    finish = _sums_wrapper(d.outs, over, ways_of(over), grid)
+    terms = _terms(d, move, boxes.writeback)
+    finish = _sums_wrapper(d.outs, over, num_shards_of(over), grid)
     rest, group = rest_of_tensors([meta.number, over.number]), space_group(grid)
 
     def execute(tensors: Sequence[Tensor]) -> Any:
-        read, mine, others = tensors[meta.number], own_of(tensors[over.number]), rest(tensors)
-        tile = own_of(read)
+        read, mine, others = tensors[meta.number], local_of(tensors[over.number]), rest(tensors)
+        tile = local_of(read)
         pieces = () if boxes.is_idle else _kept(read, move)
         pending = halo.start([move], [tile], group) if pieces is None else None
         outs: list[Any] = [None] * len(d.outs)
@@ -82,18 +82,18 @@ def _covers(d: Additive, boxes: _Boxes) -> bool:
         return False
     summed = d.alone[0]
     if summed.is_cut and d.over.is_cut and summed.layout.axes != d.over.layout.axes:  # type: ignore[union-attr]
-        averaged = all(out.deferred for out in d.outs if isinstance(out, Total))
+        averaged = all(out.is_partial_gradient for out in d.outs if isinstance(out, PartialSum))
         assert averaged, "a sum over other axes than the tile's adds up in the mean over all ranks alone"
     whole = boxes.own_part is None or summed is not d.read.tensor
-    return ways_of(summed) == ways_of(d.over) and whole and boxes.home_part is None
+    return num_shards_of(summed) == num_shards_of(d.over) and whole and boxes.home_part is None
 
 
 def _alone(d: Additive) -> Callable[[Sequence[Tensor]], tuple[int, Tensor]]:
     """The sum over one tensor's tile by itself, weighed so that its total over ranks counts each pixel once."""
     assert d.alone is not None
     summed, (number, run) = d.alone
-    share = ways_of(summed) / ways_of(d.over)
-    return lambda tensors: (number, run(own_of(tensors[summed.number])) * share)
+    share = num_shards_of(summed) / num_shards_of(d.over)
+    return lambda tensors: (number, run(local_of(tensors[summed.number])) * share)
 
 
 def _terms(d: Additive, move: Move | None, home: Box) -> list[tuple[tuple[slice, ...], Any]]:
@@ -101,7 +101,7 @@ def _terms(d: Additive, move: Move | None, home: Box) -> list[tuple[tuple[slice,
     terms = []
     for _, box in move.route.receives if move is not None else ():
         where = _met(d, box, home)
-        terms.append(((), None) if is_empty(where) else (within(home, where), d.prepare(Part((box,), where))))
+        terms.append(((), None) if is_empty(where) else (within(home, where), d.prepare(LocalBoxes((box,), where))))
     return terms
 
 
@@ -131,7 +131,7 @@ def _add(outs: list[Any], kinds: Sequence[Any], term: Sequence[Any], where: tupl
             outs[number] = value if outs[number] is None else outs[number] + value
 
 
-def _sums_wrapper(outs: Sequence[Tile | Total | None], over: Meta, ways: int, grid: Grid) -> Callable:
+def _sums_wrapper(outs: Sequence[Tile | PartialSum | None], over: Meta, ways: int, grid: Grid) -> Callable:
     """Turn this rank's parts into the operation's outputs."""
     layout = over.layout
 
@@ -140,12 +140,12 @@ def _sums_wrapper(outs: Sequence[Tile | Total | None], over: Meta, ways: int, gr
         for out, value in zip(outs, parts, strict=True):
             if out is None:
                 done.append(None)
-            elif isinstance(out, Total):
+            elif isinstance(out, PartialSum):
                 done.append(finish_total(value, out, ways, layout, grid, tensors))
             elif layout is None:
                 raise AssertionError("an additive rule's tile must be that of a tiled tensor")
             else:
-                value = tensors[over.number].own.new_zeros(layout.tile_shape) if value is None else value  # type: ignore
+                value = tensors[over.number].local.new_zeros(layout.tile_shape) if value is None else value  # type: ignore
                 done.append(wrap(value, layout))
         return tuple(done) if len(done) > 1 else done[0]
 
@@ -153,14 +153,14 @@ def _sums_wrapper(outs: Sequence[Tile | Total | None], over: Meta, ways: int, gr
 
 
 def finish_total(
-    value: Tensor | None, out: Total, ways: int, layout: Layout | None, grid: Grid, tensors: Sequence[Tensor]
+    value: Tensor | None, out: PartialSum, ways: int, layout: Layout | None, grid: Grid, tensors: Sequence[Tensor]
 ) -> Tensor:
     """A sum of which this rank has a part: a partial gradient, or added up now."""
     if value is None:
         value = torch.zeros(out.shape, dtype=out.dtype or tensors[0].dtype, device=tensors[0].device)
     if ways == 1:
-        return value if out.deferred else _uncut(value, grid)
-    if out.deferred:
+        return value if out.is_partial_gradient else _uncut(value, grid)
+    if out.is_partial_gradient:
         return partial_of(value.mul(ways), grid)
     assert layout is not None
     return _uncut(halo.add_sums(value, grid.group_name(layout.axes)), grid)

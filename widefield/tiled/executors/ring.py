@@ -18,9 +18,9 @@ from widefield.comm.halo import Move
 from widefield.geometry.box import Route, is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Grid, Layout
-from widefield.rules import Placed, Turns
+from widefield.rules import Ring, ShardedProduct
 from widefield.tiled.partial_gradient import partial_of
-from widefield.tiled.redistribute import recut, space_group
+from widefield.tiled.redistribute import redistribute, space_group
 from widefield.tiled.tensor import TiledTensor, wrap_view
 
 Execute = Callable[[Sequence[Tensor]], Any]
@@ -29,22 +29,22 @@ Execute = Callable[[Sequence[Tensor]], Any]
 def brought(tensor: Tensor, layout: Layout) -> Tensor:
     """This rank's tile of a tensor of the layout's shape, wherever its pixels are now."""
     if type(tensor) is TiledTensor:
-        return recut(tensor, layout)
+        return redistribute(tensor, layout)
     return tensor[tuple(slice(i.start, i.stop) for i in layout.box)] if layout.is_cut else tensor
 
 
-def placed(d: Placed, grid: Grid) -> Execute:
-    """The function that carries out a Placed description on this rank."""
+def build_sharded_product(d: ShardedProduct, grid: Grid) -> Execute:
+    """The function that carries out a ShardedProduct description on this rank."""
     places = [(meta.number, layout) for meta, layout in zip(d.reads, d.layouts, strict=True)]
-    group = grid.group_name(d.over) if grid.ways(d.over) > 1 else ""
-    spread = grid.ways(tuple(sorted({*d.over, *d.out.axes})))
+    group = grid.group_name(d.over) if grid.num_shards(d.over) > 1 else ""
+    spread = grid.num_shards(tuple(sorted({*d.over, *d.out.axes})))
 
     def execute(tensors: Sequence[Tensor]) -> Any:
         tiles = _as_tiles(tensors)
         for number, layout in places:
             tiles[number] = brought(tensors[number], layout)
         part = d.run(*tiles)
-        if spread > 1 and (d.deferred or (group and not d.out.is_cut and _in_first_backward())):
+        if spread > 1 and (d.is_partial_gradient or (group and not d.out.is_cut and _in_first_backward())):
             return partial_of(_part_of_mean(part, d.out, spread), grid)
         if group:
             part = halo.add_sums(part, group)
@@ -69,14 +69,14 @@ def _part_of_mean(part: Tensor, layout: Layout, spread: int) -> Tensor:
 
 
 def _as_tiles(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.own if type(tensor) is TiledTensor else tensor for tensor in tensors]
+    return [tensor.local if type(tensor) is TiledTensor else tensor for tensor in tensors]
 
 
 # ---------------------------------------------------------------------------------------------- tiles that go round
 
 
-def turns(d: Turns, grid: Grid) -> Execute:
-    """The function that carries out a Turns description on this rank."""
+def build_ring(d: Ring, grid: Grid) -> Execute:
+    """The function that carries out a Ring description on this rank."""
     places = [(meta.number, layout) for meta, layout in zip(d.reads, d.layouts, strict=True)]
     layouts = {number: layout for number, layout in places if number in d.travel}
     ring = _ring(grid, d.axes)
@@ -85,7 +85,7 @@ def turns(d: Turns, grid: Grid) -> Execute:
     onward = [_onward(travels, ring, me, turn) for turn in range(count - 1)]
     homeward = [_homeward(travels, ring, me, turn) for turn in range(count)]
     at = [travels[0].boxes[ring[(me - turn) % count]][d.dim] for turn in range(count)]
-    group, together = space_group(grid), grid.group_name(d.together) if grid.ways(d.together) > 1 else ""
+    group, together = space_group(grid), grid.group_name(d.together) if grid.num_shards(d.together) > 1 else ""
 
     def execute(tensors: Sequence[Tensor]) -> Any:
         stay = _as_tiles(tensors)

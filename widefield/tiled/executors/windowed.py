@@ -13,8 +13,8 @@ from widefield.comm.halo import Move, Piece
 from widefield.geometry.box import Box, is_empty, meet, rest_of, size_of, within
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Grid, Layout, layout_of
-from widefield.rules import Part, Read, Tile, Windowed
-from widefield.tiled.redistribute import boxes_of, following_cuts, move_for, own_of, space_group, wanted_box, wanted_by
+from widefield.rules import LocalBoxes, Read, Tile, Windowed
+from widefield.tiled.redistribute import boxes_of, following_cuts, local_of, move_for, space_group, wanted_box, wanted_by
 from widefield.tiled.tensor import wrap
 
 Execute = Callable[[Sequence[Tensor]], Any]
@@ -22,7 +22,7 @@ SMALL_SHARE = 0.25
 """Edges that are a larger share of a tile than this are not worth computing apart: the tile is joined with its halo then."""
 
 
-class _Source:
+class _ReadSource:
     """One read of a Windowed description, as this rank carries it out."""
 
     def __init__(self, read: Read, writes: Sequence[Box], shape: tuple[int, ...], grid: Grid) -> None:
@@ -40,31 +40,31 @@ class _Source:
 
     def take(self, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor:
         """The wanted box."""
-        tile = own_of(tensor)
+        tile = local_of(tensor)
         if self.move is not None:
             return halo.assemble(self.move, tile, pieces)
         return tile if self.wanted == self.held else tile[within(self.held, self.wanted)]
 
 
-def windowed(d: Windowed, grid: Grid) -> Execute:
+def build_windowed(d: Windowed, grid: Grid) -> Execute:
     main = next((read for read in d.reads if read.tensor.is_cut), d.reads[0])
     layouts = [layout_of(out.shape, following_cuts(main, out.shape) if out.cuts is None else out.cuts, grid) for out in d.outs]
     writes, write = layouts[0].boxes, layouts[0].box
-    sources = [_Source(read, writes, d.outs[0].shape, grid) for read in d.reads]
+    sources = [_ReadSource(read, writes, d.outs[0].shape, grid) for read in d.reads]
     group = space_group(grid)
     finish = _wrapper(d.outs, layouts, d.reads[0].tensor.number)
     rest = rest_of_tensors([source.number for source in sources])
     moving = [source for source in sources if source.move is not None]  # on every rank the same, so messages look alike
     halo_moves = moving if any(not source.is_idle for source in moving) else []
-    joined = None if is_empty(write) else d.prepare(Part(tuple(source.wanted for source in sources), write))
+    joined = None if is_empty(write) else d.prepare(LocalBoxes(tuple(source.wanted for source in sources), write))
     edges = _edges(d, sources, writes, grid) if d.splits and len(sources) == 1 and halo_moves else None
     if edges is not None:
         return _split(d, sources[0], edges, write, rest, finish, group)
 
     def execute(tensors: Sequence[Tensor]) -> Any:
-        pieces: dict[_Source, Sequence[Piece]] = {}
+        pieces: dict[_ReadSource, Sequence[Piece]] = {}
         if halo_moves:
-            pending = halo.start([s.move for s in halo_moves], [own_of(tensors[s.number]) for s in halo_moves], group)
+            pending = halo.start([s.move for s in halo_moves], [local_of(tensors[s.number]) for s in halo_moves], group)
             for source, got in zip(halo_moves, pending.wait(), strict=True):
                 pieces[source] = got
                 _keep(tensors[source.number], source.move, got)
@@ -81,13 +81,13 @@ def _keep(tensor: Tensor, move: Move | None, pieces: Sequence[Piece]) -> None:
 
     One for each exchange that the tensor was in: ranks take part in different ones and must agree on which are remembered.
     """
-    if not tensor.requires_grad and type(getattr(tensor, "own", None)) is Tensor:
+    if not tensor.requires_grad and type(getattr(tensor, "local", None)) is Tensor:
         known = getattr(tensor, "kept", None) or {}
         known[id(move)] = (move, pieces)
         tensor.kept = known  # type: ignore[attr-defined]
 
 
-def _edges(d: Windowed, sources: list[_Source], writes: Sequence[Box], grid: Grid) -> list[tuple[Box, Box]] | None:
+def _edges(d: Windowed, sources: list[_ReadSource], writes: Sequence[Box], grid: Grid) -> list[tuple[Box, Box]] | None:
     """Which boxes of the output need halo, and what each reads; None where they are too much of the tile."""
     source, write = sources[0], writes[grid.index]
     own = meet(source.held, source.wanted)
@@ -121,23 +121,23 @@ def _inner(read: Read, dim: int, write: Interval, own: Interval) -> Interval:
     return Interval(start, write.stop - away(range(write.stop - 1, start - 1, -1)))
 
 
-def _split(d: Windowed, source: _Source, edges: list[tuple[Box, Box]], write: Box, rest, finish, group: str) -> Execute:
+def _split(d: Windowed, source: _ReadSource, edges: list[tuple[Box, Box]], write: Box, rest, finish, group: str) -> Execute:
     """Run on the own tile while the halo travels, then run the edges again on strips that have it."""
     assert source.move is not None
     move, own = source.move, meet(source.held, source.wanted)
-    inner = d.prepare(Part((own,), write))
+    inner = d.prepare(LocalBoxes((own,), write))
     strips = [
         (
             within(write, out),
             Move(source.held, strip, halo.Route((), (), meet(source.held, strip))),
-            d.prepare(Part((strip,), out)),
+            d.prepare(LocalBoxes((strip,), out)),
         )
         for out, strip in edges
     ]
     at = None if own == source.held else within(source.held, own)
 
     def execute(tensors: Sequence[Tensor]) -> Any:
-        tile, others = own_of(tensors[source.number]), rest(tensors)
+        tile, others = local_of(tensors[source.number]), rest(tensors)
         pending = halo.start([move], [tile], group)
         out = inner(tile if at is None else tile[at], *others)
         (pieces,) = pending.wait()
@@ -165,7 +165,7 @@ def rest_of_tensors(numbers: Sequence[int]) -> Callable[[Sequence[Tensor]], list
     taken = frozenset(numbers)
 
     def rest(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [own_of(tensor) for n, tensor in enumerate(tensors) if n not in taken]
+        return [local_of(tensor) for n, tensor in enumerate(tensors) if n not in taken]
 
     return rest
 
