@@ -71,7 +71,7 @@ def _train(config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, st
     found = checkpoints.newest_sound()
     mesh.together(lambda: check_fresh(folder, passed_over=warnings) if mesh.is_main and found is None else None)
     own = None if found is None else mesh.together(lambda: resume(learner, checkpoints, found))
-    batches = training_batches(parts, first=learner.step, last=last, spare=learner.spare)
+    batches = training_batches(parts, first=learner.step, last=last, dummy_batch=learner.dummy_batch)
 
     def open_record() -> Record:
         record = stack.enter_context(Record.open(folder, log=config.log, resumed_step=found and learner.step))

@@ -109,7 +109,7 @@ def test_a_tile_on_its_way_is_waited_for_before_anything_else_happens(use):
             "copy_stream_to": lambda device, way: way,
             "beside": lambda lane: contextlib.nullcontext(),
             "_lowered": late,
-            "raised": lambda place, device, order: place.clone(),
+            "to_device": lambda place, device, order: place.clone(),
             "awaited": lambda there, lane: there,
         }.items():
             stack.enter_context(mock.patch.object(offload_buffer, name, fake))
