@@ -8,7 +8,7 @@ import os
 import pytest
 from command import DIGITS, run
 
-from widefield.bench import Order, bench
+from widefield.bench import BenchRequest, bench
 from widefield.bench.candidates import ONE, PLAIN, Candidate, candidates, chosen
 from widefield.bench.compare import _own
 from widefield.config import read_config
@@ -64,7 +64,7 @@ def test_a_plan_that_is_neither_is_refused(text):
 )
 def test_a_recipes_own_plan_is_tried_where_it_is_none_of_the_usual_ones(overrides, own):
     config = read_config(DIGITS, overrides)
-    found = _own(Order(DIGITS, overrides), config, candidates(2, gpus=0, cores=1), 2)
+    found = _own(BenchRequest(DIGITS, overrides), config, candidates(2, gpus=0, cores=1), 2)
     assert [candidate.name for candidate in found] == ["as the recipe says"] * bool(own)
     for candidate in found:
         assert set(own) < set(candidate.overrides)
@@ -77,20 +77,20 @@ def test_a_recipes_own_plan_is_tried_where_it_is_none_of_the_usual_ones(override
 @pytest.mark.parametrize("name", ["ranks", "steps", "warmup"])
 def test_counts_below_one_are_refused(name):
     with pytest.raises(ValueError, match=f"--{name} is 0; write 1 or more"):
-        bench(Order(DIGITS, **{name: 0}))
+        bench(BenchRequest(DIGITS, **{name: 0}))
 
 
 def test_a_folder_that_holds_a_comparison_is_not_overwritten(tmp_path):
     (tmp_path / "bench.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a comparison already; name another --out"):
-        bench(Order(DIGITS, out=tmp_path))
+        bench(BenchRequest(DIGITS, out=tmp_path))
 
 
 @pytest.mark.parametrize(("name", "says"), [("config.yaml", "is a run folder"), ("plans", "holds a comparison already")])
 def test_a_folder_of_a_run_or_of_a_comparison_that_was_killed_is_not_overwritten(name, says, tmp_path):
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f"{says}.*; name another --out"):
-        bench(Order(DIGITS, out=tmp_path))
+        bench(BenchRequest(DIGITS, out=tmp_path))
 
 
 @pytest.mark.long
@@ -157,7 +157,7 @@ def test_ranks_of_a_launcher_are_told_that_bench_starts_its_own(monkeypatch):
     for name, value in (place | {"MASTER_PORT": "29511"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="bench starts the ranks of each plan itself; run it once"):
-        bench(Order(DIGITS))
+        bench(BenchRequest(DIGITS))
 
 
 @pytest.mark.long
