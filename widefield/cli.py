@@ -276,11 +276,13 @@ def _text_of(path: str) -> str:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from widefield.bench import Order, bench
+    from widefield.bench import BenchRequest, bench
 
     names = ("recipe", "overrides", "ranks", "steps", "warmup", "plans", "trap", "timeline", "trust")
     out = Path(options.out) if options.out else None
-    return bench(Order(**{name: getattr(options, name) for name in names}, out=out), lambda text: print(text, flush=True))
+    return bench(
+        BenchRequest(**{name: getattr(options, name) for name in names}, out=out), lambda text: print(text, flush=True)
+    )
 
 
 def _report(options: argparse.Namespace) -> int:
