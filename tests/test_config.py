@@ -155,6 +155,7 @@ def test_a_wrong_type_names_value_type_and_line():
         ("stream.tiles=[]", "'stream.tiles' is [] (list): list should have at least 1 item"),
         ("stream.keep=disk", "'stream.keep' is 'disk'. It can be 'device', 'host' or 'file'"),
         ("stream.memory=6", "'stream.memory' is 6 (int): no amount of memory: 6; write a number above 0 and a unit, as 6GiB"),
+        ("stream={tiles: [2], strict: perhaps}", "'stream.strict' is 'perhaps' (str): "),
         ("stream.tile=[2, 2]", "unknown key 'stream.tile'; did you mean 'tiles'? 'stream' has: tiles, memory, keep, compile"),
         ("stream={}", "'stream' is {} (dict): a stream needs to know its tiles or its memory; write stream.tiles=[4, 4] or"),
     ],

@@ -228,6 +228,9 @@ class StreamConfig(Section):
     """Where what is kept between the passes over an image lies; chosen by what fits where null."""
     compile: bool = False
     """Compile runs of pointwise operations on a tile with torch.compile."""
+    strict: bool = False
+    """Refuse a model of which an operation would run on the whole image, since no rule cuts it, rather than run it so and say
+    so."""
 
     @model_validator(mode="after")
     def _tiles_or_memory(self) -> StreamConfig:

@@ -61,6 +61,14 @@ def read_memory(text: object) -> int:
     return int(size)
 
 
+def bytes_text(size: float) -> str:
+    """1.5 GiB, 12 MiB, 300 KiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}" if size < 10 * unit else f"{size / unit:.0f} {name}"
+    return f"{size / 2**10:.0f} KiB"
+
+
 def _as_memory(text: object) -> str:
     read_memory(text)
     return str(text)

@@ -16,6 +16,7 @@ from streaming.both import IMAGE, Doing, conv, made
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from widefield.capture.ir import Graph
 from widefield.capture.trace import trace
 from widefield.streaming.api import stream
 from widefield.streaming.storage.windowed_image import from_reader
@@ -246,3 +247,56 @@ def test_following_takes_no_memory():
     graph = trace(module, module.forward, (from_reader(read, (1, 3, 100_000, 100_000)),), {})
     assert graph.outputs.shape == (1, 2, 100_000, 100_000)
     assert process.memory_info().rss - before < 200e6
+
+
+# ---------------------------------------------------------------------------------------------- where an operation is
+
+
+class Block(nn.Module):
+    """Calls a part, a part of a part, and a part's forward by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()), nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head.forward(self.body(x)) + self.body[1](x).tanh()
+
+
+def test_every_operation_knows_the_innermost_part_that_called_it():
+    net = nn.Sequential(Block(), nn.Softmax(1))
+    graph = trace(net, net.forward, (torch.randn(1, 3, 4, 4),), {})
+    assert [(node.path, node.name) for node in graph.nodes] == [
+        ("0.body.0", "convolution"), ("0.body.1", "relu"), ("0", "sigmoid"), ("0.body.1", "relu"), ("0", "tanh"), ("0", "add"),
+        ("1", "_softmax"),
+    ]  # fmt: skip
+
+
+def test_names_are_those_of_the_module_that_is_followed_wherever_it_stands():
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.5))
+
+        def forward(self, x: Tensor) -> Graph:
+            return trace(self.inner, self.inner.forward, (x,), {})
+
+    paths = [(node.path, node.name) for node in Around()(torch.randn(1, 3, 4, 4)).nodes]
+    assert paths[0] == ("0", "convolution") and ("1", "bernoulli_") in paths and {path for path, _ in paths} == {"0", "1"}
+
+
+def test_a_part_that_failed_is_not_taken_for_the_one_that_runs():
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fails, self.works = nn.Conv2d(5, 3, 1), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.fails(x)
+            except RuntimeError:
+                return self.works(x) * 2
+
+    net = Tries()
+    graph = trace(net, net.forward, (torch.randn(1, 3, 4, 4),), {})
+    assert [(node.path, node.name) for node in graph.nodes] == [("works", "convolution"), ("", "mul")]

@@ -23,7 +23,7 @@ from widefield.capture.interpreter import override_of
 from widefield.capture.trace import trace
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.parallel.inactive import inactive
-from widefield.parallel.parallelize import parallelize, reasons
+from widefield.parallel.parallelize import fallbacks, parallelize, reasons
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.parallel.strategies.pipeline import held_bytes
 from widefield.pipelining.runtime import _schedule
@@ -522,6 +522,20 @@ def test_reasons_say_what_a_stage_costs_and_how_long_it_waits():
     why = "\n".join(on_ranks(2, reasons_of, "batch norm", plan=plan_of(2))[0][0])
     assert "1 micro-batch on 2 ranks leaves 50% of the time idle" in why
     assert "batch_norm=per_micro_batch" in why
+
+
+def whole_batches(mesh, name):
+    return fallbacks(parallelize(net(name), mesh, sample=batch(name, 0, 4)[0]))
+
+
+def test_layers_that_keep_a_batch_in_one_are_named_with_its_bytes():
+    found = on_ranks(2, whole_batches, "batch norm", plan=plan_of(2))[0]
+    norms = [name for name, layer in net("batch norm").named_modules() if isinstance(layer, nn.BatchNorm2d)]
+    assert [one.module for one in found] == norms and {one.kind for one in found} == {"whole batch"}
+    image = batch("batch norm", 0, 4)[0]
+    pixels = 4 * image.shape[2] * image.shape[3]  # of four images, of four channels, and their means and variances
+    assert found[0].bytes == (4 * pixels + 2 * 4) * image.element_size()
+    assert on_ranks(2, whole_batches, "resnet", plan=plan_of(2))[0] == []
 
 
 class TwoLayers(nn.Module):

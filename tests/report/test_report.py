@@ -253,7 +253,8 @@ def test_the_page_loads_nothing_and_closes_every_tag(tmp_path):
 
 def test_text_from_outside_is_never_markup(tmp_path):
     lines = [
-        {**START, "reasons": [NAUGHTY], "plan": NAUGHTY, "machine": {**START["machine"], "host": NAUGHTY}}, step_line(1),
+        {**START, "reasons": [NAUGHTY], "plan": NAUGHTY, "fallbacks": [{**WHOLE, "module": NAUGHTY, "why": NAUGHTY}],
+         "machine": {**START["machine"], "host": NAUGHTY}}, step_line(1),
         {**evaluation_line(1), "metrics": {NAUGHTY: 1.0}}, {"kind": "warning", "time": 0.0, "text": NAUGHTY},
         {"kind": "checkpoint", "time": 0.0, "step": 1, "name": NAUGHTY}, end_line("failed", 1, NAUGHTY),
     ]  # fmt: skip
@@ -266,6 +267,34 @@ def test_text_from_outside_is_never_markup(tmp_path):
     reader = Reader(page(folder))
     assert "script" not in reader.tags and reader.open == []
     assert reader.text.count("alert('x')") >= 15
+
+
+WHOLE = {"kind": "run whole", "module": "up.attention", "operation": "bmm", "bytes": 3 * 2**20, "why": "no rule", "count": 2}
+
+
+def test_what_ran_whole_is_a_table_with_its_bytes_the_largest_first(tmp_path):
+    rows = [{**WHOLE, "module": f"layer{n}", "bytes": n * 2**20} for n in (1, 9)] + [
+        {**WHOLE, "kind": "drawn whole", "why": ""}
+    ]
+    html = page(folder_of(tmp_path / "run", [{**START, "fallbacks": rows}, step_line(1), end_line()]))
+    text = Reader(html).text
+    assert "run whole: 4 operations, 10 MiB in all, on the whole image at once" in text
+    assert "drawn whole: 2 operations, 3.0 MiB in all, random numbers of the whole image" in text
+    assert text.index("layer9") < text.index("layer1") and "9.0 MiB" in text and "no rule" in text
+    assert "Run on the whole" not in page(folder_of(tmp_path / "other", FULL))
+
+
+def test_a_long_table_ends_with_what_is_left(tmp_path):
+    rows = [{**WHOLE, "module": f"layer{n}", "bytes": 2**20, "count": 1} for n in range(60)]
+    text = Reader(page(folder_of(tmp_path / "run", [{**START, "fallbacks": rows}, step_line(1), end_line()]))).text
+    assert "10 more" in text and "run whole: 60 operations, 60 MiB in all" in text and "layer59" not in text
+
+
+def test_a_record_whose_fallbacks_are_odd_is_refused(tmp_path):
+    for number, odd in enumerate((7, [3], [{"kind": "run whole"}], [{**WHOLE, "bytes": "many"}])):
+        folder = folder_of(tmp_path / f"run{number}", [{**START, "fallbacks": odd}, step_line(1), end_line()])
+        with pytest.raises(ValueError, match="holds values that widefield does not write"):
+            write_report(folder)
 
 
 def test_equal_folders_give_equal_bytes(tmp_path):

@@ -250,3 +250,60 @@ class Looks(nn.Module):
 def test_a_model_that_depends_on_pixels_is_refused_in_words(tmp_path, monkeypatch):
     monkeypatch.setattr("widefield.models.build", lambda config, *, in_channels, num_classes: Looks(in_channels, num_classes))
     assert "Looks cannot be streamed: " in refused(tmp_path / "run")
+
+
+# ---------------------------------------------------------------------------------------------- what runs whole
+
+
+class Extreme(nn.Module):
+    """Takes the extreme of all pixels, which no sum over tiles gives."""
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(in_channels, num_classes, 1)
+
+    def forward(self, image):
+        x = self.layer(image)
+        return x - x.amax((2, 3), keepdim=True)
+
+
+def extreme(config, *, in_channels, num_classes):
+    return Extreme(in_channels, num_classes)
+
+
+def test_what_runs_whole_stands_in_the_record_and_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr("widefield.models.build", extreme)
+    folder = trained(tmp_path / "run", *TILES, "schedule.length=2step")
+    start = record(folder, "start")[0]
+    (one,) = start["fallbacks"]
+    pixels, classes = 70 * 59, Extreme(1, 11).layer.out_channels
+    assert (one["kind"], one["operation"], one["bytes"]) == ("run whole", "amax", 2 * classes * (pixels + 1) * 8)
+    assert any(reason.startswith("stream: run whole: the model's amax (") for reason in start["reasons"])
+    assert "run whole: 1 operation" in (folder / "report.html").read_text()
+
+
+def test_a_strict_recipe_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("widefield.models.build", extreme)
+    told = refused(tmp_path / "run", *TILES, "stream.strict=true")
+    assert "Extreme would run 1 operation on the whole image" in told and "stream.strict=false" in told
+
+
+def strictly(mesh, folder, settings):
+    from unittest import mock
+
+    with mock.patch("widefield.models.build", extreme):
+        try:
+            go(mesh, folder, STREAMED, settings)
+        except AgreedError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("layout", ["mesh.space=[2, 1]", "mesh.replicate=2"])
+def test_a_strict_recipe_is_refused_on_every_rank(tmp_path, layout):
+    told = on_ranks(2, strictly, tmp_path / "run", [*PAGES, *TILES, layout, "stream.strict=true"])
+    assert all("Extreme would run 1 operation on the whole image" in said for said in told)
+    assert not (tmp_path / "run" / "record.jsonl").exists()
+
+
+def test_a_strict_recipe_of_a_net_that_rules_cut_trains(tmp_path, whole):
+    assert_same(trained(tmp_path / "run", *TILES, "stream.strict=true", *OFTEN), whole)

@@ -8,7 +8,7 @@ import pkgutil
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from widefield import ops
+from widefield.capture.ir import Value
+from widefield.geometry.layout import Layout
 from widefield.rules import RuleCase
 from widefield.streaming.api import stream
+from widefield.streaming.tile_planner import TracedOp
 
 FAMILIES = sorted(found.name for found in pkgutil.iter_modules(ops.__path__))
 TILES = [(2, 2), (3, 5), (3,)]
@@ -98,11 +101,15 @@ ON_THE_WHOLE_IN = {
 
 @dataclass
 class Ran:
-    """What a case gave, tensors by name, or what it raised.  on_the_whole: operations that a stream ran on whole images."""
+    """What a case gave, tensors by name, or what it raised.
+
+    on_the_whole: operations that a stream ran on whole images; told: those that it says it did.
+    """
 
     tensors: dict[str, Tensor | None] = field(default_factory=dict)
     error: Exception | None = None
     on_the_whole: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
 
 
 class CaseModule(nn.Module):
@@ -143,13 +150,23 @@ def _ran(module: nn.Module, wholes: list[Tensor]) -> Ran:
     found = {f"output {n}": out.detach() for n, out in enumerate(outputs)}
     found |= {f"the gradient of input {n}": image.grad for n, image in images.items()}
     found |= {f"the gradient of weight {name}": weight.grad for name, weight in module.plain.items()}
-    return Ran(found, on_the_whole=_on_the_whole(module))
+    told = (
+        {one.operation for one in module._stream.fallbacks if one.kind == "run whole"} if hasattr(module, "_stream") else set()
+    )
+    return Ran(found, on_the_whole=_on_the_whole(module), told=told)
 
 
 def _on_the_whole(module: nn.Module) -> set[str]:
     programs = [program for program, *_ in module._stream.known.values()] if hasattr(module, "_stream") else []
-    units = [unit for program in programs for stage in program.stages for unit in stage.once]
-    return {getattr(unit.node.op, "_opname", repr(unit.node.op)) for unit in units if unit.wide and not unit.node.draws}
+    units = [(unit, program.layouts) for program in programs for stage in program.stages for unit in stage.once]
+    return {unit.node.name for unit, layouts in units if not unit.node.draws and _reads_pixels(unit, layouts)}
+
+
+def _reads_pixels(unit: TracedOp, layouts: Mapping[Value, Layout]) -> bool:
+    """Whether it wants the whole of a value that has more than one pixel where it is cut."""
+    wide = [unit.reads[number] for number in unit.wide if unit.reads[number].bytes]
+    cuts = [zip(value.shape, layouts[value].cuts, strict=True) for value in wide]
+    return any(extent > 1 for each in cuts for extent, cut in each if cut is not None)
 
 
 def _pull(outputs: list[Tensor]) -> None:
@@ -173,6 +190,9 @@ def problems_of(case: RuleCase, name: str, tiles: tuple[int, ...]) -> Iterator[s
             yield from (f"{what} {problem}" for problem in _differences(streamed.tensors[what], expected))
         unknown = streamed.on_the_whole - whole if len(tiles) == 2 else set()
         yield from (f"{name} runs on the whole image" for name in sorted(unknown))
+        yield from (
+            f"{name} runs on the whole image and nothing says so" for name in sorted(streamed.on_the_whole - streamed.told)
+        )
 
 
 def _not_refused(plain: Ran, streamed: Ran, pattern: str) -> Iterator[str]:

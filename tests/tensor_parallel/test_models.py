@@ -17,7 +17,9 @@ from torch import nn
 from widefield.capture.interpreter import override_of
 from widefield.comm import collectives
 from widefield.config import RecomputeConfig, StreamConfig
-from widefield.parallel.parallelize import parallelize, reasons
+from widefield.fallback import Fallback
+from widefield.parallel.parallelize import fallbacks, parallelize, reasons
+from widefield.parallel.strategies.channel import CASES
 from widefield.plan import Plan, check
 from widefield.tensor_parallel import search
 from widefield.verification.training import compare_training
@@ -193,6 +195,72 @@ def test_a_copy_and_a_pickle_have_one_ranks_part_and_compute_nothing(axis):
             assert said.startswith("this Sequential is a copy of what one rank has of a model in mesh.channel or mesh.stage")
         assert "Sequential is laid out already and each rank holds a part of its weights" in again
         assert name == "Sequential" and shape == [2, 2, 36, 36]
+
+
+# ---------------------------------------------------------------------------------------------- what is not cut
+
+
+class Sorted(nn.Module):
+    """No rule says how channels in parts are sorted."""
+
+    def forward(self, x):
+        return x.sort(1).values
+
+
+class Reused(nn.Module):
+    """A weight that is cut is read once more, by an operation that wants all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        return self.layer(x) + self.layer.weight.sort(0).values.sum()
+
+
+def told_of(mesh, model):
+    with every_layer():
+        parallelize(model, mesh, sample=torch.empty(2, 3, 12, 12, device="meta"))
+    return fallbacks(model), reasons(model)
+
+
+def test_values_that_are_gathered_are_named_with_their_reader_and_their_bytes():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Sorted(), nn.Conv2d(8, 6, 3))
+    for found, told in on_ranks(2, told_of, model, plan=Plan(channel=2)):
+        first, *others = found
+        why = "no rule says how it runs on parts of channels"
+        assert first == Fallback("gathered", "1", "sort", 2 * 8 * 10 * 10 * 4, why)
+        assert all((one.kind, one.module, one.operation) == ("gathered", "", "output") for one in others)
+        assert f"gathered: 1's sort (6 KiB): {why}" in told
+        assert any(reason.startswith("gathered: ") and " in all, brought whole to every rank" in reason for reason in told)
+
+
+def test_a_weight_that_is_gathered_is_named():
+    for found, _ in on_ranks(2, told_of, Reused(), plan=Plan(channel=2)):
+        (one,) = [one for one in found if one.operation == "sort"]
+        assert (one.kind, one.bytes) == ("gathered", 8 * 3 * 9 * 4)
+        assert one.why == "the weight layer.weight is held in parts, and it takes others, or the whole"
+
+
+def left_whole(mesh):
+    model = CASES[0].build()
+    parallelize(model, mesh, sample=torch.empty(CASES[0].shape, device="meta"))
+    return fallbacks(model), reasons(model)
+
+
+def test_layers_that_are_left_whole_are_named_with_the_bytes_of_their_weights():
+    for found, told in on_ranks(2, left_whole, plan=Plan(channel=2)):
+        assert [(one.module, one.bytes) for one in found if one.kind == "left whole"] == [("6", 24 * 9 * 4), ("11", 24 * 3 * 4)]
+        assert told[-1] == (
+            "left whole: 2 operations, 1 KiB in all, on every rank, for cutting them would send more than it saves: "
+            "6's convolution (864 bytes), 11's addmm (288 bytes)"
+        )
+
+
+def test_a_net_whose_channels_all_layers_share_has_nothing_to_tell():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3))
+    for found, _ in on_ranks(2, told_of, model, plan=Plan(channel=2)):
+        assert found == []
 
 
 # ---------------------------------------------------------------------------------------------- refusals

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from widefield.config import LogConfig
+from widefield.fallback import Fallback
 from widefield.training.record import Record, read
 from widefield.training.scalars import check_log
 from widefield.training.terminal import Throughput, clock_text, memory_text, rate_text
@@ -31,6 +32,16 @@ def started(folder: Path, log: LogConfig = QUIET, *, resumed_step: int | None = 
     record = Record.open(folder, log=log, resumed_step=resumed_step, stream=stream or io.StringIO())
     record.start(plan="replicate: 2", reasons=["lr 0.1: r"], ranks=2, steps=steps, samples_per_epoch=128, parameters=77000)
     return record
+
+
+def test_what_runs_whole_stands_in_the_record_the_largest_first(tmp_path):
+    told = {"plan": "", "reasons": [], "ranks": 1, "steps": 1, "samples_per_epoch": 1, "parameters": 1}
+    small, large = Fallback("drawn whole", "drop", "bernoulli_", 5), Fallback("run whole", "up.attention", "bmm", 7, "why", 2)
+    with Record.open(tmp_path, log=QUIET, stream=io.StringIO()) as record:
+        record.start(**told, fallbacks=[small, small, large])
+    first, second = read(tmp_path)[0]["fallbacks"]
+    assert first == {"kind": "drawn whole", "module": "drop", "operation": "bernoulli_", "bytes": 10, "why": "", "count": 2}
+    assert second == {"kind": "run whole", "module": "up.attention", "operation": "bmm", "bytes": 7, "why": "why", "count": 2}
 
 
 def take(record: Record, step: int, *, loss: float = 0.1, seconds: float = 0.01, data_seconds: float = 0.0) -> None:

@@ -27,9 +27,9 @@ def learner(*settings: str) -> tuple[Learner, list[str], Passes]:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (StreamConfig(tiles=[2, 3]), ((2, 3), None, None, False)),
-        (StreamConfig(tiles=[2, 3], keep="file", compile=True), ((2, 3), None, "file", True)),
-        (StreamConfig(memory="1.5 GiB", keep="host"), (None, "1.5 GiB", "host", False)),
+        (StreamConfig(tiles=[2, 3]), ((2, 3), None, None, False, False)),
+        (StreamConfig(tiles=[2, 3], keep="file", compile=True), ((2, 3), None, "file", True, False)),
+        (StreamConfig(memory="1.5 GiB", keep="host", strict=True), (None, "1.5 GiB", "host", False, True)),
     ],
     ids=str,
 )
@@ -37,7 +37,8 @@ def test_every_key_reaches_the_stream(asked, told):
     net = nn.Conv2d(1, 1, 3)
     stream_as(asked, net, compiles=False)
     assert isinstance(net, Streamed)
-    assert (net._stream.tiles, net._stream.memory, net._stream.keep, net._stream.compiles) == told
+    made = net._stream
+    assert (made.tiles, made.memory, made.keep, made.compiles, made.strict) == told
 
 
 def test_every_amount_of_memory_that_a_recipe_may_name_is_one_that_a_stream_takes():

@@ -15,6 +15,8 @@ from torch import nn
 
 import widefield as wf
 from widefield.comm import halo
+from widefield.fallback import Fallback
+from widefield.parallel.strategies.channel import CASES
 from widefield.plan import Plan
 from widefield.tiled.tensor import TiledTensor
 from widefield.verification import api, forward
@@ -189,6 +191,31 @@ def test_each_rank_of_tiles_in_space_streams_its_tile():
     assert verdict and {row.kind for row in verdict.rows} == {"output", "gradient", "buffer"}
 
 
+class Extreme(Net):
+    """Its last operation wants all pixels: equal extremes of two tiles share a gradient."""
+
+    def forward(self, image):
+        x = super().forward(image)
+        return x - x.amax((2, 3), keepdim=True)
+
+
+@pytest.mark.parametrize("space", [None, (2,)], ids=["alone", "in space"])
+def test_what_a_stream_runs_whole_is_named_with_its_bytes_and_no_error(space):
+    verdict = wf.verify(Extreme(), SHAPE, space=space, stream=(2, 2))
+    (one,) = verdict.fallbacks
+    assert verdict.ok and (one.kind, one.module, one.operation, one.bytes) == ("run whole", "", "amax", 8 * 4 * (19 * 14 + 1))
+    lines = str(verdict).splitlines()
+    assert lines[-3].startswith("run whole: 1 operation, 8 KiB in all, on the whole image at once")
+    assert lines[-2].startswith("  the model's amax (8 KiB): what it makes of all pixels") and lines[-1] == "exact"
+
+
+def test_the_largest_of_what_runs_whole_comes_first_and_all_are_there():
+    many = [Fallback("run whole", f"layer{n}", "amax", n, "a reason") for n in range(1, 40)]
+    lines = str(Verdict([Row("output", "0", 0.0)], fallbacks=many)).splitlines()
+    assert lines[1] == "run whole: 39 operations, 780 bytes in all, on the whole image at once"
+    assert [line.split("'")[0].strip() for line in lines[2:-1]] == [f"layer{n}" for n in range(39, 0, -1)]
+
+
 class Looks(Net):
     def forward(self, image):
         return super().forward(image if image.mean() > 0 else -image)
@@ -356,6 +383,15 @@ def test_a_plan_is_verified_over_steps_of_training():
     assert verdict.ok and {row.kind for row in verdict.rows} == {"loss", "gradient", "weight", "buffer", "output"}
     assert any("share their statistics over 2 ranks" in why for why in verdict.reasons)
     assert str(verdict).endswith("exact")
+
+
+def test_what_a_plan_leaves_or_brings_whole_is_named_once():
+    case = CASES[0]
+    verdict = wf.verify(case.build(), case.shape, plan=Plan(channel=2))
+    assert {one.module for one in verdict.fallbacks if one.kind == "left whole"} == {"6", "11"}
+    assert {one.operation for one in verdict.fallbacks if one.kind == "gathered"} == {"glu"}
+    assert not any("left whole: " in reason or reason.startswith("gathered: ") for reason in verdict.reasons)
+    assert str(verdict).count("left whole: 2 operations") == 1 and "  6's convolution (2 KiB)" in str(verdict)
 
 
 def test_a_plan_that_gives_up_exactness_is_seen_to():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class Node:
 
     outs: the results in order, None for those that are no tensors or that nobody asks for.  is_single: it gives one tensor.
     grad: whether gradients were on.  draws: whether it draws random numbers, which happens once and is remembered.
+    path: the qualified name of the part of the module that called it; "" for the module's own forward.
     """
 
     op: Callable
@@ -64,6 +66,14 @@ class Node:
     is_single: bool
     grad: bool = True
     draws: bool = False
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        """Torch's name of the operation, without overload: `softmax`."""
+        op = self.op.args[0] if isinstance(self.op, partial) else self.op
+        name = str(getattr(op, "_opname", getattr(op, "__name__", op)))
+        return name.removeprefix("aten.").split(".")[0]
 
     @property
     def reads(self) -> list[Value]:

@@ -25,6 +25,7 @@ from widefield.capture.autograd_gaps import (
 from widefield.capture.decompositions import APART, DRAWS
 from widefield.capture.fake_parameters import tensors_of
 from widefield.capture.ir import Node, Value
+from widefield.capture.module_paths import ModulePaths
 from widefield.capture.python_watch import PythonWatch
 from widefield.geometry.strides import stride_order
 from widefield.tiled.memory_format import as_kernels_lay
@@ -86,9 +87,9 @@ class Recorder(FakeTensorMode):
     avoid_device_init = property(lambda self: False, lambda self, value: None)
     """Else torch feigns a CUDA where there is none, and the first backward starts threads that no fork outlives."""
 
-    def __init__(self, watch: PythonWatch) -> None:
+    def __init__(self, watch: PythonWatch, paths: ModulePaths) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.watch = watch
+        self.watch, self.paths = watch, paths
         self.nodes: list[Node] = []
         self.sources: dict[str, list[Value]] = {"input": [], "weight": []}
         self.constants: list[tuple[Value, Tensor]] = []
@@ -211,6 +212,7 @@ class Recorder(FakeTensorMode):
         self._add(node)
 
     def _add(self, node: Node) -> None:
+        node.path = self.paths.running()
         self.used.update(node.reads)
         self.makers.update({out: node for out in node.outs if out is not None})
         self.nodes.append(node)

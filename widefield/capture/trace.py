@@ -33,6 +33,7 @@ from widefield.capture.fake_parameters import (
     without_weights_cache,
 )
 from widefield.capture.ir import Graph, Value, link
+from widefield.capture.module_paths import ModulePaths
 from widefield.capture.python_watch import Guards, PythonWatch
 from widefield.capture.recorder import Functional, Recorder, backward_inside
 from widefield.capture.side_effects import GIVEN, Left, left_by, seen_by, settle
@@ -76,7 +77,7 @@ def _captured(
     """The graph, and what the forward left behind in Python's state."""
     refuse_scripts(module, aim)
     watch = PythonWatch(seen_by(module, []))
-    recorder = Recorder(watch)
+    recorder = Recorder(watch, ModulePaths(module))
     try:
         graph, left = _recorded(recorder, module, forward, args, kwargs, likes, aim)
     except BaseException:

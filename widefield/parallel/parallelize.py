@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from widefield.capture.interpreter import RankShardModule
 from widefield.comm.mesh import Mesh
+from widefield.fallback import Fallback, in_words
 from widefield.naming import load
 from widefield.parallel import optimizer_steps
 from widefield.parallel.strategies import Phase, data, fully_shard
@@ -21,7 +22,7 @@ from widefield.plan import STRATEGY_OF_AXIS, Plan
 from widefield.tiled.redistribute import dense_strides
 from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
-_REASONS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+_CHOICES: WeakKeyDictionary[nn.Module, list[str | Fallback]] = WeakKeyDictionary()
 
 
 def parallelize(
@@ -52,14 +53,14 @@ def parallelize(
         _check_alike(model, mesh)
     if dist.is_initialized():
         SyncBatchNorm.adopt(model)
-    found = []
+    found: list[str | Fallback] = []
     for strategy in _strategies(mesh):
         more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}
         found += strategy.apply(model, mesh, trial_step=trial_step, **more)
     if mesh.plan.channel * mesh.plan.stage > 1:
         optimizer_steps.watch(model)
     alone = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
-    _REASONS[model] = [*alone, *found]
+    _CHOICES[model] = [*alone, *found]
     return model
 
 
@@ -154,8 +155,19 @@ def evaluates_together(model: nn.Module) -> bool:
 
 
 def reasons(model: nn.Module) -> list[str]:
-    """What `parallelize` chose for this model and why, a sentence each; none for a model it has not seen."""
-    return list(_REASONS.get(model, []))
+    """What `parallelize` chose for this model and why, a sentence each, and what runs whole all the same, with its bytes; none
+    for a model it has not seen."""
+    return [*choices(model), *in_words(fallbacks(model))]
+
+
+def choices(model: nn.Module) -> list[str]:
+    """`reasons` without those of `fallbacks`."""
+    return [choice for choice in _CHOICES.get(model, []) if isinstance(choice, str)]
+
+
+def fallbacks(model: nn.Module) -> list[Fallback]:
+    """The places of this model that run otherwise than the plan asks, as an operation on gathered channels does."""
+    return [choice for choice in _CHOICES.get(model, []) if isinstance(choice, Fallback)]
 
 
 def _strategies(mesh: Mesh) -> list[ModuleType]:

@@ -21,7 +21,7 @@ import yaml
 from markupsafe import Markup
 
 from widefield import plan as plans
-from widefield.report import mistakes, plots, samples, stages
+from widefield.report import mistakes, plots, run_whole, samples, stages
 from widefield.report.filling import laid_out, of_files
 from widefield.training.disk import replace_text
 from widefield.training.record import Line, read
@@ -98,6 +98,7 @@ def _page(run: _RunPage) -> str:
         plan=_plan(run.start),
         stages=stages.stages(run.start),
         reasons=run.start.get("reasons", []),
+        fallbacks=run_whole.tables(run.start),
         machine=_machine(run.start),
         history=_history(run),
         confusion=mistakes.confusion(run.evaluation),

@@ -4,6 +4,7 @@
     schedule.py          which operations run together, in what order, over which tiles
     tile_planner.py      along which dims each operation can be cut, and what it then reads
     tile_ops.py          one operation on one tile
+    fallbacks.py         what runs on the whole image all the same
     sampling.py          what a few tiles tell of all
     runner.py            runs a schedule forward and backward; fusion.py: several operations of a tile at once
     spatial.py           tiles in time within a tile in space

@@ -14,16 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.capture.containers import refuse_hidden
-from widefield.capture.fake_parameters import named_tensors, refuse_scripts, tensors_of
+from widefield.capture.fake_parameters import name_of, named_tensors, refuse_scripts, tensors_of
 from widefield.capture.ir import Graph, Value, put_in
 from widefield.capture.program_cache import Constant, ProgramCache, constants_of
 from widefield.capture.python_watch import Guards
 from widefield.capture.trace import trace, without_autocast
+from widefield.fallback import Fallback
 from widefield.geometry.box import size_of
 from widefield.geometry.layout import Cuts, Grid
 from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.quantity import read_memory
 from widefield.streaming.choice import choose
+from widefield.streaming.fallbacks import refusal_of
 from widefield.streaming.fusion import CompiledRegions
 from widefield.streaming.runner import Runner
 from widefield.streaming.schedule import TileSchedule
@@ -44,6 +46,7 @@ def stream(
     keep: str | None = None,
     folder: str | Path | None = None,
     compile: bool = False,
+    strict: bool = False,
 ) -> nn.Module:
     """Make `module` run tile after tile, with the numbers of the whole run: outputs, gradients, buffers.
 
@@ -60,13 +63,18 @@ def stream(
         `memory` allows it, which leaves on the device what it has room for.  folder: of such files; None: the system's for
         temporary files.
     compile: compile runs of pointwise operations with torch.compile, for tiles of any size at once.
+    strict: refuse a module of which some operation would run on the whole image, since no rule cuts it; else it does, and
+        `module._stream.fallbacks` names it, its module and its bytes.
     Inputs may be tensors, `widefield.from_reader(...)`, or tensors cut over ranks: then each rank streams its tile.
     Errors: ValueError for sizes that cannot be; NotImplementedError, at the first call, where what the module does depends on
-        pixels' values, or has a gradient that only Python knows.  Gradients of gradients are refused by torch.
+        pixels' values, or has a gradient that only Python knows, or, with `strict`, where an operation would run whole.
+        Gradients of gradients are refused by torch.
     """
     _check(module, tiles, memory, keep)
     wrap_class(module, Streamed)
-    module._stream = Stream(None if tiles is None else tuple(tiles), memory, keep, folder, compile)  # type: ignore[assignment]
+    module._stream = Stream(  # type: ignore[assignment]
+        None if tiles is None else tuple(tiles), memory, keep, folder, compile, strict
+    )
     return module
 
 
@@ -99,16 +107,25 @@ class Stream:
     """How a module is streamed, and the programs made for what it was given so far."""
 
     def __init__(
-        self, tiles: tuple[int, ...] | None, memory: str | int | None, keep: str | None, folder: Any, compile: bool = False
+        self,
+        tiles: tuple[int, ...] | None,
+        memory: str | int | None,
+        keep: str | None,
+        folder: Any,
+        compile: bool = False,
+        strict: bool = False,
     ) -> None:
         self.tiles, self.memory, self.keep, self.folder, self.compiles = tiles, memory, keep, folder, compile
+        self.strict = strict
         self.known: ProgramCache[PreparedStream] = ProgramCache()
         self.pool = Pool(folder)
         self.reasons: list[str] = []
         """What was chosen for the last new shape of inputs, a sentence each."""
+        self.fallbacks: list[Fallback] = []
+        """The operations of it that do not run in tiles, which the reasons name, too."""
 
     def __deepcopy__(self, memo: dict) -> Stream:
-        return Stream(self.tiles, self.memory, self.keep, self.folder, self.compiles)
+        return Stream(self.tiles, self.memory, self.keep, self.folder, self.compiles, self.strict)
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "known": ProgramCache(), "pool": Pool(self.folder)}
@@ -136,7 +153,10 @@ class Stream:
             graph, tiles=self.tiles, budget=budget, place=self.keep, fixed=0, trains=trains, read=read,
             extents=_extents_of(tensors), by_windows=windows, ranks=max(1, grid.size),
         )  # fmt: skip
-        self.reasons, fused = choice.reasons, CompiledRegions() if self.compiles else None
+        refusal = refusal_of(name_of(module), choice.tiles, choice.fallbacks) if self.strict else None
+        if refusal is not None:
+            raise refusal
+        self.reasons, self.fallbacks, fused = choice.reasons, choice.fallbacks, CompiledRegions() if self.compiles else None
         constants = constants_of(module, graph)
         return PreparedStream(choice.program, SpatialStream(grid, choice.tiles), choice.place, constants, fused, choice.room)
 

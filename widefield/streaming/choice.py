@@ -6,7 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from widefield.capture.ir import Graph, Value
+from widefield.fallback import Fallback, in_words
+from widefield.quantity import bytes_text
 from widefield.streaming.cost_model import Estimate, Estimator, Setting, device_of
+from widefield.streaming.fallbacks import fallbacks_of
 from widefield.streaming.saved_tensors import SavedTensorCache
 from widefield.streaming.schedule import PlanMemo, TileSchedule, program_of
 from widefield.streaming.search import KeepPlan, KeepSearch
@@ -24,7 +27,7 @@ HOPELESS = 3
 class Choice:
     """program: what to run, in `tiles`.  place: where what is kept lies, but for `room` bytes, which fit on the device.
 
-    reasons: sentences for people.
+    reasons: sentences for people.  fallbacks: the operations that do not run in these tiles, which the reasons name as well.
     """
 
     program: TileSchedule
@@ -33,6 +36,7 @@ class Choice:
     estimate: Estimate
     room: int = 0
     reasons: list[str] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
 
 
 def choose(
@@ -68,7 +72,8 @@ def choose(
     grid, where, way, units = search.first(grids)
     program = program_of(graph, units, frozenset(way.cut), frozenset(way.again))
     room = 0 if where == "device" or budget is None else max(0, budget - way.estimate.peak)
-    return Choice(program, grid, where, way.estimate, room, reasons_of(program, grid, where, way, room))
+    reasons, fallbacks = reasons_of(program, grid, where, way, room), fallbacks_of(units)
+    return Choice(program, grid, where, way.estimate, room, [*reasons, *in_words(fallbacks)], fallbacks)
 
 
 def _places(graph: Graph, place: str | None, budget: int | None) -> list[str]:
@@ -166,14 +171,6 @@ class _Search:
 # ---------------------------------------------------------------------------------------------- in words
 
 
-def bytes_text(size: float) -> str:
-    """1.5 GiB, 12 MiB, 300 KiB."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}" if size < 10 * unit else f"{size / unit:.0f} {name}"
-    return f"{size / 2**10:.0f} KiB"
-
-
 def reasons_of(program: TileSchedule, tiles: tuple[int, ...], place: str, way: KeepPlan, room: int = 0) -> list[str]:
     """What was chosen and what it takes, a sentence each."""
     found = way.estimate
@@ -208,11 +205,11 @@ def _times(numbers: Sequence[int]) -> str:
 
 
 def name_of(value: Value) -> str:
-    """The module and operation that made a value, or the operation and its shape."""
-    op = getattr(value.maker, "op", None)
-    name = str(getattr(op, "__name__", op)).split(".")[0]
-    path = getattr(value.maker, "path", "")
-    return f"{path}'s {name}" if path else f"{name} of {_times(value.shape)}"
+    """The part of the module and the operation that made a value; in the module's own forward the operation and its shape."""
+    maker = value.maker
+    if maker is None:
+        return f"{value.source} of {_times(value.shape)}"
+    return f"{maker.path}'s {maker.name}" if maker.path else f"{maker.name} of {_times(value.shape)}"
 
 
 def _rest_text(found: Estimate) -> str:

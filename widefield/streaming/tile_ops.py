@@ -49,8 +49,15 @@ def rule_of(node: Node) -> Callable | None:
     return RULES.get(node.op) if "_backward" not in str(node.op) else None
 
 
-def asked(node: Node, layouts: Sequence[Layout | None]) -> Description | None:
-    """What the rule says for arguments that lie so; None: it refuses."""
+@dataclass(frozen=True)
+class Refused:
+    """A rule's refusal, in its words."""
+
+    why: str
+
+
+def asked(node: Node, layouts: Sequence[Layout | None]) -> Description | Refused:
+    """What the rule says for arguments that lie so."""
     metas = (
         Meta(value.shape, value.dtype, layout, number)
         for number, (value, layout) in enumerate(zip(node.reads, layouts, strict=True))
@@ -60,8 +67,8 @@ def asked(node: Node, layouts: Sequence[Layout | None]) -> Description | None:
     assert rule is not None, f"{node.op} has no rule"
     try:
         return rule(*args, **kwargs)
-    except NotImplementedError:
-        return None
+    except NotImplementedError as error:
+        return Refused(str(error))
 
 
 # ---------------------------------------------------------------------------------------------- steps

@@ -2,7 +2,7 @@
 
 A virtual grid has a place for every turn, and a value's layout on it says which pixels are whose.  A rule is asked once with
 these layouts to learn which axes of the grid an operation can be cut along; then again for the very box that a turn needs,
-which with its halo is larger than what the turn owns.  What no rule can cut runs on the whole.
+which with its halo is larger than what the turn owns.  What no rule can cut runs on the whole, and says why.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from widefield.rules import RULES, Description, Local, Reduced, Windowed
 from widefield.streaming.tile_ops import (
     NEW,
     Boxed,
+    Refused,
     TileOp,
     asked,
     call_whole,
@@ -48,6 +49,7 @@ class TracedOp:
     A unit with `step` runs in every turn; one with `part` in those that differ along `axes`, and what it gives is merged over
     them; any other runs once.
     wide: which of the reads it wants whole though they are cut, so that they have to be kept.
+    why: what keeps it from running in turns along all axes along which its reads are cut; "" for one that does.
     """
 
     node: Node
@@ -60,6 +62,7 @@ class TracedOp:
     wide: frozenset[int] = frozenset()
     axes: tuple[int, ...] = ()
     is_pointwise: bool = False
+    why: str = ""
 
     def __repr__(self) -> str:
         kind = "tiled" if self.step else "parts" if self.part else "once"
@@ -104,12 +107,14 @@ class _GraphReader:
             self._once(node, layouts)
         elif node.op in POINTWISE or (torch.Tag.pointwise in getattr(node.op, "tags", ()) and node.op not in RULES):
             self._pointwise(node, layouts)
-        elif rule_of(node) is None or not self._by_rule(node, layouts):
-            self._once(node, layouts)
+        elif rule_of(node) is None:
+            self._once(node, layouts, why="no file in ops/ has a rule for it")
+        elif (why := self._by_rule(node, layouts)) is not None:
+            self._once(node, layouts, why=why)
 
     # ------------------------------------------------------------------------------------------ kinds of units
 
-    def _once(self, node: Node, layouts: list[Layout | None]) -> None:
+    def _once(self, node: Node, layouts: list[Layout | None], why: str = "") -> None:
         """On the whole, once; results of the shape of a cut argument are cut as that is."""
         reads = node.reads
         wide = frozenset(n for n, layout in enumerate(layouts) if layout is not None and layout.is_cut)
@@ -119,7 +124,7 @@ class _GraphReader:
             like = next((layouts[n] for n in range(len(reads)) if layouts[n] and out and reads[n].shape == out.shape), None)
             if like is not None and out is not None:
                 self.found.layouts[out] = like
-        self.found.units.append(TracedOp(node, reads, node.outs, call=partial(call_whole, node), wide=wide))
+        self.found.units.append(TracedOp(node, reads, node.outs, call=partial(call_whole, node), wide=wide, why=why))
 
     def _is_large(self, out: Value | None) -> bool:
         """Whether a tensor has enough pixels on its last dims for every turn."""
@@ -158,18 +163,25 @@ class _GraphReader:
             if out is not None and layout is not None and layout.is_cut:
                 self.found.layouts[out] = layout
 
-    def _by_rule(self, node: Node, layouts: list[Layout | None]) -> bool:
-        """Cut along as many axes as the rule allows; False where along none."""
+    def _by_rule(self, node: Node, layouts: list[Layout | None]) -> str | None:
+        """Cut along as many axes as the rule allows; where along none, why not along all of them."""
         used = sorted({axis for layout in layouts if layout is not None for axis in layout.axes})
+        why, first = "", len(self.found.units)
         for count in range(len(used), 0, -1):
             for axes in combinations(used, count):
                 kept = [_only(layout, axes) for layout in layouts]
                 if not any(kept):  # a dim that is cut along several axes is not cut along one of them
                     continue
                 description = asked(node, kept)
-                if description is not None and self._described(node, layouts, kept, description, set(axes)):
-                    return True
-        return False
+                if isinstance(description, Refused):
+                    why = why or f"its rule refuses: {description.why.partition(';')[0]}"
+                elif self._described(node, layouts, kept, description, set(axes)):
+                    for unit in self.found.units[first:]:
+                        unit.why = why
+                    return None
+                else:
+                    why = why or _no_turns(description)
+        return why or "a dim of it is cut along several axes of tiles at once"
 
     def _described(self, node: Node, given: list, kept: list[Layout | None], d: Description, axes: set[int]) -> bool:
         if isinstance(d, Windowed):
@@ -260,6 +272,15 @@ class _GraphReader:
             name="total",
             wants_grad=any(v.wants_grad for v in node.reads),
         )
+
+
+def _no_turns(d: Description) -> str:
+    """Why what a rule says cannot be done tile after tile."""
+    if isinstance(d, Reduced) and not d.by_parts:
+        return "what it makes of all pixels cannot be put together from tiles' parts"
+    if isinstance(d, (Local, Reduced, Windowed)):
+        return "its rule moves cuts to other dims, or cuts nothing of its result"
+    return f"its rule ({type(d).__name__}) is for tiles in space alone"
 
 
 def asks_shape_alone(node: Node) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils._pytree import tree_map
 
 from widefield.capture.ir import Graph, Node, Value, link, put_in
+from widefield.fallback import Fallback
 from widefield.tensor_parallel.collectives import (
     CopyToRanks,
     Exchange,
@@ -27,7 +28,7 @@ from widefield.tensor_parallel.collectives import (
 from widefield.tensor_parallel.lookahead import AHEAD, MOVES, VIEWS, shapes_behind
 from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, OpStrategy, Placement
 from widefield.tensor_parallel.placement import Shard, split_along, viewed
-from widefield.tensor_parallel.sharding_rules import aten, flops_of, ways_of
+from widefield.tensor_parallel.sharding_rules import aten, flops_of, has_rule, ways_of
 from widefield.tensor_parallel.views import move_of, moved_to
 
 WEIGHT_COST = 16
@@ -47,6 +48,7 @@ class Chosen:
     sent: bytes of activations and their gradients that this rank's messages carry in a training pass, wholes counted.
     whole_flops, cut_flops: forward work that every rank does alike, and that they share.
     layers: of each convolution or product with a weight, its name and how it is cut ("outputs", "inputs", "groups", "whole").
+    fallbacks: the values and weights that are brought whole to every rank, and the layers that are left whole there.
     """
 
     graph: Graph
@@ -55,6 +57,7 @@ class Chosen:
     whole_flops: float = 0.0
     cut_flops: float = 0.0
     layers: dict[str, str] = field(default_factory=dict)
+    fallbacks: list[Fallback] = field(default_factory=list)
 
 
 def choose(graph: Graph, ranks: Ranks, stored: Mapping[str, Shard] | None = None) -> Chosen:
@@ -78,6 +81,11 @@ class _Chooser:
         self.sent: dict[Node, int] = {}
         self.weights: dict[str, Value] = {}
         self.found = Chosen(graph, self.stored)
+        self.reader: Node | None = None
+        """The operation whose arguments are made; None for what the module returns and what becomes of its buffers."""
+        self.gathered: dict[Node, Fallback] = {}
+        self.left: dict[str, Fallback] = {}
+        """Layers whose weights are left whole, by the name of the weight."""
         self.count = 0
         self.candidates: dict[tuple[Value, int], list[Shard]] = {}
         self.returned = set(graph.results) - set(graph.updates.values()) - set(graph.weights.values())
@@ -92,13 +100,16 @@ class _Chooser:
                 self.late.add(node.outs[0])  # type: ignore[arg-type]
             else:
                 self._take(node, self._best(node))
+        self.reader = None
         outputs = tree_map(lambda leaf: self.need(leaf, WHOLE) if isinstance(leaf, Value) else leaf, self.graph.outputs)
         updates = {name: self.need(value, self.stored.get(name, WHOLE)) for name, value in self.graph.updates.items()}
         for name in self.graph.weights:
             self._weight(name)
         graph = Graph(self.graph.inputs, self.weights, self.graph.constants, self.nodes, outputs, updates)
         link(graph)  # which drops messages that nobody needed in the end
-        return replace(self.found, graph=graph, sent=sum(self.sent.get(node, 0) for node in graph.nodes))
+        gathered = [self.gathered[node] for node in graph.nodes if node in self.gathered]
+        sent = sum(self.sent.get(node, 0) for node in graph.nodes)
+        return replace(self.found, graph=graph, sent=sent, fallbacks=[*gathered, *self.left.values()])
 
     # ------------------------------------------------------------------------------------------ which way
 
@@ -195,12 +206,14 @@ class _Chooser:
 
     def _take(self, node: Node, way: OpStrategy) -> None:
         """Write down a node as this rank runs it."""
+        self.reader = node
         names = {value: self.need(value, way.want(value)) for value in dict.fromkeys(node.reads)}
         args = node.args if way.args is None else way.args(self.ranks.rank)
         op = node.op if way.op is None else way.op
         outs = [None if out is None else self._new(out, layout) for out, layout in zip(node.outs, way.outs, strict=True)]
         args, kwargs = put_in(args, names), put_in(node.kwargs, names)
         self._add(op, args, kwargs, outs, grad=node.grad, is_single=node.is_single, draws=node.draws)
+        self.nodes[-1].path = node.path
         for out, layout, made in zip(node.outs, way.outs, outs, strict=True):
             if out is not None and made is not None:
                 self.have[out] = {layout: made}
@@ -253,6 +266,8 @@ class _Chooser:
         self._add(op, (own, extra), {}, [made], grad=value.maker is None or value.maker.grad)
         self.have[value][after] = made
         self.sent[self.nodes[-1]] = factor * value.bytes
+        if op == GatherFromRanks.apply:
+            self.gathered[self.nodes[-1]] = self._gathered(value)
         return made
 
     def _add(
@@ -331,6 +346,21 @@ class _Chooser:
             groups = node.op is aten.convolution.default and node.args[8] > 1
             how = "inputs" if SUM in way.outs else "outputs" if not groups else "groups"
             self.found.layers[names[0]] = how if is_cut else "whole"
+            if not is_cut:
+                self.left[names[0]] = Fallback("left whole", node.path, node.name, self.graph.weights[names[0]].bytes)
+
+    def _gathered(self, value: Value) -> Fallback:
+        """What it means that the reader wants the whole of a value that ranks have in parts."""
+        if self.reader is None:
+            return Fallback("gathered", "", "output", value.bytes, "the module returns it, or keeps it in a buffer")
+        name = _weight_of(value)
+        if name is not None:
+            why = f"the weight {name} is held in parts, and it takes others, or the whole"
+        elif not has_rule(self.reader):
+            why = "no rule says how it runs on parts of channels"
+        else:
+            why = "its rule has no cheaper way to run on the parts that there are"
+        return Fallback("gathered", self.reader.path, self.reader.name, value.bytes, why)
 
 
 def _weight_of(value: Value) -> str | None:

@@ -1,7 +1,7 @@
 """How can one operation run on ranks that have parts of its tensors?
 
 A Way says what each tensor must be (whole, entered, a Shard) and what comes out.  An operation that is not known here runs on
-wholes, which is always right.
+wholes, which is always right; what is brought whole for it is told with its bytes (`Chosen.fallbacks`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ def ways_of(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     if rule is not None:
         yield from rule(node, parts, cutter)
     yield OpStrategy({}, [WHOLE] * len(node.outs))
+
+
+def has_rule(node: Node) -> bool:
+    """Whether anything is known of how an operation runs on parts."""
+    return _rule_of(node) is not None
 
 
 def _rule_of(node: Node) -> Rule | None:

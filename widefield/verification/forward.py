@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from widefield.comm.mesh import Mesh
+from widefield.streaming.api import Streamed
 from widefield.streaming.api import stream as streamed
 from widefield.tiled.api import cut_by, tile, whole
 from widefield.tiled.tensor import TiledTensor
@@ -52,7 +53,7 @@ def compare(
     if stream and any(row.error > tolerance for row in worst):
         worst = _worst(mesh, rows_of("layer", _told(spare, image, lay, stream), expected.layers)) + worst
     zeros = sum(gradient is not None and not bool(gradient.any()) for gradient in expected.gradients.values())
-    return Verdict(worst, None, tolerance, zeros)
+    return Verdict(worst, None, tolerance, zeros, fallbacks=run._stream.fallbacks if isinstance(run, Streamed) else [])
 
 
 def _worst(mesh: Mesh, rows: list[Row]) -> list[Row]:

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield import sharded_state
 from widefield.comm.mesh import Mesh, World, join
+from widefield.fallback import Fallback
 from widefield.geometry.interval import even_cut, parts_of
-from widefield.parallel.parallelize import parallelize, reasons, share_states
+from widefield.parallel.parallelize import choices, fallbacks, parallelize, share_states
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.plan import Plan, check
 from widefield.tiled.api import tile, whole
@@ -33,7 +34,7 @@ STEPS = 3
 class Learnt:
     """What training left, wholes on rank 0: the loss and gradients of each step, then weights and buffers.
 
-    reasons: what the plan's strategies chose.
+    reasons, fallbacks: what the plan's strategies chose, and what runs whole all the same.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Learnt:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
 
 
 def compare_training(
@@ -75,7 +77,7 @@ def compare_training(
             rows += rows_of(kind.removesuffix("es" if kind == "losses" else "s"), getattr(found, kind), getattr(alone, kind))
     rows = mesh.gather_objects(rows)[0]
     zeros = sum(gradient is not None and not bool(gradient.any()) for gradient in alone.gradients.values())
-    return Verdict(rows, None, tolerance, zeros, found.reasons)
+    return Verdict(rows, None, tolerance, zeros, found.reasons, found.fallbacks)
 
 
 Batches = list[tuple[Tensor, Any]]
@@ -106,7 +108,7 @@ def learn(
         parallelize(model, mesh, trial_step=partial(_trial_step, model, batches[0], mine, mesh), sample=sample)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01)
     optimizer = share_states(optimizer, mesh)
-    learnt = Learnt(reasons=reasons(model))
+    learnt = Learnt(reasons=choices(model), fallbacks=fallbacks(model))
     for number, batch in enumerate(batches):
         torch.manual_seed(number)
         optimizer.zero_grad()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from widefield.fallback import Fallback, by_kind, head_of
+
 TOLERANCE = 1e-10
 """Largest difference, relative to the largest value, that float64 sums in another order explain."""
 
@@ -37,6 +39,8 @@ class Verdict:
     """Gradients that are zero on one device, as behind branches that begin at zero: there nothing is compared."""
     reasons: list[str] = field(default_factory=list)
     """What a plan's strategies chose, a sentence each."""
+    fallbacks: list[Fallback] = field(default_factory=list)
+    """The operations that ran on the whole though tiles or channels were asked for, with the bytes that they hold."""
 
     @property
     def ok(self) -> bool:
@@ -46,7 +50,10 @@ class Verdict:
         return self.ok
 
     def __str__(self) -> str:
-        """A table: the largest error of each kind, then the layers that differ, first to last as the model runs them."""
+        """A table: the largest error of each kind, then the layers that differ, first to last as the model runs them.
+
+        What ran whole follows, the largest first.
+        """
         if self.refusal is not None:
             return f"refused: {self.refusal}"
         lines = [_summary(kind, [row for row in self.rows if row.kind == kind]) for kind in KINDS]
@@ -57,7 +64,13 @@ class Verdict:
             lines.append(
                 f"{self.zero_gradients:5d} of these gradients are zero on one device: give weights values to compare them"
             )
+        lines += _blocks(self.fallbacks)
         return "\n".join([*(line for line in lines if line), "exact" if self.ok else "NOT EXACT"])
+
+
+def _blocks(fallbacks: list[Fallback]) -> list[str]:
+    """For each kind its head with the total, and a line for each place."""
+    return [line for kind, rows in by_kind(fallbacks).items() for line in (head_of(kind, rows), *(f"  {row}" for row in rows))]
 
 
 def _summary(kind: str, rows: list[Row]) -> str:

@@ -1,8 +1,9 @@
 """One file per way to lay a model out.  A file here is a strategy; each defines
 
 - `PHASE`: when it is applied, see Phase;
-- `apply(model, mesh, *, trial_step=None) -> list[str]`: lays `model` out in place and returns what it chose, a sentence each
-  with the reason.  The module stays the object it was, parameter names too, and calling it runs the strategy.
+- `apply(model, mesh, *, trial_step=None) -> Choices`: lays `model` out in place and returns what it chose, a sentence each
+  with the reason, and a Fallback for each place that runs otherwise than the plan asks.
+  The module stays the object it was, parameter names too, and calling it runs the strategy.
   A strategy of Phase.SPLIT also gets `sample`, a batch of this rank (maybe on meta, without pixels).
   `trial_step()` runs the model on a small batch of this rank and returns a scalar loss, so that a strategy can look before it
   chooses; it leaves no trace.  What the strategy cannot do exactly it refuses, on every rank, before the first message;
@@ -15,12 +16,16 @@ shared out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from torch import Tensor, nn
+
+from widefield.fallback import Fallback
+
+Choices = Sequence[str | Fallback]
 
 
 class Phase(IntEnum):

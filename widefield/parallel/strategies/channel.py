@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from widefield.capture.fake_parameters import Like
 from widefield.capture.interpreter import install_shard, refuse_streams
 from widefield.comm.mesh import Mesh
-from widefield.parallel.strategies import Case, Phase
+from widefield.parallel.strategies import Case, Choices, Phase
+from widefield.quantity import bytes_text
 from widefield.sharded_state import register
-from widefield.streaming.choice import bytes_text
 from widefield.tensor_parallel.collectives import Exchange, Ranks
 from widefield.tensor_parallel.runtime import TensorParallelForward
 from widefield.tensor_parallel.search import Chosen
@@ -25,8 +25,8 @@ PHASE = Phase.SPLIT
 
 def apply(
     model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
-) -> list[str]:
-    """Cut `model`'s layers by their channels over `mesh.channel_group`; what was chosen, in words.
+) -> Choices:
+    """Cut `model`'s layers by their channels over `mesh.channel_group`; what was chosen, and what stays or becomes whole.
 
     sample: a batch of one rank, or a tensor on meta of its shape; the model is followed on it, without pixels.
     The model runs on wholes outside: every rank of the axis gives it the same images and gets the same output.
@@ -46,7 +46,7 @@ def apply(
     override = TensorParallelForward(model, ranks, Like.of(sample, mesh.device, shape), mesh.device)
     install_shard(model, override)
     register(model, {name: Held(override.shapes[name], exchange) for name, exchange in override.exchanges().items()})
-    return _in_words(override.first, mesh.plan.channel, _weight_bytes(model) / max(1, whole))
+    return [_in_words(override.first, mesh.plan.channel, _weight_bytes(model) / max(1, whole)), *override.first.fallbacks]
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,16 @@ def _same_start(model: nn.Module, mesh: Mesh) -> None:
             tensor.copy_(start)
 
 
-def _in_words(chosen: Chosen, size: int, share: float) -> list[str]:
+def _in_words(chosen: Chosen, size: int, share: float) -> str:
     counts = Counter(chosen.layers.values())
     kinds = {"outputs": "by their outputs", "inputs": "by their inputs", "groups": "by their groups", "whole": "left whole"}
     told = ", ".join(f"{counts[kind]} {words}" for kind, words in kinds.items() if counts[kind])
     flops = chosen.whole_flops + chosen.cut_flops
     alike = chosen.whole_flops / flops if flops else 0.0
-    said = [
+    return (
         f"channels: {size} ranks share {len(chosen.layers)} layers, {told}; each holds {share:.0%} of the weights, does "
         f"{alike:.0%} of the work alike, and sends {bytes_text(chosen.sent)} of activations and gradients in a pass"
-    ]
-    whole = [name for name, how in chosen.layers.items() if how == "whole"]
-    if whole:
-        more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-        said.append(f"left whole on every rank, for cutting them would send more than it saves: {', '.join(whole[:3])}{more}")
-    return said
+    )
 
 
 def _net(norm: Callable[[int], nn.Module], width: int = 24) -> nn.Module:

@@ -18,7 +18,8 @@ from widefield.capture.fake_parameters import Like, named_tensors
 from widefield.capture.interpreter import install_shard, refuse_streams
 from widefield.capture.ir import Graph
 from widefield.comm.mesh import Mesh
-from widefield.parallel.strategies import Case, Phase
+from widefield.fallback import Fallback
+from widefield.parallel.strategies import Case, Choices, Phase
 from widefield.parallel.strategies._buckets import bucket_mib
 from widefield.parallel.strategies.data import _conv_net, synchronize
 from widefield.pipelining import stage_state
@@ -35,8 +36,8 @@ PHASE = Phase.SPLIT
 
 def apply(
     model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
-) -> list[str]:
-    """Leave this rank its stage of `model`; what was cut where, a sentence each.
+) -> Choices:
+    """Leave this rank its stage of `model`; what was cut where, a sentence each, and what keeps the batch in one.
 
     sample: images as one pass has them, or a tensor without memory like them.
     ValueError, on every rank: a plan or stages that cannot be; NotImplementedError: a model that cannot be followed, or that
@@ -68,14 +69,14 @@ def apply(
     return [
         *reasons,
         *_cuts_in_words(override.division, override),
-        why,
+        *why,
         *_bubble(plan, override.micro_batches),
         *measured,
         *draws,
     ]
 
 
-def _micro_batch(override: PipelineForward, model: nn.Module, sample: Tensor, most: int) -> tuple[Graph, str]:
+def _micro_batch(override: PipelineForward, model: nn.Module, sample: Tensor, most: int) -> tuple[Graph, Choices]:
     """What the model does with a micro-batch of `most` images, and why there are so many, which `override` is told.
 
     NotImplementedError: copies whose samples meet, or are counted; micro-batches that cannot be.
@@ -143,8 +144,8 @@ def _mine(override: PipelineForward, division: Partition) -> frozenset[str]:
     return frozenset(mine | division.shared)
 
 
-def _micro_batches(model: nn.Module, graph: Graph, plan: Plan, counted: list[str]) -> tuple[int, str]:
-    """As the plan asks; else 2 per stage, or 1 where a layer needs the whole batch; and the reason.
+def _micro_batches(model: nn.Module, graph: Graph, plan: Plan, counted: list[str]) -> tuple[int, Choices]:
+    """As the plan asks; else 2 per stage, or 1 where a layer needs the whole batch; and the reason, with those layers.
 
     counted: operations that count samples.
     """
@@ -153,14 +154,26 @@ def _micro_batches(model: nn.Module, graph: Graph, plan: Plan, counted: list[str
     if asked is not None:
         if asked > 1 and exact:
             refuse_batchwise(model, graph, asked, counted)
-        return asked, f"pipeline.micro_batches={asked}, as asked"
+        return asked, [f"pipeline.micro_batches={asked}, as asked"]
     if layers and exact:
-        return 1, (
+        why = (
             f"pipeline.micro_batches=1: {len(layers)} layers or operations look at the whole batch ({', '.join(layers[:2])}), "
             "so stages work one after another; batch_norm=per_micro_batch lets them work at the same time, with other numbers"
         )
+        return 1, [why, *_on_the_whole_batch(graph, layers)]
     count = 2 * plan.stage
-    return count, f"pipeline.micro_batches={count}: 2 per stage, so that stages work at the same time"
+    return count, [f"pipeline.micro_batches={count}: 2 per stage, so that stages work at the same time"]
+
+
+def _on_the_whole_batch(graph: Graph, layers: Sequence[str]) -> list[Fallback]:
+    """The operation of each of these layers that makes the most of the batch, and all operations of these names."""
+    found: dict[Any, Fallback] = {}
+    for node in graph.nodes:
+        size = sum(out.bytes for out in node.outs if out is not None)
+        key = node.path if node.path in layers else node if name_of(node.op) in layers else None
+        if key is not None and (key not in found or found[key].bytes < size):
+            found[key] = Fallback("whole batch", node.path, node.name, size)
+    return list(found.values())
 
 
 def _refuse_compiled(plan: Plan, model: nn.Module) -> None:

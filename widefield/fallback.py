@@ -1,0 +1,96 @@
+"""Which operations run otherwise than the plan asks, and what do they hold?
+
+A plan asks for tiles, channels or stages.  An operation that cannot be cut so runs on the whole, with the same numbers, in more
+memory or time.  Each such place is a `Fallback`; all of a run are told in words, the largest first, with a total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from widefield.quantity import bytes_text
+
+Kind = Literal["run whole", "run in strips", "drawn whole", "gathered", "left whole", "whole batch"]
+MEANINGS: dict[Kind, str] = {
+    "run whole": "on the whole image at once",
+    "run in strips": "cut along fewer dims of the image than it has tiles",
+    "drawn whole": "random numbers of the whole image, as one device draws them",
+    "gathered": "brought whole to every rank",
+    "left whole": "on every rank, for cutting them would send more than it saves",
+    "whole batch": "at once, in place of micro-batches",
+}
+"""The kinds, in the order in which they are told, and what each says."""
+ROWS_MOST = 5
+"""Places of a kind that are named in a run's reasons; all of them stand in its record, its report and in a verdict."""
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A place where an operation runs otherwise than the plan asks.
+
+    module: the qualified name of the module that called it, "" for the model itself.  operation: torch's name of it.
+    bytes: of the whole tensors that a rank holds for it in one pass, and for none of the places before it.
+    why: a clause; "" where the kind says it.  count: how often it is there.
+    """
+
+    kind: Kind
+    module: str
+    operation: str
+    bytes: int
+    why: str = ""
+    count: int = 1
+
+    @property
+    def place(self) -> str:
+        """`decoder.up2.attention's bmm`."""
+        return f"{self.module or 'the model'}'s {self.operation}"
+
+    def __str__(self) -> str:
+        """`decoder.up2.attention's bmm (800 MiB): no file in ops/ has a rule for it`."""
+        times = f", {self.count} times" if self.count > 1 else ""
+        return f"{self.place} ({size_text(self.bytes)}{times})" + (f": {self.why}" if self.why else "")
+
+
+def by_size(fallbacks: Iterable[Fallback]) -> list[Fallback]:
+    """The largest first; several of one place and reason as one."""
+    found: dict[tuple, Fallback] = {}
+    for one in fallbacks:
+        key = one.kind, one.module, one.operation, one.why
+        before = found.get(key)
+        both = one if before is None else replace(before, bytes=before.bytes + one.bytes, count=before.count + one.count)
+        found[key] = both
+    return sorted(found.values(), key=lambda one: -one.bytes)
+
+
+def by_kind(fallbacks: Iterable[Fallback]) -> dict[Kind, list[Fallback]]:
+    """Those of each kind that there is, the largest first."""
+    ordered = by_size(fallbacks)
+    found = {kind: [one for one in ordered if one.kind == kind] for kind in MEANINGS}
+    return {kind: rows for kind, rows in found.items() if rows}
+
+
+def head_of(kind: Kind, rows: Sequence[Fallback]) -> str:
+    """`run whole: 3 operations, 1.2 GiB in all, on the whole image at once`."""
+    count = sum(row.count for row in rows)
+    total = size_text(sum(row.bytes for row in rows))
+    return f"{kind}: {count} operation{'s' * (count > 1)}, {total} in all, {MEANINGS[kind]}"
+
+
+def in_words(fallbacks: Iterable[Fallback], *, most: int = ROWS_MOST) -> list[str]:
+    """For each kind a sentence with the total, and one for each of the largest places; those without a reason in one."""
+    said: list[str] = []
+    for kind, rows in by_kind(fallbacks).items():
+        head, left = head_of(kind, rows), rows[most:]
+        rest = [f"{len(left)} more ({size_text(sum(row.bytes for row in left))})"] if left else []
+        if any(row.why for row in rows):
+            said += [head, *(f"{kind}: {row}" for row in rows[:most]), *(f"{kind}: and {more}" for more in rest)]
+        else:
+            said.append(f"{head}: {', '.join([*map(str, rows[:most]), *rest])}")
+    return said
+
+
+def size_text(size: int) -> str:
+    """300 KiB, and below one 40 bytes."""
+    return bytes_text(size) if size >= 2**10 else f"{size} bytes"
