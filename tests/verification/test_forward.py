@@ -404,3 +404,38 @@ def test_a_plan_that_cannot_be_is_a_refusal_and_further_cuts_are_an_error():
     assert "2 copies of the model share a batch of 1 samples" in (refused.refusal or "")
     with pytest.raises(ValueError, match="a plan itself says how images are cut"):
         wf.verify(normalized(), (4, 2, 9, 8), space=(2, 1), plan=Plan(replicate=2))
+
+
+# ---------------------------------------------------------------------------------------------- what is brought whole
+
+
+class Middle(nn.Module):
+    """The median of all pixels of one image of one channel, which no dim but the cut ones could share out."""
+
+    def forward(self, x):
+        asked = wf.whole(x).detach().square().mean()
+        return x + asked + x.mean(1, keepdim=True).flatten(2).median(-1).values[..., None, None]
+
+
+class Medians(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Sequential(nn.Dropout(0.2), Middle())
+
+    def forward(self, image):
+        return self.head(self.middle(self.norm(self.stem(image))))
+
+
+def test_what_tiles_in_space_bring_whole_is_named_and_what_the_model_asks_for_is_not():
+    pixels = 40 * 30
+    verdict = wf.verify(Medians(), (1, 3, 40, 30))
+    drawn, gathered = verdict.fallbacks
+    assert verdict.ok and (drawn.kind, drawn.module, drawn.bytes) == ("drawn whole", "middle.0", 4 * pixels * 8)
+    assert (gathered.kind, gathered.module, gathered.operation, gathered.bytes) == ("gathered", "middle.1", "median", pixels * 8)
+    assert "gathered: 1 operation, 9 KiB in all, brought whole to every rank" in str(verdict)
+
+
+def test_a_plan_of_tiles_names_them_too_as_bytes_of_a_pass():
+    verdict = wf.verify(Medians(), (3, 3, 40, 30), plan=Plan(space=[2, 1]))
+    assert verdict.ok and {one.kind for one in verdict.fallbacks} == {"drawn whole"}  # of two images the batch is shared out
+    assert verdict.fallbacks[0].bytes == 2 * 4 * 40 * 30 * 8

@@ -25,9 +25,9 @@ from widefield.capture.autograd_gaps import (
 from widefield.capture.decompositions import APART, DRAWS
 from widefield.capture.fake_parameters import tensors_of
 from widefield.capture.ir import Node, Value
-from widefield.capture.module_paths import ModulePaths
 from widefield.capture.python_watch import PythonWatch
 from widefield.geometry.strides import stride_order
+from widefield.module_paths import ModulePaths
 from widefield.tiled.memory_format import as_kernels_lay
 from widefield.tiled.redistribute import inverse, is_dense
 from widefield.tiled.replicated_ops import is_in_place

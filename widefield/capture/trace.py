@@ -33,10 +33,10 @@ from widefield.capture.fake_parameters import (
     without_weights_cache,
 )
 from widefield.capture.ir import Graph, Value, link
-from widefield.capture.module_paths import ModulePaths
 from widefield.capture.python_watch import Guards, PythonWatch
 from widefield.capture.recorder import Functional, Recorder, backward_inside
 from widefield.capture.side_effects import GIVEN, Left, left_by, seen_by, settle
+from widefield.module_paths import ModulePaths
 from widefield.tiled.memory_format import quiet
 
 aten = torch.ops.aten

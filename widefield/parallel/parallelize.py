@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import ModuleType
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from widefield.naming import load
 from widefield.parallel import optimizer_steps
 from widefield.parallel.strategies import Phase, data, fully_shard
 from widefield.plan import STRATEGY_OF_AXIS, Plan
+from widefield.tiled.gather_watch import GatherWatch
 from widefield.tiled.redistribute import dense_strides
 from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
@@ -54,14 +56,29 @@ def parallelize(
     if dist.is_initialized():
         SyncBatchNorm.adopt(model)
     found: list[str | Fallback] = []
+    watched = None if trial_step is None else _WatchedStep(trial_step, model)
     for strategy in _strategies(mesh):
         more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}
-        found += strategy.apply(model, mesh, trial_step=trial_step, **more)
+        found += strategy.apply(model, mesh, trial_step=watched, **more)
     if mesh.plan.channel * mesh.plan.stage > 1:
         optimizer_steps.watch(model)
     alone = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
-    _CHOICES[model] = [*alone, *found]
+    _CHOICES[model] = [*alone, *found, *([] if watched is None else watched.gathered)]
     return model
+
+
+class _WatchedStep:
+    """A trial step that notes what it brings whole to every rank of an image, as bytes of a pass; share: as of a TrialStep."""
+
+    def __init__(self, step: Callable[[], Tensor], model: nn.Module) -> None:
+        self.step, self.model, self.share = step, model, getattr(step, "share", 1.0)
+        self.gathered: list[Fallback] = []
+
+    def __call__(self) -> Tensor:
+        with GatherWatch(self.model) as watch:
+            loss = self.step()
+        self.gathered = [replace(one, bytes=round(one.bytes / self.share)) for one in watch.found]
+        return loss
 
 
 def parallelize_average(

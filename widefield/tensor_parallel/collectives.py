@@ -18,6 +18,7 @@ from torch import Tensor
 from widefield.comm import collectives
 from widefield.geometry.layout import layout_of, uncut
 from widefield.tensor_parallel.placement import Shard
+from widefield.tiled.gather_watch import note_gathered
 from widefield.tiled.partial_gradient import PartialGradient, full_value, partial_of
 from widefield.tiled.redistribute import inverse, to_layout, whole_of
 from widefield.tiled.tensor import TiledTensor, wrap
@@ -110,6 +111,7 @@ def _whole_along(tensor: Tensor, dim: int) -> Tensor:
     """The tensor with every row of `dim` on this rank: pixels that a model makes channels of may lie in tiles."""
     if type(tensor) is not TiledTensor or tensor.tile_layout.cuts[dim] is None:
         return tensor
+    note_gathered(tensor, "channels", "its channels are made of pixels that lie in tiles")
     cuts = (*tensor.tile_layout.cuts[:dim], None, *tensor.tile_layout.cuts[dim + 1 :])
     layout = layout_of(tuple(tensor.shape), cuts, tensor.tile_layout.grid)
     return wrap(to_layout(tensor, layout), layout)
@@ -142,6 +144,7 @@ def _on_equal_cuts(tensor: Tensor, ranks: Ranks) -> Tensor:
     if bool((told == mine).all()):
         return tensor
     tensor = full_value(tensor)
+    note_gathered(tensor, "channels", "the ranks that share its channels cut its pixels at other places")
     return wrap(whole_of(tensor), uncut(tuple(tensor.shape), tensor.tile_layout.grid))
 
 

@@ -4,7 +4,7 @@
     api.py               makes them, and wholes of them: tile, from_tile, window, whole
     dispatch.py          what runs an operation on them: a rule, a pointwise operation, torch's decomposition, or a refusal
     executors/           carries out what a rule describes
-    redistribute.py      from one layout to another
+    redistribute.py      from one layout to another; gather_watch.py: what is brought whole so
     replicated_ops.py    operations on what every rank has alike; single_rank.py: on a grid of one rank
     in_place.py, view_writeback.py
                          writes, and views whose pixels had to move

@@ -13,6 +13,7 @@ from widefield.geometry.box import Box, is_empty
 from widefield.geometry.interval import Interval, even_cut
 from widefield.geometry.layout import KEPT_MOST, Cut, Cuts, Grid, Layout, layout_of
 from widefield.rules import Meta, Read
+from widefield.tiled.gather_watch import note_gathered
 from widefield.tiled.tensor import TiledTensor
 
 NOTHING = Interval(0, 0)
@@ -101,6 +102,8 @@ def redistribute(tensor: TiledTensor, layout: Layout) -> Tensor:
     """The tile that `layout`, of the same shape, gives this rank."""
     if tensor.tile_layout is layout:
         return tensor.local
+    if tensor.tile_layout.is_cut and not layout.is_cut:
+        note_gathered(tensor)
     move = move_for(tensor.tile_layout, layout.boxes)
     (tile,) = halo.gather([move], [tensor.local], space_group(layout.grid))
     return tile

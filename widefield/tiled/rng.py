@@ -17,6 +17,7 @@ from torch.library import _register_effectful_op
 from widefield.comm import collectives, halo
 from widefield.geometry.box import Box, is_empty, size_of, within
 from widefield.geometry.interval import Interval
+from widefield.tiled.gather_watch import note_drawn
 from widefield.tiled.redistribute import space_group
 from widefield.tiled.tensor import TiledTensor, usual_orders, whole_strides
 
@@ -26,6 +27,7 @@ def drawn(tensor: TiledTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
 
     The whole has the tensor's dtype, and its dims lie in memory in the tiles' order, which is the order of the draws.
     """
+    note_drawn(tensor)
     layout, tile = tensor.tile_layout, tensor.local
     like = torch.empty_strided(layout.shape, whole_strides(layout, order_of(tensor)), dtype=tile.dtype, device="meta")
     everything = tuple(Interval(0, extent) for extent in layout.shape)

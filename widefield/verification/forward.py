@@ -20,6 +20,7 @@ from widefield.comm.mesh import Mesh
 from widefield.streaming.api import Streamed
 from widefield.streaming.api import stream as streamed
 from widefield.tiled.api import cut_by, tile, whole
+from widefield.tiled.gather_watch import GatherWatch
 from widefield.tiled.tensor import TiledTensor
 from widefield.verification.verdict import TOLERANCE, Row, Verdict, rows_of
 
@@ -42,7 +43,8 @@ def compare(
     expected = _run(alone, image.clone().requires_grad_(train))
     try:
         run = streamed(cut, tiles=stream) if stream else cut
-        got = _run(run, image.clone().requires_grad_(train), lay, weights=expected.weights, notes=not stream)
+        with GatherWatch(cut) as watch:
+            got = _run(run, image.clone().requires_grad_(train), lay, weights=expected.weights, notes=not stream)
     except NotImplementedError as error:  # raised on every rank alike, before any message
         return Verdict(refusal=str(error))
     rows = [] if stream else rows_of("layer", got.layers, expected.layers)
@@ -53,7 +55,8 @@ def compare(
     if stream and any(row.error > tolerance for row in worst):
         worst = _worst(mesh, rows_of("layer", _told(spare, image, lay, stream), expected.layers)) + worst
     zeros = sum(gradient is not None and not bool(gradient.any()) for gradient in expected.gradients.values())
-    return Verdict(worst, None, tolerance, zeros, fallbacks=run._stream.fallbacks if isinstance(run, Streamed) else [])
+    streamed_whole = run._stream.fallbacks if isinstance(run, Streamed) else []
+    return Verdict(worst, None, tolerance, zeros, [], [*streamed_whole, *watch.found])
 
 
 def _worst(mesh: Mesh, rows: list[Row]) -> list[Row]:
