@@ -18,9 +18,10 @@ from widefield.comm.stall_watch import StallWatch
 from widefield.comm.timeline import Timeline
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
+from widefield.parallel.parallelize import fallbacks
 from widefield.plan import check, plan_of, to_text
 from widefield.report import write_report
-from widefield.training.assemble import Parts, assemble, fallbacks_of, learner_of, training_batches, write_model_of
+from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.disk import Attempts, in_words
 from widefield.training.interrupt import Interrupt
@@ -175,5 +176,5 @@ def _begin(record: Record, parts: Parts, learner: Learner, *, reasons: list[str]
         steps=last,
         samples_per_epoch=steps.samples,
         parameters=parameters,
-        fallbacks=fallbacks_of(learner.model),
+        fallbacks=fallbacks(learner.model),
     )

@@ -11,6 +11,7 @@ from streaming.both import IMAGE, Doing, assert_alike, conv, made
 from torch import Tensor, nn
 
 from widefield.fallback import Fallback
+from widefield.parallel.parallelize import fallbacks
 from widefield.streaming.api import stream
 
 PIXELS = 17 * 13
@@ -128,6 +129,14 @@ def test_the_reasons_name_them_with_a_total():
     streamed(IMAGE)
     assert "run whole: 1 operation, 14 KiB in all, on the whole image at once" in streamed._stream.reasons
     assert any(reason.startswith("run whole: 1.1's amax (14 KiB): ") for reason in streamed._stream.reasons)
+
+
+def test_a_streamed_part_of_a_net_has_its_names_in_the_net():
+    net = nn.Sequential(nn.Identity(), made(lambda: inside(Extreme()), tiles=(2, 2)))
+    assert fallbacks(net) == []
+    net(IMAGE)
+    (one,) = fallbacks(net)
+    assert (one.module, one.operation) == ("1.1.1", "amax")
 
 
 # ---------------------------------------------------------------------------------------------- strict

@@ -431,7 +431,12 @@ def test_what_tiles_in_space_bring_whole_is_named_and_what_the_model_asks_for_is
     verdict = wf.verify(Medians(), (1, 3, 40, 30))
     drawn, gathered = verdict.fallbacks
     assert verdict.ok and (drawn.kind, drawn.module, drawn.bytes) == ("drawn whole", "middle.0", 4 * pixels * 8)
-    assert (gathered.kind, gathered.module, gathered.operation, gathered.bytes) == ("gathered", "middle.1", "median", pixels * 8)
+    assert (gathered.kind, gathered.module, gathered.operation, gathered.bytes) == (
+        "gathered",
+        "middle.1",
+        "median",
+        pixels * 8,
+    )
     assert "gathered: 1 operation, 9 KiB in all, brought whole to every rank" in str(verdict)
 
 

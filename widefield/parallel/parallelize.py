@@ -20,6 +20,7 @@ from widefield.naming import load
 from widefield.parallel import optimizer_steps
 from widefield.parallel.strategies import Phase, data, fully_shard
 from widefield.plan import STRATEGY_OF_AXIS, Plan
+from widefield.streaming.api import Streamed
 from widefield.tiled.gather_watch import GatherWatch
 from widefield.tiled.redistribute import dense_strides
 from widefield.tiled.sync_batch_norm import SyncBatchNorm
@@ -174,7 +175,7 @@ def evaluates_together(model: nn.Module) -> bool:
 def reasons(model: nn.Module) -> list[str]:
     """What `parallelize` chose for this model and why, a sentence each, and what runs whole all the same, with its bytes; none
     for a model it has not seen."""
-    return [*choices(model), *in_words(fallbacks(model))]
+    return [*choices(model), *in_words(_of_plan(model))]
 
 
 def choices(model: nn.Module) -> list[str]:
@@ -183,7 +184,17 @@ def choices(model: nn.Module) -> list[str]:
 
 
 def fallbacks(model: nn.Module) -> list[Fallback]:
-    """The places of this model that run otherwise than the plan asks, as an operation on gathered channels does."""
+    """The operations of a model that run otherwise than was asked for: on what is gathered, though channels are cut, or on the
+    whole image, though it is streamed.
+
+    A stream's are those of the last new shape of its inputs, so there are none before its first call.
+    """
+    streams = [(name, part._stream) for name, part in model.named_modules() if isinstance(part, Streamed)]
+    inside = [(name, one) for name, stream in streams for one in stream.fallbacks]
+    return [*_of_plan(model), *(replace(one, module=".".join(filter(None, (name, one.module)))) for name, one in inside)]
+
+
+def _of_plan(model: nn.Module) -> list[Fallback]:
     return [choice for choice in _CHOICES.get(model, []) if isinstance(choice, Fallback)]
 
 

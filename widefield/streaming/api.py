@@ -64,7 +64,7 @@ def stream(
         temporary files.
     compile: compile runs of pointwise operations with torch.compile, for tiles of any size at once.
     strict: refuse a module of which some operation would run on the whole image, since no rule cuts it; else it does, and
-        `module._stream.fallbacks` names it, its module and its bytes.
+        `widefield.parallel.parallelize.fallbacks(module)` names it, its part of the module and its bytes.
     Inputs may be tensors, `widefield.from_reader(...)`, or tensors cut over ranks: then each rank streams its tile.
     Errors: ValueError for sizes that cannot be; NotImplementedError, at the first call, where what the module does depends on
         pixels' values, or has a gradient that only Python knows, or, with `strict`, where an operation would run whole.

@@ -24,12 +24,9 @@ from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
 from widefield.data.loader import EvaluateSampler, Key, SampleReader, Steps, TrainSampler, load_batches, reader_of
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
-from widefield.fallback import Fallback
-from widefield.parallel.parallelize import fallbacks as parallel_fallbacks
 from widefield.parallel.parallelize import parallelize, parallelize_average, share_states
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
-from widefield.streaming.api import Streamed
 from widefield.tasks import Task, is_per_pixel
 from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
@@ -163,11 +160,6 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     seed_everything(seed_of(config.seed, "rank", 0 if mesh.plan.is_one_batch else mesh.copy))
     reasons = [*([why_lr] if why_lr else []), *_cuts_of(learner.dummy_batch, mesh), *parallel_reasons(learner.model)]
     return learner, [*reasons, *why_stream]
-
-
-def fallbacks_of(model: nn.Module) -> list[Fallback]:
-    """What runs whole in a laid out model though its plan asks for tiles, channels or micro-batches."""
-    return [*parallel_fallbacks(model), *(model._stream.fallbacks if isinstance(model, Streamed) else [])]
 
 
 def _lay_out(learner: Learner) -> None:
