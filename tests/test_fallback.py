@@ -32,7 +32,7 @@ def test_kinds_are_told_in_one_order_each_with_its_total():
         "run whole: 2 operations, 3.0 MiB in all, on the whole image at once",
         "run whole: stem's amax (2.0 MiB): it has equals",
         "run whole: decoder.up2.attention's bmm (1.0 MiB): no file in ops/ has a rule for it",
-        "drawn whole: 2 operations, 2.0 MiB in all, random numbers of the whole image, as one device draws them: "
+        "drawn whole: 2 operations, 2.0 MiB in all, random numbers for the whole, as one device draws them: "
         "drop0's bernoulli_ (1.0 MiB), drop1's bernoulli_ (1.0 MiB)",
     ]
     assert in_words([]) == []

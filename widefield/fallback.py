@@ -16,7 +16,7 @@ Kind = Literal["run whole", "run in strips", "drawn whole", "gathered", "left wh
 MEANINGS: dict[Kind, str] = {
     "run whole": "on the whole image at once",
     "run in strips": "cut along fewer dims of the image than it has tiles",
-    "drawn whole": "random numbers of the whole image, as one device draws them",
+    "drawn whole": "random numbers for the whole, as one device draws them",
     "gathered": "brought whole to every rank",
     "left whole": "on every rank, for cutting them would send more than it saves",
     "whole batch": "at once, in place of micro-batches",

@@ -279,7 +279,7 @@ def test_what_ran_whole_is_a_table_with_its_bytes_the_largest_first(tmp_path):
     html = page(folder_of(tmp_path / "run", [{**START, "fallbacks": rows}, step_line(1), end_line()]))
     text = Reader(html).text
     assert "run whole: 4 operations, 10 MiB in all, on the whole image at once" in text
-    assert "drawn whole: 2 operations, 3.0 MiB in all, random numbers of the whole image" in text
+    assert "drawn whole: 2 operations, 3.0 MiB in all, random numbers for the whole" in text
     assert text.index("layer9") < text.index("layer1") and "9.0 MiB" in text and "no rule" in text
     assert "Run on the whole" not in page(folder_of(tmp_path / "other", FULL))
 

@@ -242,6 +242,12 @@ def test_a_weight_that_is_gathered_is_named():
         assert one.why == "the weight layer.weight is held in parts, and it takes others, or the whole"
 
 
+def test_masks_that_every_rank_draws_whole_are_named():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.3), nn.Conv2d(8, 6, 3))
+    for found, _ in on_ranks(2, told_of, model, plan=Plan(channel=2)):
+        assert found == [Fallback("drawn whole", "1", "bernoulli_", 2 * 8 * 10 * 10 * 4)]
+
+
 def left_whole(mesh):
     model = CASES[0].build()
     parallelize(model, mesh, sample=torch.empty(CASES[0].shape, device="meta"))

@@ -49,7 +49,8 @@ class Chosen:
     sent: bytes of activations and their gradients that this rank's messages carry in a training pass, wholes counted.
     whole_flops, cut_flops: forward work that every rank does alike, and that they share.
     layers: of each convolution or product with a weight, its name and how it is cut ("outputs", "inputs", "groups", "whole").
-    fallbacks: the values and weights that are brought whole to every rank, and the layers that are left whole there.
+    fallbacks: the values and weights that are brought whole to every rank, what is drawn whole there, and the layers that are
+        left whole.
     """
 
     graph: Graph
@@ -85,6 +86,7 @@ class _Chooser:
         self.reader: Node | None = None
         """The operation whose arguments are made; None for what the module returns and what becomes of its buffers."""
         self.gathered: dict[Node, Fallback] = {}
+        self.drawn: list[Fallback] = []
         self.left: dict[str, Fallback] = {}
         """Layers whose weights are left whole, by the name of the weight."""
         self.count = 0
@@ -110,7 +112,7 @@ class _Chooser:
         link(graph)  # which drops messages that nobody needed in the end
         gathered = [self.gathered[node] for node in graph.nodes if node in self.gathered]
         sent = sum(self.sent.get(node, 0) for node in graph.nodes)
-        return replace(self.found, graph=graph, sent=sent, fallbacks=[*gathered, *self.left.values()])
+        return replace(self.found, graph=graph, sent=sent, fallbacks=[*gathered, *self.drawn, *self.left.values()])
 
     # ------------------------------------------------------------------------------------------ which way
 
@@ -221,6 +223,8 @@ class _Chooser:
                 self.have[out] = {layout: made}
         if SUM in way.outs:
             self._add_up(node, way)
+        if node.draws and any(isinstance(layout, Shard) for layout in way.wants.values()):
+            self.drawn += [Fallback("drawn whole", node.path, node.name, out.bytes) for out in node.outs if out is not None]
         self._tell(node, way)
 
     def _add_up(self, node: Node, way: OpStrategy) -> None:

@@ -44,7 +44,7 @@ def verify(
     plan: instead, any plan of any strategies, as `Plan(shard=2, channel=2)`: three optimizer steps under it, the batch shared
         out, against three on one device; losses, gradients, weights, buffers and outputs are compared.
     Starts one gloo rank per tile in space on this machine and ends them; the model itself stays as it is.
-    Returns a Verdict: true if all agree; print it for the table.
+    Returns a Verdict: true if all agree; print it for the table, and for what ran whole or was brought whole, with its bytes.
     ValueError: more sizes than image dims, cuts that do not fit, or ranks to be started by a process that is a rank.
     """
     if plan is not None:
