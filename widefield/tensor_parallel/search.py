@@ -87,6 +87,8 @@ class _Chooser:
         """The operation whose arguments are made; None for what the module returns and what becomes of its buffers."""
         self.gathered: dict[Node, Fallback] = {}
         self.drawn: list[Fallback] = []
+        self.like_parts: set[Value] = set()
+        """Wholes that are made like something of which ranks have parts, as a mask is before it is drawn."""
         self.left: dict[str, Fallback] = {}
         """Layers whose weights are left whole, by the name of the weight."""
         self.count = 0
@@ -133,8 +135,7 @@ class _Chooser:
     def _cost(self, node: Node, way: OpStrategy) -> float:
         """Bytes sent, now and soon, with weights that stay whole and work that is not shared as bytes."""
         cost = sum(self._price(value, way.want(value)) for value in dict.fromkeys(node.reads))
-        is_cut = any(isinstance(layout, Shard) for layout in way.outs) or SUM in way.outs
-        if not is_cut:
+        if not _is_cut(way):
             return cost + flops_of(node) * 3 * (1 - 1 / self.cutter.size) / FLOPS_PER_BYTE
         out = node.outs[0]
         assert out is not None
@@ -223,8 +224,6 @@ class _Chooser:
                 self.have[out] = {layout: made}
         if SUM in way.outs:
             self._add_up(node, way)
-        if node.draws and any(isinstance(layout, Shard) for layout in way.wants.values()):
-            self.drawn += [Fallback("drawn whole", node.path, node.name, out.bytes) for out in node.outs if out is not None]
         self._tell(node, way)
 
     def _add_up(self, node: Node, way: OpStrategy) -> None:
@@ -341,10 +340,16 @@ class _Chooser:
     # ------------------------------------------------------------------------------------------ in words
 
     def _tell(self, node: Node, way: OpStrategy) -> None:
+        outs = [out for out in node.outs if out is not None]
+        if self.like_parts & set(node.reads) or any(isinstance(layout, Shard) for layout in way.wants.values()):
+            if node.draws:
+                self.drawn += [Fallback("drawn whole", node.path, node.name, out.bytes) for out in outs]
+            elif not _is_cut(way):
+                self.like_parts.update(outs)
         flops = flops_of(node)
         if not flops:
             return
-        is_cut = SUM in way.outs or isinstance(way.outs[0], Shard)
+        is_cut = _is_cut(way)
         self.found.cut_flops += flops * is_cut
         self.found.whole_flops += flops * (not is_cut)
         names = [name for name in map(_weight_of, node.reads) if name is not None and self.graph.weights[name].ndim > 1]
@@ -367,6 +372,11 @@ class _Chooser:
         else:
             why = "its rule has no cheaper way to run on the parts that there are"
         return Fallback("gathered", self.reader.path, self.reader.name, value.bytes, why)
+
+
+def _is_cut(way: OpStrategy) -> bool:
+    """Whether ranks share the work."""
+    return SUM in way.outs or any(isinstance(layout, Shard) for layout in way.outs)
 
 
 def _weight_of(value: Value) -> str | None:
