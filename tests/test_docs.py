@@ -25,7 +25,7 @@ from widefield import cli, data, launchers, models, tasks
 from widefield.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TaskConfig, parse_config, read_config
 from widefield.data.image import write_image
 from widefield.naming import names_in
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.streaming.api import Streamed
 from widefield.training import optimizer, schedule
 from widefield.verification.forward import compare

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from widefield.config import ShardingConfig, StreamConfig, parse_config
-from widefield.plan import Plan, check, from_text, plan_of, ranks_asked_for, to_text
+from widefield.plans import Plan, check, from_text, plan_of, ranks_asked_for, to_text
 
 RECIPE = "model: {name: resnet}\ndata: {name: digits}\n"
 
@@ -167,7 +167,7 @@ def test_ranks_that_no_multiple_fits_say_the_multiple():
     ],
 )
 def test_an_axis_without_a_strategy_file_is_refused(monkeypatch, axis, size, told):
-    monkeypatch.setattr("widefield.plan.names_in", lambda package: ["data", "data_parallel"])
+    monkeypatch.setattr("widefield.plans.names_in", lambda package: ["data", "data_parallel"])
     one = Plan(**{axis: size})
     with pytest.raises(NotImplementedError, match=re.escape(told + "data, data_parallel. Set mesh." + axis + "=")):
         check(one, ranks=one.ranks)

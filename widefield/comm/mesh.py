@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _world
 
 from widefield.comm.process_groups import copy_group, data_group, device_mesh, grid_of, grid_of_rows, line, shards_of
 from widefield.geometry.layout import Grid
-from widefield.plan import Plan, check
+from widefield.plans import Plan, check
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from widefield.geometry.layout import Grid
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 
 def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:

@@ -22,7 +22,7 @@ from widefield.comm.mesh import Mesh, World, join
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.parallel.parallelize import parallelize, reasons, share_states
 from widefield.parallel.passes import backward_of, without_sync
-from widefield.plan import Plan, check
+from widefield.plans import Plan, check
 from widefield.tiled.api import tile, whole
 from widefield.verification.verdict import TOLERANCE, Row, Verdict, rows_of
 

@@ -28,9 +28,13 @@ from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.parallel.strategies import Case, Phase, data
 from widefield.parallel.strategies._pick import CONTAINERS, picked, some
 from widefield.parallel.strategies._saved_tensors import fewest
+from widefield.plans import Plan
 from widefield.tiled.tensor import TiledTensor, wrap_view
 
+AXIS = None
+SECTION = "recompute"
 PHASE = Phase.KEEP
+CHECK_ORDER = 30
 SMALLEST_BYTES = 1024
 """What is smaller stays on the device: a message of its own would cost more than its room."""
 
@@ -44,6 +48,22 @@ COSTLY = {
 
 Found = list[tuple[nn.Module, str, Tensor]]
 """Buffers: the module that has one, its name there, and its value."""
+
+
+def is_used(plan: Plan) -> bool:
+    """Where the section is there."""
+    return plan.recompute is not None
+
+
+def check_plan(plan: Plan) -> None:
+    """NotImplementedError: a model that runs as operations, whose modules are not called."""
+    if plan.recompute is not None and (plan.channel > 1 or plan.stream is not None):
+        channel, stream = f"mesh.channel={plan.channel}", f"stream (here {plan.stream})"
+        other, cure = (channel, "mesh.channel=1") if plan.channel > 1 else (stream, "stream=null")
+        raise NotImplementedError(
+            f"recompute makes modules again as they are called, and with {other} a model runs as operations, its modules never "
+            f"called; set recompute=null, or {cure}"
+        )
 
 
 def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
