@@ -5,7 +5,7 @@
 - `add_arguments(parser)`: its arguments and options;
 - `run(options) -> int`: does it, and gives the status for the shell.  What it imports, it imports here where that imports
   torch, so that help and a refusal come at once.  An argument `overrides` takes KEY=VALUE, also behind options;
-- `CASES`: (arguments behind the verb, the options that must come of them, or a pattern of what is said against them).
+- `CASES`: (arguments behind the verb, the options that must come of them, or a part of what is said against them).
 """
 
 from __future__ import annotations
