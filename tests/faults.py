@@ -40,7 +40,7 @@ def save_two(folder: Path) -> Path:
     """Sound checkpoints of steps 1 and 2."""
     checkpoints = checkpoints_in(folder)
     for step in (1, 2):
-        checkpoints.save(state_of(step), about_of(step), local={"seed": torch.arange(5)}, wait=True)
+        checkpoints.save(state_of(step), about_of(step), own={"seed": torch.arange(5)}, wait=True)
     return folder
 
 

@@ -18,6 +18,7 @@ from widefield.naming import load, load_all
 from widefield.plans import Plan, check, from_text, plan_of, ranks_asked_for, to_text
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 RECIPE = "model: {name: resnet}\ndata: {name: digits}\n"
 
 
@@ -63,6 +64,33 @@ def test_a_plan_needs_as_many_ranks_as_its_axes_multiply_to(one):
     for size in one.space:
         product *= size
     assert one.ranks == product and list(one.axes) == ["replicate", "shard", "space", "channel", "stage"]
+
+
+ROWS = re.findall(
+    r"^\| `(mesh|stream|recompute)(.*?)` \| (runs|refused)(?:; runs with `(.*)`)? \|$", README.read_text(encoding="utf-8"), re.M
+)
+
+
+@pytest.mark.parametrize(("first", "rest", "said", "cure"), ROWS, ids=lambda text: text)
+def test_the_readme_says_which_plans_run(first, rest, said, cure):
+    """A plan that is said to be refused is refused in words; one that runs, or runs with another setting, passes the check."""
+    overrides = f"{first}{rest}".split()
+
+    def problem(*more: str) -> str | None:
+        config = parse_config(RECIPE, [*overrides, *more])
+        one = plan_of(config, ranks_asked_for(parse_config(RECIPE, ["mesh.replicate=1", *overrides])) or 1)
+        try:
+            check(one, ranks=one.ranks, samples_per_step=64)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return None
+
+    assert (problem() is None) == (said == "runs")
+    assert not cure or problem(cure) is None
+
+
+def test_the_readme_names_enough_plans():
+    assert len(ROWS) >= 15
 
 
 def test_a_plan_is_frozen_and_says_what_differs_from_one_device():

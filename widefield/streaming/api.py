@@ -269,11 +269,11 @@ class _StreamedFunction(torch.autograd.Function):
                 "forward again"
             )
         run.is_spent = True
-        slopes = {value: _in(grad, value, run) for value, grad in zip(ctx.outs, grads, strict=True) if grad is not None}
+        grad_of = {value: _in(grad, value, run) for value, grad in zip(ctx.outs, grads, strict=True) if grad is not None}
         with without_autocast():
-            gradient = run.backward(slopes)
+            gradient = run.backward(grad_of)
         found = [gradient(value) for value in ctx.wanting]
-        reached = _reached(run, slopes)  # with a gradient of zero where no pixel brings one
+        reached = _reached(run, grad_of)  # with a gradient of zero where no pixel brings one
         found = [_zeros(v, run) if grad is None and v in reached else grad for v, grad in zip(ctx.wanting, found, strict=True)]
         pairs = zip(found, tensors, ctx.wanting, strict=False)
         return None, None, None, *(_like(grad, tensor, value, run) for grad, tensor, value in pairs)

@@ -159,9 +159,9 @@ def _passes(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[i
     wanting = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
     if not outs or not wanting:
         return frozenset(range(len(tensors)))
-    slopes = [torch.empty_like(out) for out in outs]
-    grads = torch.autograd.grad(outs, [tensors[n] for n in wanting], slopes, allow_unused=True)
-    given = _places(slopes)
+    given_grads = [torch.empty_like(out) for out in outs]
+    grads = torch.autograd.grad(outs, [tensors[n] for n in wanting], given_grads, allow_unused=True)
+    given = _places(given_grads)
     free = [n for n, g in zip(wanting, grads, strict=True) if g is None or _place(g) in given or _is_spread(g)]
     return frozenset(free)
 

@@ -175,7 +175,7 @@ class Trainer:
                 f"a weight is no finite number after step {learner.step}, so nothing was saved; the newest checkpoint is from "
                 "before that. A lower optimizer.lr or optimizer.clip_norm=1 are the usual cures"
             )
-        self.checkpoints.save(state_of(learner), self._about(), local=own_state(learner), wait=wait)
+        self.checkpoints.save(state_of(learner), self._about(), own=own_state(learner), wait=wait)
         self.saving = learner.step
         self._pass_on()
 
