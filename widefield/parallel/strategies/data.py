@@ -35,6 +35,7 @@ from widefield.tiled.sync_batch_norm import SyncBatchNorm, broadcast_buffers
 AXIS = "replicate"
 PHASE = Phase.AVERAGE
 CHECK_ORDER = 60
+
 _REDUCERS: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
 
 

@@ -39,6 +39,7 @@ AXIS = "shard"
 SECTION = "sharding"
 PHASE = Phase.AVERAGE
 CHECK_ORDER = 40
+
 _CALLS: WeakKeyDictionary[nn.Module, weakref.ref[UnitCalls]] = WeakKeyDictionary()
 """They hold the model, whose hooks hold them: so neither is held here."""
 SMALLEST_BYTES = 2**20

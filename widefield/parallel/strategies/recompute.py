@@ -35,6 +35,7 @@ AXIS = None
 SECTION = "recompute"
 PHASE = Phase.KEEP
 CHECK_ORDER = 30
+
 SMALLEST_BYTES = 1024
 """What is smaller stays on the device: a message of its own would cost more than its room."""
 
