@@ -4,6 +4,7 @@ import ast
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -169,6 +170,26 @@ CHECKS = [torch_distributed, strings_apart, long_functions, long_files, rooms_wi
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_source_keeps_the_promise(check):
     assert problems(check) == []
+
+
+def test_no_class_name_occurs_twice():
+    """One noun has one meaning."""
+    trees = [ast.parse(text) for text in SOURCES.values()]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_no_room_holds_more_than_a_quarter_of_the_lines():
+    lines = Counter({room: 0 for room in {name.split("/")[0] for name in SOURCES}})
+    for name, text in SOURCES.items():
+        lines[name.split("/")[0]] += len(text.splitlines())
+    room, most = lines.most_common(1)[0]
+    assert most <= lines.total() / 4, f"{room} has {most} of {lines.total()} lines"
+
+
+def test_every_room_says_what_it_is_for():
+    rooms = [name for name in SOURCES if name.endswith("/__init__.py")]
+    assert [room for room in rooms if not ast.get_docstring(ast.parse(SOURCES[room]))] == [] and len(rooms) > 15
 
 
 @pytest.mark.parametrize("package", EXTENSIONS)
