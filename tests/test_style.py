@@ -180,7 +180,7 @@ def test_no_class_name_occurs_twice():
 
 
 def test_no_room_holds_more_than_a_quarter_of_the_lines():
-    lines = Counter({room: 0 for room in {name.split("/")[0] for name in SOURCES}})
+    lines = Counter(dict.fromkeys({name.split("/")[0] for name in SOURCES}, 0))
     for name, text in SOURCES.items():
         lines[name.split("/")[0]] += len(text.splitlines())
     room, most = lines.most_common(1)[0]
