@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
 
 from widefield.comm.process_groups import copy_group, data_group, device_mesh, grid_of, grid_of_rows, line, shards_of
 from widefield.geometry.layout import Grid
 from widefield.plan import Plan, check
+from widefield.private_torch.process_groups import world
 
 T = TypeVar("T")
 
@@ -291,9 +291,9 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
     opened = not dist.is_initialized()
     if opened:
         _meet(world, device, timeout_seconds)
-    before = set(_world.pg_map)
+    before = set(world.pg_map)
     mesh = _laid_out(plan, world, device)
-    return replace(mesh, opened=opened, made=tuple(group for group in _world.pg_map if group not in before))
+    return replace(mesh, opened=opened, made=tuple(group for group in world.pg_map if group not in before))
 
 
 def _laid_out(plan: Plan, world: World, device: torch.device) -> Mesh:
@@ -330,14 +330,14 @@ def leave(mesh: Mesh) -> None:
     if not dist.is_initialized():
         return
     if mesh.shards is not None:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from widefield.private_torch.dtensor import clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()  # else what torch computes from DTensors on the next equal mesh would name this one
+        clear_sharding_prop_cache()  # else what torch computes from DTensors on the next equal mesh would name this one
     if mesh.opened:
         dist.destroy_process_group()
         return
     for group in (*mesh.made, *mesh.further, *(group for group, _ in mesh.lent)):
-        if group in _world.pg_map:
+        if group in world.pg_map:
             dist.destroy_process_group(group)
 
 

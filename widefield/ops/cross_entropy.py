@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from widefield.geometry.layout import Layout, layout_of, uncut
 from widefield.ops.losses import MEAN, NONE, SUM, each, same_pixels
 from widefield.ops.reductions import WIDE
+from widefield.private_torch.dispatcher import DispatchKey, dispatch_keyset_full_after
 from widefield.rules import Description, Local, Meta, Reduced, case, rule
 from widefield.tiled.redistribute import moved
 from widefield.tiled.tensor import TiledTensor
@@ -126,7 +127,7 @@ def _cross_entropy(
     return (1 - label_smoothing) * hard + (label_smoothing / logits.shape[at]) * (soft / weights)
 
 
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+_BELOW = dispatch_keyset_full_after(DispatchKey.PythonTLSSnapshot)
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _LIBRARY.impl("cross_entropy_loss", _cross_entropy, "PythonTLSSnapshot", with_keyset=True)
 

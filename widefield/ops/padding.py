@@ -18,6 +18,7 @@ from widefield.geometry.box import Box, is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Cut, Cuts
 from widefield.geometry.window import Back, Border, Shift, border
+from widefield.private_torch.dispatcher import DispatchKey, dispatch_keyset_full_after
 from widefield.rules import LocalBoxes, Meta, Read, Run, Tile, Windowed, case, rule
 from widefield.tiled.tensor import TiledTensor
 
@@ -323,7 +324,7 @@ def _circular(keys: Any, image: Tensor, pad: Sequence[int]) -> Tensor:
     return out if sides else image.clone(memory_format=torch.contiguous_format)
 
 
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+_BELOW = dispatch_keyset_full_after(DispatchKey.PythonTLSSnapshot)
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _LIBRARY.impl("_pad_circular", _circular, "PythonTLSSnapshot", with_keyset=True)
 

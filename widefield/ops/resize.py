@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
 from torch.nn import functional as F
 
 from widefield.geometry.box import is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.resize import Resize, Resized
+from widefield.private_torch.decompositions import get_decompositions
+from widefield.private_torch.dispatcher import DispatchKey, dispatch_keyset_full_after, dispatch_tls_is_dispatch_key_included
 from widefield.rules import RULES, LocalBoxes, Meta, Read, Tile, Windowed, case, rule
 from widefield.tiled.tensor import TiledTensor
 
@@ -292,7 +293,7 @@ def _resized(name: str, keys: Any, image: Tensor, size: Sequence[int] | None, *r
 
     It is caught where torch first meets a tensor that has a `__torch_dispatch__`, above autograd; others go on as always.
     """
-    compiling = torch._C._dispatch_tls_is_dispatch_key_included("PythonDispatcher")
+    compiling = dispatch_tls_is_dispatch_key_included("PythonDispatcher")
     if compiling and type(image) is not TiledTensor:
         return getattr(aten, name).vec.redispatch(keys & _BELOW, image, size, *rest)
     *given, scales = rest
@@ -303,7 +304,7 @@ def _resized(name: str, keys: Any, image: Tensor, size: Sequence[int] | None, *r
     return torch.ops.widefield.resize(image, name, size, given, scales)
 
 
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+_BELOW = dispatch_keyset_full_after(DispatchKey.PythonTLSSnapshot)
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 

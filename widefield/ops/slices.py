@@ -16,6 +16,7 @@ from torch import Tensor
 from widefield.geometry.layout import Cut, Cuts, Layout, layout_of
 from widefield.geometry.window import Window
 from widefield.ops.views import seen
+from widefield.private_torch.dispatcher import DispatchKey, dispatch_keyset_full_after
 from widefield.rules import Local, Meta, case, composed, rule
 from widefield.tiled.dispatch import by_rule
 from widefield.tiled.redistribute import whole_of
@@ -115,7 +116,7 @@ def _tensor_split(keys: Any, x: Tensor, places: Tensor, dim: int = 0) -> list[Te
     return aten.tensor_split.tensor_indices_or_sections.redispatch(keys & _BELOW, x, places, dim)
 
 
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+_BELOW = dispatch_keyset_full_after(DispatchKey.PythonTLSSnapshot)
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _LIBRARY.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "PythonTLSSnapshot", with_keyset=True)
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from widefield.geometry.layout import Layout
 from widefield.kernels import moments
+from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.partial_gradient import full_value, partial_of
 from widefield.tiled.redistribute import moved, to_layout, whole_of
 from widefield.tiled.tensor import TiledTensor, wrap
@@ -108,7 +109,7 @@ def batch_norm_over(
     momentum: float, eps: float, group_name: str, alike: int, is_inactive: bool,
 ) -> list[Tensor]:  # fmt: skip
     """What `widefield::batch_norm_over` names, with its gradient: the output, and what the running statistics become."""
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group = resolve_process_group(group_name)
     share = share_of(image, alike, group, is_inactive=is_inactive)
     with torch.no_grad():
         whole = merged(image.detach(), share, running_mean, group)

@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from widefield.geometry.layout import Layout, layout_of
 from widefield.naming import load, names_in
+from widefield.private_torch.dispatcher import (
+    OpOverload,
+    disable_current_modes,
+    dispatch_has_kernel_for_dispatch_key,
+    schema_of,
+)
+from widefield.private_torch.pytree import tree_map
 from widefield.rooms import ENGINE_PATHS
 from widefield.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Description, Local, Meta, NeedsRedistribute, Reduced, Ring
 from widefield.tiled.executors import build
@@ -60,7 +65,7 @@ def handler_of(func: Any) -> Callable:
 
 def _gives_new(func: Any) -> bool:
     """Whether all that it gives is new; some operations write to what they are given besides."""
-    given = func._schema.returns
+    given = schema_of(func).returns
     return bool(given) and not func.is_view and all(each.alias_info is None for each in given)
 
 
@@ -71,12 +76,12 @@ def _unless_for_leaf(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any
 def _handler_of(func: Any) -> Callable:
     if func in COMPOSED or func in RULES:
         run = partial(_composed, COMPOSED[func]) if func in COMPOSED else partial(by_rule, RULES[func])
-        return partial(_backward, run) if "_backward" in func._schema.name else run
+        return partial(_backward, run) if "_backward" in schema_of(func).name else run
     if func in (aten.detach.default, aten.alias.default):
         return alias
     if func.namespace == "fsdp":
         return into_buckets
-    if func._schema.name.startswith("aten::_foreach_"):
+    if schema_of(func).name.startswith("aten::_foreach_"):
         return each
     if outs_of(func) and new_of(func) is not None:
         return pointwise_out if is_pointwise(func) else into_outs
@@ -248,7 +253,7 @@ def _execute_of(function: Callable, func: Any, args: tuple, kwargs: dict, tensor
 def _strides_of_views(func: Any, args: tuple, kwargs: dict, strides: tuple[int, ...]) -> list[tuple[int, ...] | None]:
     """The strides of views, by `func`, of a whole that has `strides`; None where memory is not shown so."""
     whole, *others = args
-    with _disable_current_modes():
+    with disable_current_modes():
         meta = torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device="meta")
         try:
             shown = func(meta, *others, **kwargs)
@@ -313,7 +318,7 @@ def _other(func: Any, args: tuple, kwargs: dict) -> Any:
 def is_unknown(func: Any) -> bool:
     """Whether no rule, and no definition in terms of others, says what an operation means on tiles."""
     load_rules()
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim" or _handler_of(func) not in (_other, into_outs):
+    if not isinstance(func, OpOverload) or func.namespace == "prim" or _handler_of(func) not in (_other, into_outs):
         return False
     new = new_of(func) if written_by(func) else None
     return is_unknown(new) if new is not None else _decomposition_of(func) is None
@@ -322,7 +327,7 @@ def is_unknown(func: Any) -> bool:
 @cache
 def _decomposition_of(func: Any) -> Callable | None:
     """Torch's own definition of an operation in terms of others."""
-    from torch._decomp import decomposition_table
+    from widefield.private_torch.decompositions import decomposition_table
 
     if func.namespace == "prims":  # what some of these definitions are made of
         return getattr(func, "impl_aten", None)
@@ -331,7 +336,7 @@ def _decomposition_of(func: Any) -> Callable | None:
 
 def _is_composite(func: Any) -> bool:
     """Whether torch makes it of others itself; in the inference mode it asks us first."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 # ---------------------------------------------------------------------------------------------- refusal

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from widefield.geometry.layout import Layout, uncut
+from widefield.private_torch.dispatcher import op_of
+from widefield.private_torch.tensors import make_wrapper_subclass
 from widefield.rules import COMPOSED, PLAIN_OUTPUTS
 from widefield.tiled.dispatch import alias, load_rules
 from widefield.tiled.replicated_ops import on_every_rank
@@ -19,7 +21,6 @@ from widefield.tiled.schemas import outs_of, written_by
 from widefield.tiled.tensor import TiledTensor, swap
 from widefield.tiled.view_writeback import count_write, counted
 
-_make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _NUMBERS = (int, float, bool)
 _aten = torch.ops.aten
 _DETACH, _ALIAS = _aten.detach.default, _aten.alias.default
@@ -38,17 +39,17 @@ def run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
         if type(arg) is TiledTensor and arg.writeback is not None:  # a conjugate, or a view of one
             return _with_homes(func, args, kwargs or {})
     if func is _DETACH:  # autograd asks for it whenever it keeps an output: the tile itself has no history to leave
-        made = _make(TiledTensor, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
+        made = make_wrapper_subclass(TiledTensor, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
         made.local, made.tile_layout = first.local, layout
         return made
     plain = [arg.local if type(arg) is TiledTensor else _plain_list(arg) if type(arg) is list else arg for arg in args]
     if kwargs:
         given = {key: value.local if type(value) is TiledTensor else value for key, value in kwargs.items()}
-        out = func._op(*plain, **given)
+        out = op_of(func)(*plain, **given)
         if outs_of(func):
             return _written(outs_of(func), kwargs)
     else:
-        out = func._op(*plain)
+        out = op_of(func)(*plain)
     if type(out) is tuple or type(out) is list:
         skip = PLAIN_OUTPUTS.get(func, ())
         return type(out)([_wrapped(v, layout) if isinstance(v, Tensor) and n not in skip else v for n, v in enumerate(out)])
@@ -99,6 +100,6 @@ def _wrapped(value: Tensor, layout: Layout) -> Tensor:
         if known is None:
             known = layout.alone[shape] = uncut(tuple(shape), layout.grid)
         layout = known
-    made = _make(TiledTensor, shape, strides=value.stride(), dtype=value.dtype, device=value.device)
+    made = make_wrapper_subclass(TiledTensor, shape, strides=value.stride(), dtype=value.dtype, device=value.device)
     made.local, made.tile_layout = value, layout
     return made

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from widefield.comm.mesh import Mesh
+from widefield.private_torch.fake_tensors import FunctionalTensor
+from widefield.private_torch.modules import BatchNorm, NormBase
 from widefield.tiled.batch_statistics import Normalize, Statistics, StatisticsShare, merged, share_of
 
 
@@ -35,7 +35,7 @@ class _Held:
         return _Held, ()
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm for (N, C, *) inputs, N > 0 or not, with the statistics of all ranks of `group`.
 
     In training the mean, the variance and the running statistics (unbiased with the count over all ranks) are those of the
@@ -99,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
         if isinstance(input, FunctionalTensor):  # somebody writes down what it does, to run it on tiles in time
             return self._written_down(input)
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(self._over_ranks)(input)
+            return torch.compiler.disable(self._over_ranks)(input)
         return self._over_ranks(input)
 
     def _over_ranks(self, input: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _SyncBatchNormAct(SyncBatchNorm):
 
 
 def _is_batch_norm(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm)
+    return isinstance(layer, BatchNorm)
 
 
 def _synchronized_kind(layer: nn.Module, name: str) -> type[SyncBatchNorm]:
@@ -200,7 +200,7 @@ def _synchronized_kind(layer: nn.Module, name: str) -> type[SyncBatchNorm]:
         return SyncBatchNorm
     if (kind.__module__, kind.__name__) in _TIMM_ACT:
         return _mixed(_SyncBatchNormAct, kind)
-    if kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+    if kind.forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
         return _mixed(SyncBatchNorm, kind)
     raise NotImplementedError(f"{where} has a forward of its own, which synchronizing would drop; {_ADVICE}")
 
@@ -226,7 +226,7 @@ def average_running_statistics(model: nn.Module, mesh: Mesh) -> None:
 
     Cheap and inexact: the mean of the ranks' variances leaves out how far their means lie apart.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.running_mean is not None]
+    layers = [layer for layer in model.modules() if isinstance(layer, NormBase) and layer.running_mean is not None]
     running = [statistic for layer in layers for statistic in (layer.running_mean, layer.running_var)]
     if mesh.size == 1 or not running:
         return
