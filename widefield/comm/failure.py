@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.comm.stall_watch import TORCH, line_in_words, place_of
-from widefield.private_torch.process_groups import abort, get_default_store, world
+from widefield.private_torch.process_groups import abort, c10d_world, get_default_store
 from widefield.refusal import FOLLOWED, is_ours
 
 POLL_SECONDS = 0.2
@@ -168,7 +168,7 @@ class FailureWatch:
 
 def _abort_nccl(device: torch.device) -> None:
     """End what this rank waits for on its GPU; gloo's waits end as the culprit's connections close."""
-    for group in list(world.pg_map):
+    for group in list(c10d_world.pg_map):
         try:
             abort(group, device)
         except RuntimeError:  # a group without GPUs, or one that is gone

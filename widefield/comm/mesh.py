@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from widefield.comm.process_groups import copy_group, data_group, device_mesh, grid_of, grid_of_rows, line, shards_of
 from widefield.geometry.layout import Grid
 from widefield.plan import Plan, check
-from widefield.private_torch.process_groups import world
+from widefield.private_torch.process_groups import c10d_world
 
 T = TypeVar("T")
 
@@ -291,9 +291,9 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
     opened = not dist.is_initialized()
     if opened:
         _meet(world, device, timeout_seconds)
-    before = set(world.pg_map)
+    before = set(c10d_world.pg_map)
     mesh = _laid_out(plan, world, device)
-    return replace(mesh, opened=opened, made=tuple(group for group in world.pg_map if group not in before))
+    return replace(mesh, opened=opened, made=tuple(group for group in c10d_world.pg_map if group not in before))
 
 
 def _laid_out(plan: Plan, world: World, device: torch.device) -> Mesh:
@@ -337,7 +337,7 @@ def leave(mesh: Mesh) -> None:
         dist.destroy_process_group()
         return
     for group in (*mesh.made, *mesh.further, *(group for group, _ in mesh.lent)):
-        if group in world.pg_map:
+        if group in c10d_world.pg_map:
             dist.destroy_process_group(group)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-world = distributed_c10d._world
+c10d_world = distributed_c10d._world
 """All process groups there are (`pg_map`): those that a mesh has made are closed with it."""
 
 get_default_store: Callable[[], dist.Store] = distributed_c10d._get_default_store
