@@ -36,6 +36,7 @@ from widefield.capture.recorder import Functional, Recorder, backward_inside
 from widefield.capture.side_effects import GIVEN, Left, left_by, seen_by, settle
 from widefield.private_torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from widefield.private_torch.pytree import tree_map
+from widefield.tiled.dispatch import prepare
 from widefield.tiled.memory_format import quiet
 
 aten = torch.ops.aten
@@ -61,6 +62,7 @@ def trace(
     NotImplementedError, in words, where what it does depends on pixels, has a gradient that only Python knows, or is done in
     Python alone.
     """
+    prepare()
     found = Guards() if guards is None else guards
     captured = partial(_captured, module, forward, args, kwargs, likes, aim, found)
     graph, left = captured()

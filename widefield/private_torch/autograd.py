@@ -16,7 +16,8 @@ current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node whose gradient is computed now, None outside of a backward: a leaf's node tells that a gradient has arrived."""
 
 will_engine_execute_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the running backward reaches a node: a gradient that `autograd.grad` asks for never reaches its leaf."""
+"""Whether the running backward reaches a node; RuntimeError where `torch.autograd.grad` asks for the gradient of that leaf,
+which is then not added to its `grad`."""
 
 engine_run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
 """The Python frame below which autograd itself calls operations: a hook of somebody's stands between."""

@@ -53,3 +53,8 @@ EffectType = effects.EffectType
 
 register_effectful_op: Callable[[str, Any], None] = torch.library._register_effectful_op
 """Tells compilers that an operator sends messages, which each rank must send and in the same order."""
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Take the kernels of a library away again, so that the dispatcher's table is what it was before."""
+    library._destroy()

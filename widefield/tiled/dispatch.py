@@ -32,6 +32,7 @@ from widefield.tiled.in_place import (
     without_pixels,
 )
 from widefield.tiled.memory_format import ordered
+from widefield.tiled.overrides import install_overrides
 from widefield.tiled.partial_gradient import INTO_LEAF, into_leaf, is_for_leaf
 from widefield.tiled.pointwise import is_pointwise
 from widefield.tiled.redistribute import local_of, moved, redistribute, to_layout, whole_of
@@ -52,9 +53,15 @@ def load_rules() -> None:
         load(OPS, name)
 
 
+def prepare() -> None:
+    """Before the first tiled tensor, and the first capture: import the rules, and put our kernels before some of torch's."""
+    load_rules()
+    install_overrides()
+
+
 def handler_of(func: Any) -> Callable:
     """What runs `func(*args, **kwargs)` where at least one argument is tiled."""
-    load_rules()
+    prepare()
     found = _handler_of(func)
     if written_by(func):
         found = partial(counted, found)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from widefield.comm.mesh import device_of_words
 from widefield.parallel.strategies._buckets import Bucket, BucketLayout, Seen, laid_out, late_of
@@ -66,6 +67,7 @@ class Reducer:
         ]
         self.model = weakref.ref(model)
         _ALIVE.add(self)
+        _watch_steps()
 
     def _hooked(self, number: int, parameter: Tensor) -> list[Any]:
         wants = parameter.requires_grad
@@ -85,6 +87,7 @@ class Reducer:
             release(self.parameters)
         self._handles = []
         _ALIVE.discard(self)
+        _watch_steps()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -243,7 +246,18 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         reducer.optimizer_steps += not known.isdisjoint(moved)
 
 
-register_optimizer_step_pre_hook(_count_step)
+def _watch_steps() -> None:
+    """Look at each step of any optimizer, from the first reducer on and until the last one is closed.
+
+    (Where reducers go with their parameters nobody takes the hook away: a garbage collector would, in the middle of a step.)
+    """
+    if _ALIVE and not _STEP_HOOKS:
+        _STEP_HOOKS.append(register_optimizer_step_pre_hook(_count_step))
+    while not _ALIVE and _STEP_HOOKS:
+        _STEP_HOOKS.pop().remove()
+
+
+_STEP_HOOKS: list[RemovableHandle] = []
 
 
 # ---------------------------------------------------------------------------------------------- one backward
