@@ -26,7 +26,7 @@ MOST = 16
 """How many are kept, for images whose size is new in every step."""
 AGAIN_MOST = 8
 """Captures in a row for arguments that were known, after which it is said what makes them necessary."""
-Cached = TypeVar("Made")
+Cached = TypeVar("Cached")
 
 
 @dataclass

@@ -302,7 +302,7 @@ _CONTAINERS = (DICT, MEMBERS, ORDERED, ROW, SET)
 
 def _sorted(things: Iterable[Thing], fits: Callable[[Thing], bool]) -> tuple[list[Thing], list[Thing]]:
     """Those that fit, and the others."""
-    found = ([], [])
+    found: tuple[list[Thing], list[Thing]] = ([], [])
     for thing in things:
         found[not fits(thing)].append(thing)
     return found

@@ -83,7 +83,8 @@ class PythonWatch:
     """
 
     def __init__(self, state: PythonState) -> None:
-        self.state, self.given = state, None
+        self.state = state
+        self.given: Any = None
         self.places: dict[Any, None] = {}
         """Names and functions on which the forward depends, in the order in which they were met."""
         self.seeds: list[str] = []

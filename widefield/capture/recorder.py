@@ -158,7 +158,8 @@ class Recorder(FakeTensorMode):
 
     # ------------------------------------------------------------------------------------------ operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out: Any
         kwargs = kwargs or {}
         if self.is_on and self.depth == 0 and func in APART and func not in self.busy:
             self.busy.append(func)
@@ -189,10 +190,10 @@ class Recorder(FakeTensorMode):
         """What an operation is made of may lie otherwise than what it makes by itself."""
         self.depth += 1
         try:
-            wanted = super().__torch_dispatch__(func, (), args, kwargs).stride()
+            made: Any = super().__torch_dispatch__(func, (), args, kwargs)
         finally:
             self.depth -= 1
-        order = stride_order(wanted)
+        order = stride_order(made.stride())
         if order == stride_order(out.stride()):
             return out
         with self:
@@ -204,10 +205,10 @@ class Recorder(FakeTensorMode):
             raise backward_inside(str(func))
         if func is aten.copy.default:  # all that is left of a write once the tensor written to is a new one
             func, args, kwargs = _copied, args[:2], {}
-        named = tree_map(lambda leaf: self.value_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        given, named = tree_map(lambda leaf: self.value_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         results = list(out) if isinstance(out, (tuple, list)) else [out]
         outs = [self._made(result) if isinstance(result, Tensor) else None for result in results]
-        node = Node(func, *named, outs, isinstance(out, Tensor), torch.is_grad_enabled())
+        node = Node(func, given, named, outs, isinstance(out, Tensor), torch.is_grad_enabled())
         node.draws = _draws(func, args, kwargs)
         if not node.grad and getattr(func, "namespace", "aten") != "aten":  # torch calls custom operations without, either way
             node.grad = True
@@ -383,7 +384,7 @@ def _copied(like: Tensor, source: Tensor) -> Tensor:
     return with_zero_gradient(torch.empty_like(like).copy_(source), like)
 
 
-_DERIVATIVES = {aten._standard_gamma.default: with_gradient_of_gamma}
+_DERIVATIVES: dict[Any, Callable] = {aten._standard_gamma.default: with_gradient_of_gamma}
 """Of draws that have one which is not zero."""
 POINTWISE = {_copied} | autograd_gaps.POINTWISE
 """What is written down in place of torch's own operations, and gives each output pixel from the same pixel of its inputs."""

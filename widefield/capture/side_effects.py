@@ -112,7 +112,8 @@ class Left:
         found: dict[Value, Any] = dict(self.constants)
         for node in nodes:
             out = node.call(iter([found[read] for read in node.reads]))
-            found.update(zip(node.outs, [out] if node.is_single else out, strict=True))
+            made = zip(node.outs, [out] if node.is_single else out, strict=True)
+            found.update({value: tensor for value, tensor in made if value is not None})
         return found[value]
 
 
@@ -236,8 +237,8 @@ def _put_back_gone(state: PythonState) -> None:
             if len(now) == len(names) and len(found) == len(children):
                 pairs = zip(children, found, strict=True)
                 is_again = [type(then) is Gone and isinstance(here, Tensor) for then, here in pairs]
-                pairs = zip(is_again, children, found, strict=True)
-                kind.write(what, now, [then if again else here for again, then, here in pairs])
+                three = zip(is_again, children, found, strict=True)
+                kind.write(what, now, [then if again else here for again, then, here in three])
 
 
 def _put_back_torchs(state: PythonState) -> None:

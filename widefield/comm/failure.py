@@ -106,7 +106,7 @@ class FailureWatch:
         """Ask every rank to come to the next agreement soon: there is a problem to agree on."""
         self.stops = True
         if self._thread is not None:
-            self._store.set(_STOP, b"1")
+            self._store.set(_STOP, "1")
 
     # ------------------------------------------------------------------------------------------ the store
 

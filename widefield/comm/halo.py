@@ -243,7 +243,9 @@ def _exchange(
 
 
 @_exchange.register_fake
-def _(messages, to, source, sizes, like, group_name):
+def _(
+    messages: list[Tensor], to: list[int], source: list[int], sizes: list[int], like: Tensor, group_name: str
+) -> list[Tensor]:
     return [like.new_empty(size) for size in sizes]
 
 
@@ -253,7 +255,7 @@ def _gather_operator(part: Tensor, ways: int, group_name: str) -> Tensor:
 
 
 @_gather_operator.register_fake
-def _(part, ways, group_name):
+def _(part: Tensor, ways: int, group_name: str) -> Tensor:
     return part.new_empty((ways, *part.shape))
 
 
@@ -263,7 +265,7 @@ def _add_operator(part: Tensor, group_name: str) -> Tensor:
 
 
 @_add_operator.register_fake
-def _(part, group_name):
+def _(part: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(part, memory_format=torch.contiguous_format)
 
 

@@ -24,19 +24,21 @@ def inactive(model: nn.Module) -> Iterator[None]:
     """
     layers = [layer for layer in model.modules() if isinstance(layer, NormBase)]
     ours = [layer for layer in layers if isinstance(layer, SyncBatchNorm)]
-    others = [(layer, dict(buffers_of(layer))) for layer in layers if not isinstance(layer, SyncBatchNorm)]
-    for layer in ours:
-        layer.inactive = True
+    others: list[tuple[nn.Module, dict[str, Any]]] = [
+        (layer, dict(buffers_of(layer))) for layer in layers if not isinstance(layer, SyncBatchNorm)
+    ]
+    for sync in ours:
+        sync.inactive = True
     _GHOSTS[model] = others
-    for layer, buffers in others:  # they write into copies, which are dropped
-        buffers_of(layer).update({name: None if value is None else value.clone() for name, value in buffers.items()})
+    for other, buffers in others:  # they write into copies, which are dropped
+        buffers_of(other).update({name: None if value is None else value.clone() for name, value in buffers.items()})
     try:
         yield
     finally:
-        for layer in ours:
-            del layer.inactive
-        for layer, buffers in others:
-            buffers_of(layer).update(buffers)
+        for sync in ours:
+            del sync.inactive
+        for other, buffers in others:
+            buffers_of(other).update(buffers)
         _GHOSTS.pop(model, None)
 
 

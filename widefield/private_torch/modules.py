@@ -22,13 +22,13 @@ InstanceNorm = instancenorm._InstanceNorm
 DropoutNd = dropout._DropoutNd
 """The class of every dropout."""
 
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 """A module's own parameters by name: the very dict, in which others may stand while the module runs."""
 
-buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 """A module's own buffers by name: the very dict, as with parameters."""
 
-modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+modules_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 """A module's own children by name: the very dict."""
 
 MODULE_MEMBERS = ("_parameters", "_buffers", "_modules")

@@ -80,13 +80,13 @@ def tile_of(tensor: Tensor, mesh: Mesh) -> Tensor:
     return to_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, None)) if type(tensor) is TiledTensor else tensor
 
 
-def as_tile(tile: Tensor, layout: Layout) -> Tensor:
+def as_tile(tile: Tensor, layout: Layout) -> TiledTensor:
     """The tiled tensor of which this rank holds `tile`, as `layout` says; its gradient comes back as this rank's part."""
     prepare()
     return _FromTile.apply(tile, layout)
 
 
-def cut_by(whole: Tensor, layout: Layout) -> Tensor:
+def cut_by(whole: Tensor, layout: Layout) -> TiledTensor:
     """The tiled tensor of a plain one that is the same on every rank, as `layout` says; so is the plain one's gradient."""
     prepare()
     return _Tile.apply(whole, layout)

@@ -85,7 +85,8 @@ def merged(
     dist.all_reduce(sums, group=group)
     sums, asked = sums[:-2], sums[-2:]
     if not sums.is_cuda:
-        _check_numbers(*asked.tolist(), number, group)
+        total, squares = asked.tolist()
+        _check_numbers(total, squares, number, group)
     if not sums.is_cuda and sums[-1] <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {group.size()} ranks "
@@ -188,7 +189,8 @@ class _NormalizeBackward(torch.autograd.Function):
             means = (whole if weight is None else whole * weight.to(whole.dtype)) / count.to(whole.dtype)
             arguments = (grad, tile, mean, invstd, weight, means)
             grad_input = share.wrapped(torch.zeros_like(tile) if share.is_inactive else moments.input_gradient(*arguments))
-        return grad_input, *(share.partial(sums[n]).to(weight.dtype) if needed[1 + n] else None for n in (0, 1))
+        dtype = sums.dtype if weight is None else weight.dtype
+        return grad_input, *(share.partial(sums[n]).to(dtype) if needed[1 + n] else None for n in (0, 1))
 
     @staticmethod
     @once_differentiable
@@ -201,7 +203,8 @@ class _NormalizeBackward(torch.autograd.Function):
             factor = None if weight is None else weight.detach().to(dtype).requires_grad_()
             made = _gradients(tile, grad, factor, count.to(dtype), ctx.eps, partial(_SumOverRanks.apply, ctx.group, share))
             pulls = [None if pull is None else _whole_or_tile(pull, share, n).to(dtype) for n, pull in enumerate(pulled)]
-            score = sum((part * pull).sum() for part, pull in zip(made, pulls, strict=True) if pull is not None)
+            scores = [(part * pull).sum() for part, pull in zip(made, pulls, strict=True) if pull is not None]
+            score = sum(scores, start=tile.new_zeros(()))
             wanted = [tile, grad, *([] if factor is None else [factor])]
             of_tile, of_grad, *of_factor = torch.autograd.grad(score, wanted, allow_unused=True, materialize_grads=True)
         if share.is_inactive:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from widefield.private_torch.dispatcher import (
 )
 from widefield.private_torch.pytree import tree_map
 from widefield.rooms import ENGINE_PATHS
-from widefield.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Description, Local, Meta, NeedsRedistribute, Reduced, Ring
+from widefield.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Description, Local, Meta, NeedsRedistribute, Windowed
 from widefield.tiled.executors import build
 from widefield.tiled.in_place import (
     each,
@@ -277,6 +277,7 @@ def _again(
     tensors = list(tensors)
     for meta, whole in description.whole:
         tensor = tensors[meta.number]
+        assert isinstance(tensor, TiledTensor), f"argument {meta.number} is plain, and is to be uncut"
         layout = moved(tensor.tile_layout, whole)
         tensors[meta.number] = wrap(redistribute(tensor, layout), layout)
 
@@ -289,9 +290,9 @@ def _again(
 def _numbers_read(description: Description) -> set[int]:
     if isinstance(description, Additive):
         return {description.read.tensor.number, description.over.number}
-    if hasattr(description, "prepare"):
+    if isinstance(description, Windowed):
         return {read.tensor.number for read in description.reads}
-    assert isinstance(description, (Reduced, Ring)) or hasattr(description, "run")
+    assert not isinstance(description, NeedsRedistribute), "a rule asked for other layouts once more"
     return {meta.number for meta in description.reads}
 
 
@@ -349,7 +350,7 @@ def _is_composite(func: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- refusal
 
 
-def _refuse(func: Any, why: str) -> Any:
+def _refuse(func: Any, why: str) -> NoReturn:
     raise NotImplementedError(
         f"{func} cannot run on an image cut into tiles: {why}. {_call_site()}"
         "Write it with operations that have a rule, take widefield.whole(x) before it, "

@@ -57,7 +57,7 @@ class PartialGradient(Tensor):
     __torch_function__ = disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return run_partial(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -67,7 +67,7 @@ class PartialGradient(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], grid: Grid, size: Any, stride: Any) -> Tensor:
         return partial_of(inner["part"], grid)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PartialGradient(rank {self.grid.index} of {self.grid.size}, part={self.part!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -174,7 +174,7 @@ def forget() -> None:
 
 def _mark(device: torch.device, generator: torch.Generator | None, drawn: Sequence[int]) -> int:
     state = generator.get_state() if generator is not None else _state_of(device)
-    digest = hashlib.blake2b(state.numpy(), digest_size=8, key=repr(tuple(drawn)).encode()[:64]).digest()
+    digest = hashlib.blake2b(state.numpy().data, digest_size=8, key=repr(tuple(drawn)).encode()[:64]).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -195,7 +195,7 @@ def _compare_operator(like: Tensor, group_name: str, drawn: list[int]) -> None:
 
 
 @_compare_operator.register_fake
-def _(like, group_name, drawn):
+def _(like: Tensor, group_name: str, drawn: list[int]) -> None:
     return None
 
 

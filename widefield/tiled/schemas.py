@@ -12,7 +12,7 @@ from widefield.private_torch.dispatcher import schema_of
 
 
 @cache
-def written_by(func: Any) -> tuple[tuple[int | str, ...], ...]:
+def written_by(func: Any) -> tuple[int | str, ...]:
     """Which arguments an operation writes into: places of those in a row, names of the others."""
     arguments = schema_of(func).arguments
     places = [a.name if a.kwarg_only else place for place, a in enumerate(arguments) if _is_written(a)]

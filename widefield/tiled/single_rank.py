@@ -18,7 +18,7 @@ from widefield.rules import COMPOSED, PLAIN_OUTPUTS
 from widefield.tiled.dispatch import alias, load_rules
 from widefield.tiled.replicated_ops import on_every_rank
 from widefield.tiled.schemas import outs_of, written_by
-from widefield.tiled.tensor import TiledTensor, swap
+from widefield.tiled.tensor import TiledTensor, swap, wrap_view
 from widefield.tiled.view_writeback import count_write, counted
 
 _NUMBERS = (int, float, bool)
@@ -42,7 +42,9 @@ def run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
         made = make_wrapper_subclass(TiledTensor, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
         made.local, made.tile_layout = first.local, layout
         return made
-    plain = [arg.local if type(arg) is TiledTensor else _plain_list(arg) if type(arg) is list else arg for arg in args]
+    plain: list[Any] = [
+        arg.local if type(arg) is TiledTensor else _plain_list(arg) if type(arg) is list else arg for arg in args
+    ]
     if kwargs:
         given = {key: value.local if type(value) is TiledTensor else value for key, value in kwargs.items()}
         out = op_of(func)(*plain, **given)
@@ -56,7 +58,7 @@ def run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
     if out is plain[0]:
         if first.shown or first.is_inference():
             count_write()
-        return first if out.shape == first.shape else swap(first, _wrapped(out, layout))
+        return first if out.shape == first.shape else swap(first, _tiled_anyway(out, layout))
     return _wrapped(out, layout) if isinstance(out, Tensor) else out
 
 
@@ -80,7 +82,7 @@ def _written(names: Sequence[str], kwargs: dict) -> Any:
         if type(out) is TiledTensor and (out.shown or out.is_inference()):
             count_write()
         if type(out) is TiledTensor and out.local.shape != out.shape:
-            swap(out, _wrapped(out.local, out.tile_layout))
+            swap(out, _tiled_anyway(out.local, out.tile_layout))
     return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
 
 
@@ -88,6 +90,12 @@ def _plain_list(values: list) -> list:
     if not values or type(values[0]) in _NUMBERS:
         return values
     return [value.local if type(value) is TiledTensor else value for value in values]
+
+
+def _tiled_anyway(value: Tensor, layout: Layout) -> TiledTensor:
+    """What a tiled tensor becomes, which stays tiled though it be a single number."""
+    made = _wrapped(value, layout)
+    return made if type(made) is TiledTensor else wrap_view(made, uncut((), layout.grid))
 
 
 def _wrapped(value: Tensor, layout: Layout) -> Tensor:

@@ -51,7 +51,7 @@ class TiledTensor(Tensor):
     __torch_function__ = disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if len(types) > 1:
             for kind in types:
                 if kind in OTHER_KINDS:
@@ -78,7 +78,7 @@ class TiledTensor(Tensor):
             else wrap(_redistribute(self, laid), laid)
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TiledTensor({self.tile_layout}, tile={self.local!r})"
 
     def __deepcopy__(self, memo: dict) -> TiledTensor:

@@ -86,7 +86,7 @@ class _Routed(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or a pickle is what the model was: a module of its own class, copied in its own way."""
         kinds = type(self).__mro__
-        kind = kinds[kinds.index(_Routed) + 1]
+        kind: Any = kinds[kinds.index(_Routed) + 1]
         plain = kind.__new__(kind)
         plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in (_WRAPPER, _WATCHED, _INSIDE)})
         made, *rest = plain.__reduce_ex__(protocol)

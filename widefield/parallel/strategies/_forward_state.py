@@ -36,7 +36,7 @@ class ForwardState:
     def __init__(self, model: nn.Module) -> None:
         self.devices = _devices(model)
         self.random, self.of_python, self.of_numpy = _random_of(self.devices), random.getstate(), np.random.get_state()
-        held = [
+        held: list[tuple[nn.Module, str, Tensor]] = [
             (part, name, buffer) for part in model.modules() for name, buffer in buffers_of(part).items() if buffer is not None
         ]
         self.buffers = [(part, name, buffer, version_counter(buffer)) for part, name, buffer in held]

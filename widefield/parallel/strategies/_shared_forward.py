@@ -283,7 +283,7 @@ def _sum_of_others(args: tuple, kwargs: dict, samples: list[Tensor]) -> int:
     for leaf in leaves:
         if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_meta:
             numbers = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            found = zlib.crc32(numbers.flatten().view(torch.uint8).numpy(), found)
+            found = zlib.crc32(numbers.flatten().view(torch.uint8).numpy().data, found)
     return found
 
 

@@ -147,6 +147,7 @@ class UnitCalls:
         mine = torch.tensor([zlib.crc32(name.encode())], device=device)
         marks = torch.empty(size, dtype=torch.int64, device=device)
         work = collectives.all_gather_single(marks, mine, group=self.group, async_op=True)
+        assert work is not None, f"rank {dist.get_rank()} is not in the group of those that share weights"
         what = f"here '{name or type(self.model).__qualname__}' is next"
         advice = (
             "weights in parts can only be gathered by all ranks together; let every rank call the same layers, set "

@@ -350,7 +350,7 @@ def _send(owner: int, parameters: list[Tensor], group: dist.ProcessGroup) -> Non
 # ---------------------------------------------------------------------------------------------- cases
 
 
-def _deep_net() -> nn.Module:
+def _deep_net() -> nn.Sequential:
     """Channels that 2, 3 and 4 ranks do not divide, one weight in two places, and a stage to be a unit."""
     stage = nn.Sequential(nn.Conv2d(5, 7, 3, padding=1), nn.BatchNorm2d(7), nn.SiLU(), nn.Conv2d(7, 5, 1))
     net = nn.Sequential(nn.Conv2d(2, 5, 3, stride=2), stage, nn.BatchNorm2d(5), nn.SiLU(), nn.Conv2d(5, 5, 1),

@@ -58,7 +58,7 @@ def apply(
     draws = _own_draws(plan) if any(node.draws for node in graph.nodes) else []
     trained = frozenset(name for name, _ in model.named_parameters())
     division = divide(graph, override.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
-    measured = []
+    measured: list[str] = []
     if mesh.data_size > 1:
         override.bucket_mib, measured = bucket_mib(model, mesh)
     override.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
