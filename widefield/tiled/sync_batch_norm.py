@@ -49,8 +49,8 @@ class SyncBatchNorm(BatchNorm):
     """
 
     held: _Held
-    inactive: bool = False
-    """Whether its batch is a stand-in now, which counts nothing."""
+    inactive: bool
+    """There while its batch is a stand-in, which counts nothing: whether it is."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class SyncBatchNorm(BatchNorm):
     def _over_ranks(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         assert self.group is not None
-        share = share_of(input, self.held.alike, self.group, is_inactive=self.inactive)
+        share = share_of(input, self.held.alike, self.group, is_inactive=getattr(self, "inactive", False))
         whole = self._statistics_of_the_whole(input, share)
         return Normalize.apply(input, self.weight, self.bias, whole, self.eps, self.group, share)
 
@@ -115,7 +115,7 @@ class SyncBatchNorm(BatchNorm):
             raise NotImplementedError("a SyncBatchNorm with momentum=None cannot be streamed; give it a momentum")
         assert self.group is not None
         running = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
-        is_inactive, name = self.inactive, self.group.group_name
+        is_inactive, name = getattr(self, "inactive", False), self.group.group_name
         out, *new = torch.ops.widefield.batch_norm_over(
             input, self.weight, self.bias, *running, self.momentum or 0.0, self.eps, name, self.held.alike, is_inactive
         )
