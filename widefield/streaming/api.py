@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.capture.containers import refuse_hidden
 from widefield.capture.fake_parameters import named_tensors, refuse_scripts, tensors_of
@@ -22,6 +20,7 @@ from widefield.capture.trace import trace, without_autocast
 from widefield.geometry.box import size_of
 from widefield.geometry.layout import Cuts, Grid
 from widefield.module_wrapping import Wrapping, wrap_class
+from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
 from widefield.quantity import read_memory
 from widefield.streaming.choice import choose
 from widefield.streaming.fusion import CompiledRegions
@@ -184,7 +183,7 @@ class Streamed(Wrapping):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(self._in_turns)(args, kwargs)
+            return torch.compiler.disable(self._in_turns)(args, kwargs)
         return self._in_turns(args, kwargs)
 
     def _in_turns(self, args: tuple, kwargs: dict) -> Any:

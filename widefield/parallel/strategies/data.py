@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from widefield.comm.mesh import Mesh
+from widefield.comm.process_groups import group_among
 from widefield.parallel.strategies import Case, Phase
 from widefield.parallel.strategies._adasum import adasum_hook
 from widefield.parallel.strategies._buckets import Seen, bucket_mib
@@ -124,7 +125,7 @@ def synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
 def _share_statistics(model: nn.Module, mesh: Mesh) -> list[str]:
     """Give the BatchNorms of neighbouring copies common statistics; every rank makes all the groups of ranks."""
     each = mesh.plan.batch_norm_group
-    group, _ = dist.new_subgroups_by_enumeration([list(range(first, first + each)) for first in range(0, mesh.size, each)])
+    group = group_among([list(range(first, first + each)) for first in range(0, mesh.size, each)])
     SyncBatchNorm.convert(model, group)
     return [
         f"BatchNorm: statistics are those of {each} neighbouring copies of {mesh.copies}; running statistics are averaged once "
@@ -325,6 +326,8 @@ def _conv_net(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Module:
 
 class _Branches(nn.Module):
     """One branch is never used; the other only in every second pass where `sometimes`."""
+
+    passes: Tensor
 
     def __init__(self, sometimes: bool = False) -> None:
         super().__init__()

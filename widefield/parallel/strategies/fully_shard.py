@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as shard_in_place
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield.capture.interpreter import override_of
 from widefield.comm.mesh import Mesh
@@ -33,6 +32,8 @@ from widefield.parallel.strategies._pick import CONTAINERS, picked, some
 from widefield.parallel.strategies._row_order import NoDraws, not_row_major
 from widefield.parallel.strategies._unit_calls import SENDS_ZEROS, UnitCalls
 from widefield.plans import Plan
+from widefield.private_torch.pytree import tree_leaves, tree_map
+from widefield.private_torch.tensors import base_of
 from widefield.streaming.api import Streamed
 
 AXIS = "shard"
@@ -284,7 +285,7 @@ def _no_view(module: nn.Module, inputs: Any, output: Any) -> Any:
     """A copy of what is a view: a write to a view would take FSDP2's hook away, so it warns of every one."""
     if not torch.is_grad_enabled():
         return None
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf._base is not None else leaf, output)
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and base_of(leaf) is not None else leaf, output)
 
 
 def _rest_after(model: nn.Module, inputs: Any, output: Any) -> None:
@@ -307,7 +308,7 @@ def _ways_in_words(mesh: Mesh) -> str:
 # ---------------------------------------------------------------------------------------------- cases
 
 
-def _deep_net() -> nn.Module:
+def _deep_net() -> nn.Sequential:
     """Channels that 2, 3 and 4 ranks do not divide, one weight in two places, and a stage to be a unit."""
     stage = nn.Sequential(nn.Conv2d(5, 7, 3, padding=1), nn.BatchNorm2d(7), nn.SiLU(), nn.Conv2d(7, 5, 1))
     net = nn.Sequential(nn.Conv2d(2, 5, 3, stride=2), stage, nn.BatchNorm2d(5), nn.SiLU(), nn.Conv2d(5, 5, 1),

@@ -27,6 +27,7 @@ from widefield.pipelining.runtime import PipelineForward, batchwise, refuse_batc
 from widefield.pipelining.sample_mixing import where_counts_enter, where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, schedule_grid
 from widefield.plans import Plan
+from widefield.private_torch.modules import compiled_call_impl_of
 from widefield.tiled.partial_gradient import manage
 from widefield.tiled.sample_mixing import name_of
 
@@ -76,7 +77,7 @@ def apply(
     draws = _own_draws(plan) if any(node.draws for node in graph.nodes) else []
     trained = frozenset(name for name, _ in model.named_parameters())
     division = divide(graph, override.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
-    measured = []
+    measured: list[str] = []
     if mesh.data_size > 1:
         override.bucket_mib, measured = bucket_mib(model, mesh)
     override.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
@@ -243,7 +244,7 @@ def _micro_batches(model: nn.Module, graph: Graph, plan: Plan, counted: list[str
 
 
 def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
-    if getattr(model, "_compiled_call_impl", None) is not None:
+    if compiled_call_impl_of(model) is not None:
         raise NotImplementedError(
             f"a model in stages runs as the operations that it was followed as (mesh.stage={plan.stage}), which torch.compile "
             "does not see; set model.compile=false, or mesh.stage=1"
