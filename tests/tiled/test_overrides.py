@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from widefield.plans import Plan
 
 import widefield as wf
 from widefield.comm.mesh import Mesh, World
 from widefield.geometry.layout import Cut, Grid, layout_of
 from widefield.parallel.strategies import _reducer
+from widefield.plans import Plan
 from widefield.tiled import api, overrides
 from widefield.tiled.dispatch import load_rules, prepare
 from widefield.tiled.tensor import TiledTensor
