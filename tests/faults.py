@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from widefield.comm.mesh import Mesh, World
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.training.checkpoint import About, Checkpoints, read
 from widefield.training.checkpoint_directory import newest_sound_in, steps_in
 from widefield.training.manifest import what_is_wrong

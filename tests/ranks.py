@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from widefield.plan import Plan, to_text
+from widefield.plans import Plan, to_text
 
 TIMEOUT_SECONDS = 120.0
 PLANS_MOST = 8

@@ -7,7 +7,9 @@ import types
 
 from torch import nn
 
-_CALL = nn.Module._call_impl.__code__
+from widefield.private_torch.modules import call_impl_of
+
+_CALL = call_impl_of(nn.Module).__code__
 
 
 class ModulePaths:

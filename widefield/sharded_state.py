@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from widefield.comm.mesh import Mesh
+from widefield.private_torch.tensors import foreach_norm
 from widefield.tiled.redistribute import dense_strides, is_dense, memory_of
 
 Path = tuple[Any, ...]
@@ -304,6 +305,6 @@ def _shards(tensor: Tensor) -> int:
 
 def are_finite(mesh: Mesh, tensors: Iterable[Tensor]) -> bool:
     """Whether every number of the tensors is finite, on every rank where ranks hold parts; then every rank calls it."""
-    norms = torch._foreach_norm([local(tensor).detach() for tensor in tensors if not tensor.is_meta])
+    norms = foreach_norm([local(tensor).detach() for tensor in tensors if not tensor.is_meta])
     bad = (~torch.isfinite(torch.stack([norm.to(mesh.device) for norm in norms]))).sum()
     return int(mesh.sum_(bad) if is_sharded(mesh) else bad) == 0

@@ -26,7 +26,7 @@ from widefield.parallel.parallelize import parallelize, parallelize_average, rea
 from widefield.parallel.strategies import TrialStep
 from widefield.parallel.strategies._saved_tensors import costs_of
 from widefield.parallel.strategies.recompute import _Offloaded, from_host, to_host
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, nets with 1e2 weights

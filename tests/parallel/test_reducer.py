@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import widefield as wf
 from widefield.parallel.parallelize import share_states
 from widefield.parallel.passes import backward_of
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, three steps of small nets

@@ -20,7 +20,7 @@ from widefield.config import RecomputeConfig, StreamConfig
 from widefield.fallback import Fallback
 from widefield.parallel.parallelize import fallbacks, parallelize, reasons
 from widefield.parallel.strategies.channel import CASES
-from widefield.plan import Plan, check
+from widefield.plans import Plan, check
 from widefield.tensor_parallel import search
 from widefield.verification.training import compare_training
 

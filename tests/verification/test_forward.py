@@ -17,7 +17,7 @@ import widefield as wf
 from widefield.comm import halo
 from widefield.fallback import Fallback
 from widefield.parallel.strategies.channel import CASES
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.tensor import TiledTensor
 from widefield.verification import api, forward
 from widefield.verification.forward import compare

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+
+from widefield.private_torch.pytree import tree_leaves, tree_map
+from widefield.private_torch.tensors import cdata
 
 
 @dataclass(eq=False)
@@ -72,8 +74,8 @@ class Node:
     def name(self) -> str:
         """Torch's name of the operation, without overload: `softmax`."""
         op = self.op.args[0] if isinstance(self.op, partial) else self.op
-        name = str(getattr(op, "_opname", getattr(op, "__name__", op)))
-        return name.removeprefix("aten.").split(".")[0]
+        op = getattr(op, "overloadpacket", op)
+        return str(getattr(op, "__name__", op)).removeprefix("aten.").split(".")[0]
 
     @property
     def reads(self) -> list[Value]:
@@ -115,7 +117,7 @@ class Graph:
     @property
     def generators(self) -> list[torch.Generator | None]:
         """Those that it draws from; None stands for torch's own."""
-        found = {None if g is None else g._cdata: g for g in (node.generator for node in self.nodes if node.draws)}
+        found = {None if g is None else cdata(g): g for g in (node.generator for node in self.nodes if node.draws)}
         return list(found.values())
 
     @property

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from widefield.capture.fake_parameters import Like, name_of, named_tensors, tensors_of
 from widefield.capture.interpreter import ForwardOverride, OverriddenModule, override_of
@@ -35,6 +34,7 @@ from widefield.pipelining.stage import StageModule
 from widefield.pipelining.stage_parts import StageGraph, parts_of
 from widefield.pipelining.stage_state import average_gradients
 from widefield.pipelining.wire import off_wire, on_wire, wire_meta
+from widefield.private_torch.modules import BatchNorm
 from widefield.tensor_parallel.runtime import TensorParallelForward
 from widefield.tiled.partial_gradient import partial_of
 from widefield.tiled.redistribute import local_of
@@ -298,7 +298,7 @@ def refuse_batchwise(module: nn.Module, graph: Graph, micro_batches: int, counte
 
 def batchwise(module: nn.Module, graph: Graph) -> list[str]:
     """The layers that in training look at all samples at once, or that remember something of each pass; else the operations."""
-    found = {name: None for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
+    found = {name: None for name, layer in module.named_modules() if isinstance(layer, BatchNorm) and layer.training}
     found |= {name.rpartition(".")[0]: None for name in graph.updates}
     return list(found) or where_samples_meet(graph)
 

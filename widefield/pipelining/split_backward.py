@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward
+
+from widefield.private_torch.pipelining import stage_backward
 
 
 class OwningStage(PipelineStage):

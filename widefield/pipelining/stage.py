@@ -14,6 +14,7 @@ from widefield.capture.trace import without_autocast
 from widefield.geometry.layout import Layout
 from widefield.pipelining.stage_parts import StageGraph
 from widefield.pipelining.wire import off_wire, on_wire, wire_meta, with_zeros_for
+from widefield.private_torch.modules import buffers_of, modules_of, parameters_of
 from widefield.tiled.api import as_tile
 
 
@@ -84,8 +85,8 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Register a parameter or buffer under its name in the model, which has dots."""
     *owners, last = name.split(".")
     for owner in owners:
-        if owner not in module._modules:
-            module._modules[owner] = nn.Module()
-        module = module._modules[owner]  # type: ignore[assignment]
-    held: dict[str, Any] = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+        if owner not in modules_of(module):
+            modules_of(module)[owner] = nn.Module()
+        module = modules_of(module)[owner]  # type: ignore[assignment]
+    held: dict[str, Any] = parameters_of(module) if isinstance(tensor, nn.Parameter) else buffers_of(module)
     held[last] = tensor

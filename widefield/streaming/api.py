@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.capture.containers import refuse_hidden
 from widefield.capture.fake_parameters import name_of, named_tensors, refuse_scripts, tensors_of
@@ -23,6 +21,7 @@ from widefield.fallback import Fallback
 from widefield.geometry.box import size_of
 from widefield.geometry.layout import Cuts, Grid
 from widefield.module_wrapping import Wrapping, wrap_class
+from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
 from widefield.quantity import read_memory
 from widefield.streaming.choice import choose
 from widefield.streaming.fallbacks import refusal_of
@@ -204,7 +203,7 @@ class Streamed(Wrapping):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(self._in_turns)(args, kwargs)
+            return torch.compiler.disable(self._in_turns)(args, kwargs)
         return self._in_turns(args, kwargs)
 
     def _in_turns(self, args: tuple, kwargs: dict) -> Any:

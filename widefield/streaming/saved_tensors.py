@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from widefield.capture.ir import Value
 from widefield.geometry.box import size_of
+from widefield.private_torch.pytree import tree_map
+from widefield.private_torch.tensors import cdata
 from widefield.streaming.tile_ops import TileOp
 from widefield.streaming.tile_planner import TracedOp
 
@@ -146,7 +147,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return cdata(tensor.untyped_storage())
 
 
 def _places(tensors: Sequence[Tensor]) -> dict[int, int]:

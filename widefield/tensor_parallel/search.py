@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils._pytree import tree_map
-
 from widefield.capture.ir import Graph, Node, Value, link, put_in
 from widefield.fallback import Fallback
+from widefield.private_torch.pytree import tree_map
 from widefield.tensor_parallel.collectives import (
     CopyToRanks,
     Exchange,

@@ -10,11 +10,11 @@ import sys
 import types
 from typing import Any
 
-import torch
 from torch import nn
 
 from widefield.fallback import Fallback, Kind
 from widefield.module_paths import ModulePaths
+from widefield.private_torch.autograd import current_graph_task_id
 from widefield.tiled.tensor import TiledTensor
 
 _WATCHES: list[GatherWatch] = []
@@ -53,7 +53,7 @@ def note_drawn(tensor: TiledTensor) -> None:
 
 def _note(kind: Kind, tensor: TiledTensor, operation: str, why: str) -> None:
     size = tensor.numel() * tensor.dtype.itemsize
-    if size < SMALLEST_BYTES or torch._C._current_graph_task_id() != -1:  # a backward
+    if size < SMALLEST_BYTES or current_graph_task_id() != -1:  # a backward
         return
     name = operation or _operation()
     if not name:  # the model asked for it
@@ -68,6 +68,6 @@ def _operation() -> str:
     name = ""
     while frame is not None:
         if frame.f_code is _DISPATCH:
-            name = getattr(frame.f_locals["func"], "_opname", "")
+            name = frame.f_locals["func"].overloadpacket.__name__
         frame = frame.f_back
     return name

@@ -14,7 +14,7 @@ from widefield.comm.failure import PeerFailedError, in_words
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import RunConfig
 from widefield.parallel.parallelize import evaluates_together
-from widefield.plan import to_text
+from widefield.plans import to_text
 from widefield.quantity import Duration
 from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.sync_batch_norm import average_running_statistics, broadcast_buffers
