@@ -3,7 +3,8 @@
 `record.jsonl` is the record; everything else is a view of it.  One JSON object per line, each with `kind` and `time`
 (unix seconds):
 
-    start       versions, machine, ranks, plan (YAML text), reasons, resumed_from, steps, samples_per_epoch, parameters
+    start       versions, machine, ranks, plan (YAML text), reasons, resumed_from, steps, samples_per_epoch, parameters;
+                objects, where a Python program passed any: by what they are, their class, sizes and text
     step        step, epoch (epochs done), loss, lr, samples (over all ranks), seconds, data_seconds, memory_bytes (peak)
     evaluation  step, epoch, images, of, duplicates, skipped, loss, metrics, seconds
     checkpoint  step, name
@@ -124,13 +125,22 @@ class Record:
         return cls(folder, log, resumed_step, stream or sys.stdout)
 
     def start(
-        self, *, plan: str, reasons: Sequence[str], ranks: int, steps: int, samples_per_epoch: int, parameters: int
+        self,
+        *,
+        plan: str,
+        reasons: Sequence[str],
+        ranks: int,
+        steps: int,
+        samples_per_epoch: int,
+        parameters: int,
+        objects: Mapping[str, Any] | None = None,
     ) -> None:
         """Note what runs and where, before the first step.  `steps`: optimizer steps of the whole run."""
         self._steps = steps
         line = self._write(
             "start", versions=versions(), machine=machine(), ranks=ranks, plan=plan, reasons=list(reasons),
             resumed_from=self._resumed_step, steps=steps, samples_per_epoch=samples_per_epoch, parameters=parameters,
+            **({"objects": objects} if objects else {}),
         )  # fmt: skip
         self._tell_scalars(lambda log: log.describe(line))
         self._terminal.begin(self._resumed_step or 0, steps)
