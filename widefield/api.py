@@ -129,13 +129,12 @@ def predict(
 def plan(config: Config, *overrides: str, ranks: int | None = None, trust: bool = False) -> Plan:
     """The plan that a recipe asks for on so many ranks, checked; `str(plan)` says it in words.
 
-    ranks: those that the mesh names where None, else the GPUs of this machine, or 1.  Nothing is started.
+    ranks: those that the mesh needs where None, with mesh.replicate from the GPUs of this machine.  Nothing is started.
     ValueError and NotImplementedError: what the plan is refused for, as a run would say it.
     """
     read = _read(config, overrides, trust=trust)
-    count = ranks or ranks_asked_for(read) or torch.cuda.device_count() or 1
-    found = plan_of(read, count)
-    check(found, ranks=count, samples_per_step=read.data.batch_size)
+    found = plan_of(read, ranks or ranks_asked_for(read) or torch.cuda.device_count() or 1)
+    check(found, ranks=ranks or found.ranks, samples_per_step=read.data.batch_size)
     return found
 
 
@@ -185,14 +184,13 @@ def _world(config: RunConfig, function: str) -> World:
     world = current_world() or world_from(os.environ)
     if world is not None:
         return world
-    asked, gpus = ranks_asked_for(config) or 1, torch.cuda.device_count()
-    if asked > 1:
-        mesh = plan_of(config, asked)
+    mesh, gpus = plan_of(config, ranks_asked_for(config) or 1), torch.cuda.device_count()
+    if mesh.ranks > 1:
         one = [f"mesh.{axis}={'[]' if axis == 'space' else 1}" for axis, size in mesh.axes.items() if size > 1]
         raise ValueError(
-            f"the mesh ({mesh}) needs {asked} ranks, and this script runs on one; {function} starts none, for they would have "
-            f"to run the script from its first line. Start it on {asked}: torchrun --nproc-per-node {asked} SCRIPT.py; or set "
-            f"{' '.join(one)}, or use the command, which starts ranks itself"
+            f"the mesh ({mesh}) needs {mesh.ranks} ranks, and this script runs on one; {function} starts none, for they would "
+            f"have to run the script from its first line. Start it on {mesh.ranks} (torchrun --nproc-per-node {mesh.ranks} "
+            f"SCRIPT.py), or set {' '.join(one)}, or use the command, which starts ranks itself"
         )
     if gpus > 1:
         print(f"1 rank of {gpus} GPUs: as the script was started; torchrun --nproc-per-node {gpus} uses all", flush=True)

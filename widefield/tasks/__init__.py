@@ -104,8 +104,13 @@ def example_of(task: Task, num_classes: int) -> tuple[Tensor, Tensor]:
 
 
 def values_of(metrics: Any, answers: Tensor, target: Tensor, *, name: str) -> dict[str, Any]:
-    """What metrics compute of answers, by name; ValueError where they cannot, or are no torchmetrics.  name: for the error."""
+    """What metrics compute of answers, by name; ValueError where they cannot, or are no torchmetrics.  name: for the error.
+
+    On this rank alone: torchmetrics would add states up over ranks, which may be elsewhere.
+    """
     try:
+        for part in metrics.modules():
+            part._to_sync = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is odd about a made-up example
             metrics.update(answers, target)

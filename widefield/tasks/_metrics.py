@@ -95,7 +95,6 @@ def _made(make: Callable[..., Any], name: str, options: dict[str, Any]) -> Metri
         raise ValueError(f"task.metrics: {name} cannot be made: {error}") from None
     if not isinstance(metric, Metric):
         raise ValueError(f"task.metrics: {name} gives a {type(metric).__name__}; a torchmetrics.Metric is wanted")
-    metric.sync_on_compute = False  # its states are added up over ranks by evaluate.py
     return metric
 
 

@@ -23,6 +23,7 @@ from widefield.data import Dataset, open_dataset
 from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
 from widefield.data.loader import EvaluateSampler, Key, SampleReader, Steps, TrainSampler, load_batches, reader_of
+from widefield.data.map_style import MapStyle
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
 from widefield.parallel.parallelize import parallelize, parallelize_average, share_states
 from widefield.parallel.parallelize import reasons as parallel_reasons
@@ -122,7 +123,9 @@ def assemble(config: RunConfig, mesh: Mesh, given: Given = NOTHING) -> Parts:
         torch.use_deterministic_algorithms(True)
     seed_everything(config.seed)
     model = _model_of(config, mesh, given, arithmetic, dataset, channels_last=channels_last)
-    reasons = [reason for reason in (why_precision, why_workers, why_format) if reason is not None]
+    reasons = [
+        reason for reason in (why_precision, why_workers, _why_scaled(config, dataset), why_format) if reason is not None
+    ]
     window = window_of(mesh)
     return Parts(config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given)
 
@@ -292,6 +295,14 @@ def _check_values(config: RunConfig, dataset: Dataset) -> None:
                 f"let the dataset give uint8 (torchvision's PILToTensor in place of ToTensor), or set data.{field_name}=[] and "
                 "let it change its images itself"
             )
+
+
+def _why_scaled(config: RunConfig, dataset: Dataset) -> str | None:
+    """How pixels of a user's own datasets are normalized, which say nothing of it."""
+    if not isinstance(dataset.train, MapStyle) or config.data.mean is not None or config.data.std is not None:
+        return None
+    how = "taken as the dataset gives them" if dataset.floating else "scaled to 0..1"
+    return f"data.mean={dataset.mean}, data.std={dataset.std}: pixels are {how}, for nothing else was asked"
 
 
 def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[int, str | None]:

@@ -59,10 +59,10 @@ class Evaluation:
     skipped: list[str]
     sentence: str
     seconds: float
-    mistakes: list[Mistake] = field(default_factory=list)
+    mistakes: list[Mistake] = field(default_factory=list, repr=False)
     unit: Literal["images", "pixels"] = "images"
-    pieces: list[Thumbnail] = field(default_factory=list)
-    pictures: list[Thumbnail] = field(default_factory=list)
+    pieces: list[Thumbnail] = field(default_factory=list, repr=False)
+    pictures: list[Thumbnail] = field(default_factory=list, repr=False)
     channels: int = 3
     """Of the images, of which a picture shows one or three."""
 
