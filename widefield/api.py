@@ -62,9 +62,8 @@ def train(
     Gives how the run ended; a run that was interrupted has a status of its own and no error.
     ValueError and NotImplementedError: as the command says them, on every rank, before any message between ranks.
     """
-    keys = _keys(overrides, model, data, task)
+    given, keys = _given(model, data, task, classes), _keys(overrides, model, data, task)
     read = _read(config, keys, run=run, trust=trust)
-    given = _given(model, data, task, classes)
     if model is not None:
         check_trainable(model)
     world = _world(read, "wf.train")
@@ -92,11 +91,11 @@ def evaluate(
     ValueError: an object that the run was trained with is not passed again, and as the command says.
     """
     refuse_unused(overrides)
+    given = _given(model, data if data is None or _is_pair(data) else (data, data), task, classes)
     folder, keys = existing_folder(run), _keys(overrides, model, data, task)
     read = read_config(folder / "config.yaml", keys, run=folder, trust=trust, builds=EVALUATED)
-    pair = data if data is None or _is_pair(data) else (data, data)
-    world, file = _world(read, "wf.evaluate"), None if weights is None else str(weights)
-    return evaluate_run(folder, keys, world, weights=file, trust=trust, given=_given(model, pair, task, classes))
+    file = None if weights is None else str(weights)
+    return evaluate_run(folder, keys, _world(read, "wf.evaluate"), weights=file, trust=trust, given=given)
 
 
 def predict(
@@ -132,7 +131,7 @@ def plan(config: Config, *overrides: str, ranks: int | None = None, trust: bool 
     ranks: those that the mesh needs where None, with mesh.replicate from the GPUs of this machine.  Nothing is started.
     ValueError and NotImplementedError: what the plan is refused for, as a run would say it.
     """
-    read = _read(config, overrides, trust=trust)
+    read = _read(config, _keys(overrides, None, None, None), trust=trust)
     found = plan_of(read, ranks or ranks_asked_for(read) or torch.cuda.device_count() or 1)
     check(found, ranks=ranks or found.ranks, samples_per_step=read.data.batch_size)
     return found
