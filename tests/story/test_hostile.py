@@ -261,7 +261,7 @@ def test_code_that_a_run_folder_names_for_any_part_is_not_run(key, run, trace, m
             assert "nothing of it was run. If you trust that folder add --trust, or name the code yourself" in text
     verb, *words = next(words for words in verbs(run) if words[0] in NAMING[key] and words[0] != "bench")
     goes_off(trace, lambda: said(capsys, verb, *words, "--trust"))
-    monkeypatch.delitem(sys.modules, "bomb")
+    sys.modules.pop("bomb")
     if "evaluate" not in NAMING[key]:  # an evaluation builds no optimizer, so what names one does not matter
         assert "top-1" in said(capsys, "evaluate", run, status=0)
 
