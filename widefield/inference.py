@@ -17,6 +17,7 @@ from widefield.comm.failure import FailureWatch
 from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.config import RunConfig, read_config
 from widefield.config.recipe import ASKED, EVALUATED
+from widefield.data import Dataset
 from widefield.data.image import read_image, write_labels
 from widefield.data.loader import Batch
 from widefield.data.map_style import image_of
@@ -257,13 +258,20 @@ def _alone(
     """The run's parts on this process alone, without its dataset; the model tile after tile where the run does so."""
     config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=ASKED)
     plan = Plan(stream=config.stream if streams else None)
-    return _loaded(folder, config, join(World(), plan), weights, replace(given, data=lambda: read_model(folder)))
+    return _loaded(folder, config, join(World(), plan), weights, given, read_model(folder))
 
 
-def _loaded(folder: Path, config: RunConfig, mesh: Mesh, weights: str | None, given: Given = NOTHING) -> Parts:
+def _loaded(
+    folder: Path,
+    config: RunConfig,
+    mesh: Mesh,
+    weights: str | None,
+    given: Given = NOTHING,
+    dataset: Dataset | None = None,
+) -> Parts:
     """Data and model of a run, with the weights named, or the run's own, or those of its newest sound checkpoint."""
     model = config.model.model_copy(update={"weights": None})  # what training started from is of no use any more
-    parts = assemble(config.model_copy(update={"model": model}), mesh, given)
+    parts = assemble(config.model_copy(update={"model": model}), mesh, dataset, given=given)
     if weights is not None:
         load_weights(weights, parts.model)
     elif (folder / WEIGHTS).is_file():

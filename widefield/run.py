@@ -58,7 +58,7 @@ def _train(
     config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack, given: Given = NOTHING
 ) -> Outcome:
     mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
-    parts = mesh.together(lambda: assemble(config, mesh, given))
+    parts = mesh.together(lambda: assemble(config, mesh, given=given))
     make_alike(given, parts.dataset, parts.model, mesh)
     _check_sizes(parts)
     learner, reasons = mesh.together(lambda: learner_of(parts))

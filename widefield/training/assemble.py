@@ -103,14 +103,14 @@ class Parts:
         return Agreed(batches, self.mesh, dummy_batch=dummy_batch, name_of=reader.images.name_of)
 
 
-def assemble(config: RunConfig, mesh: Mesh, given: Given = NOTHING) -> Parts:
-    """Open the data and build the model, the same on every rank, but for what is given.
+def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None, *, given: Given = NOTHING) -> Parts:
+    """Open the data (unless it is open) and build the model, the same on every rank, but for what is given.
 
     ValueError: what the config names, or what was given, does not exist or fit.
     """
     precision, why_precision = choose_precision(config.precision, mesh.device)
     arithmetic = arithmetic_of(precision, mesh.device)
-    dataset = open_dataset(config.data) if given.data is None else given.data()
+    dataset = dataset or (open_dataset(config.data) if given.data is None else given.data())
     task = _task_of(config, given, num_classes=len(dataset.classes))
     _check_channels(config, dataset)
     _check_labels(config, dataset, task)

@@ -83,13 +83,12 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate `model` on this rank's `batches` of a split of `samples` images; every rank calls it and gets the whole result.
 
-    further: metrics beside the task's own.
     together: every rank has as many batches and runs its model on each, for the model's passes send messages.
-    Counts are bit for bit those of one rank.  ValueError, on every rank: an image that cannot be read (unless skipped).
+    further: metrics beside the task's own.
+    Counts are bit for bit those of one rank.  ValueError, everywhere: an image that cannot be read (unless skipped).
     """
     start, training = time.monotonic(), [(module, module.training) for module in model.modules()]
-    seen = _Seen.nothing(task.metrics(), samples, mesh, further)
-    problem: str | None = None
+    seen, problem = _Seen.nothing(task.metrics(), samples, mesh, further), None
     model.eval()
     for batch in batches:
         seen.skipped += batch.skipped if seen.first else []
