@@ -22,7 +22,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
-from torchmetrics import MetricCollection
+from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 import widefield as wf
@@ -456,6 +456,17 @@ def test_a_task_may_be_passed(tmp_path):
 # ---------------------------------------------------------------------------------------------- refusals
 
 
+class Held(Classification):
+    """A task with these metrics."""
+
+    def __init__(self, held) -> None:
+        super().__init__(3)
+        object.__setattr__(self, "held", held)
+
+    def metrics(self):
+        return MetricCollection(self.held, compute_groups=False) if isinstance(self.held, dict) else self.held
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         yield from ()
@@ -513,6 +524,9 @@ IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
         ({"task": 3}, r"task=<builtins.int> gives a int, which lacks loss_sum; an object with loss_sum, count"),
         ({"task": Classification}, "gives the class Classification; an object with loss_sum"),
         ({"task": Squared(3, headline="top1")}, "says that its result is 'top1' and its metrics give right; let headline name"),
+        ({"task": Held({"kept": CatMetric()})}, "the state 'value' of CatMetric, of task=<.*Held>, does not add up over ranks"),
+        ({"task": Held([MulticlassAccuracy(3)])}, "the metrics of task=<.*Held> are a list; a torchmetrics.MetricCollection is"),
+        ({"task": Held({"right": MulticlassAccuracy(4, top_k=4)})}, "cannot be updated with answers of"),
         ({"task": "segmantation"}, "did you mean 'segmentation'"),
         ({"classes": 3, "data": None}, "classes are those of data, and data is not passed; leave classes out"),
     ],
@@ -544,7 +558,7 @@ def test_settings_that_do_not_fit_objects_are_refused_in_words(setting, told, tm
         wf.plan("digits", 3) if setting.startswith("data.mean") else wf.train("digits", 3)
 
 
-class Held(nn.Module):
+class Historic(nn.Module):
     """Holds a tensor that cannot be copied: it has a history."""
 
     def __init__(self) -> None:
@@ -554,8 +568,8 @@ class Held(nn.Module):
 
 
 def test_a_model_that_cannot_be_copied_is_refused(tmp_path):
-    with pytest.raises(AgreedError, match=r"the model <.*Held> cannot be copied \(RuntimeError: .*name what makes it"):
-        wf.train(QUICK, run=tmp_path / "run", model=Held(), data=(Patches(9), Patches(5)))
+    with pytest.raises(AgreedError, match=r"the model <.*Historic> cannot be copied \(RuntimeError: .*name what makes it"):
+        wf.train(QUICK, run=tmp_path / "run", model=Historic(), data=(Patches(9), Patches(5)))
 
 
 class Torn(Patches):

@@ -264,7 +264,7 @@ def trained(mesh, recipe: Path, folder: Path, *settings: str) -> None:
 
 
 def test_the_command_finds_the_file_from_anywhere_on_ranks_too(recipe, tmp_path):
-    """As it is installed: the folder that one stands in is not where Python looks, and another has a file of that name."""
+    """As it is installed: Python looks neither in the folder that one stands in nor beside the recipe."""
     here = tmp_path / "here"
     here.mkdir()
     program = "import sys; sys.path[:] = [p for p in sys.path if p]; from widefield.cli import main; sys.exit(main())"
@@ -430,6 +430,13 @@ def test_a_curve_is_given_the_schedule_the_share_and_the_samples(recipe):
     config = ScheduleConfig(name="mine:halving", length=Duration(20, "step"), warmup=Duration(4, "step"), warmup_from=0.5)
     curve = build_schedule(config, seen=steps.seen, steps_per_epoch=steps.per_epoch)
     assert [curve.factor(samples) for samples in (0, 20, 40, 79, 80, 160, 200)] == [0.5, 0.75, 1, 1, 0.5, 0.125, 0.0625]
+
+
+@pytest.mark.long
+def test_a_comparison_of_plans_finds_the_file_beside_the_recipe(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    words = ["--plans", "one rank", "--steps", "1", "--warmup", "1", "--out", str(tmp_path / "bench")]
+    assert cli.main(["bench", str(recipe), *words]) == 0
 
 
 # ---------------------------------------------------------------------------------------------- trust

@@ -97,6 +97,8 @@ def call(build: Callable[..., Any], *arguments: Any, options: dict[str, Any], ke
         inspect.signature(build).bind(*arguments, **options)
     except TypeError as error:
         raise ValueError(f"{key} {options} do not fit '{name}': {error}") from None
+    except ValueError:  # something of C has no signature to show; calling it tells
+        pass
     return build(*arguments, **options)
 
 

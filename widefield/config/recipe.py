@@ -36,6 +36,7 @@ def read_config(
     run: the run folder in question, which needs no other sign of being one.
     trust: let a recipe that lies in a run folder name code of its own, see trust.py.
     builds: the sections whose parts are to be built; code that others name is of no interest.
+    From now on code of the user's own is looked for beside the recipe too, unless that lies in a run folder.
     ValueError where the file does not exist, is no YAML mapping, asks for what does not exist, or for code it may not name.
     """
     path = recipe_path(path)

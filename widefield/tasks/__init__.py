@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torchmetrics import MetricCollection
+from torchmetrics.utilities import dim_zero_sum
 
 from widefield.config import TaskConfig
 from widefield.naming import load
@@ -68,6 +69,7 @@ def build(config: TaskConfig, *, num_classes: int) -> Task:
 def checked(task: Any, *, name: str, num_classes: int) -> Task:
     """A user's own task as it is; ValueError, in words, where it lacks something or its metrics take no answers.
 
+    NotImplementedError: a metric of it is not the same on any number of ranks.
     name: what the error calls it.
     """
     methods = ("loss_sum", "count", "loss_each", "metrics", "answers", "sentence")
@@ -79,8 +81,16 @@ def checked(task: Any, *, name: str, num_classes: int) -> Task:
             f"{name} gives {what}; an object with {', '.join(methods)}, headline and higher_is_better is wanted, see "
             "widefield.tasks.Task"
         )
-    answers, target = example_of(task, num_classes)
-    values = values_of(task.metrics(), answers, target, name=f"the metrics of {name}")
+    metrics = task.metrics()
+    if not isinstance(metrics, MetricCollection):
+        raise ValueError(f"the metrics of {name} are a {type(metrics).__name__}; a torchmetrics.MetricCollection is wanted")
+    for metric, (state, reduce) in ((metric, state) for metric in metrics.values() for state in metric._reductions.items()):
+        if reduce is not dim_zero_sum:
+            raise NotImplementedError(
+                f"the state '{state}' of {type(metric).__name__}, of {name}, does not add up over ranks (its reduction is "
+                f"{reduce}); use a metric whose states are sums, or list it in task.metrics"
+            )
+    values = values_of(metrics, *example_of(task, num_classes), name=f"the metrics of {name}")
     if task.headline not in values:
         raise ValueError(
             f"{name} says that its result is '{task.headline}' and its metrics give {', '.join(map(str, values))}; "
