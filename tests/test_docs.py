@@ -30,7 +30,8 @@ from widefield.data.image import write_image
 from widefield.naming import load, names_in
 from widefield.plans import Plan
 from widefield.streaming.api import Streamed
-from widefield.training import optimizer, schedule
+from widefield.training import optimizer, record, schedule
+from widefield.training.checkpoint import newest_sound_in, read
 from widefield.verification.forward import compare
 
 ROOT = Path(__file__).parent.parent
@@ -326,6 +327,41 @@ def _run_example(path: str, known: dict[str, Any]) -> dict[str, Any]:
     names = dict(known)
     exec(example(path), names)
     return names
+
+
+# ---------------------------------------------------------------------------------------------- the examples of one's own parts
+
+
+def test_the_examples_of_own_parts_train_from_the_files_beside_a_recipe(tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("mynets.py", "mydata.py", "mine.py"):
+        (project / name).write_text(example(name))
+    (recipe,) = [block.text for block in blocks("yaml") if block.text.startswith("# mine.yaml\n")]
+    (project / "mine.yaml").write_text(recipe)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    named = ["model.name=mynets:tiny", "data.name=mydata:striped", "data.options={count: 40}", "data.batch_size=8"]
+    outcome = wf.train(project / "mine.yaml", *named, "data.workers=0", run=tmp_path / "run")
+    assert set(outcome.evaluation.metrics) == {"top1", "MulticlassF1Score", "calibration"} and outcome.evaluation.of == 10
+    rates = [line["lr"] for line in record.read(tmp_path / "run") if line["kind"] == "step"]
+    assert rates[4:] == pytest.approx([0.05 * (30 / max(30, seen)) ** 0.5 for seen in (30, 38, 46, 54)])  # by hand
+    state, _ = read(newest_sound_in(tmp_path / "run" / "checkpoints", warn=print))
+    assert state["optimizer"]["kind"] == "Adagrad"
+    for name in ("mynets", "mydata", "mine"):
+        sys.modules.pop(name)
+
+
+@pytest.mark.parametrize("path", ["first.py", "verbs.py", "own_objects.py"])
+def test_the_scripts_from_python_run(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(example(path), names)
+    printed = capsys.readouterr().out
+    if path == "own_objects.py":
+        assert names["outcome"].run == Path("runs/own") and names["again"].metrics == names["outcome"].evaluation.metrics
+        assert [answer.classes[0] for answer in names["answers"]] == ["plain", "striped"]
+    else:
+        assert "on 360/360 images, 0 duplicates" in printed and (path == "first.py") != ("replicate=2 x shard=2" in printed)
 
 
 # ---------------------------------------------------------------------------------------------- the examples of tiles

@@ -1,13 +1,17 @@
 """widefield: train convolutional networks on images of any size, on any number of devices, with the numbers of one device.
 
-    import widefield as wf
+import widefield as wf
 
-    mesh = wf.build_mesh()                       # all ranks there are, from torchrun's, Slurm's, MPI's environment, or one
-    model = wf.parallelize(model, mesh)          # the same module, names unchanged; BatchNorm synchronized
-    loss = F.cross_entropy(model(x), y, reduction="sum") * mesh.copies / samples_of_all_copies
-    loss.backward()                              # every p.grad is the whole batch's gradient, on every rank
+mesh = wf.build_mesh()                       # all ranks there are, from torchrun's, Slurm's, MPI's environment, or one
+model = wf.parallelize(model, mesh)          # the same module, names unchanged; BatchNorm synchronized
+loss = F.cross_entropy(model(x), y, reduction="sum") * mesh.copies / samples_of_all_copies
+loss.backward()                              # every p.grad is the whole batch's gradient, on every rank
 
-What `widefield train` does is `widefield.run.train(config, folder, world)`; `wf.train` is the package of that name.
+wf.train("digits", run="runs/one")                       # what `widefield train` does, on the ranks of this script
+wf.train(recipe, model=net, data=(train_set, eval_set))  # with one's own objects
+wf.evaluate("runs/one")
+wf.predict("runs/one", "scan.png")
+print(wf.plan("digits", "mesh.shard=4"))
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from widefield.api import evaluate, plan, predict, train
     from widefield.comm.mesh import Mesh, World
     from widefield.config import RunConfig, read_config
     from widefield.launchers import build_mesh
@@ -39,12 +44,16 @@ _DOOR = {
     "World": "comm.mesh",
     "build_mesh": "launchers",
     "clip_grad_norm_": "parallel.optimizer_steps",
+    "evaluate": "api",
     "from_reader": "streaming.storage.windowed_image",
     "from_tile": "tiled.api",
     "parallelize": "parallel.parallelize",
+    "plan": "api",
+    "predict": "api",
     "read_config": "config",
     "stream": "streaming.api",
     "tile": "tiled.api",
+    "train": "api",
     "verify": "verification.api",
     "whole": "tiled.api",
     "window": "tiled.api",
@@ -61,12 +70,16 @@ __all__ = [
     "World",
     "build_mesh",
     "clip_grad_norm_",
+    "evaluate",
     "from_reader",
     "from_tile",
     "parallelize",
+    "plan",
+    "predict",
     "read_config",
     "stream",
     "tile",
+    "train",
     "verify",
     "whole",
     "window",

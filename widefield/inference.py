@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from widefield.comm.failure import FailureWatch
 from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.config import RunConfig, read_config
+from widefield.config.recipe import ASKED, EVALUATED
 from widefield.data import Dataset
 from widefield.data.image import read_image, write_labels
 from widefield.data.loader import Batch
+from widefield.data.map_style import image_of
 from widefield.data.transforms import Transforms
 from widefield.naming import did_you_mean
 from widefield.plans import Plan, plan_of
@@ -26,6 +29,7 @@ from widefield.training.assemble import Parts, assemble
 from widefield.training.checkpoint import newest_sound_in, read
 from widefield.training.disk import replace_text
 from widefield.training.evaluate import Evaluation
+from widefield.training.given import NOTHING, Given, make_alike
 from widefield.training.resume import check_state
 from widefield.training.run_folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model, save_weights
 from widefield.training.state import shapes_of
@@ -37,64 +41,102 @@ from widefield.training.weight_average import weights_of
 class Answer:
     """What the model says of one image: classes with their probabilities, likeliest first.
 
-    Of a model that answers for every pixel: classes with their shares of the pixels, and the file of the pixels' classes.
+    Of a model that answers for every pixel: classes with their shares of the pixels; and the file of the pixels' classes or,
+    for an image that is no file, these as `pixels` (H, W).
     """
 
     path: str
     classes: list[str]
     probabilities: list[float]
     labels: str | None = None
+    pixels: Tensor | None = None
 
 
 def evaluate_run(
-    folder: Path, overrides: Sequence[str], world: World, *, weights: str | None = None, trust: bool = False
+    folder: Path,
+    overrides: Sequence[str],
+    world: World,
+    *,
+    weights: str | None = None,
+    trust: bool = False,
+    given: Given = NOTHING,
 ) -> Evaluation:
     """Evaluate a run's weights on its evaluation split, over the ranks of `world`; the same counts on any number of them.
 
     trust: here and below, let the run folder name code of its own, see trust.py; ValueError where it does without.
+    given: here and below, what takes the place of parts that the run's config names.
     """
-    config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust)
+    config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=EVALUATED)
     with ExitStack() as stack:
         mesh = join(world, plan_of(config, world.size))
         stack.callback(leave, mesh)
         with FailureWatch(mesh) as watch:
             mesh = replace(mesh, watch=watch)
-            parts = mesh.together(lambda: _loaded(folder, config, mesh, weights))
+            parts = mesh.together(lambda: _loaded(folder, config, mesh, weights, given))
+            make_alike(given, parts.dataset, parts.model, mesh)
             return evaluate_parts(parts, parts.model)
 
 
 def predict(
-    folder: Path, images: Sequence[str], *, top: int = 3, weights: str | None = None, trust: bool = False
+    folder: Path,
+    images: Sequence[Any],
+    overrides: Sequence[str] = (),
+    *,
+    top: int = 3,
+    weights: str | None = None,
+    trust: bool = False,
+    given: Given = NOTHING,
 ) -> list[Answer]:
-    """What a run's model says of image files, in their order.  ValueError names an image that cannot be read.
+    """What a run's model says of images, in their order.  ValueError names an image that cannot be read.
 
+    images: paths of files; tensors (C, H, W) as the run's dataset gives them, or PIL images.
     A model that answers for every pixel leaves `scan.labels.png` beside `scan.jpg`, its pixels being class numbers.
     """
     if top < 1:
         raise ValueError(f"--top is {top}; write how many classes to name, 1 or more")
-    parts = _alone(folder, weights, streams=True, trust=trust)
+    parts = _alone(folder, weights, overrides, streams=True, trust=trust, given=given)
     if is_per_pixel(parts.task):
-        _check_answers(images)
+        _check_answers([str(image) for image in images if isinstance(image, str | Path)])
     transforms = Transforms(parts.config.data.read_evaluate, field="data.read_evaluate")
-    prepare, classes = parts.preparation(train=False), parts.dataset.classes
     parts.model.eval()
-    answers = []
-    for path in images:
-        pixels = transforms(read_image(path, parts.dataset.channels), 0).unsqueeze(0)
-        image, _ = prepare(Batch(pixels, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)))
-        with torch.no_grad(), parts.arithmetic.autocast():
-            output = parts.model(image)
-        if is_per_pixel(parts.task):
-            labels = parts.task.answers(output)[0]
-            shares, written = (
-                torch.bincount(labels.flatten(), minlength=len(classes)) / labels.numel(),
-                _write_beside(path, labels),
+    return [_answer(parts, transforms, image, number, top) for number, image in enumerate(images)]
+
+
+def _answer(parts: Parts, transforms: Transforms, image: Any, number: int, top: int) -> Answer:
+    prepare, classes = parts.preparation(train=False), parts.dataset.classes
+    is_file = isinstance(image, str | Path)
+    path = str(image) if is_file else f"image {number}"
+    pixels = transforms(_pixels_of(image, path, parts), 0).unsqueeze(0)
+    prepared, _ = prepare(Batch(pixels, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)))
+    with torch.no_grad(), parts.arithmetic.autocast():
+        output = parts.model(prepared)
+    if not is_per_pixel(parts.task):
+        best = parts.task.answers(output.double())[0].topk(min(top, len(classes)))
+        return Answer(path, [classes[index] for index in best.indices], best.values.tolist())
+    labels = parts.task.answers(output)[0]
+    best = (torch.bincount(labels.flatten(), minlength=len(classes)) / labels.numel()).topk(min(top, len(classes)))
+    written, kept = (_write_beside(path, labels), None) if is_file else (None, labels.cpu())
+    return Answer(path, [classes[index] for index in best.indices], best.values.tolist(), written, kept)
+
+
+def _pixels_of(image: Any, path: str, parts: Parts) -> Tensor:
+    """An image as the run's reader gives them; ValueError where the run was trained on others."""
+    dataset = parts.dataset
+    if isinstance(image, str | Path):
+        if dataset.floating:
+            raise ValueError(
+                f"{path} is a file, and this run was trained on floating-point tensors that a Python program's dataset made of "
+                "its images; pass such tensors, (C, H, W)"
             )
-        else:
-            shares, written = parts.task.answers(output.double())[0], None
-        best = shares.topk(min(top, len(classes)))
-        answers.append(Answer(path, [classes[index] for index in best.indices], best.values.tolist(), written))
-    return answers
+        return read_image(path, dataset.channels)
+    pixels = image_of(image, path)
+    if (len(pixels), pixels.is_floating_point()) != (dataset.channels, dataset.floating):
+        kinds = ("uint8", "floating-point")
+        raise ValueError(
+            f"{path} has {len(pixels)} channels of {kinds[pixels.is_floating_point()]} numbers and this run was trained on "
+            f"{dataset.channels} of {kinds[dataset.floating]} ones; pass images as its dataset gives them"
+        )
+    return pixels
 
 
 def _check_answers(images: Sequence[str]) -> None:
@@ -204,17 +246,32 @@ _EXPORTS: dict[str, tuple[Callable[[Parts, Path], None], str]] = {
 }
 
 
-def _alone(folder: Path, weights: str | None, *, streams: bool = False, trust: bool = False) -> Parts:
+def _alone(
+    folder: Path,
+    weights: str | None,
+    overrides: Sequence[str] = (),
+    *,
+    streams: bool = False,
+    trust: bool = False,
+    given: Given = NOTHING,
+) -> Parts:
     """The run's parts on this process alone, without its dataset; the model tile after tile where the run does so."""
-    config = read_config(existing_folder(folder) / "config.yaml", run=folder, trust=trust)
+    config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=ASKED)
     plan = Plan(stream=config.stream if streams else None)
-    return _loaded(folder, config, join(World(), plan), weights, read_model(folder))
+    return _loaded(folder, config, join(World(), plan), weights, given, read_model(folder))
 
 
-def _loaded(folder: Path, config: RunConfig, mesh: Mesh, weights: str | None, dataset: Dataset | None = None) -> Parts:
+def _loaded(
+    folder: Path,
+    config: RunConfig,
+    mesh: Mesh,
+    weights: str | None,
+    given: Given = NOTHING,
+    dataset: Dataset | None = None,
+) -> Parts:
     """Data and model of a run, with the weights named, or the run's own, or those of its newest sound checkpoint."""
     model = config.model.model_copy(update={"weights": None})  # what training started from is of no use any more
-    parts = assemble(config.model_copy(update={"model": model}), mesh, dataset)
+    parts = assemble(config.model_copy(update={"model": model}), mesh, dataset, given=given)
     if weights is not None:
         load_weights(weights, parts.model)
     elif (folder / WEIGHTS).is_file():

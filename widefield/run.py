@@ -24,6 +24,7 @@ from widefield.report import write_report
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.disk import Attempts, in_words
+from widefield.training.given import NOTHING, Given, make_alike
 from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Learner, Passes
 from widefield.training.record import Record
@@ -36,9 +37,10 @@ from widefield.training.trainer import Outcome, Trainer
 T = TypeVar("T")
 
 
-def train(config: RunConfig, folder: Path, world: World) -> Outcome:
+def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING) -> Outcome:
     """Train as `config` says, on the ranks of `world`, into `folder`; go on where a run there stopped.
 
+    given: what takes the place of parts that the config names.
     Every rank calls it.  AgreedError on every rank, and nothing of the run lost: whatever the config, the data or the
     checkpoints make impossible, and a loss that is no number.  Any other error on one rank is a PeerFailedError on the others,
     within seconds.
@@ -50,12 +52,15 @@ def train(config: RunConfig, folder: Path, world: World) -> Outcome:
         mesh = join(world, plan)
         stack.callback(leave, mesh)
         with FailureWatch(mesh) as watch:  # inside of what is entered below, so that it hears of an error first
-            return _train(config, folder, replace(mesh, watch=watch), interrupt, stack)
+            return _train(config, folder, replace(mesh, watch=watch), interrupt, stack, given)
 
 
-def _train(config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack) -> Outcome:
+def _train(
+    config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack, given: Given = NOTHING
+) -> Outcome:
     mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
-    parts = mesh.together(lambda: assemble(config, mesh))
+    parts = mesh.together(lambda: assemble(config, mesh, given=given))
+    make_alike(given, parts.dataset, parts.model, mesh)
     _check_sizes(parts)
     learner, reasons = mesh.together(lambda: learner_of(parts))
     last = config.schedule.length.in_steps(learner.steps.per_epoch)
@@ -177,4 +182,5 @@ def _begin(record: Record, parts: Parts, learner: Learner, *, reasons: list[str]
         samples_per_epoch=steps.samples,
         parameters=parameters,
         fallbacks=fallbacks(learner.model),
+        objects=parts.given.described(dataset),
     )

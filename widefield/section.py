@@ -171,6 +171,17 @@ def to_yaml(section: Section) -> str:
     return yaml.dump(section.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
+def text_of(values: Mapping[str, Any], *, name: str) -> str:
+    """A dict of plain values as YAML that `parse_section` reads back equal.  ValueError: a value that YAML has no word for."""
+    try:
+        return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False)
+    except yaml.representer.RepresenterError as error:
+        raise ValueError(
+            f"{name} holds {error.args[-1]!r}, a {type(error.args[-1]).__name__}; give texts, numbers, true, false, None, "
+            "lists and dicts"
+        ) from None
+
+
 def differences(old: Section, new: Section) -> list[str]:
     """`["optimizer.lr: 0.1 -> 0.2"]`: the fields in which two configs differ."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))

@@ -1,9 +1,10 @@
 """What may a folder that somebody else made do?  Be read: nothing in it runs code, and nothing in it leads out of it.
 
-A run folder holds texts, numbers and pictures.  Names of models in it are those of widefield, torchvision and timm, whose
-code is installed here.  `package.module:callable` may name any code at all, and some arguments of timm's name files that it
-unpickles, so these count only where the user gave them: on the command line, in a recipe that lies in no run folder, or by
-`--trust`.  A hash finds what was damaged and not what was forged: whoever can change a file can write its hash anew.
+A run folder holds texts, numbers and pictures.  Names of parts in it are those of widefield, torchvision, timm and
+torchmetrics, whose code is installed here.  `package.module:callable` may name any code at all, and some arguments of timm's
+name files that it unpickles, so these count only where the user gave them: on the command line, in a recipe that lies in no
+run folder, or by `--trust`.  A hash finds what was damaged and not what was forged: whoever can change a file can write its
+hash anew.
 """
 
 from __future__ import annotations
@@ -88,19 +89,22 @@ def _is_run_folder(folder: Path, *, nearest: bool) -> bool:
     return os.path.isfile(folder / "config.yaml") and any(os.path.exists(folder / mark) for mark in marks)
 
 
-def check_model(name: str, options: Mapping[str, Any], *, overrides: Sequence[str], source: str, folder: Path) -> None:
+def check_code(
+    named: Mapping[str, str], options: Mapping[str, Any], *, overrides: Sequence[str], source: str, folder: Path
+) -> None:
     """ValueError where a recipe from a run folder asks for code, or a file, that the user has not named.
 
-    name, options: `model.name` and `model.options` of the recipe with its overrides.  overrides: the user's, which speak for
-    themselves.  source: what the recipe is called.
+    named: code by the key that names it, as {"model.name": "mynets:tiny"}, of the recipe with its overrides.  options:
+    `model.options`.  overrides: the user's, which speak for themselves.  source: what the recipe is called.
     """
     keys = {override.partition("=")[0] for override in overrides}
     where = f"and {source} lies in the run folder {folder}, which may be somebody else's"
-    if ":" in name and not {"model", "model.name"} & keys:
-        raise ValueError(
-            f"model.name is '{name}', code of its own, {where}; nothing of it was run. If you trust that folder add --trust, "
-            f"or name the code yourself: model.name={name}"
-        )
+    for key, code in named.items():
+        if not {key, key.partition(".")[0]} & keys:
+            raise ValueError(
+                f"{key} is '{code}', code of its own, {where}; nothing of it was run. If you trust that folder add --trust, "
+                f"or name the code yourself: {key}={code}; from Python, trust=True"
+            )
     for option in READS_FILES:
         if option in options and not {"model", "model.options", f"model.options.{option}"} & keys:
             raise ValueError(

@@ -237,6 +237,35 @@ def test_code_that_a_run_folder_names_is_not_run(run, trace, capsys):
         assert "nothing of it was run" in said(capsys, "train", recipe)
 
 
+NAMING = {
+    "data__name": ["evaluate", "train", "bench"],
+    "task__name": ["evaluate", "predict", "export", "train", "bench"],
+    "task__metrics": ["evaluate", "predict", "export", "train", "bench"],
+    "optimizer__name": ["train", "bench"],
+    "schedule__name": ["train", "bench"],
+}
+"""Keys that may name code of the user's own, and the verbs that would build what they name."""
+
+
+@pytest.mark.parametrize("key", NAMING)
+def test_code_that_a_run_folder_names_for_any_part_is_not_run(key, run, trace, monkeypatch, capsys):
+    (run.parent / "bomb.py").write_text(f"import os\nos.mkdir({str(trace)!r})\noff = None\n")
+    monkeypatch.syspath_prepend(run.parent)
+    name = ["bomb:off"] if key == "task__metrics" else "bomb:off"
+    set_in(run / "config.yaml", **{key: name})
+    dotted = key.replace("__", ".")
+    for verb, *words in verbs(run):
+        if verb in NAMING[key]:
+            text = said(capsys, verb, *words)
+            assert f"{dotted} is '" in text and "bomb:off" in text and "code of its own" in text, verb
+            assert "nothing of it was run. If you trust that folder add --trust, or name the code yourself" in text
+    verb, *words = next(words for words in verbs(run) if words[0] in NAMING[key] and words[0] != "bench")
+    goes_off(trace, lambda: said(capsys, verb, *words, "--trust"))
+    sys.modules.pop("bomb")
+    if "evaluate" not in NAMING[key]:  # an evaluation builds no optimizer, so what names one does not matter
+        assert "top-1" in said(capsys, "evaluate", run, status=0)
+
+
 def test_a_folder_with_nothing_but_a_recipe_and_weights_is_a_run_folder_where_it_is_given_as_one(run, trace, capsys):
     set_in(run / "config.yaml", model__name="os:system", model__options={"command": f"mkdir {trace}"})
     for path in run.iterdir():

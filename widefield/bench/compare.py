@@ -20,6 +20,7 @@ import torch
 
 from widefield.bench.candidates import PLAIN, Candidate, candidates, chosen
 from widefield.config import RunConfig, parse_config, read_config
+from widefield.config.recipe import recipe_path
 from widefield.launchers import world_from
 from widefield.launchers.local import local_ranks, python_of_ranks, start
 from widefield.plans import check, plan_of, ranks_asked_for
@@ -174,6 +175,7 @@ def _try(candidate: Candidate, order: BenchRequest, out: Path, *, number: int, t
     place = out / "plans" / f"{number:02}"
     place.mkdir(parents=True)
     text = {"recipe": str(out / "config.yaml"), "overrides": overrides, "steps": order.steps, "warmup": order.warmup}
+    text["beside"] = str(recipe_path(order.recipe).parent)
     replace_text(place / "order.json", json.dumps(text | {"trace": str(place)}, indent=1) + "\n")
     program = [*python_of_ranks(), "-m", "widefield.bench.measure"]
     said = io.StringIO()

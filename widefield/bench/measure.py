@@ -25,6 +25,7 @@ from widefield.comm.timeline import MessageLog, recorded, traffic_of
 from widefield.config import read_config
 from widefield.data.loader import Batch
 from widefield.launchers import world_from
+from widefield.own_code import look_in
 from widefield.plans import check, plan_of, to_text
 from widefield.refusal import is_ours
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches
@@ -49,10 +50,12 @@ class TimedSteps:
 def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
     """Measure the plan of `order` on the ranks of `world`; every rank calls it and gets the same answer.
 
-    order: recipe, overrides, steps, warmup, trace (a folder; a rank's trace is left there).
+    order: recipe, overrides, steps, warmup, trace (a folder; a rank's trace is left there), beside (the folder of the user's
+        recipe, where code of their own is looked for).
     AgreedError, ValueError or NotImplementedError, in words: the plan cannot run.
     """
     config = read_config(order["recipe"], order["overrides"], trust=True)  # bench's own copy of the user's
+    look_in(Path(order["beside"]))
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_size)
     mesh = join(world, plan, timeout_seconds=TIMEOUT_SECONDS)

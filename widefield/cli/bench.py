@@ -28,7 +28,7 @@ unequally.  Exits with 0, with 1 where a plan failed, with 2 where none could ru
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a YAML file, as recipes/digits.yaml")
+    parser.add_argument("recipe", help="a YAML file, or the name of one that comes with widefield, as digits")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
     parser.add_argument("--ranks", type=int, metavar="N", help="for plans of several; the GPUs, or cores up to 4, if left out")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of each kind (10)")

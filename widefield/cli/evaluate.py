@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from widefield.cli._arguments import add_weights
 from widefield.cli._ranks import world_of
 from widefield.config import read_config
+from widefield.config.recipe import EVALUATED, refuse_unused
 
 ORDER = 20
 SUMMARY = "evaluate a run's weights exactly"
@@ -34,8 +34,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     from widefield.training.run_folder import existing_folder
 
-    config = read_config(existing_folder(options.run) / "config.yaml", options.overrides, run=options.run, trust=options.trust)
-    _refuse_unused(options.overrides)
+    config = read_config(
+        existing_folder(options.run) / "config.yaml", options.overrides, run=options.run, trust=options.trust, builds=EVALUATED
+    )
+    refuse_unused(options.overrides)
     further = ["--weights", options.weights] * bool(options.weights) + ["--trust"] * options.trust
     world, started = world_of(config, options, lambda: ["evaluate", options.run, *options.overrides, *further])
     if world is None:
@@ -47,17 +49,6 @@ def run(options: Namespace) -> int:
     if world.rank == 0:
         print(f"{evaluation.sentence}  loss {evaluation.loss:.4g}")
     return 0
-
-
-_OF_TRAINING = ("optimizer", "schedule", "ema", "evaluate", "checkpoint", "log")
-"""Sections that no part of an evaluation, its plan included, looks at."""
-
-
-def _refuse_unused(overrides: Sequence[str]) -> None:
-    """ValueError where a key is set that an evaluation has no use for."""
-    for override in overrides:
-        if override.partition("=")[0].split(".")[0] in _OF_TRAINING:
-            raise ValueError(f"{override} changes nothing in an evaluation, which does not train; leave it out")
 
 
 CASES: list[tuple[list[str], dict[str, Any] | str]] = [

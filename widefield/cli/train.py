@@ -20,6 +20,7 @@ HELP = """\
 Train as a recipe says.  Keys of the recipe can be set on the command line, dotted:
 
   widefield train recipes/digits.yaml --run runs/first
+  widefield train digits --run runs/first                  the recipe of that name that comes with widefield
   widefield train recipes/digits.yaml optimizer.lr=0.2 schedule.length=5ep seed=3
   widefield train recipes/imagefolder.yaml data.path=photos model.name=timm/resnet50
 
@@ -37,7 +38,7 @@ Kubeflow the same command sees its place in the environment and starts nothing:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help="a YAML file, as recipes/digits.yaml")
+    parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of one that comes with widefield, as digits")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
     parser.add_argument(
         "--run",

@@ -1,6 +1,7 @@
 """Every message: who the ranks are, the groups they talk in, and what they send.
 
     mesh.py            the ranks and their axes; join and leave
+    meeting.py         the store that they meet at
     process_groups.py  which groups of ranks a mesh wants
     collectives.py     collectives by the names that this version of torch knows
     halo.py            pixels from the ranks that hold them to those that want them, with its adjoint

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from widefield.comm import collectives, process_groups
+from widefield.comm.meeting import store_of_meeting
 from widefield.geometry.layout import Grid
 from widefield.plans import Plan, check
 from widefield.private_torch.process_groups import c10d_world
@@ -357,7 +358,7 @@ def _device_of(world: World) -> torch.device:
 
 
 def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
-    place = f"{world.address}:{world.port}"
+    place, timeout = f"{world.address}:{world.port}", datetime.timedelta(seconds=timeout_seconds)
     try:
         socket.getaddrinfo(world.address, world.port)
     except OSError as error:
@@ -373,7 +374,8 @@ def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             rank=world.rank,
             world_size=world.size,
-            timeout=datetime.timedelta(seconds=timeout_seconds),
+            timeout=timeout,
+            store=store_of_meeting(place=place, rank=world.rank, size=world.size, timeout=timeout),
             device_id=device if device.type == "cuda" else None,
         )
     except dist.DistError as error:

@@ -10,7 +10,7 @@ from widefield.config.mesh import MeshConfig
 from widefield.config.model import ModelConfig
 from widefield.config.optimizer import OptimizerConfig
 from widefield.config.pipeline import PipelineConfig
-from widefield.config.recipe import json_schema, parse_config, read_config
+from widefield.config.recipe import config_of, json_schema, parse_config, read_config
 from widefield.config.recompute import RecomputeConfig
 from widefield.config.run import RunConfig
 from widefield.config.schedule import ScheduleConfig
@@ -35,6 +35,7 @@ __all__ = [
     "ShardingConfig",
     "StreamConfig",
     "TaskConfig",
+    "config_of",
     "json_schema",
     "parse_config",
     "read_config",

@@ -12,7 +12,7 @@ from widefield.section import Section
 
 class DataConfig(Section):
     name: str
-    """A file in widefield/data/formats/: `digits`, `imagefolder`, `page`."""
+    """A file in widefield/data/formats/ (`digits`, `imagefolder`, `page`), or `package.module:callable`."""
     path: str | None = None
     """Folder that the format reads; `digits` and `page` need none."""
     options: Options = {}

@@ -12,7 +12,7 @@ from widefield.section import Section
 
 class OptimizerConfig(Section):
     name: str = "sgd"
-    """sgd, adamw, lars or lamb; lars and lamb come from timm."""
+    """sgd, adamw, lars or lamb (lars and lamb come from timm), or `package.module:callable`, as `torch.optim:RMSprop`."""
     lr: Annotated[float, Field(gt=0)] | None = None
     """Peak learning rate; null derives it from the batch size by lr_rule."""
     lr_rule: Literal["linear", "sqrt"] | None = None

@@ -3,43 +3,103 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from widefield.config.run import RunConfig
 from widefield.naming import did_you_mean
-from widefield.section import parse_section
-from widefield.trust import check_model, run_folder_of
+from widefield.own_code import is_code, look_in
+from widefield.section import parse_section, text_of
+from widefield.trust import check_code, run_folder_of
+
+TRAINED = ("model", "data", "task", "optimizer", "schedule")
+"""Sections of which training builds parts by name."""
+EVALUATED = ("model", "data", "task")
+"""Those of which an evaluation does."""
+ASKED = ("model", "task")
+"""Those that a model takes that is asked about images, or exported."""
+_OF_TRAINING = ("optimizer", "schedule", "ema", "evaluate", "checkpoint", "log")
+"""Sections that no part of an evaluation, its plan included, looks at."""
 
 
 def read_config(
-    path: str | Path, overrides: Sequence[str] = (), *, run: str | Path | None = None, trust: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    run: str | Path | None = None,
+    trust: bool = False,
+    builds: Collection[str] = TRAINED,
 ) -> RunConfig:
-    """The recipe at `path` with dotted overrides (`optimizer.lr=0.2`) as a RunConfig.
+    """The recipe at `path`, or the packaged one of that name, with dotted overrides (`optimizer.lr=0.2`) as a RunConfig.
 
     run: the run folder in question, which needs no other sign of being one.
     trust: let a recipe that lies in a run folder name code of its own, see trust.py.
+    builds: the sections whose parts are to be built; code that others name is of no interest.
+    From now on code of the user's own is looked for beside the recipe too, unless that lies in a run folder.
     ValueError where the file does not exist, is no YAML mapping, asks for what does not exist, or for code it may not name.
     """
-    path = Path(path)
-    if not path.is_file():
-        beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        have = f" {path.parent}/ has: {', '.join(beside)}." if beside else ""
-        raise ValueError(f"no recipe at {path}{did_you_mean(path.name, beside)}{have}")
+    path = recipe_path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as text ({error}); name a recipe, a YAML file in UTF-8") from None
     config = parse_config(text, overrides, name=str(path))
-    folder = None if trust else run_folder_of(path, run=run)
-    if folder is not None:
-        check_model(config.model.name, config.model.options, overrides=overrides, source=str(path), folder=folder)
+    folder = run_folder_of(path, run=run)
+    if folder is None:
+        look_in(path.parent)
+    elif not trust:
+        code = {key: name for key, name in code_in(config).items() if key.partition(".")[0] in builds}
+        check_code(code, config.model.options, overrides=overrides, source=str(path), folder=folder)
     return config
+
+
+def recipe_path(path: str | Path) -> Path:
+    """The file at `path`, or that of the packaged recipe of that name; ValueError, with the nearest, where there is none."""
+    found, packaged = Path(path), packaged_recipes()
+    if found.is_file():
+        return found
+    if str(path) in packaged:
+        return packaged[str(path)]
+    if len(found.parts) == 1 and not found.suffix:
+        hint = did_you_mean(str(path), packaged)
+        raise ValueError(f"no recipe at {path}{hint} Packaged ones are: {', '.join(packaged)}. Or name a YAML file")
+    beside = sorted(p.name for p in found.parent.glob("*.yaml")) if found.parent.is_dir() else []
+    have = f" {found.parent}/ has: {', '.join(beside)}." if beside else ""
+    raise ValueError(f"no recipe at {path}{did_you_mean(found.name, beside)}{have}")
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes that come with widefield, by name: in the package where it is installed, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    place = next(place for place in (package / "recipes", package.parent / "recipes") if place.is_dir())
+    return {file.stem: file for file in sorted(place.glob("*.yaml"))}
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
     """As `read_config`, from text."""
     return parse_section(RunConfig, text, overrides, name=name)
+
+
+def config_of(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """As `read_config`, from a dict of a Python program."""
+    return parse_config(text_of(values, name="the config"), overrides, name="the config")
+
+
+def code_in(config: RunConfig) -> dict[str, str]:
+    """The names of code of the user's own in a config, each by its key."""
+    named = {f"{section}.name": getattr(config, section).name for section in TRAINED}
+    listed = [str(next(iter(entry), "") if isinstance(entry, dict) else entry) for entry in config.task.metrics]
+    own = {key: name for key, name in named.items() if is_code(name)}
+    metrics = [name for name in listed if is_code(name)]
+    return own | ({"task.metrics": f"[{', '.join(metrics)}]"} if metrics else {})
+
+
+def refuse_unused(overrides: Sequence[str]) -> None:
+    """ValueError where a key is set that an evaluation has no use for."""
+    for override in overrides:
+        if override.partition("=")[0].split(".")[0] in _OF_TRAINING:
+            raise ValueError(f"{override} changes nothing in an evaluation, which does not train; leave it out")
 
 
 def json_schema() -> str:

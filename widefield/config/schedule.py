@@ -12,7 +12,7 @@ from widefield.section import Section
 
 class ScheduleConfig(Section):
     name: str = "cosine"
-    """constant, cosine, step, polynomial or onecycle; counted in samples."""
+    """constant, cosine, step, polynomial or onecycle, or `package.module:callable`; counted in samples."""
     length: DurationField = Duration(90, "ep")
     """How long the run trains."""
     warmup: DurationField = Duration(0, "step")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from widefield.config.field_types import Options
+from widefield.config.field_types import Listed, Options
 from widefield.section import Section
 
 
 class TaskConfig(Section):
     name: str = "classification"
-    """A file in widefield/tasks/."""
+    """A file in widefield/tasks/, or `package.module:callable`."""
     options: Options = {}
     """Arguments of the task: for classification `label_smoothing: 0.1`, for segmentation `ignore_index: 255`."""
+    metrics: Listed = []
+    """Metrics beside the task's own, each with its arguments: of torchmetrics' classification and segmentation by name, as
+    `[MulticlassF1Score: {average: macro}]`, or `package.module:callable`."""

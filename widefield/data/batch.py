@@ -16,7 +16,8 @@ Window = tuple[Interval, ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank works on in one pass.  `image` is (B, C, H, W) uint8; `target` is (B,) class numbers, or (B, H, W).
+    """What one rank works on in one pass.  `image` is (B, C, H, W) uint8, or floating-point as a user's own dataset gave it;
+    `target` is (B,) class numbers, or (B, H, W).
 
     Where a copy of the model lies on several ranks, each reads its window: `whole_shape` is (C, H, W) of the images that
     it was cut from, `window` where in them; both None where the batch holds whole images.
@@ -26,6 +27,7 @@ class Batch:
     `asked` numbers the images that the batch was to have (of a stand-in, the one to show), `readable` says which of them this
     rank could read.  `refused` on every rank of the copy alike where one of them has a problem: then nobody uses it.
     `idle` on every rank alike where a step has fewer samples than passes: then nobody runs this one.
+    `shown`: pixel values that a picture of an image shows as black and as white.
     """
 
     image: Tensor
@@ -44,6 +46,7 @@ class Batch:
     idle: bool = False
     whole_shape: tuple[int, ...] | None = None
     window: Window | None = None
+    shown: tuple[float, float] = (0.0, 255.0)
 
     @property
     def shape(self) -> tuple[int, ...]:

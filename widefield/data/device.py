@@ -1,4 +1,4 @@
-"""From a uint8 batch to what the network reads: to the device, augmented, scaled, normalized, mixed."""
+"""From a batch to what the network reads: to the device, augmented, scaled, normalized, mixed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from widefield.data.transforms import Transforms
 
 @dataclass(frozen=True)
 class Preparation:
-    """Images travel as uint8, a quarter of float32's bytes; arithmetic happens on the device."""
+    """Images travel as uint8, a quarter of float32's bytes, or as the floating-point numbers that a user's own dataset gives;
+    arithmetic happens on the device."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,8 +44,9 @@ class Preparation:
         return torch.channels_last if self.channels_last and image.ndim == 4 else torch.contiguous_format
 
     def _scaled(self, image_BCHW: Tensor) -> Tensor:
-        """(pixel / 255 - mean) / std as one multiplication and one addition."""
-        return torch.addcmul(self._offset, image_BCHW.to(self.dtype), self._factor)
+        """(pixel / 255 - mean) / std, or (value - mean) / std of floating-point images: a multiplication and an addition."""
+        factor = self._factor_of_values if image_BCHW.is_floating_point() else self._factor
+        return torch.addcmul(self._offset, image_BCHW.to(self.dtype), factor)
 
     @cached_property
     def _offset(self) -> Tensor:
@@ -53,6 +55,10 @@ class Preparation:
     @cached_property
     def _factor(self) -> Tensor:
         return 1 / (255 * self._channels(self.std))
+
+    @cached_property
+    def _factor_of_values(self) -> Tensor:
+        return 1 / self._channels(self.std)
 
     def _channels(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=self.dtype, device=self.device).view(1, -1, 1, 1)

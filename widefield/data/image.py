@@ -28,7 +28,7 @@ def read_image(path: str | Path, channels: int) -> Tensor:
             if image.format in _PROGRAMS:
                 raise ValueError(f"{image.format} may hold a program, which Pillow would have Ghostscript run; save it as PNG")
             upright = ImageOps.exif_transpose(image)
-            pixels = _bytes_of(upright, "L" if channels == 1 else "RGB")
+            pixels = bytes_of(upright, "L" if channels == 1 else "RGB")
     except Exception as error:  # decoders trip over flipped bits in many ways, OverflowError and MemoryError among them
         size = Path(path).stat().st_size if Path(path).is_file() else None
         told = "there is no such file" if size is None else f"{size} bytes; {str(error) or type(error).__name__}"
@@ -36,7 +36,8 @@ def read_image(path: str | Path, channels: int) -> Tensor:
     return pixels
 
 
-def _bytes_of(image: Image.Image, mode: str) -> Tensor:
+def bytes_of(image: Image.Image, mode: str) -> Tensor:
+    """A PIL image as (C, H, W) uint8: mode L is grey, RGB is colour.  ValueError: pixels wider than 16 bits."""
     if image.mode.startswith("I"):  # 16 bits in 'I;16' or 'I'; Pillow's own conversion clips them at 255
         wide = np.asarray(image, dtype=np.int64)
         if wide.min(initial=0) < 0 or wide.max(initial=0) > 65535:

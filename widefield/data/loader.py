@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from widefield.config import DataConfig
 from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
-from widefield.data.transforms import Transforms, seed_of
+from widefield.data.transforms import Transforms, drawn_from, seed_of
 from widefield.geometry import Interval, even_cut, parts_of
 from widefield.private_torch.loaders import shutdown_workers
 
@@ -199,6 +200,7 @@ class SampleReader(Dataset):
             readable=[sample is not None for sample in tried],
             whole_shape=None if self.window is None else read[0].shape,
             window=read[0].window,
+            shown=getattr(self.images, "shown", Batch.shown),
         )
         return self._mixed(batch, kept) if self.mixup or self.cutmix else batch
 
@@ -223,7 +225,13 @@ class SampleReader(Dataset):
             image, target = images.read_window(key.index, window)
             self._check_labels(key, image, target)
             return _Sample(key, image, target, shape, window)
-        image, target = images.read(key.index)
+        draws = (
+            drawn_from(seed_of(self.seed, "dataset", key.epoch, key.index))
+            if getattr(images, "draws", False)
+            else nullcontext()
+        )
+        with draws:
+            image, target = images.read(key.index)
         self._check_labels(key, image, target)
         image = self.augment(self.transforms(image, read_seed), augment_seed)
         shape = tuple(image.shape)

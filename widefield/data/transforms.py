@@ -8,10 +8,12 @@ on ranks, workers or batches.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
@@ -64,6 +66,20 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def drawn_from(seed: int) -> Iterator[None]:
+    """Python's, NumPy's and torch's random numbers on the CPU start from `seed` inside, and go on as before after it."""
+    before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        with seeded(seed, torch.device("cpu")):
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 class Transforms:

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 
 from widefield.config import ModelConfig
 from widefield.naming import did_you_mean, load
+from widefield.own_code import code_named, is_code, refuse_object, takes
 
 
 def build(config: ModelConfig, *, in_channels: int, num_classes: int) -> nn.Module:
@@ -23,7 +22,8 @@ def build(config: ModelConfig, *, in_channels: int, num_classes: int) -> nn.Modu
     ValueError: no such model, or arguments it does not take.
     """
     shape = {"in_channels": in_channels, "num_classes": num_classes}
-    if ":" in config.name:
+    refuse_object(config.name, key="model.name", keyword="model")
+    if is_code(config.name):
         return _users_own(config, shape)
     library, slash, name = config.name.partition("/")
     if not slash:
@@ -69,15 +69,8 @@ def _timm(name: str, config: ModelConfig, shape: dict[str, int]) -> nn.Module:
 
 def _users_own(config: ModelConfig, shape: dict[str, int]) -> nn.Module:
     """`module:callable`, given in_channels and num_classes where its signature has them."""
-    module_name, _, name = config.name.partition(":")
-    try:
-        build = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model.name is '{config.name}' and that cannot be imported: {error}") from None
-    if not callable(build):
-        raise ValueError(f"model.name is '{config.name}' and that is a {type(build).__name__}, which cannot be called")
-    takes = inspect.signature(build).parameters
-    given = {key: value for key, value in shape.items() if key in takes}
+    build = code_named(config.name, key="model.name")
+    given = {key: shape[key] for key in takes(build, *shape)}
     model = _call(build, config, given)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{config.name} gave a {type(model).__name__}; a torch.nn.Module is wanted")

@@ -1,15 +1,21 @@
-"""What a network is trained for: a file per task, each with `build(num_classes, **options)` and CASES."""
+"""What a network is trained for: a file per task, each with `build(num_classes, **options)` and CASES.
+
+`package.module:callable` is a user's own, with the same arguments.  Metrics that a recipe adds are in _metrics.py.
+"""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torchmetrics import MetricCollection
+from torchmetrics.utilities import dim_zero_sum
 
 from widefield.config import TaskConfig
 from widefield.naming import load
+from widefield.own_code import call, code_named, is_code, refuse_object
 
 
 class Task(Protocol):
@@ -44,12 +50,88 @@ def is_per_pixel(task: Task) -> bool:
 
 
 def build(config: TaskConfig, *, num_classes: int) -> Task:
-    """The task a config names; ValueError where there is none or it does not take the options."""
+    """The task a config names.
+
+    ValueError: there is none, it does not take the options, or what a user's own callable gives is no Task.
+    """
+    refuse_object(config.name, key="task.name", keyword="task")
+    if is_code(config.name):
+        make = code_named(config.name, key="task.name")
+        task = call(make, num_classes, options=config.options, key="task.options", name=config.name)
+        return checked(task, name=f"task.name={config.name}", num_classes=num_classes)
     module = load("widefield.tasks", config.name)
     try:
         return module.build(num_classes, **config.options)
     except TypeError as error:
         raise ValueError(f"task.options {config.options} do not fit '{config.name}': {error}") from None
+
+
+def checked(task: Any, *, name: str, num_classes: int) -> Task:
+    """A user's own task as it is; ValueError, in words, where it lacks something or its metrics take no answers.
+
+    NotImplementedError: a metric of it is not the same on any number of ranks.
+    name: what the error calls it.
+    """
+    methods = ("loss_sum", "count", "loss_each", "metrics", "answers", "sentence")
+    lacks = [method for method in methods if not callable(getattr(task, method, None))]
+    lacks += [value for value in ("headline", "higher_is_better") if not hasattr(task, value)]
+    if isinstance(task, type) or lacks:
+        what = f"the class {task.__name__}" if isinstance(task, type) else f"a {type(task).__name__}, which lacks {lacks[0]}"
+        raise ValueError(
+            f"{name} gives {what}; an object with {', '.join(methods)}, headline and higher_is_better is wanted, see "
+            "widefield.tasks.Task"
+        )
+    metrics = task.metrics()
+    if not isinstance(metrics, MetricCollection):
+        raise ValueError(f"the metrics of {name} are a {type(metrics).__name__}; a torchmetrics.MetricCollection is wanted")
+    for metric in metrics.values():
+        for state, reduce in metric._reductions.items():
+            if reduce is not dim_zero_sum:
+                raise NotImplementedError(
+                    f"the state '{state}' of {type(metric).__name__}, of {name}, does not add up over ranks (its reduction is "
+                    f"{reduce}); use a metric whose states are sums, or list it in task.metrics"
+                )
+    values = values_of(metrics, *example_of(task, num_classes), name=f"the metrics of {name}")
+    if task.headline not in values:
+        raise ValueError(
+            f"{name} says that its result is '{task.headline}' and its metrics give {', '.join(map(str, values))}; "
+            "let headline name one of them"
+        )
+    return task
+
+
+def example_of(task: Task, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Made-up answers and targets such as the metrics of a task are given, the same each time.
+
+    (B, num_classes) probabilities and (B,) class numbers or, per pixel, two of (B, H, W) class numbers; every class occurs.
+    """
+    draws = torch.Generator().manual_seed(0)
+    if is_per_pixel(task):
+        shape = (4, 8, -(-num_classes // 8) + 1)
+        target = (torch.arange(shape[1] * shape[2]) % num_classes).view(1, *shape[1:]).expand(shape).clone()
+        return torch.randint(num_classes, shape, generator=draws), target
+    count = max(8, 2 * num_classes)
+    return torch.rand(count, num_classes, generator=draws).softmax(1), torch.arange(count) % num_classes
+
+
+def values_of(metrics: Any, answers: Tensor, target: Tensor, *, name: str) -> dict[str, Any]:
+    """What metrics compute of answers, by name; ValueError where they cannot, or are no torchmetrics.  name: for the error.
+
+    On this rank alone: torchmetrics would add states up over ranks, which may be elsewhere.
+    """
+    try:
+        for part in metrics.modules():
+            part._to_sync = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is odd about a made-up example
+            metrics.update(answers, target)
+            values = metrics.compute()
+    except Exception as error:
+        shapes = [tuple(tensor.shape) for tensor in (answers, target)]
+        raise ValueError(
+            f"{name} cannot be updated with answers of {shapes[0]} and targets of {shapes[1]}: {type(error).__name__}: {error}"
+        ) from None
+    return dict(values) if isinstance(values, dict) else {"": values}
 
 
 def output_of(task_name: str, output: Any, *, batch: int, classes: int, pixels: bool = False) -> Tensor:

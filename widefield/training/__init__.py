@@ -4,8 +4,9 @@
     loop.py                  one optimizer step
     trainer.py               the loop around the steps: when to evaluate, save, log and stop
     evaluate.py              every image once, exactly
-    optimizer.py, schedule.py, arithmetic.py, trust_ratio.py, weight_average.py
-                             optimizers, learning rates, precision, LARS and LAMB over parts, averages of weights
+    optimizer.py, own_optimizer.py, schedule.py, arithmetic.py, trust_ratio.py, weight_average.py
+                             optimizers, a user's own, learning rates, precision, LARS and LAMB over parts, averages of weights
+    given.py                 objects that a Python program passes in place of names
     batch_sharding.py        which part of a batch a rank reads
     agreed.py                what of a batch all ranks of a copy could read
     checkpoint.py, checkpoint_directory.py, manifest.py, tensors.py, tree_json.py

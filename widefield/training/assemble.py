@@ -23,14 +23,17 @@ from widefield.data import Dataset, open_dataset
 from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
 from widefield.data.loader import EvaluateSampler, Key, SampleReader, Steps, TrainSampler, load_batches, reader_of
+from widefield.data.map_style import MapStyle
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
 from widefield.parallel.parallelize import parallelize, parallelize_average, share_states
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
 from widefield.tasks import Task, is_per_pixel
+from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
 from widefield.training.batch_sharding import cuts_in_words, window_of
+from widefield.training.given import NOTHING, Given
 from widefield.training.loop import Learner
 from widefield.training.optimizer import build_optimizer, learning_rate
 from widefield.training.record import usable_cores
@@ -56,6 +59,9 @@ class Parts:
     reasons: list[str] = field(default_factory=list)
     window: Callable[[tuple[int, ...]], Window] | None = None
     """The part of an image of (H, W) pixels that this rank reads; None reads the whole."""
+    metrics: list[RecipeMetric] = field(default_factory=list)
+    """Those that the recipe adds to the task's."""
+    given: Given = NOTHING
 
     def preparation(self, *, train: bool) -> Preparation:
         """Images to the device; random augmentation there where that is no CPU."""
@@ -97,24 +103,46 @@ class Parts:
         return Agreed(batches, self.mesh, dummy_batch=dummy_batch, name_of=reader.images.name_of)
 
 
-def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None) -> Parts:
-    """Open the data (unless given) and build the model, the same on every rank.
+def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None, *, given: Given = NOTHING) -> Parts:
+    """Open the data (unless it is open) and build the model, the same on every rank, but for what is given.
 
-    ValueError: what the config names does not exist or fit.
+    ValueError: what the config names, or what was given, does not exist or fit.
     """
     precision, why_precision = choose_precision(config.precision, mesh.device)
     arithmetic = arithmetic_of(precision, mesh.device)
-    dataset = dataset or open_dataset(config.data)
-    task = tasks.build(config.task, num_classes=len(dataset.classes))
+    dataset = dataset or (open_dataset(config.data) if given.data is None else given.data())
+    task = _task_of(config, given, num_classes=len(dataset.classes))
     _check_channels(config, dataset)
     _check_labels(config, dataset, task)
+    _check_values(config, dataset)
+    metrics = metrics_of(config.task, task, num_classes=len(dataset.classes), cut=bool(mesh.grid.sizes))
     workers, why_workers = _choose_workers(config, dataset, mesh)
     channels_last, why_format = _choose_format(config, arithmetic)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(True)
     seed_everything(config.seed)
-    model = models.build(config.model, in_channels=dataset.channels, num_classes=len(dataset.classes))
+    model = _model_of(config, mesh, given, arithmetic, dataset, channels_last=channels_last)
+    reasons = [
+        reason for reason in (why_precision, why_workers, _why_scaled(config, dataset), why_format) if reason is not None
+    ]
+    window = window_of(mesh)
+    return Parts(config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given)
+
+
+def _task_of(config: RunConfig, given: Given, *, num_classes: int) -> Task:
+    if given.task is None:
+        return tasks.build(config.task, num_classes=num_classes)
+    return tasks.checked(given.task, name=f"task={config.task.name}", num_classes=num_classes)
+
+
+def _model_of(
+    config: RunConfig, mesh: Mesh, given: Given, arithmetic: Arithmetic, dataset: Dataset, *, channels_last: bool
+) -> nn.Module:
+    """The model on the device, in the order of memory and with the weights that the config asks for."""
+    model = given.model_copy()
+    if model is None:
+        model = models.build(config.model, in_channels=dataset.channels, num_classes=len(dataset.classes))
     model.to(mesh.device, arithmetic.dtype)
     gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1
     if channels_last and (config.model.channels_last or not gathers):  # FSDP2 would make weights row-major again
@@ -123,9 +151,7 @@ def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None) -> P
         load_weights(config.model.weights, model)
     if mesh.plan.stream is not None:
         stream_as(mesh.plan.stream, model, compiles=config.model.compile)
-    reasons = [reason for reason in (why_precision, why_workers, why_format) if reason is not None]
-    window = window_of(mesh)
-    return Parts(config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window)
+    return model
 
 
 def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
@@ -258,6 +284,25 @@ def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
                 f"data.{field_name}={share:g} mixes images of {kinds[0]} and data.name={name} has {kinds[1]}; "
                 f"set data.{field_name}=0"
             )
+
+
+def _check_values(config: RunConfig, dataset: Dataset) -> None:
+    """ValueError where transforms of bytes are asked for and images are floating-point numbers."""
+    for field_name in ("read", "read_evaluate", "augment"):
+        if dataset.floating and getattr(config.data, field_name):
+            raise ValueError(
+                f"data.{field_name} changes uint8 images and those of data.name={config.data.name} are floating-point numbers; "
+                f"let the dataset give uint8 (torchvision's PILToTensor in place of ToTensor), or set data.{field_name}=[] and "
+                "let it change its images itself"
+            )
+
+
+def _why_scaled(config: RunConfig, dataset: Dataset) -> str | None:
+    """How pixels of a user's own datasets are normalized, which say nothing of it."""
+    if not isinstance(dataset.train, MapStyle) or config.data.mean is not None or config.data.std is not None:
+        return None
+    how = "taken as the dataset gives them" if dataset.floating else "scaled to 0..1"
+    return f"data.mean={dataset.mean}, data.std={dataset.std}: pixels are {how}, for nothing else was asked"
 
 
 def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[int, str | None]:

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MetricCollection
-from torchmetrics.utilities import dim_zero_sum
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 from widefield.comm.mesh import Mesh
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch
 from widefield.tasks import Task, is_per_pixel
+from widefield.tasks._metrics import RecipeMetric, numbers_of
 from widefield.tiled.api import tile_of, whole
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
@@ -44,7 +45,8 @@ class Mistake:
 class Evaluation:
     """The result of one evaluation, the same on every rank; `mistakes` are the worst by loss over all ranks.
 
-    `metrics` are in percent; `confusion` counts images or, where every pixel has a class, pixels: `unit` says which.
+    `metrics`: the task's in percent, then those that the recipe adds, as they compute themselves.
+    `confusion` counts images or, where every pixel has a class, pixels: `unit` says which.
     `pieces` are pictures of the first images, where every pixel has a class; `pictures` those of mistakes, of `channels`.
     """
 
@@ -57,10 +59,10 @@ class Evaluation:
     skipped: list[str]
     sentence: str
     seconds: float
-    mistakes: list[Mistake] = field(default_factory=list)
+    mistakes: list[Mistake] = field(default_factory=list, repr=False)
     unit: Literal["images", "pixels"] = "images"
-    pieces: list[Thumbnail] = field(default_factory=list)
-    pictures: list[Thumbnail] = field(default_factory=list)
+    pieces: list[Thumbnail] = field(default_factory=list, repr=False)
+    pictures: list[Thumbnail] = field(default_factory=list, repr=False)
     channels: int = 3
     """Of the images, of which a picture shows one or three."""
 
@@ -77,15 +79,16 @@ def evaluate(
     samples: int,
     worst: int = 24,
     together: bool = False,
+    further: Sequence[RecipeMetric] = (),
 ) -> Evaluation:
     """Evaluate `model` on this rank's `batches` of a split of `samples` images; every rank calls it and gets the whole result.
 
     together: every rank has as many batches and runs its model on each, for the model's passes send messages.
-    Counts are bit for bit those of one rank.  ValueError, on every rank: an image that cannot be read (unless skipped).
+    further: metrics beside the task's own.
+    Counts are bit for bit those of one rank.  ValueError, everywhere: an image that cannot be read (unless skipped).
     """
     start, training = time.monotonic(), [(module, module.training) for module in model.modules()]
-    seen = _Seen.nothing(task.metrics(), samples, mesh)
-    problem: str | None = None
+    seen, problem = _Seen.nothing(task.metrics(), samples, mesh, further), None
     model.eval()
     for batch in batches:
         seen.skipped += batch.skipped if seen.first else []
@@ -132,12 +135,15 @@ class _Seen:
     pictures: dict[int, Thumbnail] = field(default_factory=dict)
     """By the number of the image, of what may turn out to be among the worst: this rank's windows."""
     channels: int = 0
+    further: list[tuple[RecipeMetric, Metric]] = field(default_factory=list)
+    """Metrics that the recipe adds, each with its states."""
 
     @classmethod
-    def nothing(cls, metrics: MetricCollection, samples: int, mesh: Mesh) -> _Seen:
+    def nothing(cls, metrics: MetricCollection, samples: int, mesh: Mesh, further: Sequence[RecipeMetric] = ()) -> _Seen:
         losses = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         tally = torch.zeros(samples, dtype=torch.int64)
-        return cls(metrics.to(mesh.device), tally, losses, mesh.is_first_of_copy, mesh.is_first_of_tile)
+        made = [(metric, metric.make().to(mesh.device)) for metric in further]
+        return cls(metrics.to(mesh.device), tally, losses, mesh.is_first_of_copy, mesh.is_first_of_tile, further=made)
 
     def add(self, batch: Batch, output: Tensor, target: Tensor, *, task: Task, worst: int) -> None:
         pixels, answers = is_per_pixel(task), task.answers(output)
@@ -145,10 +151,12 @@ class _Seen:
             self.tally.index_add_(0, batch.index, torch.ones_like(batch.index))
         if self.first or (pixels and self.counts):
             self.metrics.update(answers, target)
+            for _, metric in self.further:
+                metric.update(answers, target)
             self.losses[0] += task.loss_sum(output, target)
             self.losses[1] += task.count(target)
         if pixels and self.counts:
-            self.pieces += thumbnails_of(batch, answers, target, ignore=task.ignore_index)  # type: ignore[attr-defined]
+            self.pieces += thumbnails_of(batch, answers, target, ignore=getattr(task, "ignore_index", -1))
         elif self.counts:
             mistakes = _mistakes(batch.index, target, answers, task.loss_each(output, target), worst)
             self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=_by_loss)
@@ -193,16 +201,18 @@ def _total(task: Task, seen: _Seen, mesh: Mesh, worst: int, seconds: float) -> E
     images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names, *_ in gathered for name in names]
     duplicates = int(tally.sum()) - images
     numbers = {name: 100 * float(value) for name, value in values.items()}
+    others = _further(seen, mesh)
+    said = "".join(f", {name} {value:.4g}" for name, value in others.items())
     told = f", {len(skipped)} unreadable left out" if skipped else ""
     return Evaluation(
-        metrics=numbers,
+        metrics=numbers | others,
         confusion=confusion,
         loss=float(losses[0] / losses[1]),
         images=images,
         of=of,
         duplicates=duplicates,
         skipped=skipped,
-        sentence=f"{task.sentence(numbers)} on {images:,}/{of:,} images, {duplicates} duplicates{told}",
+        sentence=f"{task.sentence(numbers)}{said} on {images:,}/{of:,} images, {duplicates} duplicates{told}",
         seconds=seconds,
         mistakes=mistakes,
         unit="pixels" if is_per_pixel(task) else "images",
@@ -224,3 +234,26 @@ def _add_up(metric: torch.nn.Module, mesh: Mesh) -> None:
         mesh.sum_(state)
     metric._to_sync = False  # the states are the whole's by now; torchmetrics would add them up over ranks once more
     metric._update_count = max(1, metric._update_count)  # and a rank without images has them too, so there is no need to warn
+
+
+def _further(seen: _Seen, mesh: Mesh) -> dict[str, float]:
+    """What the metrics that the recipe adds compute of all ranks' states; tasks/_metrics.py has tried that these add up."""
+    found: dict[str, float] = {}
+    for metric, states in seen.further:
+        for name, reduce in states._reductions.items():
+            setattr(states, name, _joined(getattr(states, name), reduce, mesh))
+        states._to_sync = False
+        states._update_count = max(1, states._update_count)
+        found |= numbers_of(metric, states.compute())
+    return found
+
+
+def _joined(state: Any, reduce: Callable[[Tensor], Tensor], mesh: Mesh) -> Any:
+    """All ranks' states of a metric as one: their sum, largest or smallest, or one rank's after another's."""
+    if reduce is dim_zero_sum:
+        return mesh.sum_(state)
+    if reduce is dim_zero_cat:
+        parts = state if isinstance(state, list) else [state]
+        gathered = mesh.gather_objects([part.cpu() for part in parts])
+        return [part.to(mesh.device) for of_rank in gathered for part in of_rank]
+    return reduce(torch.stack([one.to(mesh.device) for one in mesh.gather_objects(state.cpu())]))

@@ -12,9 +12,9 @@ from widefield import sharded_state
 from widefield.comm.mesh import Mesh
 from widefield.config import OptimizerConfig
 from widefield.naming import did_you_mean
+from widefield.own_code import is_code
+from widefield.training.own_optimizer import Groups, check_own, check_steps_parts, own_optimizer
 from widefield.training.trust_ratio import for_parts
-
-Groups = list[dict[str, Any]]
 
 
 def _sgd(groups: Groups, config: OptimizerConfig, lr: float, fused: bool) -> torch.optim.Optimizer:
@@ -59,8 +59,13 @@ def learning_rate(config: OptimizerConfig, batch: int) -> tuple[float, str | Non
     """The peak learning rate for a global batch and, where the program chose it, the rule as a sentence."""
     if config.lr is not None:
         return config.lr, None
-    _, own_lr, own_rule = _known(config.name)
+    own_lr, own_rule = (None, None) if is_code(config.name) else _known(config.name)[1:]
     base, rule = config.base_lr or own_lr, config.lr_rule or own_rule
+    if base is None or rule is None:
+        raise ValueError(
+            f"optimizer.lr is not set, and optimizer.name={config.name} is no optimizer whose learning rate is known here; set "
+            "optimizer.lr, or optimizer.base_lr and optimizer.lr_rule"
+        )
     ratio = batch / config.base_batch_size
     lr = base * (ratio if rule == "linear" else ratio**0.5)
     return lr, f"optimizer.lr={lr:.6g}: {base:g} at batch {config.base_batch_size} by the {rule} rule, for batch {batch}"
@@ -72,8 +77,9 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, mesh: 
     mesh: what the model is laid out over, if it is: where ranks hold parts, norms of tensors are taken of wholes.
     Weight decay spares parameters of one dim (biases, normalization) unless `decay_norm_and_bias`.
     ValueError: no such optimizer, arguments it does not take, or a model without parameters to train.
+    NotImplementedError: a user's own that steps a part of a weight in another way than the whole, where ranks hold parts.
     """
-    build, _, _ = _known(config.name)
+    build = own_optimizer(config.name) if is_code(config.name) else _known(config.name)[0]
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("the model has no parameter that takes gradients, so there is nothing to train")
@@ -86,6 +92,10 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, mesh: 
         optimizer = build(_groups(parameters, config), config, lr, fused)
     except (TypeError, ValueError) as error:  # also a number that it will not have
         raise ValueError(f"optimizer.options {config.options} do not fit '{config.name}': {error}") from None
+    if is_code(config.name):
+        check_own(optimizer, parameters, config.name)
+        if mesh is not None and sharded_state.is_sharded(mesh):
+            check_steps_parts(lambda own: build(_groups(own, config), config, lr, False), name=config.name, plan=mesh.plan)
     return optimizer if mesh is None else for_parts(optimizer, model, mesh)
 
 
@@ -98,5 +108,8 @@ def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> Groups:
 
 def _known(name: str) -> tuple[Build, float, str]:
     if name not in _OPTIMIZERS:
-        raise ValueError(f"there is no optimizer '{name}'{did_you_mean(name, _OPTIMIZERS)} It can be: {', '.join(_OPTIMIZERS)}")
+        raise ValueError(
+            f"there is no optimizer '{name}'{did_you_mean(name, _OPTIMIZERS)} It can be: {', '.join(_OPTIMIZERS)}, or "
+            "package.module:callable, as torch.optim:RMSprop"
+        )
     return _OPTIMIZERS[name]

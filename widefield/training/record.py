@@ -4,7 +4,8 @@
 (unix seconds):
 
     start       versions, machine, ranks, plan (YAML text), reasons, resumed_from, steps, samples_per_epoch, parameters,
-                fallbacks (what runs whole though the plan asks for parts: kind, module, operation, bytes, why, count)
+                fallbacks (what runs whole though the plan asks for parts: kind, module, operation, bytes, why, count);
+                objects, where a Python program passed any: by what they are, their class, sizes and text
     step        step, epoch (epochs done), loss, lr, samples (over all ranks), seconds, data_seconds, memory_bytes (peak)
     evaluation  step, epoch, images, of, duplicates, skipped, loss, metrics, seconds
     checkpoint  step, name
@@ -136,6 +137,7 @@ class Record:
         samples_per_epoch: int,
         parameters: int,
         fallbacks: Sequence[Fallback] = (),
+        objects: Mapping[str, Any] | None = None,
     ) -> None:
         """Note what runs and where, before the first step.  `steps`: optimizer steps of the whole run."""
         self._steps = steps
@@ -143,6 +145,7 @@ class Record:
             "start", versions=versions(), machine=machine(), ranks=ranks, plan=plan, reasons=list(reasons),
             resumed_from=self._resumed_step, steps=steps, samples_per_epoch=samples_per_epoch, parameters=parameters,
             fallbacks=[asdict(one) for one in by_size(fallbacks)],
+            **({"objects": objects} if objects else {}),
         )  # fmt: skip
         self._tell_scalars(lambda log: log.describe(line))
         self._terminal.begin(self._resumed_step or 0, steps)

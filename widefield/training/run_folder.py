@@ -34,6 +34,8 @@ from widefield.trust import check_links
 
 WEIGHTS = "weights.safetensors"
 MODEL = "model.json"
+OF_VALUES = "(value - mean) / std"
+"""How model.json says that a run's images were floating-point numbers."""
 _WRITTEN = (
     "config.yaml", "plan.yaml", "record.jsonl", "summary.csv", "tensorboard", "checkpoints", "report.html", WEIGHTS, MODEL,
     "evaluation.json", "mistakes", "samples", "nan.json",
@@ -178,7 +180,7 @@ def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[
         "classes": dataset.classes,
         "image": shape,
         "labels": "pixels" if dataset.pixels else "images",
-        "pixels": "(value / 255 - mean) / std",
+        "pixels": OF_VALUES if dataset.floating else "(value / 255 - mean) / std",
         "mean": mean,
         "std": std,
     }
@@ -194,13 +196,13 @@ def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
         told = json.loads(path.read_text(encoding="utf-8"))
         shape, classes = [int(length) for length in told["image"]], [str(name) for name in told["classes"]]
         mean, std = ([float(value) for value in told[name]] for name in ("mean", "std"))
-        channels, pixels = shape[0], told.get("labels") == "pixels"
+        channels, pixels, floating = shape[0], told.get("labels") == "pixels", told.get("pixels") == OF_VALUES
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}); take it from where the run was trained"
         ) from None
     none = NoImages(shape)
-    return Dataset(none, none, classes, channels, mean, std, in_memory=True, pixels=pixels)
+    return Dataset(none, none, classes, channels, mean, std, in_memory=True, pixels=pixels, floating=floating)
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> Path:

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from widefield.config import ScheduleConfig
 from widefield.naming import did_you_mean
+from widefield.own_code import code_named, is_code
+
+Curve = Callable[["Schedule", float, int], float]
+"""(schedule, share of the samples after the warm-up, samples seen) -> factor of the peak learning rate."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Schedule:
     total: int
     warmup: int
     every: int
+    curve: Curve
 
     def factor(self, samples: int) -> float:
         """The learning rate after `samples` samples, as a share of the peak."""
@@ -29,18 +34,22 @@ class Schedule:
             start = self.config.warmup_from
             return start + (1 - start) * samples / self.warmup
         share = min(1.0, (samples - self.warmup) / max(1, self.total - self.warmup))
-        return _CURVES[self.config.name](self, share, samples)
+        factor = self.curve(self, share, samples)
+        if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise ValueError(
+                f"schedule.name={self.config.name} gives {factor!r} after {samples} samples, as a factor of the peak learning "
+                "rate; a number from 0 is wanted"
+            )
+        return float(factor)
 
 
 def build_schedule(config: ScheduleConfig, *, seen: Callable[[int], int], steps_per_epoch: int) -> Schedule:
     """The schedule of a config; `seen(step)` is the samples consumed before a step.
 
     ValueError: no such curve, a run of nothing, a warm-up longer than the run, `step` without `every`, `onecycle`
-    without a warm-up.
+    without a warm-up, a user's own curve that gives no factors.
     """
-    if config.name not in _CURVES:
-        hint = did_you_mean(config.name, _CURVES)
-        raise ValueError(f"there is no schedule '{config.name}'{hint} It can be: {', '.join(_CURVES)}")
+    curve = _curve(config.name)
     length, warmup = config.length.in_steps(steps_per_epoch), config.warmup.in_steps(steps_per_epoch)
     if length < 1:
         raise ValueError(f"schedule.length is {config.length}, so there is nothing to train; write 1step or more")
@@ -54,7 +63,21 @@ def build_schedule(config: ScheduleConfig, *, seen: Callable[[int], int], steps_
     if config.name == "onecycle" and warmup == 0:
         raise ValueError("schedule.name=onecycle rises and then falls; add schedule.warmup, as a third of schedule.length")
     every = config.every.in_steps(steps_per_epoch) if config.every is not None else length
-    return Schedule(config, seen(length), seen(warmup), seen(every))
+    schedule = Schedule(config, seen(length), seen(warmup), seen(every), curve)
+    for samples in (schedule.warmup, (schedule.warmup + schedule.total) // 2, schedule.total):
+        schedule.factor(samples)  # refused now rather than in mid-run
+    return schedule
+
+
+def _curve(name: str) -> Curve:
+    if is_code(name):
+        return code_named(name, key="schedule.name")
+    if name not in _CURVES:
+        raise ValueError(
+            f"there is no schedule '{name}'{did_you_mean(name, _CURVES)} It can be: {', '.join(_CURVES)}, or "
+            "package.module:callable"
+        )
+    return _CURVES[name]
 
 
 def _cosine(schedule: Schedule, share: float, samples: int) -> float:
@@ -72,7 +95,7 @@ def _polynomial(schedule: Schedule, share: float, samples: int) -> float:
     return final + (1 - final) * (1 - share) ** schedule.config.power
 
 
-_CURVES: dict[str, Callable[[Schedule, float, int], float]] = {
+_CURVES: dict[str, Curve] = {
     "constant": lambda schedule, share, samples: 1.0,
     "cosine": _cosine,
     "step": _step,

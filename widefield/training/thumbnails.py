@@ -53,6 +53,15 @@ def channels_shown(image_CHW: Tensor) -> Tensor:
     return image_CHW[: 3 if len(image_CHW) >= 3 else 1]
 
 
+def as_bytes(image: Tensor, shown: tuple[float, float]) -> Tensor:
+    """An image as uint8: itself, or floating-point numbers of which `shown` become 0 and 255."""
+    if not image.is_floating_point():
+        return image
+    low, high = shown
+    span = high - low or 1.0
+    return ((image.float() - low) * (255 / span)).nan_to_num(0.0).round().clamp(0, 255).to(torch.uint8)
+
+
 def shown_in_words(channels: int) -> str | None:
     """Which channels a picture shows; None where these are all of an image's.
 
@@ -72,7 +81,9 @@ def thumbnails_of(batch: Batch, answers: Tensor, target: Tensor, *, ignore: int)
         return []
     size, window = _place(batch)
     return [
-        _labelled(int(index), size, window, batch.image[number], target[number].cpu(), answers[number].cpu(), ignore)
+        _labelled(
+            int(index), size, window, batch.image[number], target[number].cpu(), answers[number].cpu(), ignore, batch.shown
+        )
         for number, index in enumerate(batch.index)
         if index < SHOWN
     ]
@@ -84,7 +95,9 @@ def _place(batch: Batch) -> tuple[tuple[int, int], tuple[Interval, ...]]:
     return (height, width), batch.window or (Interval(0, height), Interval(0, width))
 
 
-def _labelled(index: int, size, window, image: Tensor, truth: Tensor, prediction: Tensor, ignore: int) -> Thumbnail:
+def _labelled(
+    index: int, size, window, image: Tensor, truth: Tensor, prediction: Tensor, ignore: int, shown: tuple[float, float]
+) -> Thumbnail:
     every = -(-max(size) // LONGEST_PX)
     start = [-(-run.start // every) for run in window]
     rows, columns = (slice(first * every - run.start, None, every) for first, run in zip(start, window, strict=True))
@@ -95,7 +108,7 @@ def _labelled(index: int, size, window, image: Tensor, truth: Tensor, prediction
         shape=(-(-size[0] // every), -(-size[1] // every)),
         top=start[0],
         left=start[1],
-        image=channels_shown(image)[:, rows, columns].cpu().clone(),
+        image=as_bytes(channels_shown(image)[:, rows, columns], shown).cpu().clone(),
         truth=truth[rows, columns].clone(),
         prediction=prediction[rows, columns].clone(),
         right=int(((prediction == truth) & counted).sum()),
@@ -113,7 +126,7 @@ def small_piece_of(batch: Batch, row: int) -> Thumbnail | None:
     every = -(-every // step) * step
     start = [-(-run.start // every) for run in window]
     rows, columns = (slice(first * every - run.start, None, step) for first, run in zip(start, window, strict=True))
-    sampled = channels_shown(batch.image[row])[:, rows, columns]
+    sampled = as_bytes(channels_shown(batch.image[row])[:, rows, columns], batch.shown)
     shape = (-(-size[0] // every), -(-size[1] // every))
     nothing = torch.zeros(0, 0, dtype=torch.uint8)
     return Thumbnail(int(batch.index[row]), size, shape, *start, _means(sampled, every // step).cpu(), nothing, nothing)

@@ -34,12 +34,17 @@ from widefield.training.weight_average import follow_buffers
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, on every rank; `status` is for the shell."""
+    """How a run ended, on every rank; `status` is for the shell, 0 where all is well.
+
+    `evaluation`: the last that was made now; None where the run was complete before, or stopped before the first.
+    """
 
     reason: Literal["complete", "interrupted"]
     step: int
     status: int
     evaluation: Evaluation | None
+    run: Path
+    """The run folder."""
 
 
 @dataclass
@@ -217,7 +222,7 @@ class Trainer:
                 text += f": {self.evaluation.sentence}"
             self.record.end("complete" if complete else "interrupted", step=learner.step, text=text)
             status = self._close(self.record) or status
-        return Outcome("complete" if complete else "interrupted", learner.step, status, self.evaluation)
+        return Outcome("complete" if complete else "interrupted", learner.step, status, self.evaluation, self.folder)
 
     def _leave(self, weights: dict) -> None:
         """Write the run's weights; ValueError, in words, where the disk refuses them."""
@@ -269,4 +274,5 @@ def evaluate_parts(parts: Parts, model: nn.Module) -> Evaluation:
         mesh=parts.mesh,
         samples=len(parts.dataset.evaluate),
         together=together,
+        further=parts.metrics,
     )

@@ -1,0 +1,206 @@
+"""The command's verbs as functions: `wf.train`, `wf.evaluate`, `wf.predict`, `wf.plan`.
+
+Each does what the verb does, on the ranks that the script was started on: one process, or those of torchrun, Slurm, MPI.
+Where the script runs on several ranks, every rank calls the function, with equal arguments.
+
+A function starts no ranks.  The command can, since each of its ranks is the command again; ranks of a script would have to run
+the script again from its first line, to have the objects that it passes.  So a plan that needs more ranks than there are is
+refused, with the line that starts them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from widefield.comm.mesh import World, current_world
+from widefield.config import RunConfig, config_of, parse_config, read_config
+from widefield.config.recipe import EVALUATED, refuse_unused
+from widefield.data.map_style import dataset_of
+from widefield.inference import Answer, evaluate_run
+from widefield.inference import predict as predict_images
+from widefield.launchers import world_from
+from widefield.plans import Plan, check, plan_of, ranks_asked_for
+from widefield.run import train as train_run
+from widefield.section import to_yaml
+from widefield.tasks import Task
+from widefield.training.evaluate import Evaluation
+from widefield.training.given import Given, check_trainable, overrides_for
+from widefield.training.run_folder import WEIGHTS, existing_folder, fresh_folder, load_weights
+from widefield.training.trainer import Outcome
+
+Config = str | Path | Mapping[str, Any] | RunConfig
+"""A recipe: its path, the name of a packaged one (`digits`), a dict of the same nesting, or a RunConfig."""
+
+
+def train(
+    config: Config,
+    *overrides: str,
+    run: str | Path | None = None,
+    model: nn.Module | None = None,
+    data: Sequence[Any] | None = None,
+    task: str | Task | None = None,
+    classes: Sequence[str] | int | None = None,
+    trust: bool = False,
+) -> Outcome:
+    """Train as `widefield train` does: `wf.train("recipe.yaml", "optimizer.lr=0.2", run="runs/one")`.
+
+    config: a recipe, see Config.  overrides: `key=value` as on the command line.  run: the run folder, where a run that
+        stopped goes on; a fresh numbered one under runs/ where None, which several ranks cannot agree on.
+    model: a module in place of `model.name`.  A copy is trained; at the end the module gets the run's weights, on every rank.
+    data: two map-style datasets in place of `data.name`, to train on and to evaluate; see widefield.data.map_style.
+    task: the name of one, `package.module:callable`, or a Task in place of `task.name`.
+    classes: names or number of the classes of `data`; the first dataset's attribute `classes` where None.
+    trust: let a recipe in a run folder name code of its own.
+    Gives how the run ended; a run that was interrupted has a status of its own and no error.
+    ValueError and NotImplementedError: as the command says them, on every rank, before any message between ranks.
+    """
+    given, keys = _given(model, data, task, classes), _keys(overrides, model, data, task)
+    read = _read(config, keys, run=run, trust=trust)
+    if model is not None:
+        check_trainable(model)
+    world = _world(read, "wf.train")
+    outcome = train_run(read, _folder(run, world), world, given)
+    if model is not None:
+        load_weights(outcome.run / WEIGHTS, model)
+    return outcome
+
+
+def evaluate(
+    run: str | Path,
+    *overrides: str,
+    model: nn.Module | None = None,
+    data: Any = None,
+    task: str | Task | None = None,
+    classes: Sequence[str] | int | None = None,
+    weights: str | Path | None = None,
+    trust: bool = False,
+) -> Evaluation:
+    """Evaluate a run's weights as `widefield evaluate` does: every image of the evaluation split exactly once.
+
+    model, data, task, classes: as for `train`, whose run folder holds no more of them than names; the model's weights stay
+        as they are.  data: the pair, or the dataset to evaluate alone.
+    weights: a .safetensors file in place of the run's own.  trust: let the run folder name code of its own.
+    ValueError: an object that the run was trained with is not passed again, and as the command says.
+    """
+    refuse_unused(overrides)
+    given = _given(model, data if data is None or _is_pair(data) else (data, data), task, classes)
+    folder, keys = existing_folder(run), _keys(overrides, model, data, task)
+    read = read_config(folder / "config.yaml", keys, run=folder, trust=trust, builds=EVALUATED)
+    file = None if weights is None else str(weights)
+    return evaluate_run(folder, keys, _world(read, "wf.evaluate"), weights=file, trust=trust, given=given)
+
+
+def predict(
+    run: str | Path,
+    images: Any,
+    *,
+    top: int = 3,
+    model: nn.Module | None = None,
+    task: str | Task | None = None,
+    weights: str | Path | None = None,
+    trust: bool = False,
+) -> list[Answer]:
+    """What a run's model says of images, as `widefield predict`; an answer for each, in their order.
+
+    images: one or several paths, PIL images, or tensors (C, H, W) as the run's dataset gives them.
+    top: how many classes to name.  model, task: those the run was trained with, where they were passed then.
+    """
+    alone = isinstance(images, str | Path | Image.Image) or (isinstance(images, Tensor) and images.ndim == 3)
+    return predict_images(
+        existing_folder(run),
+        [images] if alone else list(images),
+        _keys((), model, None, task),
+        top=top,
+        weights=None if weights is None else str(weights),
+        trust=trust,
+        given=_given(model, None, task, None),
+    )
+
+
+def plan(config: Config, *overrides: str, ranks: int | None = None, trust: bool = False) -> Plan:
+    """The plan that a recipe asks for on so many ranks, checked; `str(plan)` says it in words.
+
+    ranks: those that the mesh needs where None, with mesh.replicate from the GPUs of this machine.  Nothing is started.
+    ValueError and NotImplementedError: what the plan is refused for, as a run would say it.
+    """
+    read = _read(config, _keys(overrides, None, None, None), trust=trust)
+    found = plan_of(read, ranks or ranks_asked_for(read) or torch.cuda.device_count() or 1)
+    check(found, ranks=ranks or found.ranks, samples_per_step=read.data.batch_size)
+    return found
+
+
+def _read(config: Config, overrides: Sequence[str], *, run: str | Path | None = None, trust: bool = False) -> RunConfig:
+    if isinstance(config, str | Path):
+        return read_config(config, overrides, run=run, trust=trust)
+    if isinstance(config, RunConfig):
+        return parse_config(to_yaml(config), overrides, name="the config") if overrides else config
+    if isinstance(config, Mapping):
+        return config_of(config, overrides)
+    raise ValueError(
+        f"the config is a {type(config).__name__}; give the path of a recipe, the name of a packaged one, a dict or a RunConfig"
+    )
+
+
+def _keys(overrides: Sequence[str], model: object, data: object, task: object) -> list[str]:
+    """The overrides, behind those that give passed objects their place in the config."""
+    odd = next((override for override in overrides if not isinstance(override, str)), None)
+    if odd is not None:
+        raise ValueError(f"{odd!r} is no override; write texts, as 'optimizer.lr=0.2', and pass objects by keyword")
+    named = [f"task.name={task}"] if isinstance(task, str) else []
+    samples: Any = data[0] if isinstance(data, tuple | list) and len(data) == 2 else data
+    passed = None if isinstance(task, str) else task
+    return overrides_for([*named, *overrides], model=model, data=samples, task=passed)
+
+
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, tuple | list) and len(data) == 2
+
+
+def _given(model: Any, data: Any, task: Any, classes: Sequence[str] | int | None) -> Given:
+    if model is not None and not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model is a {type(model).__name__}; pass a torch.nn.Module, or name what makes one: "
+            "model.name=package.module:callable"
+        )
+    if data is not None and not _is_pair(data):
+        raise ValueError(f"data is a {type(data).__name__}; pass two datasets: data=(train_set, evaluation_set)")
+    if data is None and classes is not None:
+        raise ValueError("classes are those of data, and data is not passed; leave classes out")
+    opened = None if data is None else partial(dataset_of, *data, classes=classes)
+    return Given(model, opened, None if isinstance(task, str) else task)
+
+
+def _world(config: RunConfig, function: str) -> World:
+    """This process's place among the ranks that the script was started on; ValueError where the plan wants more than one."""
+    world = current_world() or world_from(os.environ)
+    if world is not None:
+        return world
+    mesh, gpus = plan_of(config, ranks_asked_for(config) or 1), torch.cuda.device_count()
+    if mesh.ranks > 1:
+        one = [f"mesh.{axis}={'[]' if axis == 'space' else 1}" for axis, size in mesh.axes.items() if size > 1]
+        raise ValueError(
+            f"the mesh ({mesh}) needs {mesh.ranks} ranks, and this script runs on one; {function} starts none, for they would "
+            f"have to run the script from its first line. Start it on {mesh.ranks} (torchrun --nproc-per-node {mesh.ranks} "
+            f"SCRIPT.py), or set {' '.join(one)}, or use the command, which starts ranks itself"
+        )
+    if gpus > 1:
+        print(f"1 rank of {gpus} GPUs: as the script was started; torchrun --nproc-per-node {gpus} uses all", flush=True)
+    return World()
+
+
+def _folder(run: str | Path | None, world: World) -> Path:
+    if run is not None:
+        return Path(run)
+    if world.size > 1:
+        raise ValueError(
+            f"{world.size} ranks run this script, and each would make a run folder of its own; name one, as run='runs/one'"
+        )
+    return fresh_folder()

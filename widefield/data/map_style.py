@@ -1,0 +1,194 @@
+"""A user's own map-style datasets (torch.utils.data.Dataset) as the two splits of a run.
+
+A sample is a pair.  First the image: a tensor (C, H, W) of uint8 or floating-point numbers, or a PIL image, which becomes
+uint8.  Then its class number or, of every pixel, an (H, W) tensor, array or PIL image of class numbers.
+
+uint8 images go the way of the packaged formats: data.read, data.augment, scaled to 0..1, normalized.  Floating-point images are
+taken as they are, or as (value - mean) / std where the recipe says these.
+
+What a dataset draws at random, from Python's, NumPy's or torch's generator, depends on the run's seed, the epoch and the sample
+alone: the generators start anew for each sample, and go on as before behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from widefield.data import BadImageError, Dataset
+from widefield.data.image import bytes_of
+from widefield.data.transforms import drawn_from
+
+GREY = ("1", "L", "LA", "F")
+"""Modes of PIL images that become one channel; so do those that begin with I.  All others become red, green and blue."""
+
+
+@dataclass(frozen=True)
+class MapStyle:
+    """One split.  Samples are as the first one: uint8 or floating-point, their channels, labels of images or of pixels."""
+
+    samples: Any
+    split: str
+    floating: bool
+    channels: int
+    pixels: bool
+    shown: tuple[float, float] = (0.0, 255.0)
+    """Pixel values that a picture shows as black and as white."""
+    draws: bool = True
+    """What `read` draws at random starts from a seed of the sample's own, which the reader sees to."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, index: int) -> tuple[Tensor, int | Tensor]:
+        """As data.Images has it; ValueError names a sample that is not as the first one."""
+        image, target = _sample(self.samples, index, self.name_of(index))
+        for what, own, first in (
+            ("floating-point pixels", image.is_floating_point(), self.floating),
+            ("channels", len(image), self.channels),
+            ("labels of pixels", isinstance(target, Tensor), self.pixels),
+        ):
+            if own != first:
+                raise ValueError(
+                    f"{self.name_of(index)} differs from the first image: {what}: {_told(own)}, there {_told(first)}; let the "
+                    "dataset give all samples alike"
+                )
+        return image, target
+
+    def name_of(self, index: int) -> str:
+        return f"{self.split}[{index}]"
+
+
+def _told(value: bool | int) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+
+
+def dataset_of(train: Any, evaluate: Any, *, classes: Sequence[str] | int | None = None) -> Dataset:
+    """Two map-style datasets as the data of a run; the first sample of each is read.
+
+    classes: names, in the order of class numbers, or how many there are; the attribute `classes` of `train` where None.
+    mean and std are 0 and 1, for the recipe to change.
+    ValueError, in words: what is no map-style dataset, an empty one, samples of another kind, or no classes.
+    """
+    firsts = [_opened(samples, split) for samples, split in ((train, "train"), (evaluate, "evaluate"))]
+    one, other = firsts
+    if (one.floating, one.channels, one.pixels) != (other.floating, other.channels, other.pixels):
+        raise ValueError(
+            f"the two datasets differ: {_in_words(one)} to train on and {_in_words(other)} to evaluate; let both give "
+            "the same kind"
+        )
+    names = _class_names(train, evaluate, classes)
+    in_memory = all(isinstance(samples, TensorDataset | list) for samples in (train, evaluate))
+    zeros, ones = [0.0] * one.channels, [1.0] * one.channels
+    return Dataset(one, other, names, one.channels, zeros, ones, in_memory, pixels=one.pixels, floating=one.floating)
+
+
+def image_of(image: Any, name: str) -> Tensor:
+    """An image as (C, H, W) uint8 or floating-point numbers; ValueError where it is none."""
+    if isinstance(image, Image.Image):
+        try:
+            return bytes_of(image, "L" if image.mode in GREY or image.mode.startswith("I") else "RGB")
+        except OSError as error:  # a lazy file that is cut short
+            raise BadImageError(f"cannot read the image {name} ({error})") from None
+    if not isinstance(image, Tensor):
+        raise ValueError(f"{name} has a {_type(image)} for an image; a tensor (C, H, W) or a PIL image is wanted")
+    if image.ndim != 3 or not image.numel():
+        raise ValueError(
+            f"{name} has an image of shape {tuple(image.shape)}; (C, H, W) is wanted, as (1, 28, 28) for a grey one"
+        )
+    if image.dtype != torch.uint8 and not image.is_floating_point():
+        raise ValueError(f"{name} has an image of {image.dtype}; uint8 from 0 to 255, or floating-point numbers, are wanted")
+    if image.device.type != "cpu":
+        raise ValueError(f"{name} has an image on {image.device}; give images on the CPU, the run brings them to its devices")
+    return image.detach().as_subclass(Tensor)
+
+
+def _opened(samples: Any, split: str) -> MapStyle:
+    """A split as its first sample is."""
+    _check_map_style(samples, split)
+    name = f"{split}[0]"
+    with drawn_from(0):
+        image, target = _sample(samples, 0, name)
+    shown = (0.0, 255.0)
+    if image.is_floating_point():
+        least, most = image.min().item(), image.max().item()
+        shown = (0.0, 1.0) if least >= 0 and most <= 1 else (-max(abs(least), abs(most)), max(abs(least), abs(most)))
+    return MapStyle(samples, split, image.is_floating_point(), len(image), isinstance(target, Tensor), shown)
+
+
+def _check_map_style(samples: Any, split: str) -> None:
+    what = f"the dataset to {'train on' if split == 'train' else 'evaluate'}"
+    if isinstance(samples, DataLoader):
+        raise ValueError(f"{what} is a DataLoader; give its dataset (loader.dataset), the run shares samples out by itself")
+    if isinstance(samples, IterableDataset) or not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+        raise ValueError(
+            f"{what} is a {_type(samples)}, which has no numbered samples; give a map-style dataset, with __getitem__ and "
+            "__len__"
+        )
+    if len(samples) == 0:
+        raise ValueError(f"{what}, a {_type(samples)}, has 0 samples; give one with at least 1")
+
+
+def _sample(samples: Any, index: int, name: str) -> tuple[Tensor, int | Tensor]:
+    try:
+        sample = samples[index]
+    except OSError as error:
+        raise BadImageError(f"cannot read the image {name} ({error})") from None
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        got = f"{_type(sample)} of {len(sample)}" if isinstance(sample, tuple | list) else _type(sample)
+        raise ValueError(f"{name} is a {got}; a pair is wanted: an image and its class number, or class numbers of its pixels")
+    return image_of(sample[0], name), _labels(sample[1], name)
+
+
+def _labels(target: Any, name: str) -> int | Tensor:
+    """A class number, or (H, W) of uint8 or int64."""
+    if isinstance(target, Image.Image):
+        target = np.array(target)
+    labels = target if isinstance(target, Tensor) else torch.from_numpy(np.array(target)) if _is_numeric(target) else None
+    if labels is None or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        got = target if isinstance(target, float | bool | str | None) else getattr(target, "dtype", _type(target))
+        raise ValueError(f"{name} has the label {got!r}; a class number, or whole numbers for its pixels, are wanted")
+    if labels.ndim == 0:
+        return int(labels)
+    if labels.ndim != 2:
+        raise ValueError(f"{name} has labels of shape {tuple(labels.shape)}; one class number, or (H, W) of them, is wanted")
+    labels = labels.detach().as_subclass(Tensor)
+    return labels if labels.dtype == torch.uint8 else labels.long()
+
+
+def _is_numeric(target: Any) -> bool:
+    return isinstance(target, int | float | np.ndarray | np.generic) and np.asarray(target).dtype.kind in "iufb"
+
+
+def _class_names(train: Any, evaluate: Any, given: Sequence[str] | int | None) -> list[str]:
+    names, others = given if given is not None else getattr(train, "classes", None), getattr(evaluate, "classes", None)
+    if isinstance(names, int) and not isinstance(names, bool) and names > 0:
+        return [str(number) for number in range(names)]
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        raise ValueError(
+            f"the classes are {'not known' if names is None else repr(names)}: give names or their number, as "
+            "classes=['cat', 'dog'] or classes=10, or the dataset to train on an attribute `classes` of names"
+        )
+    if given is None and others is not None and list(others) != list(names):
+        raise ValueError(
+            f"the dataset to train on has {len(names)} classes and the one to evaluate {len(others)}, or in another order; "
+            "class numbers must mean the same in both, so give them with classes=[...]"
+        )
+    return [name if isinstance(name, str) else ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
+            for name in names]  # fmt: skip
+
+
+def _in_words(split: MapStyle) -> str:
+    kind, labels = "floating-point" if split.floating else "uint8", "pixels" if split.pixels else "images"
+    return f"{kind} images of {split.channels} channels with labels of {labels}"
+
+
+def _type(thing: Any) -> str:
+    return type(thing).__name__

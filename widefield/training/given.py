@@ -1,0 +1,150 @@
+"""What a Python program passes in place of names in a recipe: a model, datasets, a task.
+
+A config, and so a run folder, holds the class's name alone, in angle brackets; the record of a run has their sizes and texts.
+Whoever takes the run up later passes them again.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from widefield.comm.mesh import AgreedError, Mesh
+from widefield.data import Dataset
+from widefield.data.map_style import MapStyle
+from widefield.own_code import object_name
+from widefield.tasks import Task
+
+MOST_TEXT = 20_000
+"""Characters of an object's text that a record holds."""
+REPLACED = {"model": ("name", "options"), "data": ("name", "options", "path", "hold_out"), "task": ("name", "options")}
+"""Keys of each section that say what an object replaces; all others of the section are still the recipe's."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was passed; None where the config names it.  `data` opens the data, on every rank."""
+
+    model: nn.Module | None = None
+    data: Callable[[], Dataset] | None = None
+    task: Task | None = None
+
+    def model_copy(self) -> nn.Module | None:
+        """A copy of the model that may be laid out; the user's stays as it is.  ValueError where it cannot be copied."""
+        try:
+            return copy.deepcopy(self.model)
+        except Exception as error:
+            raise ValueError(
+                f"the model {object_name(self.model)} cannot be copied ({type(error).__name__}: {error}), and a run trains a "
+                "copy; keep tensors that are no parameters or buffers out of it, or name what makes it: "
+                "model.name=package.module:callable"
+            ) from None
+
+    def described(self, dataset: Dataset) -> dict[str, Any]:
+        """What a record says of the objects: class, sizes, text."""
+        told: dict[str, Any] = {}
+        if self.model is not None:
+            parameters = sum(parameter.numel() for parameter in self.model.parameters())
+            told["model"] = {"class": object_name(self.model), "parameters": parameters, "text": _text(self.model)}
+        for images in (dataset.train, dataset.evaluate):
+            if isinstance(images, MapStyle):
+                about = {"class": object_name(images.samples), "samples": len(images), "text": _text(images.samples)}
+                told.setdefault("data", {})[images.split] = about
+        if self.task is not None:
+            told["task"] = {"class": object_name(self.task), "text": _text(self.task)}
+        return told
+
+
+NOTHING = Given()
+
+
+def _text(thing: object) -> str:
+    return repr(thing)[:MOST_TEXT]
+
+
+def overrides_for(overrides: Sequence[str], **objects: object) -> list[str]:
+    """Overrides that give objects their place in a config, then the user's own.  objects: by section, those that are not None.
+
+    ValueError: the user sets a key that an object stands for.
+    """
+    own: list[str] = []
+    for section, thing in objects.items():
+        if thing is None:
+            continue
+        for override in overrides:
+            key = override.partition("=")[0].split(".")
+            if key[0] == section and (len(key) == 1 or key[1] in REPLACED[section]):
+                raise ValueError(
+                    f"{override} and {section}={object_name(thing)} say two things of {section}; leave one of them out"
+                )
+        values = {"name": object_name(thing), "options": {}}
+        own += [f"{section}.{key}={json.dumps(values.get(key))}" for key in REPLACED[section]]
+    return [*own, *overrides]
+
+
+def check_trainable(model: nn.Module) -> None:
+    """ValueError where a model is wrapped, has parameters without a shape, or is in evaluation mode as a whole."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}; pass the plain module (model.module), the run lays it out by "
+            "itself"
+        )
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise ValueError(f"'{lazy}' of the model is lazy: it has no shape yet; run one image through the model first")
+    if not any(module.training for module in model.modules()):
+        raise ValueError(
+            "the model is in evaluation mode, in which dropout and running statistics stand still; call model.train() first. "
+            "Parts of it may stay in evaluation mode"
+        )
+
+
+def make_alike(given: Given, dataset: Dataset, model: nn.Module, mesh: Mesh) -> None:
+    """See that all ranks were given the same, and let all begin with rank 0's weights.  Every rank calls it.
+
+    AgreedError on every rank: datasets of other sizes, classes or kinds, or a model of other names or shapes.
+    """
+    if mesh.size == 1:
+        return
+    if given.data is not None:
+        _check_alike(mesh, _told_of_data(dataset), "datasets", "open the same data on every rank")
+    if given.model is not None:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        _check_alike(
+            mesh, {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors}, "models", "build the same model on every rank"
+        )
+        everywhere = replace(mesh, data_group=mesh.group)  # broadcasts over all ranks
+        everywhere.broadcast_all_([tensor.detach() for _, tensor in tensors])
+
+
+def _told_of_data(dataset: Dataset) -> dict[str, object]:
+    kind = ("uint8", "floating-point")[dataset.floating]
+    return {
+        "images to train on": len(dataset.train),
+        "images to evaluate": len(dataset.evaluate),
+        "classes": dataset.classes,
+        "channels": dataset.channels,
+        "pixels": kind,
+        "labels": ("images", "pixels")[dataset.pixels],
+    }
+
+
+def _check_alike(mesh: Mesh, told: dict[str, Any], what: str, cure: str) -> None:
+    first, *others = mesh.gather_objects(told)
+    for rank, other in enumerate(others, start=1):
+        for key in dict.fromkeys([*first, *other]):
+            if first.get(key) != other.get(key):
+                raise AgreedError(
+                    f"ranks were given different {what}: {key}: {_shown(other.get(key))} on rank {rank} and "
+                    f"{_shown(first.get(key))} on rank 0; {cure}"
+                )
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)
