@@ -1,5 +1,8 @@
 """What every test module shares: the ranks end with the session, and a busy machine is no failure of a property."""
 
+from collections.abc import Iterator
+
+import devices
 import pytest
 import ranks
 import torch
@@ -13,7 +16,21 @@ def pytest_runtest_setup() -> None:
     ranks.end_idle()
 
 
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a test and its ranks run: "cpu", and once more on "cuda" where it is marked `on_gpu_too`."""
+    kind = getattr(request, "param", "cpu")
+    devices.CURRENT.append(kind)
+    try:
+        with devices.running_on(torch.device(kind)):
+            yield kind
+    finally:
+        devices.CURRENT.pop()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not (item.get_closest_marker("gpu") and item.get_closest_marker("long"))]
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))

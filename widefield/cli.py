@@ -311,9 +311,10 @@ def _world(config: RunConfig, options: argparse.Namespace, arguments: Callable[[
         return world, 0
     import torch
 
+    from widefield.comm.devices import ranks_per_gpu
     from widefield.comm.mesh import World
 
-    ranks, reason = local_ranks(ranks_asked_for(config), torch.cuda.device_count())
+    ranks, reason = local_ranks(ranks_asked_for(config), torch.cuda.device_count(), ranks_per_gpu())
     check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_size)
     if ranks == 1:
         return World(), 0

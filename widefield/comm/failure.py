@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
+from widefield.comm.devices import passes_the_host
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.comm.stall_watch import TORCH, line_in_words, place_of
 from widefield.refusal import FOLLOWED, is_ours
@@ -169,6 +170,8 @@ class FailureWatch:
 def _abort_nccl(device: torch.device) -> None:
     """End what this rank waits for on its GPU; gloo's waits end as the culprit's connections close."""
     for group in list(_world.pg_map):
+        if passes_the_host(group, device):
+            continue
         try:
             group._get_backend(device).abort()
         except RuntimeError:  # a group without GPUs, or one that is gone

@@ -19,7 +19,7 @@ from torch._library.effects import EffectType
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.library import _register_effectful_op
 
-from widefield.comm import collectives
+from widefield.comm import collectives, point_to_point
 from widefield.geometry.box import Box, Route, holds, is_empty, route, size_of, within
 from widefield.geometry.strides import stride_order
 
@@ -160,10 +160,7 @@ def _send(messages: dict[int, Tensor], buffers: dict[int, Tensor], group_name: s
         return []
     for hear in LISTENERS:
         hear(group_name, [*messages, *buffers])
-    group = _resolve_process_group(group_name)
-    posts = [dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer) for peer, buffer in buffers.items()]
-    posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer, message in messages.items()]
-    return dist.batch_isend_irecv(posts)
+    return point_to_point.exchange(messages, buffers, _resolve_process_group(group_name))
 
 
 def assemble(move: Move, tile: Tensor, pieces: Sequence[Piece]) -> Tensor:

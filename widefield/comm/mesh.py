@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
+from widefield.comm.devices import RANKS_PER_GPU, backend_for, copied_aside, device_of, passes_the_host
 from widefield.comm.process_groups import copy_group, data_group, device_mesh, grid_of, grid_of_rows, line, shards_of
 from widefield.geometry.layout import Grid
 from widefield.plan import Plan, check
@@ -96,6 +97,16 @@ class Mesh:
         return self.world.size
 
     @property
+    def reasons(self) -> list[str]:
+        """What there is to say of how ranks meet, a sentence each."""
+        if not passes_the_host(self.group, self.device):
+            return []
+        return [
+            "messages between GPUs go by gloo through the host's memory, as where ranks share a GPU: NCCL takes one rank per "
+            f"GPU; for speed, start one rank per GPU and leave {RANKS_PER_GPU} out"
+        ]
+
+    @property
     def copies(self) -> int:
         """How many copies of the model there are: a sample belongs to one copy, whose ranks share it."""
         return self.plan.replicate * self.plan.shard
@@ -165,7 +176,7 @@ class Mesh:
         work = None if self.group is None else dist.all_reduce(tensor, group=self.group, async_op=True)
         if tensor.device.type != "cuda":
             return lambda: (work.wait() if work is not None else None, tensor.tolist())[1]
-        return _copy_aside(tensor, work)
+        return copied_aside(tensor, work)
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with that of the first of the ranks that have the same part of the model."""
@@ -278,14 +289,15 @@ def _runs(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
     return runs
 
 
-def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
+def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0, device: torch.device | None = None) -> Mesh:
     """Meet the other ranks and lay them out as `plan` says.  Call once per process; `leave` undoes it.
 
+    device: what this rank computes on; by default its GPU, or the CPU where its machine has none.
     ValueError before any message: the plan does not fit the number of ranks, or the meeting place has no address.
     A process group that exists already is used as it is.
     """
     check(plan, ranks=world.size)
-    device = _device_of(world)
+    device = device or device_of(world.rank, world.local_rank)
     if world.size == 1:
         return Mesh(plan, world, device, grid=Grid(tuple(plan.space)))
     opened = not dist.is_initialized()
@@ -341,35 +353,6 @@ def leave(mesh: Mesh) -> None:
             dist.destroy_process_group(group)
 
 
-def _copy_aside(tensor: Tensor, work: dist.Work | None) -> Callable[[], list[float]]:
-    """Copy `tensor` to the host on a stream of its own, once `work` is done."""
-    aside, done = torch.cuda.Stream(tensor.device), torch.cuda.Event()
-    aside.wait_stream(torch.cuda.current_stream(tensor.device))
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    with torch.cuda.stream(aside):
-        if work is not None:
-            work.wait()
-        host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(aside)
-        done.record()
-    return lambda: (done.synchronize(), host.tolist())[1]
-
-
-def _device_of(world: World) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if world.local_rank >= count:
-        raise ValueError(
-            f"rank {world.rank} is number {world.local_rank} on its machine and that has {count} GPUs; "
-            f"start at most {count} ranks per machine"
-        )
-    device = torch.device("cuda", world.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
     place = f"{world.address}:{world.port}"
     try:
@@ -382,13 +365,14 @@ def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
     os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))
     os.environ.setdefault("RANK", str(world.rank))
     os.environ.setdefault("WORLD_SIZE", str(world.size))
+    backend = backend_for(device)
     try:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend=backend,
             rank=world.rank,
             world_size=world.size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if "nccl" in backend else None,
         )
     except dist.DistError as error:
         raise ValueError(

@@ -59,7 +59,7 @@ def parallelize(
     if mesh.plan.channel * mesh.plan.stage > 1:
         optimizer_steps.watch(model)
     alone = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
-    _REASONS[model] = [*alone, *found]
+    _REASONS[model] = [*alone, *mesh.reasons, *found]
     return model
 
 

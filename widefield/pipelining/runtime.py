@@ -24,6 +24,7 @@ from widefield.capture.ir import Graph, Value, put_in
 from widefield.capture.program_cache import ProgramCache, constants_of
 from widefield.capture.python_watch import Guards
 from widefield.capture.trace import trace, without_autocast
+from widefield.comm import point_to_point
 from widefield.comm.mesh import Mesh
 from widefield.geometry.layout import Layout, layout_of
 from widefield.pipelining.losses import Job, LossOf, dims_of_samples
@@ -155,7 +156,7 @@ class PipelineForward(ForwardOverride):
                 break
             if rank == here and following != here:
                 for tensor, value in zip(given, part.gives, strict=True):
-                    dist.send(on_wire(tensor, value, made.layouts.get(value)), group_dst=following, group=self.group)
+                    point_to_point.send(on_wire(tensor, value, made.layouts.get(value)), following, self.group)
             elif following == here and rank != here:
                 given = [self._received(value, made.layouts.get(value), rank) for value in part.gives]
         made.is_told = True
@@ -185,8 +186,7 @@ class PipelineForward(ForwardOverride):
 
     def _received(self, value: Value, layout: Layout | None, source: int) -> Tensor:
         buffer = torch.empty_like(wire_meta(value, layout), device=self.mesh.device, requires_grad=False)
-        dist.recv(buffer, group_src=source, group=self.group)
-        return off_wire(buffer, value, layout)
+        return off_wire(point_to_point.receive(buffer, source, self.group), value, layout)
 
     def _to_all(self, made: _Pass, given: Sequence[Tensor]) -> Any:
         """The last stage's results on every rank of the copy."""

@@ -17,6 +17,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 
+from widefield.comm.point_to_point import by_host
+
 
 class OwningStage(PipelineStage):
     """A stage whose weights own the memory of their gradients.
@@ -33,6 +35,18 @@ class OwningStage(PipelineStage):
 
     def end_pass(self) -> None:
         self._sent.clear()
+
+    def get_fwd_recv_ops(self, *args: Any) -> list[Any]:
+        return [by_host(post) for post in super().get_fwd_recv_ops(*args)]
+
+    def get_fwd_send_ops(self, *args: Any) -> list[Any]:
+        return [by_host(post) for post in super().get_fwd_send_ops(*args)]
+
+    def get_bwd_recv_ops(self, *args: Any) -> list[Any]:
+        return [by_host(post) for post in super().get_bwd_recv_ops(*args)]
+
+    def get_bwd_send_ops(self, *args: Any) -> list[Any]:
+        return [by_host(post) for post in super().get_bwd_send_ops(*args)]
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         without = [weight for weight in self.submod.parameters() if weight.grad is None]

@@ -1,0 +1,83 @@
+"""On which device does a test run?  `@on_gpu_too` runs it once more on CUDA: the same body, on its ranks and in its process.
+
+Tensors that tests make without naming a device lie on the test's device then.  Those that widefield makes lie where it says, so
+that a tensor left on the CPU meets those of the GPU and is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_gpu_too = pytest.mark.parametrize("device", DEVICES, indirect=True)
+"""A mark for a test, or for all of a module; its cases that are marked `long` stay on the CPU."""
+
+CURRENT = ["cpu"]
+"""The kind of device of the test that runs now, last."""
+
+TESTS, PACKAGE = (str(Path(__file__).parent) + os.sep, str(Path(__file__).parents[1] / "widefield") + os.sep)
+MODELS = str(Path(PACKAGE) / "models") + os.sep
+
+
+class OnDevice(TorchFunctionMode):
+    """Inside, a tensor that a test makes lies on `device`, a model's that a test builds as well.
+
+    What a generator on the CPU draws is drawn there and moved, so that the numbers are the same on every device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        options = kwargs or {}
+        if func not in _device_constructors() or options.get("device") is not None or not _is_of_a_test():
+            return func(*args, **options)
+        generator = options.get("generator")
+        if generator is None or generator.device.type == self.device.type:
+            return func(*args, **(options | {"device": self.device}))
+        wants = options.pop("requires_grad", False)
+        return func(*args, **options).to(self.device).requires_grad_(wants)
+
+
+def _is_of_a_test() -> bool:
+    """Whether the innermost frame that is neither torch's nor another library's is a test's."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(TESTS) and name != __file__:
+            return True
+        if name.startswith(PACKAGE) and not name.startswith(MODELS):
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@contextlib.contextmanager
+def running_on(device: torch.device) -> Iterator[None]:
+    """Run a test's body on a device.  A GPU then computes the same numbers every time, and float32 in float32."""
+    if device.type == "cpu":
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark, cudnn.conv.fp32_precision
+    cudnn.deterministic, cudnn.benchmark, cudnn.conv.fp32_precision = True, False, "ieee"
+    try:
+        with OnDevice(device):
+            yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark, cudnn.conv.fp32_precision = before
+
+
+def gpus() -> int:
+    return torch.cuda.device_count()
