@@ -24,6 +24,8 @@ on_gpu_too = pytest.mark.parametrize("device", DEVICES, indirect=True)
 
 CURRENT = ["cpu"]
 """The kind of device of the test that runs now, last."""
+_HERE = [torch.device("cpu")]
+"""The device of the body that this process runs now, last."""
 
 TESTS, PACKAGE = (str(Path(__file__).parent) + os.sep, str(Path(__file__).parents[1] / "widefield") + os.sep)
 MODELS = str(Path(PACKAGE) / "models") + os.sep
@@ -70,13 +72,26 @@ def running_on(device: torch.device) -> Iterator[None]:
         yield
         return
     cudnn = torch.backends.cudnn
-    before = cudnn.deterministic, cudnn.benchmark, cudnn.conv.fp32_precision
-    cudnn.deterministic, cudnn.benchmark, cudnn.conv.fp32_precision = True, False, "ieee"
+    before = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
+    cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = True, False, False
+    _HERE.append(device)
     try:
         with OnDevice(device):
             yield
     finally:
-        cudnn.deterministic, cudnn.benchmark, cudnn.conv.fp32_precision = before
+        _HERE.pop()
+        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = before
+
+
+def here() -> torch.device:
+    """Where the body that runs now has its tensors."""
+    return _HERE[-1]
+
+
+def close(found: Any, expected: Any, *, on_cpu: float = 1e-12) -> None:
+    """Whether tensors in nests agree, wherever they lie: to `on_cpu`, and to 1e-10 on a GPU, which adds up in another order."""
+    most = on_cpu if here().type == "cpu" else max(on_cpu, 1e-10)
+    torch.testing.assert_close(found, expected, rtol=most, atol=most, check_device=False)
 
 
 def gpus() -> int:

@@ -150,7 +150,7 @@ def test_more_ranks_than_gpus_names_the_axis_to_change():
         ValueError, match="asks for 4 ranks and this machine has 2 GPUs.*mesh.replicate so that all axes .* make 2"
     ):
         local.local_ranks(4, 2)
-    with pytest.raises(ValueError, match="4 ranks and this machine has 1 GPU, for 2 ranks each.* or let 4 ranks share a GPU"):
+    with pytest.raises(ValueError, match="4 ranks and this machine has 1 GPU, for 2 ranks each.* or let 4 ranks share"):
         local.local_ranks(4, 1, 2)
 
 

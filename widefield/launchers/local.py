@@ -66,8 +66,8 @@ def local_ranks(asked: int | None, gpus: int, each: int = 1) -> tuple[int, str]:
         raise ValueError(
             f"the mesh asks for {asked} ranks and this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}, for {share} "
             f"{_ranks(each)} each; set mesh.replicate so that all axes together make {gpus * each}, start on more machines "
-            f"(torchrun, srun), hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU, or let {-(-asked // gpus)} ranks share "
-            f"a GPU (WIDEFIELD_RANKS_PER_GPU={-(-asked // gpus)}), which is slow"
+            f"(torchrun, srun), hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU, or let {-(-asked // gpus)} ranks "
+            f"share a GPU, which is slow (WIDEFIELD_RANKS_PER_GPU={-(-asked // gpus)})"
         )
     return asked, f"{asked} {_ranks(asked)}: as the mesh asks"
 
