@@ -18,11 +18,17 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where a test and its ranks run: "cpu", and once more on "cuda" where it is marked `on_gpu_too`."""
+    """Where a test and its ranks run: "cpu", and once more on "cuda" where it is marked `on_gpu_too`.
+
+    A test without the mark `gpu` sees no GPU, so that it does the same on every machine.
+    """
     kind = getattr(request, "param", "cpu")
     devices.CURRENT.append(kind)
+    around = (
+        devices.without_gpus() if request.node.get_closest_marker("gpu") is None else devices.running_on(torch.device(kind))
+    )
     try:
-        with devices.running_on(torch.device(kind)):
+        with around:
             yield kind
     finally:
         devices.CURRENT.pop()

@@ -12,11 +12,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_map_only
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_gpu_too = pytest.mark.parametrize("device", DEVICES, indirect=True)
@@ -83,9 +86,31 @@ def running_on(device: torch.device) -> Iterator[None]:
         cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = before
 
 
+@contextlib.contextmanager
+def without_gpus() -> Iterator[None]:
+    """Inside, there is no GPU, in this process and in those that it starts."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    none = mock.patch.multiple(torch.cuda, is_available=lambda: False, device_count=lambda: 0)
+    with none, mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+        yield
+
+
 def here() -> torch.device:
     """Where the body that runs now has its tensors."""
     return _HERE[-1]
+
+
+def moved(nest: Any, device: torch.device | str) -> Any:
+    """A nest with its tensors on a device; on the CPU, one without GPUs' tensors is as it was."""
+
+    def there(tensor: Tensor) -> Tensor:
+        return (
+            tensor if tensor.device == torch.device(device) else tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+        )
+
+    return tree_map_only(Tensor, there, nest)
 
 
 def close(found: Any, expected: Any, *, on_cpu: float = 1e-12) -> None:

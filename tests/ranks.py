@@ -5,7 +5,8 @@ the tests that follow: until another world size needs their memory, or until the
 groups crowd the machine.  A body travels to them by pipe as file and name, so it must be a top-level function of a test module,
 and what it takes and gives must pickle.
 A test on CUDA (see devices.py) has ranks with a GPU each and NCCL, or, where there are fewer GPUs, ranks that share them and
-gloo.  These are spawned afresh, for CUDA does not outlive a fork; tensors that they give come back in the host's memory.
+gloo.  These are spawned afresh, for CUDA does not outlive a fork.  Tensors that they are given lie on their device, tensors
+that they give in the host's memory.
 A body that fails or hangs costs its pool: the ranks are killed, the test gets the failing rank's traceback, and the next
 call spawns afresh.  Warnings are errors on the ranks too.
 """
@@ -113,7 +114,7 @@ class _Pool:
 
     def run(self, body: Callable[..., Any], args: tuple, plan: Plan, timeout_seconds: float) -> list[Any]:
         where = (inspect.getsourcefile(body), body.__module__)
-        work = pickle.dumps((body, args, plan))
+        work = pickle.dumps((body, devices.moved(args, "cpu"), plan))
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((where, work)))
         answers = self._collect(time.monotonic() + timeout_seconds)
@@ -271,7 +272,6 @@ def _meet(rank: int, world_size: int, folder: str, kind: str) -> Callable[[Plan]
 
 def _run(message: bytes, mesh_of: Callable[[Plan], Any]) -> Any:
     import torch
-    from torch.utils._pytree import tree_map_only
 
     (path, module), work = pickle.loads(message)
     _import(path, module)
@@ -282,9 +282,8 @@ def _run(message: bytes, mesh_of: Callable[[Plan], Any]) -> Any:
     with warnings.catch_warnings(), devices.running_on(mesh.device):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
-        found = body(mesh, *args)
-    is_cpu = mesh.device.type == "cpu"
-    return found if is_cpu else tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), found)
+        found = body(mesh, *devices.moved(args, mesh.device))
+    return devices.moved(found, "cpu")
 
 
 def _import(path: str, module: str) -> None:
