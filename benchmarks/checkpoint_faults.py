@@ -41,7 +41,7 @@ SPEED_BYTES = 200_000_000
 def flips_found(folder: Path, count: int) -> int:
     checkpoints = Checkpoints(folder, ONE_RANK, keep_last=1, keep_best=0, warn=no_warning)
     own = {"seed": torch.get_rng_state()}
-    checkpoints.save(state_of(1, numbers=STATE_NUMBERS), about_of(1), local=own, wait=True)
+    checkpoints.save(state_of(1, numbers=STATE_NUMBERS), about_of(1), own=own, wait=True)
     (sealed,) = steps_in(folder)
     return count - len(missed(sealed, random_flips(sealed, count)))
 

@@ -33,7 +33,7 @@ from widefield.comm.mesh import join, leave
 from widefield.config import parse_config
 from widefield.data import Dataset
 from widefield.launchers import world_from
-from widefield.plan import plan_of
+from widefield.plans import plan_of
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.loop import Passes

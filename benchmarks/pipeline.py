@@ -26,7 +26,7 @@ from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.launchers import world_from
 from widefield.parallel.parallelize import parallelize
 from widefield.parallel.passes import backward_of
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 RESULT = Path(__file__).parent / "results" / "pipeline.json"
 RANKS, CLASSES, CUT = 2, 10, "layer3"

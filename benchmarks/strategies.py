@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from widefield.comm.mesh import Mesh, join, leave
 from widefield.launchers import world_from
 from widefield.parallel.parallelize import parallelize, share_states
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 RESULT = Path(__file__).parent / "results" / "strategies.json"
 CLASSES = 10

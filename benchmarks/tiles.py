@@ -37,7 +37,7 @@ from widefield.geometry.layout import Grid
 from widefield.launchers import world_from
 from widefield.launchers.local import start
 from widefield.models import build
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 RESULT = Path(__file__).parent / "results" / "tiles.json"
 CLASSES = 5

@@ -30,7 +30,7 @@ SECTIONS = {
 
 
 def fields(kind: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """(dotted key, field) of every key that holds a value, in the order of config.py."""
+    """(dotted key, field) of every key that holds a value, in the order of RunConfig."""
     for name, field in kind.model_fields.items():
         section = section_of(field)
         if section is None:
@@ -46,9 +46,9 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def words(key: str, field: FieldInfo) -> str:
-    """What a key does, on one line.  ValueError where config.py does not say it."""
+    """What a key does, on one line.  ValueError where its section does not say it."""
     if not field.description:
-        raise ValueError(f"{key} is not explained; write a docstring under the field in config.py")
+        raise ValueError(f"{key} is not explained; write a docstring under the field in config/")
     return " ".join(field.description.split()).replace("|", "\\|")
 
 

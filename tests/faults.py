@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from widefield.comm.mesh import Mesh, World
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.training.checkpoint import About, Checkpoints, read
 from widefield.training.checkpoint_directory import newest_sound_in, steps_in
 from widefield.training.manifest import what_is_wrong
@@ -40,7 +40,7 @@ def save_two(folder: Path) -> Path:
     """Sound checkpoints of steps 1 and 2."""
     checkpoints = checkpoints_in(folder)
     for step in (1, 2):
-        checkpoints.save(state_of(step), about_of(step), local={"seed": torch.arange(5)}, wait=True)
+        checkpoints.save(state_of(step), about_of(step), own={"seed": torch.arange(5)}, wait=True)
     return folder
 
 

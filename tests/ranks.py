@@ -36,7 +36,7 @@ from typing import Any
 import devices
 
 from widefield.comm.devices import RANKS_PER_GPU
-from widefield.plan import Plan, to_text
+from widefield.plans import Plan, to_text
 
 TIMEOUT_SECONDS = 120.0
 PLANS_MOST = {"cpu": 8, "cuda": 24}

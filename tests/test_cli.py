@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,16 @@ import pytest
 import yaml
 from command import DIGITS, run
 
-from widefield.cli import main
+from widefield.cli import main, parse
 from widefield.config import parse_config
+from widefield.naming import load, names_in
 
-VERBS = ("train", "evaluate", "predict", "export", "verify", "report")
+VERBS = ("train", "evaluate", "predict", "export", "verify", "bench", "report")
+CASES = [
+    pytest.param(name, words, expected, id=f"{name}: {' '.join(words)}")
+    for name in names_in("widefield.cli")
+    for words, expected in load("widefield.cli", name).CASES
+]
 
 
 def said(capsys, *arguments: str, status: int = 0) -> str:
@@ -33,6 +40,42 @@ def test_help_shows_every_verb_with_an_example(capsys):
     assert "widefield train recipes/digits.yaml" in text
     for verb in VERBS:
         assert f"widefield {verb} " in said(capsys, verb, "--help")
+
+
+def test_the_help_lists_verbs_in_their_order_with_their_summaries(capsys):
+    text = said(capsys, "--help")
+    verbs = sorted(names_in("widefield.cli"), key=lambda name: load("widefield.cli", name).ORDER)
+    assert tuple(verbs) == VERBS
+    assert re.findall(r"^    (\w+) +(\S.*)$", text, re.MULTILINE) == [
+        (verb, load("widefield.cli", verb).SUMMARY) for verb in verbs
+    ]
+
+
+@pytest.mark.parametrize(("name", "words", "expected"), CASES)
+def test_arguments_mean_the_options_of_a_verbs_cases_or_are_refused(name, words, expected, capsys):
+    if isinstance(expected, str):
+        with pytest.raises(SystemExit) as ended:
+            parse([name, *words])
+        assert ended.value.code == 2 and expected in capsys.readouterr().err
+    else:
+        options = parse([name, *words])
+        assert options.verb is load("widefield.cli", name) and not options.is_rank
+        assert {key: getattr(options, key) for key in expected} == expected and expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["train", "--help"], ["train", "--schema"], ["train", DIGITS, "--print-config"], ["train", "none.yaml"]],
+)
+def test_help_and_what_needs_no_device_load_no_torch(words):
+    program = (
+        "import atexit, sys; from widefield.cli import main;"
+        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr));"
+        f"sys.exit(main({words!r}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == (2 if "none.yaml" in words else 0), ended.stderr
+    assert ended.stderr.splitlines()[-1] == "False"
 
 
 def test_the_printed_config_is_whole_and_reads_back(capsys):

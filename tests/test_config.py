@@ -144,6 +144,8 @@ def test_a_wrong_type_names_value_type_and_line():
     ("override", "told"),
     [
         ("precision=float33", "'precision' is 'float33'; did you mean 'float32'? It can be 'float64', 'float32'"),
+        ("mesh.data_strategy=dat", "'mesh.data_strategy' is 'dat'; did you mean 'data'? It can be 'data' or 'data_parallel'"),
+        ("mesh.data_strategy=pipeline", "'mesh.data_strategy' is 'pipeline'. It can be 'data' or 'data_parallel'"),
         ("seed=-1", "'seed' is -1 (int): input should be greater than or equal to 0"),
         ("seed=true", "'seed' is True (bool): input should be a valid integer"),
         ("optimizer.lr=0", "'optimizer.lr' is 0 (int): input should be greater than 0"),

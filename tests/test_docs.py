@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +27,8 @@ import widefield as wf
 from widefield import cli, data, launchers, models, tasks
 from widefield.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TaskConfig, parse_config, read_config
 from widefield.data.image import write_image
-from widefield.naming import names_in
-from widefield.plan import Plan
+from widefield.naming import load, names_in
+from widefield.plans import Plan
 from widefield.streaming.api import Streamed
 from widefield.training import optimizer, schedule
 from widefield.verification.forward import compare
@@ -85,16 +88,11 @@ def example(path: str) -> str:
 @pytest.mark.parametrize(("launcher", "words"), commands())
 def test_every_command_is_one_that_the_command_takes(launcher, words, monkeypatch):
     taken = []
-    verb = cli._verb
-    monkeypatch.setattr(cli, "_verb", lambda verbs, name, call, *rest: verb(verbs, name, _take(taken), *rest))
+    monkeypatch.setattr(load("widefield.cli", words[0]), "run", lambda options: (taken.append(options), 0)[1])
     assert cli.main(words) == 0
     (options,) = taken
     recipe = getattr(options, "recipe", None)
     read_config(ROOT / (recipe or "recipes/digits.yaml"), getattr(options, "overrides", []))
-
-
-def _take(taken: list) -> Any:
-    return lambda options: (taken.append(options), 0)[1]
 
 
 @pytest.mark.parametrize(("launcher", "words"), [case for case in commands() if case.values[0][:1] == ["torchrun"]])
@@ -225,6 +223,57 @@ def test_the_example_of_a_launcher_works(added):
                 launchers.world_from(environment)
         else:
             assert launchers.world_from(environment) == wanted
+
+
+def test_the_example_of_a_verb_works(added, tmp_path, capsys):
+    module = added("widefield/cli/diff.py")
+    for words, expected in module.CASES:
+        options = cli.parse(["diff", *words])
+        assert options.verb is module and {key: getattr(options, key) for key in expected} == expected
+    text = "model: {name: resnet}\ndata: {name: digits}\n"
+    paths = [tmp_path / "one.yaml", tmp_path / "other.yaml"]
+    for path, more in zip(paths, ("", "seed: 3\n"), strict=True):
+        path.write_text(text + more)
+    assert cli.main(["diff", *map(str, paths)]) == 1 and capsys.readouterr().out == "seed: 0 -> 3\n"
+    assert cli.main(["diff", str(paths[0]), str(paths[0])]) == 0 and capsys.readouterr().out == ""
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert re.search(f"  train .*\n    evaluate .*\n    diff +{module.SUMMARY}\n    predict ", capsys.readouterr().out)
+
+
+def test_the_example_of_a_strategy_is_all_that_a_new_one_takes(tmp_path):
+    shutil.copytree(ROOT / "widefield", tmp_path / "widefield", ignore=shutil.ignore_patterns("__pycache__"))
+    path = "widefield/parallel/strategies/plain_average.py"
+    (tmp_path / path).write_text(example(path), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", NEW_STRATEGY], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "replicate=2 over data, data_parallel, plain_average; torch: False",
+        "plain_average averages whole copies and this mesh has replicate=2 x space=[2, 1]; set mesh.data_strategy=data",
+        "widefield.parallel.strategies.plain_average",
+    ]
+
+
+NEW_STRATEGY = """
+import sys
+from widefield.config import RunConfig, parse_config
+from widefield.plans import check, plan_of
+
+def plan(*overrides, ranks):
+    return plan_of(parse_config("model: {name: resnet}\\ndata: {name: digits}", overrides), ranks)
+
+own = plan("mesh.data_strategy=plain_average", ranks=2)
+known = RunConfig.model_json_schema()["$defs"]["MeshConfig"]["properties"]["data_strategy"]["enum"]
+print(f"{own} over {', '.join(known)}; torch: {'torch' in sys.modules}")
+check(own, ranks=2)
+try:
+    check(plan("mesh.data_strategy=plain_average", "mesh.space=[2,1]", ranks=4), ranks=4)
+except NotImplementedError as error:
+    print(error)
+from widefield.parallel.parallelize import _strategies
+print(*(strategy.__name__ for strategy in _strategies(own)))
+"""
 
 
 def test_the_example_of_a_strategy_gives_one_devices_gradient():

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from widefield.naming import did_you_mean, load, names_in
+from widefield.naming import constants_in, did_you_mean, load, load_all, names_in
 
 
 @pytest.fixture
@@ -53,3 +53,20 @@ def test_nothing_is_suggested_where_nothing_is_near():
 def test_a_package_that_is_none_is_our_bug():
     with pytest.raises(AssertionError, match=r"widefield\.naming is not a package"):
         names_in("widefield.naming")
+
+
+def test_all_of_a_folder_comes_in_the_order_of_names(package):
+    assert [module.__name__ for module in load_all(package)] == ["rooms.attic", "rooms.cellar", "rooms.kitchen"]
+
+
+def test_constants_are_read_without_an_import(package, tmp_path):
+    (tmp_path / "rooms" / "bath.py").write_text("WIDTH: int | None = None\nif WIDTH:\n    HEIGHT = 4\nraise OSError\n")
+    found = constants_in(package, ("HEIGHT", "WIDTH"))
+    assert found == {"attic": {"HEIGHT": 3}, "bath": {"WIDTH": None}, "cellar": {"HEIGHT": 3}, "kitchen": {"HEIGHT": 3}}
+    assert not {f"rooms.{name}" for name in found} & set(sys.modules)
+
+
+def test_a_constant_that_is_no_literal_is_refused_with_its_line(package, tmp_path):
+    (tmp_path / "rooms" / "bath.py").write_text("import math\n\nHEIGHT = math.pi\n")
+    with pytest.raises(ValueError, match=r"bath\.py, line 3: HEIGHT = math\.pi is read before the file runs; write a literal"):
+        constants_in(package, ("HEIGHT",))

@@ -1,15 +1,24 @@
 """Is a plan what the config asks for, does its text read back, and is what ranks cannot do refused in words?"""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from widefield.config import ShardingConfig, StreamConfig, parse_config
-from widefield.plan import Plan, check, from_text, plan_of, ranks_asked_for, to_text
+from widefield.config import RunConfig, ShardingConfig, StreamConfig, parse_config
+from widefield.config.strategies import AXES, SECTIONS, STRATEGIES
+from widefield.naming import load, load_all
+from widefield.plans import Plan, check, from_text, plan_of, ranks_asked_for, to_text
 
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 RECIPE = "model: {name: resnet}\ndata: {name: digits}\n"
 
 
@@ -55,6 +64,33 @@ def test_a_plan_needs_as_many_ranks_as_its_axes_multiply_to(one):
     for size in one.space:
         product *= size
     assert one.ranks == product and list(one.axes) == ["replicate", "shard", "space", "channel", "stage"]
+
+
+ROWS = re.findall(
+    r"^\| `(mesh|stream|recompute)(.*?)` \| (runs|refused)(?:; runs with `(.*)`)? \|$", README.read_text(encoding="utf-8"), re.M
+)
+
+
+@pytest.mark.parametrize(("first", "rest", "said", "cure"), ROWS, ids=lambda text: text)
+def test_the_readme_says_which_plans_run(first, rest, said, cure):
+    """A plan that is said to be refused is refused in words; one that runs, or runs with another setting, passes the check."""
+    overrides = f"{first}{rest}".split()
+
+    def problem(*more: str) -> str | None:
+        config = parse_config(RECIPE, [*overrides, *more])
+        one = plan_of(config, ranks_asked_for(parse_config(RECIPE, ["mesh.replicate=1", *overrides])) or 1)
+        try:
+            check(one, ranks=one.ranks, samples_per_step=64)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return None
+
+    assert (problem() is None) == (said == "runs")
+    assert not cure or problem(cure) is None
+
+
+def test_the_readme_names_enough_plans():
+    assert len(ROWS) >= 15
 
 
 def test_a_plan_is_frozen_and_says_what_differs_from_one_device():
@@ -160,14 +196,15 @@ def test_ranks_that_no_multiple_fits_say_the_multiple():
 @pytest.mark.parametrize(
     ("axis", "size", "told"),
     [
-        ("shard", 2, "mesh.shard=2 cannot run: parallel/strategies/ has no fully_shard.py. It has: "),
-        ("space", [2, 2], "mesh.space=[2, 2] cannot run: parallel/strategies/ has no space.py. It has: "),
-        ("channel", 2, "mesh.channel=2 cannot run: parallel/strategies/ has no channel.py. It has: "),
-        ("stage", 2, "mesh.stage=2 cannot run: parallel/strategies/ has no pipeline.py. It has: "),
+        ("shard", 2, 'mesh.shard=2 cannot run: parallel/strategies/ has no file with AXIS = "shard". It has: '),
+        ("space", [2, 2], 'mesh.space=[2, 2] cannot run: parallel/strategies/ has no file with AXIS = "space". It has: '),
+        ("channel", 2, 'mesh.channel=2 cannot run: parallel/strategies/ has no file with AXIS = "channel". It has: '),
+        ("stage", 2, 'mesh.stage=2 cannot run: parallel/strategies/ has no file with AXIS = "stage". It has: '),
     ],
 )
 def test_an_axis_without_a_strategy_file_is_refused(monkeypatch, axis, size, told):
-    monkeypatch.setattr("widefield.plan.names_in", lambda package: ["data", "data_parallel"])
+    found = [load(STRATEGIES, name) for name in ("data", "data_parallel")]
+    monkeypatch.setattr("widefield.plans.checks.load_all", lambda package: found)
     one = Plan(**{axis: size})
     with pytest.raises(NotImplementedError, match=re.escape(told + "data, data_parallel. Set mesh." + axis + "=")):
         check(one, ranks=one.ranks)
@@ -177,3 +214,91 @@ def test_fewer_samples_than_copies_are_refused():
     told = "3 copies of the model share a batch of 2 samples, so some would always be idle; use data.batch_size=3 or more"
     with pytest.raises(ValueError, match=told):
         check(Plan(replicate=3), ranks=3, samples_per_step=2)
+
+
+# ---------------------------------------------------------------------------------------------- the files of strategies
+
+
+def test_what_is_read_from_a_strategys_text_is_what_its_file_says():
+    found = {strategy.__name__.rpartition(".")[2]: strategy for strategy in load_all(STRATEGIES)}
+    assert {name: strategy.AXIS for name, strategy in found.items()} == AXES
+    assert {s.SECTION: s.AXIS for s in found.values() if hasattr(s, "SECTION")} == SECTIONS
+    assert set(Plan().axes) == {axis for axis in AXES.values() if axis is not None}
+    assert SECTIONS.keys() <= Plan.model_fields.keys() & RunConfig.model_fields.keys()
+
+
+@given(plans)
+def test_a_strategy_is_used_where_its_axis_or_its_section_turns_it_on(one):
+    used = {name for name in AXES if load(STRATEGIES, name).is_used(one)}
+    assert {AXES[name] for name in used} <= {axis for axis, size in one.axes.items() if size > 1} | {"replicate", None}
+    assert ("recompute" in used) == (one.recompute is not None)
+    assert ("pipeline" in used) == (one.stage > 1) and not {"data", "fully_shard"} <= used
+
+
+def test_of_two_problems_the_one_of_the_earlier_strategy_is_told():
+    both = Plan(channel=2, stage=2, stream=StreamConfig(tiles=[2]))
+    assert load(STRATEGIES, "channel").CHECK_ORDER < load(STRATEGIES, "pipeline").CHECK_ORDER
+    with pytest.raises(NotImplementedError, match="no program does both"):
+        check(both, ranks=4)
+    with pytest.raises(ValueError, match="mesh.stage=2 runs a stage at once"):
+        load(STRATEGIES, "pipeline").check_plan(both)
+
+
+FREEZE = """
+from widefield.plans import Plan
+
+AXIS = None
+SECTION = "freeze"
+CHECK_ORDER = 35
+
+def is_used(plan: Plan) -> bool:
+    return plan.freeze is not None
+
+def check_plan(plan: Plan) -> None:
+    if plan.freeze is not None and plan.stage > 1:
+        raise NotImplementedError(f"freeze.layers={plan.freeze.layers} beside mesh.stage={plan.stage}; set freeze=null")
+"""
+FREEZE_CONFIG = """
+from widefield.section import Section
+
+class FreezeConfig(Section):
+    layers: list[str] = []
+    \"\"\"Layers whose weights stay as they are.\"\"\"
+"""
+FREEZE_PLAN = """
+import sys
+from widefield.config import parse_config
+from widefield.plans import Plan, check, from_text, plan_of, to_text
+
+recipe = "model: {name: resnet}\\ndata: {name: digits}"
+one = plan_of(parse_config(recipe, ["freeze.layers=[stem]", "mesh.stage=2"]), 2)
+assert from_text(to_text(one)) == one and one.freeze.layers == ["stem"] and Plan().freeze is None
+assert parse_config(recipe).freeze is None and "torch" not in sys.modules
+print(one)
+try:
+    check(one, ranks=2)
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+def with_freeze(folder, config: str) -> subprocess.CompletedProcess:
+    """What becomes of FREEZE_PLAN in a copy of the package that has one more strategy, and the file of its section."""
+    shutil.copytree(ROOT / "widefield", folder / "widefield", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "widefield/parallel/strategies/freeze.py").write_text(FREEZE)
+    (folder / "widefield/config/freeze.py").write_text(config)
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run([sys.executable, "-c", FREEZE_PLAN], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_a_new_strategy_brings_its_section_to_recipes_and_plans(tmp_path):
+    done = with_freeze(tmp_path, FREEZE_CONFIG)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "stage=2, freeze", "freeze.layers=['stem'] beside mesh.stage=2; set freeze=null"
+    ]  # fmt: skip
+
+
+def test_a_file_of_the_config_without_a_section_is_refused(tmp_path):
+    done = with_freeze(tmp_path, "")
+    assert "ValueError: config/freeze.py defines 0 sections; a file there is one, a subclass of Section" in done.stderr

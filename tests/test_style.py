@@ -4,6 +4,7 @@ import ast
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,13 +17,14 @@ PACKAGE = ROOT / "widefield"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 EXTENSIONS = [
     "widefield.tasks", "widefield.models", "widefield.data.formats", "widefield.launchers", "widefield.parallel.strategies",
+    "widefield.cli",
 ]  # fmt: skip
 STORIES = {"run.py": 60}
 """The one function that may be longer than the rest, in lines: the story of a run."""
 
 MAY_SEND = (
     "comm/", "tiled/", "streaming/", "tensor_parallel/", "pipelining/", "parallel/", "verification/", "sharded_state.py",
-    "training/checkpoint.py",
+    "training/checkpoint.py", "private_torch/",
 )  # fmt: skip
 """Rooms and files that may use torch.distributed."""
 
@@ -121,6 +123,67 @@ def code_from_files(name: str, text: str) -> Iterator[str]:
                 yield f"{node.lineno}: {module}"
 
 
+def private_words(sources: dict[str, str]) -> set[str]:
+    """Names with an underscore that code takes from elsewhere, as attributes or by text."""
+    nodes = [node for text in sources.values() for node in ast.walk(ast.parse(text))]
+    return {name for node in nodes if (name := _private_attribute(node)) or (name := _private_text(node))}
+
+
+def own_words(sources: dict[str, str]) -> set[str]:
+    """Names with an underscore that this package itself gives to something."""
+    own: set[str] = set()
+    for node in (node for text in sources.values() for node in ast.walk(ast.parse(text))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            own.update(ast.literal_eval(node.value))
+    return own
+
+
+def _private_attribute(node: ast.AST) -> str | None:
+    is_private = isinstance(node, ast.Attribute) and _is_private(node.attr)
+    return node.attr if is_private and ast.unparse(node.value) not in ("aten", "_aten", "torch.ops.aten") else None
+
+
+def _private_text(node: ast.AST) -> str | None:
+    return node.value if _is_text(node) and node.value.isidentifier() and _is_private(node.value) else None
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+OF_OTHERS = {
+    "_exit", "_getframe", "_current_frames", "_lru_cache_wrapper", "_inst", "_fields",  # Python's
+    "_rand", "_bit_generator",  # NumPy's
+    "_reductions", "_to_sync", "_update_count",  # torchmetrics'
+}  # fmt: skip
+"""Names with an underscore of others than torch."""
+_ROOM = {name: text for name, text in SOURCES.items() if name.startswith("private_torch/")}
+_OTHERS = {name: text for name, text in SOURCES.items() if name not in _ROOM}
+TORCHS, OWN = private_words(_ROOM), own_words(_OTHERS)
+
+
+def private_torch(name: str, text: str) -> Iterator[str]:
+    """Underscored parts of torch outside of their room.  Names of aten's operators are none."""
+    if name in _ROOM:
+        return
+    own = OWN | own_words({name: text})
+    for node in ast.walk(ast.parse(text)):
+        for module in _modules(node):
+            if module.startswith("torch.") and any(map(_is_private, module.split("."))):
+                yield f"{node.lineno}: {module}"
+        word, text_of = _private_attribute(node), _private_text(node)
+        if word is not None and word not in OF_OTHERS:
+            owner = ast.unparse(node.value)
+            if owner.startswith("torch") or word not in own or (word in TORCHS and owner != "self"):
+                yield f"{node.lineno}: {owner}.{word}"
+        if text_of is not None and text_of in TORCHS:
+            yield f"{node.lineno}: {text_of!r}"
+
+
 PLANTED = {
     "import pickle": code_from_files,
     "from pickle import loads": code_from_files,
@@ -139,10 +202,18 @@ PLANTED = {
     "def long():\n" + "    pass\n" * 40: long_functions,
     "async def long():\n" + "    pass\n" * 40: long_functions,
     "x = 1\n" * 401: long_files,
+    "import torch._dynamo": private_torch,
+    "from torch._subclasses import fake_tensor": private_torch,
+    "from torch.library import _register_effectful_op": private_torch,
+    "import torch\ntorch._foreach_norm([])": private_torch,
+    "from torch import Tensor\nmake = Tensor._make_wrapper_subclass": private_torch,
+    "held = module._parameters": private_torch,
+    "seen = tensor._nobody_has_seen_this": private_torch,
+    "getattr(model, '_compiled_call_impl', None)": private_torch,
 }
 FINE = (
-    "import torch\nmodel.eval()\ntorch.save(1, 'x')\nimport torch.nn\nraise ValueError('a' f'{3}')\ndef short():\n"
-    + "    pass\n" * 39
+    "import torch\nmodel.eval()\ntorch.save(1, 'x')\nimport torch.nn\nraise ValueError('a' f'{3}')\naten._softmax.default(x)\n"
+    "self._mine = 1\nother._mine + os._exit(1)\ndef short():\n" + "    pass\n" * 39
 )
 
 
@@ -162,12 +233,32 @@ def test_the_launcher_may_use_torchs_launcher_and_no_more():
 # ---------------------------------------------------------------------------------------------- the source
 
 
-CHECKS = [torch_distributed, strings_apart, long_functions, long_files, rooms_without_a_noun, code_from_files]
+CHECKS = [torch_distributed, strings_apart, long_functions, long_files, rooms_without_a_noun, code_from_files, private_torch]
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_source_keeps_the_promise(check):
     assert problems(check) == []
+
+
+def test_no_class_name_occurs_twice():
+    """One noun has one meaning."""
+    trees = [ast.parse(text) for text in SOURCES.values()]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_no_room_holds_more_than_a_quarter_of_the_lines():
+    lines = Counter(dict.fromkeys({name.split("/")[0] for name in SOURCES}, 0))
+    for name, text in SOURCES.items():
+        lines[name.split("/")[0]] += len(text.splitlines())
+    room, most = lines.most_common(1)[0]
+    assert most <= lines.total() / 4, f"{room} has {most} of {lines.total()} lines"
+
+
+def test_every_room_says_what_it_is_for():
+    rooms = [name for name in SOURCES if name.endswith("/__init__.py")]
+    assert [room for room in rooms if not ast.get_docstring(ast.parse(SOURCES[room]))] == [] and len(rooms) > 15
 
 
 @pytest.mark.parametrize("package", EXTENSIONS)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from widefield.launchers import build_mesh
     from widefield.parallel.optimizer_steps import clip_grad_norm_
     from widefield.parallel.parallelize import parallelize
-    from widefield.plan import Plan
+    from widefield.plans import Plan
     from widefield.report import write_report
     from widefield.streaming.api import stream
     from widefield.streaming.storage.windowed_image import from_reader
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _DOOR = {
     "Mesh": "comm.mesh",
-    "Plan": "plan",
+    "Plan": "plans",
     "RunConfig": "config",
     "SyncBatchNorm": "tiled.sync_batch_norm",
     "TiledTensor": "tiled.tensor",

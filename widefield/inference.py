@@ -20,7 +20,7 @@ from widefield.data.image import read_image, write_labels
 from widefield.data.loader import Batch
 from widefield.data.transforms import Transforms
 from widefield.naming import did_you_mean
-from widefield.plan import Plan, plan_of
+from widefield.plans import Plan, plan_of
 from widefield.tasks import is_per_pixel
 from widefield.training.assemble import Parts, assemble
 from widefield.training.checkpoint import newest_sound_in, read

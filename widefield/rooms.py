@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 ENGINE = (
-    "capture", "comm", "geometry", "kernels", "module_wrapping", "ops", "parallel", "pipelining", "rules", "sharded_state",
-    "streaming", "tensor_parallel", "tiled", "verification",
+    "capture", "comm", "geometry", "kernels", "module_wrapping", "ops", "parallel", "pipelining", "private_torch", "rules",
+    "sharded_state", "streaming", "tensor_parallel", "tiled", "verification",
 )  # fmt: skip
 _HERE = Path(__file__).parent
 

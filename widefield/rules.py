@@ -296,6 +296,8 @@ class RuleCase:
     """A pattern that the refusal's words must match."""
 
 
-def case(name: str, run: Callable[..., Any], *shapes: tuple[int, ...], tiled: tuple[int, ...] = (0,), refuses=None) -> RuleCase:
+def case(
+    name: str, run: Callable[..., Any], *shapes: tuple[int, ...], tiled: tuple[int, ...] = (0,), refuses: str | None = None
+) -> RuleCase:
     """A Case; every input with more than one dim gets a gradient."""
     return RuleCase(name, run, shapes, tiled, refuses)

@@ -18,7 +18,7 @@ from widefield.comm.stall_watch import StallWatch
 from widefield.comm.timeline import Timeline
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
-from widefield.plan import check, plan_of, to_text
+from widefield.plans import check, plan_of, to_text
 from widefield.report import write_report
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.training.checkpoint import Checkpoints

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from widefield.comm.mesh import Mesh
+from widefield.private_torch.tensors import foreach_norm
 from widefield.tiled.redistribute import dense_strides, is_dense, memory_of
 
 Path = tuple[Any, ...]
@@ -281,19 +282,19 @@ def total_norm(model: nn.Module, mesh: Mesh, gradients: Mapping[str, Tensor]) ->
 
 
 def sums_of_wholes(
-    model: nn.Module, mesh: Mesh, numbers: Mapping[str, Sequence[Tensor]], *, count: int, ways: int
+    model: nn.Module, mesh: Mesh, numbers: Mapping[str, Sequence[Tensor]], *, count: int, num_shards: int
 ) -> dict[str, Tensor]:
     """Numbers that add up over the elements of a parameter, of every one as a whole; (count,) in float64, on every rank alike.
 
     numbers: by name, `count` of them of this rank's part; of the parameters that this rank answers for.
-    ways: how many ranks share out among themselves who answers for what they all have.
+    num_shards: how many ranks share out among themselves who answers for what they all have.
     Cost: one message of `count` numbers per parameter.
     """
     registered, parameters = _HOLDERS.get(model, {}), dict(model.named_parameters())
     mine = torch.zeros(len(parameters), count, dtype=torch.float64, device=mesh.device)
     for row, (name, parameter) in enumerate(parameters.items()):
         if name in numbers:
-            share = ways * (registered[name].num_shards if name in registered else 1) * _shards(parameter)
+            share = num_shards * (registered[name].num_shards if name in registered else 1) * _shards(parameter)
             mine[row] = torch.stack([number.to(mine) for number in numbers[name]]) * share
     return dict(zip(parameters, mesh.sum_(mine) / mesh.size, strict=True))
 
@@ -304,6 +305,6 @@ def _shards(tensor: Tensor) -> int:
 
 def are_finite(mesh: Mesh, tensors: Iterable[Tensor]) -> bool:
     """Whether every number of the tensors is finite, on every rank where ranks hold parts; then every rank calls it."""
-    norms = torch._foreach_norm([local(tensor).detach() for tensor in tensors if not tensor.is_meta])
+    norms = foreach_norm([local(tensor).detach() for tensor in tensors if not tensor.is_meta])
     bad = (~torch.isfinite(torch.stack([norm.to(mesh.device) for norm in norms]))).sum()
     return int(mesh.sum_(bad) if is_sharded(mesh) else bad) == 0

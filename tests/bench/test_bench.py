@@ -12,7 +12,7 @@ from widefield.bench import BenchRequest, bench
 from widefield.bench.candidates import ONE, PLAIN, Candidate, candidates, chosen
 from widefield.bench.compare import _own
 from widefield.config import read_config
-from widefield.plan import plan_of, ranks_asked_for
+from widefield.plans import plan_of, ranks_asked_for
 
 pytestmark = pytest.mark.alone
 

@@ -17,7 +17,7 @@ from widefield.geometry import layout
 from widefield.geometry.box import size_of, within
 from widefield.geometry.interval import Interval, even_cut
 from widefield.geometry.layout import Cut, Grid, layout_of
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.api import _Tile
 from widefield.tiled.redistribute import move_for, moved, redistribute, space_group
 from widefield.tiled.tensor import wrap

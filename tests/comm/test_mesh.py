@@ -15,7 +15,7 @@ from torch import nn
 
 from widefield import parallelize
 from widefield.comm.mesh import World, join, leave
-from widefield.plan import Plan, check
+from widefield.plans import Plan, check
 from widefield.sharded_state import gather_full_on_main
 
 
@@ -138,7 +138,7 @@ def test_a_meeting_place_without_an_address_is_an_error_and_never_a_world_of_one
 ALONE = """
 import sys
 from widefield.comm.mesh import World, join
-from widefield.plan import Plan
+from widefield.plans import Plan
 try:
     join(World(rank=int(sys.argv[1]), size=2, port=int(sys.argv[2])), Plan(replicate=2), timeout_seconds=2)
 except ValueError as error:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 from .program import Program
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from widefield.comm.mesh import Mesh, World, join
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 from .errors import Finding, Refusal, Verdict, pattern, verdict_of_errors
 from .grammar import draw_program

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 from .errors import Finding, Verdict, pattern
 from .grammar import finished

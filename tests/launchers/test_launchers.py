@@ -23,7 +23,7 @@ import pytest
 from widefield.comm import mesh
 from widefield.launchers import local, mpi, slurm, torchrun, world_from
 from widefield.naming import load, names_in
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 pytestmark = pytest.mark.alone
 
@@ -428,7 +428,7 @@ JOIN = """
 import os, sys, torch
 from widefield.comm import mesh
 from widefield.launchers import world_from
-from widefield.plan import Plan
+from widefield.plans import Plan
 def main():  # not at the top: a DeviceMesh that lives until Python's end makes Gloo abort the process there, at times
     world = world_from(os.environ)
     joined = mesh.join(world, Plan(replicate=world.size), timeout_seconds=60)

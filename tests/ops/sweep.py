@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from widefield.comm.mesh import Mesh, World, join
 from widefield.geometry.interval import even_cut
 from widefield.geometry.layout import Cut, layout_of
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.api import _Tile, whole
 
 TRIES = 40

@@ -16,7 +16,7 @@ from widefield import ops
 from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import even_cut
 from widefield.geometry.layout import Cut, Layout, layout_of
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.rules import RuleCase
 from widefield.tiled import dispatch
 from widefield.tiled.api import _Tile, whole

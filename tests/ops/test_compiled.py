@@ -15,7 +15,7 @@ import widefield as wf
 from widefield.comm import halo
 from widefield.config import ModelConfig
 from widefield.models import build
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 RESIZES = {
     "nearest": {"scale_factor": 2},

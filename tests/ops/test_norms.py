@@ -8,7 +8,7 @@ from ranks import on_ranks
 from torch import nn
 
 from widefield.comm.halo import TRAFFIC
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled import dispatch
 from widefield.tiled.api import tile, whole
 from widefield.tiled.partial_gradient import manage

@@ -10,7 +10,7 @@ from torch import nn
 
 from widefield.parallel.parallelize import parallelize, reasons
 from widefield.parallel.strategies._adasum import adasum
-from widefield.plan import Plan, check
+from widefield.plans import Plan, check
 
 
 def test_orthogonal_gradients_are_added_and_equal_ones_averaged():

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import widefield as wf
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.parallel.parallelize import share_states, without_sync
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)  # float64, sums of 1e3 products in another order

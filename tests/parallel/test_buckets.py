@@ -9,7 +9,7 @@ from torch import nn
 
 from widefield import parallelize
 from widefield.parallel.strategies._buckets import bucket_mib, chosen_mib
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 MIB = 2**20
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import widefield as wf
 from widefield.parallel.parallelize import parallelize
 from widefield.parallel.strategies.recompute import from_host, to_host
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.streaming.api import stream
 from widefield.tiled.tensor import TiledTensor
 

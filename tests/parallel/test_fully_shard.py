@@ -16,8 +16,9 @@ from widefield import models
 from widefield.config import ModelConfig
 from widefield.parallel.inactive import inactive
 from widefield.parallel.parallelize import evaluates_together, parallelize, share_states
-from widefield.parallel.strategies.fully_shard import CASES, SMALLEST_BYTES, steps, units_of
-from widefield.plan import Plan
+from widefield.parallel.strategies._optimizer_shards import steps
+from widefield.parallel.strategies.fully_shard import CASES, SMALLEST_BYTES, units_of
+from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main, local
 from widefield.tiled.sync_batch_norm import SyncBatchNorm
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from widefield.parallel.parallelize import parallelize
 from widefield.parallel.passes import backward_of
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.streaming.api import stream
 from widefield.tensor_parallel import search
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from widefield.config import ModelConfig, PipelineConfig, ShardingConfig
 from widefield.models import build
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tensor_parallel import search
 from widefield.verification.training import compare_training
 from widefield.verification.verdict import Verdict

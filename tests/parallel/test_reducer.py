@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import widefield as wf
 from widefield.parallel.parallelize import share_states
 from widefield.parallel.passes import backward_of
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main
 
 close = devices.close  # 1e-12 on the CPU: float64, three steps of small nets

@@ -12,7 +12,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 from widefield.parallel.parallelize import parallelize, share_states
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.sharded_state import (
     RemoteTensor,
     are_finite,

@@ -27,7 +27,7 @@ from widefield.models.unet import UNet
 from widefield.parallel.inactive import inactive
 from widefield.parallel.parallelize import share_states
 from widefield.parallel.strategies import _shared_forward
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.sample_mixing import SampleMixingWatch
 from widefield.tiled.tensor import wrap

@@ -19,7 +19,7 @@ from widefield.comm.halo import TRAFFIC
 from widefield.config import ModelConfig
 from widefield.geometry.layout import Grid
 from widefield.models import build
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.tensor import TiledTensor
 
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)  # float64; sums of 1e4 products in another order

@@ -26,7 +26,7 @@ from widefield.parallel.parallelize import parallelize, reasons, share_states, w
 from widefield.parallel.passes import backward_of
 from widefield.parallel.strategies import Case, Phase
 from widefield.parallel.strategies.data import hook_state, load_hook_state
-from widefield.plan import STRATEGY_OF_AXIS, Plan
+from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main
 from widefield.streaming.api import stream
 from widefield.tiled.sync_batch_norm import SyncBatchNorm
@@ -119,8 +119,9 @@ def close_on_main(mesh, model, parts, expected):
 
 def plan_of(name, size, options):
     """`size` ranks on the axis that a strategy is for."""
-    axis = next(axis for axis, strategy in [*STRATEGY_OF_AXIS.items(), ("replicate", name)] if strategy == name)
-    return Plan(**{axis: size}, **options)
+    axis = load(FOLDER, name).AXIS
+    named = {"data_strategy": name} if axis == "replicate" else {}
+    return Plan(**{axis or "replicate": size}, **named, **options)
 
 
 @on_gpu_too

@@ -25,12 +25,12 @@ from widefield.geometry.interval import even_cut, parts_of
 from widefield.parallel.inactive import inactive
 from widefield.parallel.parallelize import parallelize, reasons
 from widefield.parallel.passes import backward_of, without_sync
-from widefield.parallel.strategies.pipeline import held_bytes
+from widefield.parallel.strategies.pipeline import held_bytes, stage_problems
 from widefield.pipelining.runtime import _schedule
 from widefield.pipelining.sample_mixing import where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, orders, schedule_grid
 from widefield.pipelining.split_backward import united
-from widefield.plan import Plan, check, stage_problems
+from widefield.plans import Plan, check
 from widefield.sharded_state import gather_full_on_main, parts, shapes, total_norm
 from widefield.training.state import optimizer_state
 

@@ -18,7 +18,7 @@ from PIL import Image
 from widefield.comm.mesh import Mesh, World
 from widefield.data.image import colours, write_image, write_labels
 from widefield.geometry.layout import Grid
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.report import write_report
 from widefield.report.samples import cuts, legend, samples
 from widefield.tiled.api import window

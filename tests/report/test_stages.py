@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from widefield.plan import Plan, to_text
+from widefield.plans import Plan, to_text
 from widefield.report.stages import stages
 
 START = {"kind": "start", "plan": to_text(Plan(replicate=2)), "reasons": ["optimizer.lr: 0.1 by the linear rule"]}

@@ -13,7 +13,7 @@ from marks import few
 from ranks import on_ranks
 
 from widefield.config import read_config
-from widefield.plan import plan_of
+from widefield.plans import plan_of
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import About, Checkpoints, newest_sound_in, read
 from widefield.training.loop import Passes

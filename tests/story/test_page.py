@@ -17,7 +17,7 @@ from widefield.comm.mesh import AgreedError, World
 from widefield.config import read_config
 from widefield.data import open_dataset
 from widefield.data.image import write_image
-from widefield.plan import plan_of
+from widefield.plans import plan_of
 from widefield.run import train
 
 PAGE = str(RECIPES / "page.yaml")

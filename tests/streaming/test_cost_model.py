@@ -149,7 +149,7 @@ def test_in_a_forward_alone_values_go_when_no_later_stage_reads_them():
     assert (step.kept, step.grads, step.together) == (3 * size, 2 * size, 5 * size)
     lives = Liveness(program, True, True)
     assert [kept / size for kept in lives.kept] == [1, 2, 3, 3, 3, 3, 2, 1], "four stages forward, four back"
-    assert [slopes / size for slopes in lives.grads] == [0, 0, 0, 0, 1, 2, 2, 1]
+    assert [grads / size for grads in lives.grads] == [0, 0, 0, 0, 1, 2, 2, 1]
     assert [outputs / size for outputs in lives.outputs] == [0, 0, 0, 1, 3, 3, 3, 3]
 
 

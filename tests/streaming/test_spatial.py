@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from zoo.models import MODELS
 
 import widefield as wf
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.verification.verdict import NOISE, TOLERANCE
 
 

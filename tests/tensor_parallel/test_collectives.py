@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tensor_parallel.collectives import (
     CopyToRanks,
     Exchange,

@@ -18,7 +18,7 @@ from widefield.capture.interpreter import override_of
 from widefield.comm import collectives
 from widefield.config import RecomputeConfig, StreamConfig
 from widefield.parallel.parallelize import parallelize, reasons
-from widefield.plan import Plan, check
+from widefield.plans import Plan, check
 from widefield.tensor_parallel import search
 from widefield.verification.training import compare_training
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import widefield as wf
 from widefield.comm.halo import TRAFFIC
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.partial_gradient import (
     PartialGradient,
     full_value,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from widefield.comm import halo
 from widefield.comm.mesh import Mesh
 from widefield.ops.reductions import merge_moments
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.api import tile, whole
 from widefield.tiled.tensor import TiledTensor
 

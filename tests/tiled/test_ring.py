@@ -12,7 +12,7 @@ from widefield.comm.halo import TRAFFIC
 from widefield.geometry.interval import even_cut
 from widefield.geometry.layout import Cut, layout_of
 from widefield.kernels.attention import Cpu, Efficient, Flash, merged, seen
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.api import _Tile, whole
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 3, 12, 4

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from widefield.parallel.parallelize import parallelize
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.streaming.api import stream
 from widefield.tiled import rng
 from widefield.tiled.api import tile, whole

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from widefield.geometry.interval import parts_of
 from widefield.parallel.inactive import inactive
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.api import tile, whole
 from widefield.tiled.sync_batch_norm import SyncBatchNorm, average_running_statistics, broadcast_buffers
 

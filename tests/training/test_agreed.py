@@ -19,7 +19,7 @@ from widefield.data.batch import Batch
 from widefield.data.formats.page import Pages
 from widefield.data.loader import SampleReader
 from widefield.data.transforms import Transforms
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.run import train
 from widefield.training.agreed import Agreed, dummy_batch_of
 

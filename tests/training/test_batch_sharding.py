@@ -10,7 +10,7 @@ import torch
 from widefield.comm.mesh import Mesh, World
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Grid
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.training import batch_sharding
 from widefield.training.batch_sharding import cuts_in_words, window_of
 

@@ -88,7 +88,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path, background):
     state["odd"]["wide"] = state["odd"]["wide"].clone()  # an expanded tensor comes back as a full one: see below
     checkpoints = checkpoints_in(tmp_path, background=background)
     about = about_of(12, metric=math.nan)
-    checkpoints.save(state, about, local=own)
+    checkpoints.save(state, about, own=own)
     found = checkpoints.newest_sound()
     assert found.folder == tmp_path / "step_00000012" and bits_of(vars(found.about)) == bits_of(vars(about))
     assert [bits_of(value) for value in checkpoints.load(found)] == [bits_of(state), bits_of(own)]
@@ -105,7 +105,7 @@ def saves_and_loads(mesh, folder):
     state, own = everything(), {"rank": mesh.rank, "noise": torch.full((3,), float(mesh.rank))}
     state["odd"].pop("wide")
     checkpoints = checkpoints_in(folder, mesh)
-    checkpoints.save(state, about_of(5, ranks=mesh.size), local=own)
+    checkpoints.save(state, about_of(5, ranks=mesh.size), own=own)
     mesh.sum_(torch.ones(3))  # training's own messages go on meanwhile
     found = checkpoints.newest_sound()
     loaded = checkpoints.load(found)
@@ -170,7 +170,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkey
     monkeypatch.setattr(
         checkpoint_directory.Path, "rename", lambda path, to: (done.append(f"{path} becomes {to}"), rename(path, to))[1]
     )
-    checkpoints_in(tmp_path).save(state_of(1), about_of(1), local={"x": torch.ones(2)}, wait=True)
+    checkpoints_in(tmp_path).save(state_of(1), about_of(1), own={"x": torch.ones(2)}, wait=True)
     partial, current = tmp_path / ".step_00000001.partial", tmp_path / "step_00000001"
     named = done.index(f"{partial} becomes {current}")
     assert {str(partial / name) for name in names_in(current)} | {str(partial)} <= set(done[:named])
@@ -257,10 +257,10 @@ def saves_on_a_full_disk(mesh, folder, full_rank, limit_bytes):
     checkpoints.save(big, about_of(1), wait=True)
     own = {"noise": torch.randn(10)}
     with _SmallFiles(limit_bytes if mesh.rank == full_rank else resource.RLIM_INFINITY):
-        checkpoints.save(big, about_of(2), local=own, wait=True)
+        checkpoints.save(big, about_of(2), own=own, wait=True)
     failure, found, left = checkpoints.failure, checkpoints.newest_sound(), names_in(folder)
     mesh.barrier()
-    checkpoints.save(big, about_of(3), local=own, wait=True)
+    checkpoints.save(big, about_of(3), own=own, wait=True)
     return failure, warnings, found.about.step, left, checkpoints.failure, checkpoints.newest_sound().about.step
 
 
@@ -294,7 +294,7 @@ def test_a_folder_that_ranks_do_not_share_is_said_to_be_so(tmp_path):
 def refuses_a_leaf(mesh, folder):
     checkpoints = checkpoints_in(folder, mesh)
     with pytest.raises(ValueError, match=r"rank 1: a checkpoint cannot hold own_1.seen, a builtins.set; make it"):
-        checkpoints.save({}, about_of(1), local={"seen": {1} if mesh.rank == 1 else 1})
+        checkpoints.save({}, about_of(1), own={"seen": {1} if mesh.rank == 1 else 1})
     return steps_in(folder)
 
 

@@ -17,7 +17,7 @@ from widefield.data.device import Preparation
 from widefield.data.loader import Batch, EvaluateSampler, SampleReader, load_batches
 from widefield.data.transforms import Transforms
 from widefield.parallel.parallelize import parallelize
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tasks import build
 from widefield.tasks.classification import Classification
 from widefield.training.arithmetic import arithmetic_of

@@ -17,7 +17,7 @@ from widefield.config import RunConfig, parse_config
 from widefield.data import BadImageError, Dataset
 from widefield.data.loader import Batch
 from widefield.geometry import Interval, even_cut, parts_of
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.training.evaluate import Evaluation, evaluate
 from widefield.training.loop import Learner, NonFiniteLossError

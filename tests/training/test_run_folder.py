@@ -20,7 +20,7 @@ from widefield.config import parse_config, read_config
 from widefield.data import Dataset
 from widefield.data.batch import Batch
 from widefield.data.image import read_image
-from widefield.plan import Plan, from_text
+from widefield.plans import Plan, from_text
 from widefield.training.evaluate import Evaluation, Mistake
 from widefield.training.run_folder import (
     check_names,

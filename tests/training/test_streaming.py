@@ -8,7 +8,7 @@ from torch import nn
 
 from widefield.comm.mesh import World, join
 from widefield.config import StreamConfig, read_config
-from widefield.plan import plan_of
+from widefield.plans import plan_of
 from widefield.streaming.api import Stream, Streamed
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.loop import Learner, Passes

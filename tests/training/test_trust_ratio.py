@@ -17,7 +17,7 @@ from widefield.comm.mesh import Mesh, World
 from widefield.config import OptimizerConfig
 from widefield.parallel.parallelize import parallelize, share_states
 from widefield.parallel.passes import backward_of
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main, parts
 from widefield.tiled.api import tile
 from widefield.training.optimizer import build_optimizer

@@ -15,7 +15,7 @@ from torch import nn
 
 import widefield as wf
 from widefield.comm import halo
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.tensor import TiledTensor
 from widefield.verification import api, forward
 from widefield.verification.forward import compare

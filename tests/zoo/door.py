@@ -29,7 +29,7 @@ import widefield as wf
 from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.parallel.passes import backward_of
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main, local
 from widefield.verification.verdict import TOLERANCE, rows_of
 

@@ -7,7 +7,7 @@ import timm
 from marks import few
 from zoo.families import FAMILIES
 
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 pytestmark = pytest.mark.sweep
 

@@ -20,7 +20,7 @@ from zoo.models import MODELS
 
 import widefield as wf
 from widefield.comm.halo import TRAFFIC, Traffic
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.partial_gradient import manage
 
 PAGE, VOLUME = (1, 3, 256, 192), (1, 1, 64, 32, 24)

@@ -11,7 +11,7 @@ import pytest
 from marks import few
 from zoo.models import EVEN, MODELS, Model, _timm
 
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 pytestmark = pytest.mark.sweep
 

@@ -9,7 +9,7 @@ from ranks import on_ranks
 from zoo.models import MODELS
 
 from widefield.comm import halo
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.verification.forward import compare
 from widefield.verification.verdict import Verdict
 

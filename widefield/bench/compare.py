@@ -22,7 +22,7 @@ from widefield.bench.candidates import PLAIN, Candidate, candidates, chosen
 from widefield.config import RunConfig, parse_config, read_config
 from widefield.launchers import world_from
 from widefield.launchers.local import local_ranks, python_of_ranks, start
-from widefield.plan import check, plan_of, ranks_asked_for
+from widefield.plans import check, plan_of, ranks_asked_for
 from widefield.report.bench import write_bench
 from widefield.report.comparison import findings, line, table_text
 from widefield.section import to_yaml

@@ -25,7 +25,7 @@ from widefield.comm.timeline import MessageLog, recorded, traffic_of
 from widefield.config import read_config
 from widefield.data.loader import Batch
 from widefield.launchers import world_from
-from widefield.plan import check, plan_of, to_text
+from widefield.plans import check, plan_of, to_text
 from widefield.refusal import is_ours
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches
 from widefield.training.loop import Learner, NonFiniteLossError, Passes

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves
+
+from widefield.private_torch.pytree import tree_leaves
 
 aten = torch.ops.aten
 

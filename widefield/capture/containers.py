@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from widefield.capture.fake_parameters import is_tensor, name_of
+from widefield.private_torch.pytree import tree_leaves
 
 _BARE = (
     type(None),

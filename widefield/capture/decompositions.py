@@ -28,7 +28,7 @@ def dropout_mask(image: Tensor, p: float) -> Tensor:
 
 
 @dropout_mask.register_fake
-def _(image, p):
+def _(image: Tensor, p: float) -> Tensor:
     return torch.empty_like(image, dtype=torch.bool)
 
 
@@ -42,7 +42,7 @@ def rrelu_noise(image: Tensor, lower: float, upper: float) -> Tensor:
 
 
 @rrelu_noise.register_fake
-def _(image, lower, upper):
+def _(image: Tensor, lower: float, upper: float) -> Tensor:
     return torch.empty_like(image, memory_format=torch.contiguous_format)
 
 
@@ -58,7 +58,9 @@ def _dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[Tensor
     return aten.mul.Tensor(kept, 0.0 if p == 1 else 1 / (1 - p)), mask
 
 
-def _rrelu(image: Tensor, noise: Tensor, lower=0.125, upper=1 / 3, training=False, generator=None) -> Tensor:
+def _rrelu(
+    image: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Tensor:
     if not training:
         rows = image if image.is_contiguous() else aten.clone.default(image, memory_format=torch.contiguous_format)
         return aten.leaky_relu.default(rows, (lower + upper) / 2)  # row-major, as rrelu's kernel makes it
@@ -71,7 +73,9 @@ def _rrelu_functional(image: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -
     return _rrelu(image, noise, *args, **kwargs), aten.clone.default(noise)
 
 
-def _norm_in_evaluation(x: Tensor, weight, bias, mean, var, momentum: float, eps: float) -> tuple[Tensor, ...]:
+def _norm_in_evaluation(
+    x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
     return aten.native_batch_norm.default(x, weight, bias, mean, var, False, momentum, eps)
 
 
@@ -110,11 +114,14 @@ def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
     return aten.clone.default(x) if all(times == 1 for times in repeats) else x
 
 
-def _slice_scatter(x: Tensor, part: Tensor, dim: int = 0, start=None, end=None, step: int = 1) -> Tensor:
+def _slice_scatter(
+    x: Tensor, part: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
     pixels = range(*slice(start, end, step).indices(x.shape[dim]))
     if step != 1 or not len(pixels):
         return aten.slice_scatter.default(x, part, dim, start, end, step)
-    order = sorted(range(x.ndim), key=lambda d: (-x.stride(d), d))  # a write leaves the order in memory as it is
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))  # a write leaves the order in memory as it is
     is_moved = order != sorted(order) and is_dense(x)
     if is_moved:
         x, part, dim = aten.permute.default(x, order), aten.permute.default(part, order), order.index(dim % x.ndim)
@@ -181,7 +188,10 @@ def _linear_rule(x: Meta, weight: Meta, bias: Meta | None = None) -> Local:
 BATCH_NORM_OVER = torch.ops.widefield.batch_norm_over.default
 
 
-def _norm_over(image: Meta, weight, bias, running_mean, running_var, momentum, eps, group_name, alike, is_inactive) -> Reduced:
+def _norm_over(
+    image: Meta, weight: Meta | None, bias: Meta | None, running_mean: Meta | None, running_var: Meta | None,
+    momentum: float, eps: float, group_name: str, alike: int, is_inactive: bool,
+) -> Reduced:  # fmt: skip
     """Batch norm as one device has it; whoever adds up its sums must do so over the group."""
     d = batch_norm(image, weight, bias, running_mean, running_var, True, momentum, eps, "s")
     assert d.finish is not None

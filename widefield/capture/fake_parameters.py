@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
 
 from widefield.geometry.strides import strides_like
+from widefield.private_torch.fake_tensors import FunctionalTensor
+from widefield.private_torch.modules import buffers_of, parameters_of, parametrize_cache, set_parametrize_cache
+from widefield.private_torch.pytree import tree_leaves
 
 
 def name_of(module: nn.Module) -> str:
@@ -71,7 +71,7 @@ def with_weights(module: nn.Module, fakes: Mapping[Tensor, Tensor]) -> Iterator[
 
     Torch's own `functional_call` would leave its tensors behind in modules that are registered under several names.
     """
-    places = [held for part in module.modules() for held in (part._parameters, part._buffers)]
+    places = [held for part in module.modules() for held in (parameters_of(part), buffers_of(part))]
     before = [dict(held) for held in places]
     for held in places:
         held.update({name: fakes[tensor] for name, tensor in held.items() if tensor is not None})
@@ -110,12 +110,12 @@ def refusing_hooks() -> Iterator[None]:
 @contextmanager
 def without_weights_cache() -> Iterator[None]:
     """`torch.nn.utils.parametrize.cached()` around a call would go on to give weights that are made of fake ones."""
-    enabled, held = parametrize._cache_enabled, parametrize._cache
-    parametrize._cache_enabled, parametrize._cache = 0, {}
+    before = parametrize_cache()
+    set_parametrize_cache((0, {}))
     try:
         yield
     finally:
-        parametrize._cache_enabled, parametrize._cache = enabled, held
+        set_parametrize_cache(before)
 
 
 def refuse_scripts(module: nn.Module, aim: str) -> None:

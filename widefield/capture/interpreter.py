@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.capture.containers import refuse_hidden
 from widefield.capture.decompositions import BATCH_NORM_OVER
@@ -22,6 +20,7 @@ from widefield.capture.ir import Graph, Node, Value, put_in
 from widefield.capture.program_cache import constants_of
 from widefield.capture.trace import without_autocast
 from widefield.module_wrapping import Wrapping, wrap_class
+from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
 from widefield.tiled.batch_statistics import batch_norm_over
 
 _FLOW = "_widefield_flow"
@@ -76,7 +75,7 @@ class OverriddenModule(Wrapping):
         if override is None or any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # somebody follows the module
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(override.call)(self, args, kwargs)
+            return torch.compiler.disable(override.call)(self, args, kwargs)
         return override.call(self, args, kwargs)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+
+from widefield.private_torch.pytree import tree_leaves, tree_map
+from widefield.private_torch.tensors import cdata
 
 
 @dataclass(eq=False)
@@ -105,7 +107,7 @@ class Graph:
     @property
     def generators(self) -> list[torch.Generator | None]:
         """Those that it draws from; None stands for torch's own."""
-        found = {None if g is None else g._cdata: g for g in (node.generator for node in self.nodes if node.draws)}
+        found = {None if g is None else cdata(g): g for g in (node.generator for node in self.nodes if node.draws)}
         return list(found.values())
 
     @property

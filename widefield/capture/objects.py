@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from widefield.module_wrapping import is_private
+from widefield.private_torch.modules import MODULE_MEMBERS
 from widefield.rooms import ENGINE_MODULES
 
 Children = tuple[list[Any], list[Any]]
@@ -202,7 +203,7 @@ def _entry(name: Any) -> str:
 
 
 def _attribute(name: Any) -> str:
-    return "" if name in ("_modules", "_parameters", "_buffers") else f".{name}"
+    return "" if name in MODULE_MEMBERS else f".{name}"
 
 
 _IN_WORDS = dict(zip(_PARTS, ("code", "default arguments", "keyword-only default arguments", "attributes"), strict=True))

@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from widefield.capture.fake_parameters import is_tensor, name_of
 from widefield.capture.ir import Graph, Value
@@ -21,12 +20,13 @@ from widefield.capture.objects import PLAIN
 from widefield.capture.python_state import PythonState
 from widefield.capture.python_watch import Guards, roots_of
 from widefield.capture.side_effects import seen_by
+from widefield.private_torch.pytree import tree_flatten
 
 MOST = 16
 """How many are kept, for images whose size is new in every step."""
 AGAIN_MOST = 8
 """Captures in a row for arguments that were known, after which it is said what makes them necessary."""
-Cached = TypeVar("Made")
+Cached = TypeVar("Cached")
 
 
 @dataclass

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.capture.objects import (
     CLASS,
@@ -40,13 +38,14 @@ from widefield.capture.objects import (
     is_generator,
     kind_of,
 )  # fmt: skip
+from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
+from widefield.private_torch.modules import MODULE_MEMBERS
 
 MOST = 200_000
 """Children of all things together, in a state."""
 ARRAY_MOST = 64 * 2**20
 """Bytes of a NumPy array, which is compared at every call."""
 _LOOKS = attrgetter("shape", "dtype", "device", "requires_grad")
-_MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
 class Thing(NamedTuple):
@@ -130,7 +129,7 @@ class PythonState:
             name = names[place] if names else place
             if names:
                 self._tokens.append(name if type(name) is str else self._token(name, number, ""))
-            members = is_member and kind is OBJECT and name in _MEMBERS
+            members = is_member and kind is OBJECT and name in MODULE_MEMBERS
             self._tokens.append(self._token(child, number, name, renewed=is_member, members=members))
 
     def _token(self, thing: Any, parent: int, name: Any, *, renewed: bool = False, members: bool = False) -> Any:
@@ -303,7 +302,7 @@ _CONTAINERS = (DICT, MEMBERS, ORDERED, ROW, SET)
 
 def _sorted(things: Iterable[Thing], fits: Callable[[Thing], bool]) -> tuple[list[Thing], list[Thing]]:
     """Those that fit, and the others."""
-    found = ([], [])
+    found: tuple[list[Thing], list[Thing]] = ([], [])
     for thing in things:
         found[not fits(thing)].append(thing)
     return found

@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.capture.objects import Name, is_foreign
 from widefield.capture.python_state import PythonState
+from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
 from widefield.rooms import ENGINE_PATHS
 
 _FOREIGN_FOLDERS = (
@@ -84,7 +83,8 @@ class PythonWatch:
     """
 
     def __init__(self, state: PythonState) -> None:
-        self.state, self.given = state, None
+        self.state = state
+        self.given: Any = None
         self.places: dict[Any, None] = {}
         """Names and functions on which the forward depends, in the order in which they were met."""
         self.seeds: list[str] = []

@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield.capture import autograd_gaps
 from widefield.capture.autograd_gaps import (
@@ -27,6 +24,18 @@ from widefield.capture.fake_parameters import tensors_of
 from widefield.capture.ir import Node, Value
 from widefield.capture.python_watch import PythonWatch
 from widefield.geometry.strides import stride_order
+from widefield.private_torch.autograd import current_graph_task_id
+from widefield.private_torch.dispatcher import OpOverload, schema_of
+from widefield.private_torch.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    from_functional_tensor,
+    sync,
+)
+from widefield.private_torch.pytree import tree_leaves, tree_map
+from widefield.private_torch.tensors import base_of
 from widefield.tiled.memory_format import as_kernels_lay
 from widefield.tiled.redistribute import inverse, is_dense
 from widefield.tiled.replicated_ops import is_in_place
@@ -51,7 +60,7 @@ class Functional(FunctionalTensorMode):
         types = tuple(kind for kind in types if kind is not nn.Parameter)  # one that the module does not know: a constant
         self.recorder.settle((args, kwargs))
         first = args[0] if args and isinstance(args[0], FunctionalTensor) else None
-        if first is None or not isinstance(func, torch._ops.OpOverload):
+        if first is None or not isinstance(func, OpOverload):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if not is_in_place(func):
             return self._marked(func, first, super().__torch_dispatch__(func, types, args, kwargs))
@@ -121,7 +130,7 @@ class Recorder(FakeTensorMode):
         strides = like.stride() if strided else torch.empty(tuple(like.shape), device="meta").stride()
         with torch.no_grad():
             made = torch.empty_strided(tuple(like.shape), strides, dtype=like.dtype, device=like.device)
-        fake = torch._from_functional_tensor(made.elem) if isinstance(made, FunctionalTensor) else made
+        fake = from_functional_tensor(made.elem) if isinstance(made, FunctionalTensor) else made
         functional = FunctionalTensor.to_functional(fake)
         functional.requires_grad_(getattr(like, "requires_grad", False))
         value = self._remember(_inner(functional), kind, name)
@@ -149,7 +158,8 @@ class Recorder(FakeTensorMode):
 
     # ------------------------------------------------------------------------------------------ operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out: Any
         kwargs = kwargs or {}
         if self.is_on and self.depth == 0 and func in APART and func not in self.busy:
             self.busy.append(func)
@@ -168,7 +178,7 @@ class Recorder(FakeTensorMode):
                 out = out.new_empty_strided(out.shape, args[0].stride())
             elif self.written is not None and isinstance(out, Tensor) and _is_written(args, self.written[1], out):
                 out = out.new_empty_strided(out.shape, self.written[1])  # as in place
-            elif not func.is_view and not func._schema.is_mutable:
+            elif not func.is_view and not schema_of(func).is_mutable:
                 out = as_kernels_lay(func, args, kwargs, out)
         finally:
             self.depth -= 1
@@ -180,10 +190,10 @@ class Recorder(FakeTensorMode):
         """What an operation is made of may lie otherwise than what it makes by itself."""
         self.depth += 1
         try:
-            wanted = super().__torch_dispatch__(func, (), args, kwargs).stride()
+            made: Any = super().__torch_dispatch__(func, (), args, kwargs)
         finally:
             self.depth -= 1
-        order = stride_order(wanted)
+        order = stride_order(made.stride())
         if order == stride_order(out.stride()):
             return out
         with self:
@@ -191,14 +201,14 @@ class Recorder(FakeTensorMode):
             return aten.permute.default(moved, inverse(order))
 
     def _note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             raise backward_inside(str(func))
         if func is aten.copy.default:  # all that is left of a write once the tensor written to is a new one
             func, args, kwargs = _copied, args[:2], {}
-        named = tree_map(lambda leaf: self.value_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        given, named = tree_map(lambda leaf: self.value_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         results = list(out) if isinstance(out, (tuple, list)) else [out]
         outs = [self._made(result) if isinstance(result, Tensor) else None for result in results]
-        node = Node(func, *named, outs, isinstance(out, Tensor), torch.is_grad_enabled())
+        node = Node(func, given, named, outs, isinstance(out, Tensor), torch.is_grad_enabled())
         node.draws = _draws(func, args, kwargs)
         if not node.grad and getattr(func, "namespace", "aten") != "aten":  # torch calls custom operations without, either way
             node.grad = True
@@ -269,7 +279,7 @@ class Recorder(FakeTensorMode):
     @contextmanager
     def keeping_gradients(self, written: Any) -> Iterator[None]:
         """Around a write while gradients are off: what is written to, and what it is a view of, keep their gradients."""
-        tensors = [] if torch.is_grad_enabled() or not self.is_on else [written, written._base]
+        tensors = [] if torch.is_grad_enabled() or not self.is_on else [written, base_of(written)]
         kept = [tensor for tensor in tensors if tensor is not None and learns_from(tensor)]
         before = [self._settle(tensor) for tensor in kept]
         yield
@@ -293,7 +303,7 @@ class Recorder(FakeTensorMode):
     def _refuse_writes(self, func: Any, args: tuple) -> None:
         if func in (aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default) and args[5] and args[3] is not None:
             raise NotImplementedError(f"{func} writes to running statistics unseen; call torch.nn.functional.batch_norm")
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
             is_write = argument.alias_info is not None and argument.alias_info.is_write
             if is_write and isinstance(value, Tensor) and not isinstance(_inner(value), FakeTensor):
                 raise NotImplementedError(
@@ -357,9 +367,9 @@ def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    if not func._schema.name.startswith("aten::_scaled_dot_product"):
+    if not schema_of(func).name.startswith("aten::_scaled_dot_product"):
         return True
-    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    named = {argument.name: value for argument, value in zip(schema_of(func).arguments, args, strict=False)} | kwargs
     if named.get("dropout_p"):
         raise NotImplementedError(
             f"{func} drops {named['dropout_p']:.0%} of the attention inside of one kernel, whose draws cannot be had "
@@ -374,7 +384,7 @@ def _copied(like: Tensor, source: Tensor) -> Tensor:
     return with_zero_gradient(torch.empty_like(like).copy_(source), like)
 
 
-_DERIVATIVES = {aten._standard_gamma.default: with_gradient_of_gamma}
+_DERIVATIVES: dict[Any, Callable] = {aten._standard_gamma.default: with_gradient_of_gamma}
 """Of draws that have one which is not zero."""
 POINTWISE = {_copied} | autograd_gaps.POINTWISE
 """What is written down in place of torch's own operations, and gives each output pixel from the same pixel of its inputs."""
@@ -383,6 +393,6 @@ POINTWISE = {_copied} | autograd_gaps.POINTWISE
 def _inner(tensor: Tensor) -> Tensor:
     """The fake tensor inside of a functional one, with all that was written to it."""
     if isinstance(tensor, FunctionalTensor):
-        torch._sync(tensor)
-        return torch._from_functional_tensor(tensor.elem)
+        sync(tensor)
+        return from_functional_tensor(tensor.elem)
     return tensor

@@ -17,13 +17,15 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from widefield.capture.fake_parameters import name_of
 from widefield.capture.ir import Node, Value
 from widefield.capture.objects import OBJECT
 from widefield.capture.python_state import PythonState
 from widefield.capture.python_watch import PythonWatch
+from widefield.private_torch.modules import RNN_MEMBERS, forward_pre_hooks_of, weight_made_by
+from widefield.private_torch.pytree import tree_leaves
+from widefield.private_torch.tensors import cdata
 
 GIVEN = "what it is given"
 """The path of a forward's arguments."""
@@ -110,7 +112,8 @@ class Left:
         found: dict[Value, Any] = dict(self.constants)
         for node in nodes:
             out = node.call(iter([found[read] for read in node.reads]))
-            found.update(zip(node.outs, [out] if node.is_single else out, strict=True))
+            made = zip(node.outs, [out] if node.is_single else out, strict=True)
+            found.update({value: tensor for value, tensor in made if value is not None})
         return found[value]
 
 
@@ -186,10 +189,10 @@ def _refuse_calls(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim
             module, aim, f"takes the numbers of a tensor of {list(watch.reads[0].shape)} into Python",
             "hold them as Python numbers, or compute with the tensor",
         )  # fmt: skip
-    known = {held._cdata for _, held in watch.state.generators if isinstance(held, torch.Generator)}
+    known = {cdata(held) for _, held in watch.state.generators if isinstance(held, torch.Generator)}
     for node in recorded.nodes:
         generator = node.generator if node.draws else None
-        if generator is not None and generator._cdata not in known:  # torch makes other objects for the same generator
+        if generator is not None and cdata(generator) not in known:  # torch makes other objects for the same generator
             _refuse(module, aim, "draws from a torch.Generator that it makes itself", "let the module hold it")
 
 
@@ -234,8 +237,8 @@ def _put_back_gone(state: PythonState) -> None:
             if len(now) == len(names) and len(found) == len(children):
                 pairs = zip(children, found, strict=True)
                 is_again = [type(then) is Gone and isinstance(here, Tensor) for then, here in pairs]
-                pairs = zip(is_again, children, found, strict=True)
-                kind.write(what, now, [then if again else here for again, then, here in pairs])
+                three = zip(is_again, children, found, strict=True)
+                kind.write(what, now, [then if again else here for again, then, here in three])
 
 
 def _put_back_torchs(state: PythonState) -> None:
@@ -243,8 +246,8 @@ def _put_back_torchs(state: PythonState) -> None:
     for thing in state.things:
         if thing.kind is OBJECT and isinstance(thing.what, nn.Module):
             held = dict(zip(thing.names, thing.children, strict=True))
-            names = ["_flat_weights", "_flat_weight_refs"] if isinstance(thing.what, nn.RNNBase) else []
-            for hook in thing.what._forward_pre_hooks.values():
+            names = list(RNN_MEMBERS) if isinstance(thing.what, nn.RNNBase) else []
+            for hook in forward_pre_hooks_of(thing.what).values():
                 if type(hook).__module__.startswith("torch.nn.utils."):
-                    names.append(getattr(hook, "name", getattr(hook, "_tensor_name", "")))
+                    names.append(weight_made_by(hook))
             thing.what.__dict__.update({name: held[name] for name in names if name in held})

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._pytree import tree_map
 
 from widefield.capture.autograd_gaps import refuse_python_gradients
 from widefield.capture.containers import refuse_hidden
@@ -36,6 +34,9 @@ from widefield.capture.ir import Graph, Value, link
 from widefield.capture.python_watch import Guards, PythonWatch
 from widefield.capture.recorder import Functional, Recorder, backward_inside
 from widefield.capture.side_effects import GIVEN, Left, left_by, seen_by, settle
+from widefield.private_torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
+from widefield.private_torch.pytree import tree_map
+from widefield.tiled.dispatch import prepare
 from widefield.tiled.memory_format import quiet
 
 aten = torch.ops.aten
@@ -61,6 +62,7 @@ def trace(
     NotImplementedError, in words, where what it does depends on pixels, has a gradient that only Python knows, or is done in
     Python alone.
     """
+    prepare()
     found = Guards() if guards is None else guards
     captured = partial(_captured, module, forward, args, kwargs, likes, aim, found)
     graph, left = captured()

@@ -8,11 +8,9 @@ NCCL takes one rank per GPU.  Ranks that are to share GPUs, as to try a plan of 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 RANKS_PER_GPU = "WIDEFIELD_RANKS_PER_GPU"
 """Of the environment: how many ranks may share a GPU; 1 where it is not set."""
@@ -59,15 +57,6 @@ def passes_the_host(group: dist.ProcessGroup | None, device: torch.device) -> bo
     return device.type == "cuda" and group is not None and "cuda:gloo" in dist.get_backend_config(group)
 
 
-def copied_aside(tensor: Tensor, work: dist.Work | None) -> Callable[[], list[float]]:
-    """Copy `tensor` to the host on a stream of its own, once `work` is done; the function given back waits for it."""
-    aside, done = torch.cuda.Stream(tensor.device), torch.cuda.Event()
-    aside.wait_stream(torch.cuda.current_stream(tensor.device))
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    with torch.cuda.stream(aside):
-        if work is not None:
-            work.wait()
-        host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(aside)
-        done.record()
-    return lambda: (done.synchronize(), host.tolist())[1]
+def message_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Where a tensor of a rank on `device` lies as a message from one rank to another, for those who post it themselves."""
+    return torch.device("cpu") if passes_the_host(group, device) else device

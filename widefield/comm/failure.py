@@ -24,11 +24,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from widefield.comm.devices import passes_the_host
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.comm.stall_watch import TORCH, line_in_words, place_of
+from widefield.private_torch.process_groups import abort, c10d_world, get_default_store
 from widefield.refusal import FOLLOWED, is_ours
 
 POLL_SECONDS = 0.2
@@ -67,7 +67,7 @@ class FailureWatch:
         self._thread: threading.Thread | None = None
         if mesh.group is not None:
             number = next(_watches)  # ranks make as many, so a failure that was told before is not taken for a new one
-            self._store = dist.PrefixStore(f"widefield/failure/{number}", _get_default_store().clone())
+            self._store = dist.PrefixStore(f"widefield/failure/{number}", get_default_store().clone())
             self._thread = threading.Thread(target=self._watch, name="widefield failure watch", daemon=True)
 
     def __enter__(self) -> FailureWatch:
@@ -107,7 +107,7 @@ class FailureWatch:
         """Ask every rank to come to the next agreement soon: there is a problem to agree on."""
         self.stops = True
         if self._thread is not None:
-            self._store.set(_STOP, b"1")
+            self._store.set(_STOP, "1")
 
     # ------------------------------------------------------------------------------------------ the store
 
@@ -169,11 +169,11 @@ class FailureWatch:
 
 def _abort_nccl(device: torch.device) -> None:
     """End what this rank waits for on its GPU; gloo's waits end as the culprit's connections close."""
-    for group in list(_world.pg_map):
+    for group in list(c10d_world.pg_map):
         if passes_the_host(group, device):
             continue
         try:
-            group._get_backend(device).abort()
+            abort(group, device)
         except RuntimeError:  # a group without GPUs, or one that is gone
             continue
 

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._library.effects import EffectType
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.library import _register_effectful_op
 
 from widefield.comm import collectives, point_to_point
 from widefield.geometry.box import Box, Route, holds, is_empty, route, size_of, within
 from widefield.geometry.strides import stride_order
+from widefield.private_torch.dispatcher import EffectType, register_effectful_op
+from widefield.private_torch.process_groups import resolve_process_group
 
 Piece = tuple[Box, Tensor]
 
@@ -160,7 +159,7 @@ def _send(messages: dict[int, Tensor], buffers: dict[int, Tensor], group_name: s
         return []
     for hear in LISTENERS:
         hear(group_name, [*messages, *buffers])
-    return point_to_point.exchange(messages, buffers, _resolve_process_group(group_name))
+    return point_to_point.exchange(messages, buffers, resolve_process_group(group_name))
 
 
 def assemble(move: Move, tile: Tensor, pieces: Sequence[Piece]) -> Tensor:
@@ -215,7 +214,7 @@ def _gather(part: Tensor, ways: int, group_name: str) -> Tensor:
     for hear in LISTENERS:
         hear(group_name, None)
     parts = part.new_empty(ways * part.numel())
-    collectives.all_gather_single(parts, part.reshape(-1), group=_resolve_process_group(group_name))
+    collectives.all_gather_single(parts, part.reshape(-1), group=resolve_process_group(group_name))
     return parts.view(ways, *part.shape)
 
 
@@ -223,7 +222,7 @@ def _add(part: Tensor, group_name: str) -> Tensor:
     for hear in LISTENERS:
         hear(group_name, None)
     whole = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(whole, group=_resolve_process_group(group_name))
+    dist.all_reduce(whole, group=resolve_process_group(group_name))
     return whole
 
 
@@ -241,7 +240,9 @@ def _exchange(
 
 
 @_exchange.register_fake
-def _(messages, to, source, sizes, like, group_name):
+def _(
+    messages: list[Tensor], to: list[int], source: list[int], sizes: list[int], like: Tensor, group_name: str
+) -> list[Tensor]:
     return [like.new_empty(size) for size in sizes]
 
 
@@ -251,7 +252,7 @@ def _gather_operator(part: Tensor, ways: int, group_name: str) -> Tensor:
 
 
 @_gather_operator.register_fake
-def _(part, ways, group_name):
+def _(part: Tensor, ways: int, group_name: str) -> Tensor:
     return part.new_empty((ways, *part.shape))
 
 
@@ -261,10 +262,10 @@ def _add_operator(part: Tensor, group_name: str) -> Tensor:
 
 
 @_add_operator.register_fake
-def _(part, group_name):
+def _(part: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(part, memory_format=torch.contiguous_format)
 
 
 for _operator in ("exchange", "gather_sums", "add_sums"):
     # Each rank compiles a graph of its own: none may drop a message that only its peer uses, nor change their order.
-    _register_effectful_op(f"widefield::{_operator}", EffectType.ORDERED)
+    register_effectful_op(f"widefield::{_operator}", EffectType.ORDERED)

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
 
-from widefield.comm.devices import RANKS_PER_GPU, backend_for, copied_aside, device_of, passes_the_host
-from widefield.comm.process_groups import copy_group, data_group, device_mesh, grid_of, grid_of_rows, line, shards_of
+from widefield.comm import collectives, process_groups
+from widefield.comm.devices import RANKS_PER_GPU, backend_for, device_of, passes_the_host
 from widefield.geometry.layout import Grid
-from widefield.plan import Plan, check
+from widefield.plans import Plan, check
+from widefield.private_torch.process_groups import c10d_world
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ class Mesh:
         work = None if self.group is None else dist.all_reduce(tensor, group=self.group, async_op=True)
         if tensor.device.type != "cuda":
             return lambda: (work.wait() if work is not None else None, tensor.tolist())[1]
-        return copied_aside(tensor, work)
+        return collectives.copy_aside(tensor, work)
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with that of the first of the ranks that have the same part of the model."""
@@ -209,7 +209,7 @@ class Mesh:
             gc.collect()  # models that hold themselves are there until then
             idle = self._idle_everywhere()
         number = min(idle, default=len(self.lent))
-        group = self.lent[number][0] if idle else data_group(self.plan)
+        group = self.lent[number][0] if idle else process_groups.data_group(self.plan)
         self.lent[number : number + 1] = [(group, weakref.ref(spec))]
         return group
 
@@ -224,7 +224,7 @@ class Mesh:
         Every rank calls it, the first time to make its groups.
         """
         if not self.rows:
-            grid, made = grid_of_rows(self.plan, self.grid, copy=self.copy)
+            grid, made = process_groups.grid_of_rows(self.plan, self.grid, copy=self.copy)
             self.rows.append(grid)
             self.further.extend(made)
         return self.rows[0]
@@ -303,27 +303,27 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0, device: to
     opened = not dist.is_initialized()
     if opened:
         _meet(world, device, timeout_seconds)
-    before = set(_world.pg_map)
+    before = set(c10d_world.pg_map)
     mesh = _laid_out(plan, world, device)
-    return replace(mesh, opened=opened, made=tuple(group for group in _world.pg_map if group not in before))
+    return replace(mesh, opened=opened, made=tuple(group for group in c10d_world.pg_map if group not in before))
 
 
 def _laid_out(plan: Plan, world: World, device: torch.device) -> Mesh:
-    devices = device_mesh(plan, device)
+    devices = process_groups.device_mesh(plan, device)
     return Mesh(
         plan,
         world,
         device,
         devices,
         group=dist.group.WORLD,
-        data_group=data_group(plan) if plan.channel * plan.stage > 1 else dist.group.WORLD,
-        statistics_group=data_group(plan),
-        checkpoint_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2)),
+        data_group=process_groups.data_group(plan) if plan.channel * plan.stage > 1 else dist.group.WORLD,
+        statistics_group=process_groups.data_group(plan),
+        checkpoint_group=process_groups.checkpoint_group(),
         channel_group=devices.get_group("channel") if plan.channel > 1 else None,
-        stage_group=line(devices, "stage") if plan.stage > 1 else None,
-        copy_group=copy_group(plan, device),
-        grid=grid_of(plan, devices, rank=world.rank),
-        shards=shards_of(plan, devices) if plan.shard > 1 else None,
+        stage_group=process_groups.line(devices, "stage") if plan.stage > 1 else None,
+        copy_group=process_groups.copy_group(plan, device),
+        grid=process_groups.grid_of(plan, devices, rank=world.rank),
+        shards=process_groups.shards_of(plan, devices) if plan.shard > 1 else None,
     )
 
 
@@ -342,14 +342,14 @@ def leave(mesh: Mesh) -> None:
     if not dist.is_initialized():
         return
     if mesh.shards is not None:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from widefield.private_torch.dtensor import clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()  # else what torch computes from DTensors on the next equal mesh would name this one
+        clear_sharding_prop_cache()  # else what torch computes from DTensors on the next equal mesh would name this one
     if mesh.opened:
         dist.destroy_process_group()
         return
     for group in (*mesh.made, *mesh.further, *(group for group, _ in mesh.lent)):
-        if group in _world.pg_map:
+        if group in c10d_world.pg_map:
             dist.destroy_process_group(group)
 
 

@@ -2,7 +2,8 @@
 
 NCCL sends a GPU's tensors and gloo the host's.  Where gloo carries messages between GPUs, as for ranks that share one, its
 collectives copy to the host's memory and back by themselves; its `send` and `recv` do not, but hand a GPU's address to a
-socket, which ends the process (torch 2.14, ProcessGroupGloo).  So such messages are copied here, and nowhere else.
+socket, which ends the process (torch 2.14, ProcessGroupGloo).  So such messages are copied here.  Only stages of a pipeline,
+whose messages torch posts itself, give theirs on the `message_device` instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group:
     """
     posts = [dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer) for peer, buffer in receives.items()]
     posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer, message in sends.items()]
-    return dist.batch_isend_irecv([by_host(post) for post in posts])
+    return dist.batch_isend_irecv([_by_host(post) for post in posts])
 
 
 def send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
@@ -42,7 +43,7 @@ def receive(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
     return buffer.copy_(host)
 
 
-def by_host(post: dist.P2POp) -> dist.P2POp:
+def _by_host(post: dist.P2POp) -> dist.P2POp:
     """The same message, which passes the host's memory where the group's messages must."""
     if passes_the_host(post.group, post.tensor.device):
         post.op = _sent if post.op is dist.isend else _received

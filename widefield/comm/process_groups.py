@@ -5,6 +5,7 @@ Making a group takes every rank of the run, in the same order, whether it is in 
 
 from __future__ import annotations
 
+import datetime
 import math
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from widefield.geometry.layout import Grid
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 
 def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
@@ -33,7 +34,9 @@ def line(devices: DeviceMesh, axis: str) -> dist.ProcessGroup:
     Their messages would wait behind those of others there, and torch counts them among its collectives, of which a watch for
     missing ranks expects that all ranks count alike.
     """
-    return devices.get_group(axis) if devices.ndim > 1 else dist.new_group()
+    group = devices.get_group(axis) if devices.ndim > 1 else dist.new_group()
+    assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is in no group along {axis}"
+    return group
 
 
 def shards_of(plan: Plan, devices: DeviceMesh) -> DeviceMesh:
@@ -48,7 +51,20 @@ def shards_of(plan: Plan, devices: DeviceMesh) -> DeviceMesh:
 def data_group(plan: Plan) -> dist.ProcessGroup:
     """A new group of the ranks that have the same part of the model as this one; every rank makes all of them."""
     inner = plan.channel * plan.stage
-    group, _ = dist.new_subgroups_by_enumeration([list(range(part, plan.ranks, inner)) for part in range(inner)])
+    return group_among([list(range(part, plan.ranks, inner)) for part in range(inner)])
+
+
+def group_among(ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """This rank's one of new groups of these ranks; every rank is in one of them, and makes all."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
+    assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is in none of {ranks}"
+    return group
+
+
+def checkpoint_group() -> dist.ProcessGroup:
+    """A new group of all ranks for what checkpoints tell each other, on the CPU; a disk may keep it waiting for long."""
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
+    assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is in no group of all ranks"
     return group
 
 
@@ -61,7 +77,7 @@ def copy_group(plan: Plan, device: torch.device) -> dist.ProcessGroup | None:
         return dist.group.WORLD
     each = plan.ranks // copies
     ranks = [list(range(first, first + each)) for first in range(0, plan.ranks, each)]
-    return dist.new_subgroups_by_enumeration(ranks, backend="gloo")[0]
+    return group_among(ranks, backend="gloo")
 
 
 def grid_of(plan: Plan, devices: DeviceMesh, *, rank: int) -> Grid:
@@ -70,7 +86,8 @@ def grid_of(plan: Plan, devices: DeviceMesh, *, rank: int) -> Grid:
     if grid.size == 1:
         return grid
     inner = plan.channel * plan.stage
-    index, groups = rank // inner % grid.size, []
+    index = rank // inner % grid.size
+    groups: list[tuple[tuple[int, ...], str]] = []
     for axes in grid.names():
         if len(axes) == 1:
             groups.append((axes, line(devices, f"space{axes[0]}").group_name))
@@ -79,8 +96,7 @@ def grid_of(plan: Plan, devices: DeviceMesh, *, rank: int) -> Grid:
         lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.num_shards(others))]
         starts = [copy + part for copy in range(0, plan.ranks, grid.size * inner) for part in range(inner)]
         ranks = [[start + r * inner for r in line] for start in starts for line in lines]
-        group, _ = dist.new_subgroups_by_enumeration(ranks)
-        groups.append((axes, group.group_name))
+        groups.append((axes, group_among(ranks).group_name))
     return Grid(tuple(plan.space), index, tuple(groups))
 
 
@@ -91,14 +107,15 @@ def grid_of_rows(plan: Plan, tiles: Grid, *, copy: int) -> tuple[Grid, list[dist
     """
     inner = plan.channel * plan.stage
     grid = Grid((plan.replicate * plan.shard, *tiles.sizes), copy * tiles.size + tiles.index)
-    groups, made = [(tuple(axis + 1 for axis in axes), name) for axes, name in tiles.groups], []
+    groups = [(tuple(axis + 1 for axis in axes), name) for axes, name in tiles.groups]
+    made: list[dist.ProcessGroup] = []
     for axes in grid.names():
         if 0 not in axes:
             continue
         others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)
         lines = [[r for r in range(grid.size) if grid.place_on(others, r) == place] for place in range(grid.num_shards(others))]
         ranks = [[r * inner + part for r in line] for part in range(inner) for line in lines]
-        group, _ = dist.new_subgroups_by_enumeration(ranks)
+        group = group_among(ranks)
         made.append(group)
         groups.append((axes, group.group_name))
     return replace(grid, groups=tuple(sorted(groups))), made

@@ -18,9 +18,9 @@ from types import CodeType, FrameType
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from widefield.comm.mesh import Mesh
+from widefield.private_torch.process_groups import get_default_store, sequence_number
 
 _FLAG = "some rank's step does not end"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -59,7 +59,7 @@ class StallWatch:
         self, mesh: Mesh, *, seconds: float, at: Callable[[], tuple[int, float | None]], warn: Callable[[str], None]
     ) -> None:
         self._mesh, self._seconds, self._at, self._warn = mesh, seconds, at, warn
-        self._store = dist.PrefixStore("widefield/stall", _get_default_store().clone())
+        self._store = dist.PrefixStore("widefield/stall", get_default_store().clone())
         self._groups = [group for group in {mesh.group, mesh.data_group, mesh.statistics_group} if group is not None]
         self._begun = self._collectives()
         """Before: ranks come here alike, whatever two of them said to each other so far."""
@@ -121,7 +121,7 @@ class StallWatch:
         return Stand(self._beat, step, self._collectives() - self._begun, place_of(frame), is_waiting(frame))
 
     def _collectives(self) -> int:
-        return sum(group._get_sequence_number_for_group() for group in self._groups)
+        return sum(map(sequence_number, self._groups))
 
 
 def is_waiting(frame: FrameType | None) -> bool:

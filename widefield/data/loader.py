@@ -26,6 +26,7 @@ from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
 from widefield.data.transforms import Transforms, seed_of
 from widefield.geometry import Interval, even_cut, parts_of
+from widefield.private_torch.loaders import shutdown_workers
 
 
 @dataclass(frozen=True)
@@ -336,7 +337,7 @@ def load_batches(reader: SampleReader, sampler: Sampler[list[Key]], *, workers: 
 
 def close(batches: Iterator[Batch]) -> None:
     """End the worker processes behind a loader's iterator, now rather than when it is collected."""
-    getattr(batches, "_shutdown_workers", lambda: None)()
+    shutdown_workers(batches)
 
 
 def reader_of(

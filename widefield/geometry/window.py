@@ -143,7 +143,7 @@ class Shift:
 class StridedRun:
     """Output pixels in `output` read input pixels from `first` on, each `step` further: 1, -1, or 0 for the same one.
 
-    >>> mirrored = Run(output=Interval(0, 3), first=3, step=-1)
+    >>> mirrored = StridedRun(output=Interval(0, 3), first=3, step=-1)
     >>> mirrored.input_read_by(Interval(1, 9)), mirrored.output_reading(Interval(3, 9))
     (Interval(start=1, stop=3), Interval(start=0, stop=1))
     """

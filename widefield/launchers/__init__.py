@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from widefield.naming import load, names_in
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 if TYPE_CHECKING:
     from widefield.comm.mesh import Mesh, World

@@ -256,7 +256,7 @@ def _run_agent(ranks: int, command: list[str], party: _RankProcesses) -> None:
     try:
         _agent(ranks, command, meeting, party).run()
     except SignalException:
-        pass  # our own, from _monitor_workers: the ranks have ended
+        pass  # our own, from monitor_workers: the ranks have ended
     finally:
         meeting.shutdown()
 
@@ -264,17 +264,17 @@ def _run_agent(ranks: int, command: list[str], party: _RankProcesses) -> None:
 def _agent(ranks: int, command: list[str], meeting: Any, party: _RankProcesses) -> Any:
     """Torch's agent for `command` on `ranks` ranks, with our endings.  A function, for torch is imported when ranks start."""
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-    class Agent(LocalElasticAgent):
-        def _start_workers(self, worker_group: Any) -> Any:
-            pids = super()._start_workers(worker_group)
-            context: Any = self._pcontext  # a SubprocessContext, for `command` is no Python function
-            party.processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+    from widefield.private_torch.elastic import WorkerAgent
+
+    class Agent(WorkerAgent):
+        def start_workers(self, worker_group: Any) -> Any:
+            pids = super().start_workers(worker_group)
+            party.processes = self.worker_processes()
             return pids
 
-        def _monitor_workers(self, worker_group: Any) -> Any:
+        def monitor_workers(self, worker_group: Any) -> Any:
             if party.received is not None and not party.ended_well():
                 party.end_after_signal(party.received)
                 party.kill()
@@ -283,7 +283,7 @@ def _agent(ranks: int, command: list[str], meeting: Any, party: _RankProcesses) 
                 party.end_after_failure()
             elif party.running():
                 return RunResult(state=WorkerState.HEALTHY)
-            return super()._monitor_workers(worker_group)
+            return super().monitor_workers(worker_group)
 
     spec = WorkerSpec(
         role="default",

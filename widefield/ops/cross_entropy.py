@@ -19,6 +19,7 @@ from widefield.geometry.layout import Layout, layout_of, uncut
 from widefield.ops.losses import MEAN, NONE, SUM, each, same_pixels
 from widefield.ops.reductions import WIDE
 from widefield.rules import Description, Local, Meta, Reduced, case, rule
+from widefield.tiled.overrides import BELOW, override
 from widefield.tiled.redistribute import moved
 from widefield.tiled.tensor import TiledTensor
 
@@ -98,6 +99,7 @@ for forward, backward in (
 # ---------------------------------------------------------------------------------------------- cross entropy
 
 
+@override("cross_entropy_loss")
 def _cross_entropy(
     keys: Any,
     logits: Tensor,
@@ -110,11 +112,10 @@ def _cross_entropy(
     """torch's cross entropy, which for smoothed labels and class weights picks pixels to add their weights up, as tiles cannot.
 
     Here each pixel looks its weight up, and one that is ignored adds none: as many numbers in memory, nothing is sent but sums.
-    It is caught where torch first meets a tensor that has a `__torch_dispatch__`, above autograd; all else goes on as always.
     """
     is_tiled = type(logits) is TiledTensor or type(target) is TiledTensor
     if not is_tiled or weight is None or not label_smoothing or reduction != MEAN or target.is_floating_point():
-        below = keys & _BELOW
+        below = keys & BELOW
         return aten.cross_entropy_loss.default.redispatch(
             below, logits, target, weight, reduction, ignore_index, label_smoothing
         )
@@ -124,11 +125,6 @@ def _cross_entropy(
     soft = (chances * weight.view(-1, *[1] * (logits.ndim - at - 1))).sum(at).neg().masked_fill_(ignored, 0.0).sum()
     weights = aten.index.Tensor(weight, [target.masked_fill(ignored, 0)]).masked_fill_(ignored, 0.0).sum()
     return (1 - label_smoothing) * hard + (label_smoothing / logits.shape[at]) * (soft / weights)
-
-
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
-_LIBRARY = torch.library.Library("aten", "IMPL")
-_LIBRARY.impl("cross_entropy_loss", _cross_entropy, "PythonTLSSnapshot", with_keyset=True)
 
 
 # ---------------------------------------------------------------------------------------------- cases

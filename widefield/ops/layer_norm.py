@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
 from torch.nn import functional as F
 
 from widefield.geometry.layout import layout_of
 from widefield.kernels import moments
 from widefield.ops.normalization import gives_partial_gradient, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
+from widefield.private_torch.decompositions import decomposition_table
+from widefield.private_torch.dispatcher import AutoDispatchBelowAutograd
 from widefield.rules import Meta, PartialSum, Reduced, Tile, case, rule
 from widefield.tiled.tensor import TiledTensor
 
@@ -209,7 +210,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():  # above, a CPU's operation is taken apart
+        with AutoDispatchBelowAutograd():  # above, a CPU's operation is taken apart
             out, invstd = aten._fused_rms_norm.default(x, w.shape, w, 0.1)
         ctx.save_for_backward(x, invstd, w)
         return out

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from widefield.geometry.layout import Layout
 from widefield.kernels import moments
+from widefield.private_torch.tensors import weight_norm
 from widefield.rules import Meta, PartialSum, Reduced, Tile, case, rule
 from widefield.tiled.redistribute import first_cut, moved
 
@@ -367,7 +368,7 @@ CASES = [
         (3,),
     ),
     case("local response", lambda x: F.local_response_norm(x * 9, 3), (2, 6, 17, 11)),
-    case("weight norm", lambda x, v, g: F.conv2d(x, torch._weight_norm(v, g, 0)), (2, 3, 17, 11), (4, 3, 3, 3), (4, 1, 1, 1)),
+    case("weight norm", lambda x, v, g: F.conv2d(x, weight_norm(v, g, 0)), (2, 3, 17, 11), (4, 3, 3, 3), (4, 1, 1, 1)),
     case(
         "spectral norm", lambda x, w: F.conv2d(x, w / torch.linalg.matrix_norm(w.flatten(1), 2)), (2, 3, 17, 11), (4, 3, 3, 3)
     ),

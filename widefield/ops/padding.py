@@ -19,6 +19,7 @@ from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Cut, Cuts
 from widefield.geometry.window import Back, Border, Shift, border
 from widefield.rules import LocalBoxes, Meta, Read, Run, Tile, Windowed, case, rule
+from widefield.tiled.overrides import BELOW, override
 from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
@@ -304,13 +305,11 @@ def _shifted(meta: Meta, dim: int, cut_of: Any) -> Cuts:
     return tuple(cuts)
 
 
+@override("_pad_circular")
 def _circular(keys: Any, image: Tensor, pad: Sequence[int]) -> Tensor:
-    """torch's `_pad_circular`, which would write slices of an empty tensor in place; on tiles it is the operation above.
-
-    It is caught where torch first meets a tensor that has a `__torch_dispatch__`, above autograd; others go on as always.
-    """
+    """torch's `_pad_circular`, which would write slices of an empty tensor in place; on tiles it is the operation above."""
     if type(image) is not TiledTensor:
-        return aten._pad_circular.default.redispatch(keys & _BELOW, image, pad)
+        return aten._pad_circular.default.redispatch(keys & BELOW, image, pad)
     sides = _sides(Meta(tuple(image.shape), image.dtype, None, 0), pad)
     for dim, (before, after) in sides.items():  # what is cut off goes first, as torch's
         crop = max(-before, 0), max(-after, 0)
@@ -321,11 +320,6 @@ def _circular(keys: Any, image: Tensor, pad: Sequence[int]) -> Tensor:
     for dim, (before, after) in sides.items():
         out = torch.ops.widefield.circular_pad(out, dim, max(before, 0), max(after, 0))
     return out if sides else image.clone(memory_format=torch.contiguous_format)
-
-
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
-_LIBRARY = torch.library.Library("aten", "IMPL")
-_LIBRARY.impl("_pad_circular", _circular, "PythonTLSSnapshot", with_keyset=True)
 
 
 # ---------------------------------------------------------------------------------------------- cases

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from widefield.geometry.layout import Layout
+from widefield.private_torch.dispatcher import schema_of
+from widefield.private_torch.tensors import base_of, standard_gamma
 from widefield.rules import case, composed
 from widefield.tiled.redistribute import to_layout, whole_of
 from widefield.tiled.rng import check_generators, drawn
@@ -35,9 +37,9 @@ aten = torch.ops.aten
 def _fill(operation: Any, tensor: TiledTensor, *args: Any, generator: torch.Generator | None = None) -> Tensor:
     """An in-place draw: the whole's numbers, of which the tile takes its own."""
     check_generators(tensor, generator)
-    if operation is aten.normal_.default and tensor._base is not None and tensor._base.numel() != tensor.numel():
+    if operation is aten.normal_.default and base_of(tensor) is not None and base_of(tensor).numel() != tensor.numel():
         raise NotImplementedError(
-            f"normal_ on {list(tensor.shape)} px of {list(tensor._base.shape)} px cut into tiles: torch draws other numbers "
+            f"normal_ on {list(tensor.shape)} px of {list(base_of(tensor).shape)} px cut into tiles: torch draws other numbers "
             "where pixels lie apart in memory, which tiles do not tell; write part.copy_(torch.randn_like(part))"
         )
     part = drawn(tensor, lambda whole: operation(whole, *args, generator=generator))
@@ -97,7 +99,7 @@ def _on_the_whole(operation: Any, *args: Any, **options: Any) -> Any:
     layout = next((value.tile_layout for value in tiled if value.tile_layout.is_cut), tiled[0].tile_layout)
     wholes = [whole_of(value) if type(value) is TiledTensor else value for value in args]
     out = operation(*wholes, **options)
-    for number, argument in enumerate(operation._schema.arguments[: len(args)]):
+    for number, argument in enumerate(schema_of(operation).arguments[: len(args)]):
         if argument.alias_info is not None and argument.alias_info.is_write:
             _take_back(args[number], wholes[number])
     if out is wholes[0]:
@@ -230,7 +232,7 @@ CASES = [
     case("poisson", lambda x: x + torch.poisson(_chance(x)), (2, 3, 9, 7)),
     case("binomial", lambda x: x + torch.binomial(torch.full_like(x, 5.0), _chance(x)), (2, 3, 9, 7)),
     case("normal around pixels", lambda x: torch.normal(x, 1.0) + torch.normal(x, _chance(x)), (2, 3, 9, 7)),
-    case("Gamma around pixels", lambda x: torch._standard_gamma(x.abs() + 0.5), (2, 3, 9, 7)),
+    case("Gamma around pixels", lambda x: standard_gamma(x.abs() + 0.5), (2, 3, 9, 7)),
     case("multinomial", lambda x: torch.multinomial(_chance(x), 3), (4, 9)),
     case("gumbel softmax", lambda x: F.gumbel_softmax(x, dim=1), (2, 3, 9, 7)),
     case("rrelu", lambda x: F.rrelu(x, training=True), (2, 3, 9, 7)),

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
 from torch.nn import functional as F
 
 from widefield.geometry.box import is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.resize import Resize, Resized
+from widefield.private_torch.decompositions import get_decompositions
+from widefield.private_torch.dispatcher import dispatch_tls_is_dispatch_key_included
 from widefield.rules import RULES, LocalBoxes, Meta, Read, Tile, Windowed, case, rule
+from widefield.tiled.overrides import BELOW, override
 from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
@@ -290,21 +292,17 @@ def resize_backward(grad: Meta, name: str, size, input_size, given, scales) -> W
 def _resized(name: str, keys: Any, image: Tensor, size: Sequence[int] | None, *rest: Any) -> Tensor:
     """torch's resize by size or factors.  A compiler would take it apart into picks of pixels, which gather an image on tiles.
 
-    It is caught where torch first meets a tensor that has a `__torch_dispatch__`, above autograd; others go on as always.
+    Untiled images go on as always.
     """
-    compiling = torch._C._dispatch_tls_is_dispatch_key_included("PythonDispatcher")
+    compiling = dispatch_tls_is_dispatch_key_included("PythonDispatcher")
     if compiling and type(image) is not TiledTensor:
-        return getattr(aten, name).vec.redispatch(keys & _BELOW, image, size, *rest)
+        return getattr(aten, name).vec.redispatch(keys & BELOW, image, size, *rest)
     *given, scales = rest
     if size is None:
         size = [int(extent * scale) for extent, scale in zip(image.shape[2:], scales, strict=True)]
     if not compiling:  # what torch's own kernel does; torch 2.11 cannot go on to that one in inference mode
         return getattr(aten, name).default(image, size, *_rest(size, given, scales))
     return torch.ops.widefield.resize(image, name, size, given, scales)
-
-
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
-_LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 # ---------------------------------------------------------------------------------------------- registration
@@ -329,7 +327,7 @@ def _register(dims: int, kind: str, name: str) -> None:
     def backward(grad: Meta, output_size, input_size, *rest) -> Windowed:
         return _resize_backward(back, kind, grad, output_size, input_size, *given(rest))
 
-    _LIBRARY.impl(f"aten::{name}.vec", partial(_resized, name), "PythonTLSSnapshot", with_keyset=True)
+    override(f"{name}.vec")(partial(_resized, name))
 
 
 for _dims, _kind, _name in (

@@ -18,6 +18,7 @@ from widefield.geometry.window import Window
 from widefield.ops.views import seen
 from widefield.rules import Local, Meta, case, composed, rule
 from widefield.tiled.dispatch import by_rule
+from widefield.tiled.overrides import BELOW, override
 from widefield.tiled.redistribute import whole_of
 from widefield.tiled.tensor import TiledTensor
 from widefield.tiled.view_writeback import version_of
@@ -108,16 +109,13 @@ def _placed(grad: Meta, shape: tuple[int, ...], cuts: Cuts, dim: int, pixels: ra
     return Local([grad], lambda _: [(shape, cuts)], run)
 
 
+@override("tensor_split.tensor_indices_or_sections")
 def _tensor_split(keys: Any, x: Tensor, places: Tensor, dim: int = 0) -> list[Tensor]:
     """torch's `tensor_split` at places that a tensor gives, of which it would read the memory: a tiled one has to be whole."""
     if type(places) is TiledTensor:
         return list(torch.tensor_split(x, int(places) if not places.ndim else whole_of(places).tolist(), dim))
-    return aten.tensor_split.tensor_indices_or_sections.redispatch(keys & _BELOW, x, places, dim)
+    return aten.tensor_split.tensor_indices_or_sections.redispatch(keys & BELOW, x, places, dim)
 
-
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
-_LIBRARY = torch.library.Library("aten", "IMPL")
-_LIBRARY.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "PythonTLSSnapshot", with_keyset=True)
 
 # ---------------------------------------------------------------------------------------------- selections
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from widefield.geometry.layout import Cuts, Layout, layout_of, uncut
+from widefield.private_torch.tensors import is_view
 from widefield.rules import Local, Meta, case, composed, rule
 from widefield.tiled.dispatch import by_rule
 from widefield.tiled.tensor import TiledTensor, swap, wrap_view
@@ -152,7 +153,7 @@ _IN_PLACE = {
 
 def _seen_in_place(operation: Any) -> Any:
     def changed(x: TiledTensor, *args: Any) -> Tensor:
-        if x.shown and x.requires_grad and torch.is_grad_enabled() and not x._is_view():
+        if x.shown and x.requires_grad and torch.is_grad_enabled() and not is_view(x):
             raise NotImplementedError(
                 f"the dims of a tensor in tiles, of shape {list(x.shape)}, cannot be changed in place once views of it were "
                 "taken, whose gradients would take the old dims for the new; use the operation that gives a new tensor"

@@ -8,8 +8,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from widefield.private_torch.modules import NormBase, buffers_of
 from widefield.tiled.batch_statistics import ARE_ROWS
 from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
@@ -22,21 +22,23 @@ def inactive(model: nn.Module) -> Iterator[None]:
     any other BatchNorm or InstanceNorm leaves its running statistics alone.  The loss of a stand-in must be multiplied by 0
     for the layers behind the last SyncBatchNorm.  Recomputed activations (checkpointing) need backward inside as well.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, _NormBase)]
+    layers = [layer for layer in model.modules() if isinstance(layer, NormBase)]
     ours = [layer for layer in layers if isinstance(layer, SyncBatchNorm)]
-    others = [(layer, dict(layer._buffers)) for layer in layers if not isinstance(layer, SyncBatchNorm)]
-    for layer in ours:
-        layer.inactive = True
+    others: list[tuple[nn.Module, dict[str, Any]]] = [
+        (layer, dict(buffers_of(layer))) for layer in layers if not isinstance(layer, SyncBatchNorm)
+    ]
+    for sync in ours:
+        sync.inactive = True
     _GHOSTS[model] = others
-    for layer, buffers in others:  # they write into copies, which are dropped
-        layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+    for other, buffers in others:  # they write into copies, which are dropped
+        buffers_of(other).update({name: None if value is None else value.clone() for name, value in buffers.items()})
     try:
         yield
     finally:
-        for layer in ours:
-            del layer.inactive
-        for layer, buffers in others:
-            layer._buffers.update(buffers)
+        for sync in ours:
+            del sync.inactive
+        for other, buffers in others:
+            buffers_of(other).update(buffers)
         _GHOSTS.pop(model, None)
 
 
@@ -68,5 +70,5 @@ def real_buffers(model: nn.Module) -> None:
     """Let a stand-in's pass write to the model's own buffers: where copies share a batch, all write the same."""
     others = _GHOSTS[model]
     for layer, buffers in others:
-        layer._buffers.update(buffers)
+        buffers_of(layer).update(buffers)
     others.clear()

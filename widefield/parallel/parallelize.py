@@ -14,10 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from widefield.capture.interpreter import RankShardModule
 from widefield.comm.mesh import Mesh
-from widefield.naming import load
+from widefield.config.strategies import STRATEGIES
+from widefield.naming import load_all
 from widefield.parallel import optimizer_steps
 from widefield.parallel.strategies import Phase, data, fully_shard
-from widefield.plan import STRATEGY_OF_AXIS, Plan
+from widefield.parallel.strategies._optimizer_shards import share_states as share_optimizer_states
+from widefield.plans import Plan
 from widefield.tiled.redistribute import dense_strides
 from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
@@ -53,7 +55,7 @@ def parallelize(
     if dist.is_initialized():
         SyncBatchNorm.adopt(model)
     found = []
-    for strategy in _strategies(mesh):
+    for strategy in _strategies(mesh.plan):
         more = {"sample": sample} if strategy.PHASE == Phase.SPLIT else {}
         found += strategy.apply(model, mesh, trial_step=trial_step, **more)
     if mesh.plan.channel * mesh.plan.stage > 1:
@@ -70,7 +72,7 @@ def parallelize_average(
 
     It holds the same parts, so that they can be averaged one by one; its passes average no gradient.
     """
-    for strategy in _strategies(mesh):
+    for strategy in _strategies(mesh.plan):
         if strategy.PHASE == Phase.SPLIT or (strategy is fully_shard and mesh.plan.sharding.zero > 1):
             more = {"trial_step": trial_step, "sample": sample} if strategy.PHASE == Phase.SPLIT else {}
             strategy.apply(copy, mesh, **more)
@@ -86,7 +88,7 @@ def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Op
         optimizer_steps.refuse_unfit(
             optimizer, has_whole_weights=True, where="with sharding.zero=1 each rank steps some of them"
         )
-        return fully_shard.share_states(optimizer, mesh)
+        return share_optimizer_states(optimizer, mesh)
     return optimizer
 
 
@@ -158,18 +160,7 @@ def reasons(model: nn.Module) -> list[str]:
     return list(_REASONS.get(model, []))
 
 
-def _strategies(mesh: Mesh) -> list[ModuleType]:
-    """The strategy files that the plan calls for, in the order of their Phase."""
-    names = sorted(_names(mesh.plan, mesh.size))  # channels are cut before stages are
-    return sorted((load("widefield.parallel.strategies", name) for name in names), key=lambda strategy: strategy.PHASE)
-
-
-def _names(plan: Plan, ranks: int) -> set[str]:
-    names = {STRATEGY_OF_AXIS[axis] for axis, size in plan.axes.items() if size > 1 and axis != "replicate"}
-    if plan.stage > 1:  # which averages gradients itself; ZeRO-1 then shares the optimizer's state alone
-        names.discard("fully_shard")
-    names |= {"recompute"} if plan.recompute is not None else set()
-    alike = ranks // (plan.channel * plan.stage)
-    if plan.shard == plan.stage == 1 and (alike > 1 or plan.data_strategy != "data"):
-        names.add(plan.data_strategy)
-    return names
+def _strategies(plan: Plan) -> list[ModuleType]:
+    """The strategy files that the plan calls for, in the order of their Phase; channels are cut before stages are."""
+    used = [strategy for strategy in load_all(STRATEGIES) if strategy.is_used(plan)]
+    return sorted(used, key=lambda strategy: (strategy.PHASE, strategy.__name__))

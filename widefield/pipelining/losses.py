@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from widefield.capture.fake_parameters import tensors_of
 from widefield.capture.ir import Graph, Value
+from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 LossOf = Callable[[Any, Any], Tensor]
 

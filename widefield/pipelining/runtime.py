@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from widefield.capture.fake_parameters import Like, name_of, named_tensors, tensors_of
 from widefield.capture.interpreter import ForwardOverride, OverriddenModule, override_of
@@ -25,6 +24,7 @@ from widefield.capture.program_cache import ProgramCache, constants_of
 from widefield.capture.python_watch import Guards
 from widefield.capture.trace import trace, without_autocast
 from widefield.comm import point_to_point
+from widefield.comm.devices import message_device
 from widefield.comm.mesh import Mesh
 from widefield.geometry.layout import Layout, layout_of
 from widefield.pipelining.losses import Job, LossOf, dims_of_samples
@@ -36,6 +36,7 @@ from widefield.pipelining.stage import StageModule
 from widefield.pipelining.stage_parts import StageGraph, parts_of
 from widefield.pipelining.stage_state import average_gradients
 from widefield.pipelining.wire import off_wire, on_wire, wire_meta
+from widefield.private_torch.modules import BatchNorm
 from widefield.tensor_parallel.runtime import TensorParallelForward
 from widefield.tiled.partial_gradient import partial_of
 from widefield.tiled.redistribute import local_of
@@ -298,7 +299,7 @@ def refuse_batchwise(module: nn.Module, graph: Graph, micro_batches: int, counte
 
 def batchwise(module: nn.Module, graph: Graph) -> list[str]:
     """The layers that in training look at all samples at once, or that remember something of each pass; else the operations."""
-    found = {name: None for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
+    found = {name: None for name, layer in module.named_modules() if isinstance(layer, BatchNorm) and layer.training}
     found |= {name.rpartition(".")[0]: None for name in graph.updates}
     return list(found) or where_samples_meet(graph)
 
@@ -333,19 +334,18 @@ class _Pass:
 
     def learn(self, override: PipelineForward, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Make torch's schedule.  inputs: such as one micro-batch has on this rank."""
-        weights, count, device = named_tensors(module), len(self.parts), override.mesh.device
-        kind = override.mesh.plan.pipeline.schedule
+        weights, count, kind = named_tensors(module), len(self.parts), override.mesh.plan.pipeline.schedule
+        device, wire = override.mesh.device, message_device(override.group, override.mesh.device)
         mine = [stage for stage in range(count) if override.rank_of(stage) == override.mesh.stage]
         like = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs)
         self.stages: list[OwningStage] = []
         for stage in mine:
-            splits = kind == "zero_bubble"
-            place = {"stage": stage, "stages": count, "splits": splits, "layouts": self.layouts}
-            made = StageModule(self.parts[stage], weights, **place)
+            torchs = SplitStage if kind == "zero_bubble" else OwningStage
+            place = {"stage": stage, "stages": count, "device": device, "wire": wire, "layouts": self.layouts}
+            made = StageModule(self.parts[stage], weights, splits=torchs is SplitStage, **place)
             takes, gives = made.metas(like)
             self.modules.append(made)
-            torchs = SplitStage if splits else OwningStage
-            self.stages.append(torchs(made, stage, count, device, input_args=takes, output_args=gives, group=override.group))
+            self.stages.append(torchs(made, stage, count, wire, input_args=takes, output_args=gives, group=override.group))
         self.has_first, self.positions = 0 in mine, torch.arange(override.micro_batches * len(inputs[0]))
         self.schedule = _schedule(kind, self.stages, override.micro_batches, self._loss)
         names = inspect.signature(self.schedule.step).parameters

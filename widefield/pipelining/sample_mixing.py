@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from widefield.capture.decompositions import BATCH_NORM_OVER
 from widefield.capture.ir import Graph, Node, Value
 from widefield.geometry.layout import Cut, Grid, layout_of
+from widefield.private_torch.dispatcher import OpOverload
+from widefield.private_torch.pytree import tree_leaves
 from widefield.tiled.sample_mixing import PRODUCTS, ROW_BY_ROW, VIEWS, may_mix, name_of, tells_samples_apart
 from widefield.tiled.tensor import TiledTensor, wrap
 
@@ -47,7 +48,7 @@ def where_samples_meet(graph: Graph) -> list[str]:
                 if out is None:
                     continue
                 shown = _viewed(out, node, known, inner) if name_of(node.op) in VIEWS and reads_samples else None
-                tells = type(tensor) is TiledTensor or isinstance(tensor, Tensor) and isinstance(node.op, torch._ops.OpOverload)
+                tells = type(tensor) is TiledTensor or isinstance(tensor, Tensor) and isinstance(node.op, OpOverload)
                 known[out] = shown if shown is not None else tensor if tells else _after(out, node, known, rows)
                 _pass_on(out, node, inner)
     return list(found)
@@ -74,7 +75,7 @@ _COPIES = {"clone", "copy", "_to_copy", "alias", "detach", "lift_fresh", "lift_f
 
 
 def _is_counted(node: Node) -> bool:
-    if not isinstance(node.op, torch._ops.OpOverload):
+    if not isinstance(node.op, OpOverload):
         return False
     name = node.op.overloadpacket.__name__
     is_bias = node.op is torch.ops.aten.add.Tensor and not _numbers_in(node)

@@ -8,17 +8,15 @@ taken twice, as the order of a set fell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward
 
-from widefield.comm.devices import passes_the_host
-from widefield.comm.point_to_point import by_host
+from widefield.private_torch.pipelining import stage_backward
 
 
 class OwningStage(PipelineStage):
@@ -36,35 +34,6 @@ class OwningStage(PipelineStage):
 
     def end_pass(self) -> None:
         self._sent.clear()
-
-    # What stages send each other passes the host's memory where the group's messages must.
-
-    def get_fwd_recv_ops(self, *args: Any) -> list[Any]:
-        return [by_host(post) for post in super().get_fwd_recv_ops(*args)]
-
-    def get_fwd_send_ops(self, *args: Any) -> list[Any]:
-        return [by_host(post) for post in super().get_fwd_send_ops(*args)]
-
-    def get_bwd_recv_ops(self, *args: Any) -> list[Any]:
-        return [by_host(post) for post in super().get_bwd_recv_ops(*args)]
-
-    def get_bwd_send_ops(self, *args: Any) -> list[Any]:
-        return [by_host(post) for post in super().get_bwd_send_ops(*args)]
-
-    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._said(super()._warmup_forward_vote, *args, **kwargs)
-
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._said(super()._warmup_backward_result, *args, **kwargs)
-
-    def _said(self, talk: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """What stages agree on before their first pass, in numbers that torch makes on `self.device` and sends."""
-        device = self.device
-        self.device = torch.device("cpu") if passes_the_host(self.group, device) else device
-        try:
-            return talk(*args, **kwargs)
-        finally:
-            self.device = device
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         without = [weight for weight in self.submod.parameters() if weight.grad is None]

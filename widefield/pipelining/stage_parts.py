@@ -12,12 +12,12 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from widefield.capture.interpreter import Program
 from widefield.capture.ir import Graph, Node, Value
 from widefield.capture.program_cache import Constant
 from widefield.pipelining.partition import Partition, free_values
+from widefield.private_torch.pytree import tree_leaves
 
 
 @dataclass(frozen=True)

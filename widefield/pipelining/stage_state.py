@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from widefield import sharded_state
 from widefield.capture.fake_parameters import named_tensors
 from widefield.comm.mesh import Mesh
+from widefield.private_torch.modules import buffers_of, parameters_of
 from widefield.tiled.partial_gradient import part_of_mean
 
 
@@ -49,7 +50,7 @@ def free_other_stages(model: nn.Module, names: frozenset[str], mesh: Mesh) -> No
         if name not in names:
             put[tensor] = _without_memory(tensor)
     for part in model.modules():
-        for held in (part._parameters, part._buffers):
+        for held in (parameters_of(part), buffers_of(part)):
             held.update({name: put[tensor] for name, tensor in held.items() if tensor is not None and tensor in put})  # type: ignore
     sharded_state.register(model, told)
 

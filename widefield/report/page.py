@@ -20,7 +20,8 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from widefield import plan as plans
+from widefield import plans
+from widefield.config.strategies import AXES
 from widefield.report import mistakes, plots, samples, stages
 from widefield.report.filling import laid_out, of_files
 from widefield.training.disk import replace_text
@@ -328,7 +329,7 @@ def _plan(start: Line) -> dict[str, Any]:
         plan = plans.from_text(text)
     except ValueError:
         return {"axes": [], "text": text}
-    names = {**plans.STRATEGY_OF_AXIS, "replicate": plan.data_strategy}
+    names = {axis: name for name, axis in AXES.items()} | {"replicate": plan.data_strategy}
     sizes = {axis: str(size) for axis, size in plan.axes.items()} | {"space": " x ".join(map(str, plan.space)) or "1"}
     axes = [(axis, sizes[axis], names[axis] if size > 1 else "") for axis, size in plan.axes.items()]
     stream = ("stream", str(plan.stream), "tile after tile") if plan.stream else ("stream", "–", "")

@@ -11,9 +11,9 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from widefield import plan as plans
+from widefield import plans
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, schedule_grid
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.report.plots import FAINT, INK, SERIES, SURFACE, WIDTH_IN, drawn, style
 
 ROW_IN = 0.34

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from widefield.capture.containers import refuse_hidden
 from widefield.capture.fake_parameters import named_tensors, refuse_scripts, tensors_of
@@ -22,6 +20,7 @@ from widefield.capture.trace import trace, without_autocast
 from widefield.geometry.box import size_of
 from widefield.geometry.layout import Cuts, Grid
 from widefield.module_wrapping import Wrapping, wrap_class
+from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
 from widefield.quantity import read_memory
 from widefield.streaming.choice import choose
 from widefield.streaming.fusion import CompiledRegions
@@ -184,7 +183,7 @@ class Streamed(Wrapping):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(self._in_turns)(args, kwargs)
+            return torch.compiler.disable(self._in_turns)(args, kwargs)
         return self._in_turns(args, kwargs)
 
     def _in_turns(self, args: tuple, kwargs: dict) -> Any:
@@ -269,11 +268,11 @@ class _StreamedFunction(torch.autograd.Function):
                 "forward again"
             )
         run.is_spent = True
-        slopes = {value: _in(grad, value, run) for value, grad in zip(ctx.outs, grads, strict=True) if grad is not None}
+        grad_of = {value: _in(grad, value, run) for value, grad in zip(ctx.outs, grads, strict=True) if grad is not None}
         with without_autocast():
-            gradient = run.backward(slopes)
+            gradient = run.backward(grad_of)
         found = [gradient(value) for value in ctx.wanting]
-        reached = _reached(run, slopes)  # with a gradient of zero where no pixel brings one
+        reached = _reached(run, grad_of)  # with a gradient of zero where no pixel brings one
         found = [_zeros(v, run) if grad is None and v in reached else grad for v, grad in zip(ctx.wanting, found, strict=True)]
         pairs = zip(found, tensors, ctx.wanting, strict=False)
         return None, None, None, *(_like(grad, tensor, value, run) for grad, tensor, value in pairs)

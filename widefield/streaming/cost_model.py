@@ -74,7 +74,7 @@ class Estimate:
     peak: of all on the device; kept values and their gradients are a part of it where the device is their place.
     fixed: what was said to be there.  inputs: those in memory.  weights: the gradients of weights that a backward gathers.
     outputs: the module's, with what comes back as their gradients and with the sums that these are put in.
-    kept, slopes: values between segments and their gradients, outputs apart; together: both at one time.
+    kept, grads: values between segments and their gradients, outputs apart; together: both at one time.
     work: of the turn that takes most, or of what runs once.
     cost: of the program, ideal: of a run without tiles; in bytes that memory could give in that time.
     """
@@ -272,7 +272,7 @@ def _backwards(node: Node) -> int:
 class Liveness:
     """From when until when values are kept.  Moments are the stages, forward and, where it trains, then backward.
 
-    kept, slopes: bytes of values and of their gradients at each moment, outputs apart.  once: values from what runs once, and
+    kept, grads: bytes of values and of their gradients at each moment, outputs apart.  once: values from what runs once, and
     what its backward takes, all of a stage together.  outputs: those made by then; in the backward with the gradients that
     come for them and, where is_here, the sums that these are put in.
     """

@@ -15,6 +15,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule
 
 from widefield.capture.ir import Value
+from widefield.private_torch.dispatcher import OpOverload
 from widefield.streaming.regions import Env, arguments, as_wanted
 from widefield.streaming.schedule import Turn
 from widefield.streaming.tile_ops import TileOp
@@ -57,7 +58,7 @@ def _joins(run: FusedOps, unit: TracedOp, step: TileOp) -> bool:
 
 
 def _is_simple(unit: TracedOp) -> bool:
-    return unit.is_pointwise and isinstance(unit.node.op, torch._ops.OpOverload) and len(unit.outs) == 1 and bool(unit.reads)
+    return unit.is_pointwise and isinstance(unit.node.op, OpOverload) and len(unit.outs) == 1 and bool(unit.reads)
 
 
 class CompiledRegions:

@@ -83,7 +83,7 @@ class _MemorySimulator:
         self._sizes: list[int] = []
         self._counts: list[int] = []
         self._env: dict[Value, tuple[int, Box]] = {}
-        self._slopes: dict[Value, int] = {}
+        self._grads: dict[Value, int] = {}
         self._records: list[_Record] = []
 
     def _new(self, size: int) -> int:
@@ -174,9 +174,9 @@ class _MemorySimulator:
         """Back through the steps, the gradients as autograd makes and frees them."""
         for value, box in self.turn.kept.items():
             if value.wants_grad:
-                self._slopes[value] = self._kept(value, box)
+                self._grads[value] = self._kept(value, box)
         for record in reversed(self._records):
-            given = [self._slopes.pop(out) for out in record.unit.outs if out in self._slopes]
+            given = [self._grads.pop(out) for out in record.unit.outs if out in self._grads]
             if given or record.unit.part is not None:
                 self._back(record, given)
             self._release(*given, *record.held)
@@ -195,7 +195,7 @@ class _MemorySimulator:
             token = self._hold(given[0]) if shares else self._new(box_bytes(value, box))
             if box is not None and box != around:
                 token = self._moved(token, box_bytes(value, around))
-            self._slopes[value] = self._added(value, token, box_bytes(value, around))
+            self._grads[value] = self._added(value, token, box_bytes(value, around))
         self._release(*news)
 
     def _moved(self, token: int, size: int) -> int:
@@ -206,9 +206,9 @@ class _MemorySimulator:
 
     def _added(self, value: Value, token: int, size: int) -> int:
         """A value's gradient with one more part, in place where nobody else holds it."""
-        if value not in self._slopes:
+        if value not in self._grads:
             return token
-        old = self._slopes[value]
+        old = self._grads[value]
         if self._counts[old] > 1:
             old = self._moved(old, size)
         self._release(token)

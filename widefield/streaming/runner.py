@@ -259,9 +259,9 @@ class Runner:
                 self.parts_of_grads[value] = grad if held is None else held + grad
 
     def _backward_segment(self, segment: FusedRegion) -> None:
-        slopes = {unit: self._part_slopes(unit, segment) for unit in segment.parts}
+        of_parts = {unit: self._part_grads(unit, segment) for unit in segment.parts}
         wanted = [value for value in segment.kept if value.wants_grad and value in self.grad_buffers]
-        if not wanted and all(slope is None for slope in slopes.values()):
+        if not wanted and all(part_grad is None for part_grad in of_parts.values()):
             return
         sources, small = self._sources(segment), _Leaves(self)
         around = self._around(segment)
@@ -278,13 +278,13 @@ class Runner:
                         outs.append(taken(*env[value], turn.kept[value]))
                         grads.append(self.grad_buffers[value].read(turn.kept[value]))
                 for unit, step in turn.parts:
-                    slope = slopes[unit]
-                    if slope is not None:
+                    part_grad = of_parts[unit]
+                    if part_grad is not None:
                         tensors, own = arguments(unit, step, env, small), known[unit][count[unit]]
                         part = step.call(tensors)[0] if step.known is None else step.known(own, tensors)
                         if part.requires_grad:
                             outs.append(part)
-                            grads.append(slope[count[unit]])
+                            grads.append(part_grad[count[unit]])
                     count[unit] += 1
                 env.clear()
                 if outs:
@@ -317,12 +317,12 @@ class Runner:
         """The gradients of this rank's parts of a sum."""
         total = unit.outs[0]
         assert total is not None
-        slope = self.grads.pop(total, None)
-        if slope is None:
+        part_grad = self.grads.pop(total, None)
+        if part_grad is None:
             return None
         with torch.enable_grad():
             parts = self.parts[unit].detach().requires_grad_()
-            (found,) = torch.autograd.grad(merged(unit, parts), parts, self.spatial.add_up_over_copies(unit, slope))
+            (found,) = torch.autograd.grad(merged(unit, parts), parts, self.spatial.add_up_over_copies(unit, part_grad))
         return self.spatial.own_parts(unit, segment.turns, found)
 
     def _backward_once(self, stage: Stage) -> None:

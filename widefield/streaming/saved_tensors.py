@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from widefield.capture.ir import Value
 from widefield.geometry.box import size_of
+from widefield.private_torch.pytree import tree_map
+from widefield.private_torch.tensors import cdata
 from widefield.streaming.tile_ops import TileOp
 from widefield.streaming.tile_planner import TracedOp
 
@@ -146,7 +147,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return cdata(tensor.untyped_storage())
 
 
 def _places(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -159,9 +160,9 @@ def _passes(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[i
     wanting = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
     if not outs or not wanting:
         return frozenset(range(len(tensors)))
-    slopes = [torch.empty_like(out) for out in outs]
-    grads = torch.autograd.grad(outs, [tensors[n] for n in wanting], slopes, allow_unused=True)
-    given = _places(slopes)
+    given_grads = [torch.empty_like(out) for out in outs]
+    grads = torch.autograd.grad(outs, [tensors[n] for n in wanting], given_grads, allow_unused=True)
+    given = _places(given_grads)
     free = [n for n, g in zip(wanting, grads, strict=True) if g is None or _place(g) in given or _is_spread(g)]
     return frozenset(free)
 

@@ -14,7 +14,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from widefield.capture.decompositions import BATCH_NORM_OVER
 from widefield.capture.ir import Value
@@ -23,6 +22,7 @@ from widefield.comm.halo import Move
 from widefield.geometry.box import Box, holds, is_empty, meet, route
 from widefield.geometry.interval import Interval, natural_cut
 from widefield.geometry.layout import Cut, Cuts, Grid, Layout, layout_of
+from widefield.private_torch.process_groups import resolve_process_group
 from widefield.streaming.schedule import Turn
 from widefield.streaming.tile_ops import union
 from widefield.streaming.tile_planner import TracedOp
@@ -68,7 +68,7 @@ class SpatialStream:
         """Before a draw, for which every rank draws the whole: see that their generators stand at one place."""
         out = unit.outs[0]
         if unit.node.draws and not self.is_alone and out is not None:
-            group, generator = _resolve_process_group(space_group(self.grid)), unit.node.generator
+            group, generator = resolve_process_group(space_group(self.grid)), unit.node.generator
             compare_generators(group, out.device, generator, drawn=out.shape)
 
     # ------------------------------------------------------------------------------------------ layouts
@@ -213,11 +213,11 @@ def group_of(unit: TracedOp) -> tuple[str, int, bool] | None:
 
 
 def dist_size(name: str) -> int:
-    return _resolve_process_group(name).size()
+    return resolve_process_group(name).size()
 
 
 def dist_rank(name: str) -> int:
-    return _resolve_process_group(name).rank()
+    return resolve_process_group(name).rank()
 
 
 def _within(outer: Box, inner: Box) -> tuple[slice, ...]:

@@ -15,6 +15,7 @@ import torch
 from widefield.capture.decompositions import BATCH_NORM_OVER, linear
 from widefield.capture.ir import Node, Value
 from widefield.capture.recorder import POINTWISE
+from widefield.private_torch.dispatcher import OpOverload, schema_of
 from widefield.tensor_parallel import views
 from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, Given, OpStrategy, Placement, Rule, even
 from widefield.tensor_parallel.placement import Shard, in_groups
@@ -37,7 +38,7 @@ def _rule_of(node: Node) -> Rule | None:
         return RULES[op]
     if op in POINTWISE or torch.Tag.pointwise in getattr(op, "tags", ()):
         return _pointwise
-    name = getattr(getattr(op, "_schema", None), "name", "").removeprefix("aten::")
+    name = schema_of(op).name.removeprefix("aten::") if isinstance(op, OpOverload) else ""
     return next((rule for start, rule in BY_NAME.items() if name.startswith(start)), None)
 
 

@@ -12,6 +12,7 @@
     rng.py               random numbers of the whole
     memory_format.py     in which order the dims of a result lie in memory
     sample_mixing.py     which operations tell samples of one batch apart
+    overrides.py         operators of torch that tiled tensors take before torch takes them apart
     schemas.py, pointwise.py
                          what torch says of an operation
     batch_statistics.py, sync_batch_norm.py

@@ -12,7 +12,7 @@ from widefield.comm import halo
 from widefield.comm.mesh import Mesh
 from widefield.geometry.interval import natural_cut
 from widefield.geometry.layout import Cut, Layout, layout_of, uncut
-from widefield.tiled.dispatch import load_rules
+from widefield.tiled.dispatch import prepare
 from widefield.tiled.partial_gradient import full_value_with_grad
 from widefield.tiled.redistribute import is_dense, redistribute, space_group, to_layout
 from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
@@ -80,13 +80,15 @@ def tile_of(tensor: Tensor, mesh: Mesh) -> Tensor:
     return to_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, None)) if type(tensor) is TiledTensor else tensor
 
 
-def as_tile(tile: Tensor, layout: Layout) -> Tensor:
+def as_tile(tile: Tensor, layout: Layout) -> TiledTensor:
     """The tiled tensor of which this rank holds `tile`, as `layout` says; its gradient comes back as this rank's part."""
+    prepare()
     return _FromTile.apply(tile, layout)
 
 
-def cut_by(whole: Tensor, layout: Layout) -> Tensor:
+def cut_by(whole: Tensor, layout: Layout) -> TiledTensor:
     """The tiled tensor of a plain one that is the same on every rank, as `layout` says; so is the plain one's gradient."""
+    prepare()
     return _Tile.apply(whole, layout)
 
 
@@ -96,7 +98,7 @@ def own_tile(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def _layout(shape: tuple[int, ...], mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None) -> Layout:
-    load_rules()  # some change how torch splits an operation up, so they must be there before the first
+    prepare()
     grid, dims = mesh.grid, len(mesh.grid.sizes)
     if not dims:
         raise ValueError("the mesh has no space axis to cut an image over; build it with space=(2, 1) or the like")

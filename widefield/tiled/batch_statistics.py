@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from widefield.geometry.layout import Layout
 from widefield.kernels import moments
+from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.partial_gradient import full_value, partial_of
 from widefield.tiled.redistribute import moved, to_layout, whole_of
 from widefield.tiled.tensor import TiledTensor, wrap
@@ -84,7 +85,8 @@ def merged(
     dist.all_reduce(sums, group=group)
     sums, asked = sums[:-2], sums[-2:]
     if not sums.is_cuda:
-        _check_numbers(*asked.tolist(), number, group)
+        total, squares = asked.tolist()
+        _check_numbers(total, squares, number, group)
     if not sums.is_cuda and sums[-1] <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {group.size()} ranks "
@@ -108,7 +110,7 @@ def batch_norm_over(
     momentum: float, eps: float, group_name: str, alike: int, is_inactive: bool,
 ) -> list[Tensor]:  # fmt: skip
     """What `widefield::batch_norm_over` names, with its gradient: the output, and what the running statistics become."""
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group = resolve_process_group(group_name)
     share = share_of(image, alike, group, is_inactive=is_inactive)
     with torch.no_grad():
         whole = merged(image.detach(), share, running_mean, group)
@@ -187,7 +189,8 @@ class _NormalizeBackward(torch.autograd.Function):
             means = (whole if weight is None else whole * weight.to(whole.dtype)) / count.to(whole.dtype)
             arguments = (grad, tile, mean, invstd, weight, means)
             grad_input = share.wrapped(torch.zeros_like(tile) if share.is_inactive else moments.input_gradient(*arguments))
-        return grad_input, *(share.partial(sums[n]).to(weight.dtype) if needed[1 + n] else None for n in (0, 1))
+        dtype = sums.dtype if weight is None else weight.dtype
+        return grad_input, *(share.partial(sums[n]).to(dtype) if needed[1 + n] else None for n in (0, 1))
 
     @staticmethod
     @once_differentiable
@@ -200,7 +203,8 @@ class _NormalizeBackward(torch.autograd.Function):
             factor = None if weight is None else weight.detach().to(dtype).requires_grad_()
             made = _gradients(tile, grad, factor, count.to(dtype), ctx.eps, partial(_SumOverRanks.apply, ctx.group, share))
             pulls = [None if pull is None else _whole_or_tile(pull, share, n).to(dtype) for n, pull in enumerate(pulled)]
-            score = sum((part * pull).sum() for part, pull in zip(made, pulls, strict=True) if pull is not None)
+            scores = [(part * pull).sum() for part, pull in zip(made, pulls, strict=True) if pull is not None]
+            score = sum(scores, start=tile.new_zeros(()))
             wanted = [tile, grad, *([] if factor is None else [factor])]
             of_tile, of_grad, *of_factor = torch.autograd.grad(score, wanted, allow_unused=True, materialize_grads=True)
         if share.is_inactive:

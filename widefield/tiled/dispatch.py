@@ -5,17 +5,22 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from widefield.geometry.layout import Layout, layout_of
 from widefield.naming import load, names_in
+from widefield.private_torch.dispatcher import (
+    OpOverload,
+    disable_current_modes,
+    dispatch_has_kernel_for_dispatch_key,
+    schema_of,
+)
+from widefield.private_torch.pytree import tree_map
 from widefield.rooms import ENGINE_PATHS
-from widefield.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Description, Local, Meta, NeedsRedistribute, Reduced, Ring
+from widefield.rules import COMPOSED, RULES, UNCUT_TOO, Additive, Description, Local, Meta, NeedsRedistribute, Windowed
 from widefield.tiled.executors import build
 from widefield.tiled.in_place import (
     each,
@@ -27,6 +32,7 @@ from widefield.tiled.in_place import (
     without_pixels,
 )
 from widefield.tiled.memory_format import ordered
+from widefield.tiled.overrides import install_overrides
 from widefield.tiled.partial_gradient import INTO_LEAF, into_leaf, is_for_leaf
 from widefield.tiled.pointwise import is_pointwise
 from widefield.tiled.redistribute import local_of, moved, redistribute, to_layout, whole_of
@@ -47,9 +53,15 @@ def load_rules() -> None:
         load(OPS, name)
 
 
+def prepare() -> None:
+    """Before the first tiled tensor, and the first capture: import the rules, and put our kernels before some of torch's."""
+    load_rules()
+    install_overrides()
+
+
 def handler_of(func: Any) -> Callable:
     """What runs `func(*args, **kwargs)` where at least one argument is tiled."""
-    load_rules()
+    prepare()
     found = _handler_of(func)
     if written_by(func):
         found = partial(counted, found)
@@ -60,7 +72,7 @@ def handler_of(func: Any) -> Callable:
 
 def _gives_new(func: Any) -> bool:
     """Whether all that it gives is new; some operations write to what they are given besides."""
-    given = func._schema.returns
+    given = schema_of(func).returns
     return bool(given) and not func.is_view and all(each.alias_info is None for each in given)
 
 
@@ -71,12 +83,12 @@ def _unless_for_leaf(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any
 def _handler_of(func: Any) -> Callable:
     if func in COMPOSED or func in RULES:
         run = partial(_composed, COMPOSED[func]) if func in COMPOSED else partial(by_rule, RULES[func])
-        return partial(_backward, run) if "_backward" in func._schema.name else run
+        return partial(_backward, run) if "_backward" in schema_of(func).name else run
     if func in (aten.detach.default, aten.alias.default):
         return alias
     if func.namespace == "fsdp":
         return into_buckets
-    if func._schema.name.startswith("aten::_foreach_"):
+    if schema_of(func).name.startswith("aten::_foreach_"):
         return each
     if outs_of(func) and new_of(func) is not None:
         return pointwise_out if is_pointwise(func) else into_outs
@@ -248,7 +260,7 @@ def _execute_of(function: Callable, func: Any, args: tuple, kwargs: dict, tensor
 def _strides_of_views(func: Any, args: tuple, kwargs: dict, strides: tuple[int, ...]) -> list[tuple[int, ...] | None]:
     """The strides of views, by `func`, of a whole that has `strides`; None where memory is not shown so."""
     whole, *others = args
-    with _disable_current_modes():
+    with disable_current_modes():
         meta = torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device="meta")
         try:
             shown = func(meta, *others, **kwargs)
@@ -265,6 +277,7 @@ def _again(
     tensors = list(tensors)
     for meta, whole in description.whole:
         tensor = tensors[meta.number]
+        assert isinstance(tensor, TiledTensor), f"argument {meta.number} is plain, and is to be uncut"
         layout = moved(tensor.tile_layout, whole)
         tensors[meta.number] = wrap(redistribute(tensor, layout), layout)
 
@@ -277,9 +290,9 @@ def _again(
 def _numbers_read(description: Description) -> set[int]:
     if isinstance(description, Additive):
         return {description.read.tensor.number, description.over.number}
-    if hasattr(description, "prepare"):
+    if isinstance(description, Windowed):
         return {read.tensor.number for read in description.reads}
-    assert isinstance(description, (Reduced, Ring)) or hasattr(description, "run")
+    assert not isinstance(description, NeedsRedistribute), "a rule asked for other layouts once more"
     return {meta.number for meta in description.reads}
 
 
@@ -313,7 +326,7 @@ def _other(func: Any, args: tuple, kwargs: dict) -> Any:
 def is_unknown(func: Any) -> bool:
     """Whether no rule, and no definition in terms of others, says what an operation means on tiles."""
     load_rules()
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim" or _handler_of(func) not in (_other, into_outs):
+    if not isinstance(func, OpOverload) or func.namespace == "prim" or _handler_of(func) not in (_other, into_outs):
         return False
     new = new_of(func) if written_by(func) else None
     return is_unknown(new) if new is not None else _decomposition_of(func) is None
@@ -322,7 +335,7 @@ def is_unknown(func: Any) -> bool:
 @cache
 def _decomposition_of(func: Any) -> Callable | None:
     """Torch's own definition of an operation in terms of others."""
-    from torch._decomp import decomposition_table
+    from widefield.private_torch.decompositions import decomposition_table
 
     if func.namespace == "prims":  # what some of these definitions are made of
         return getattr(func, "impl_aten", None)
@@ -331,13 +344,13 @@ def _decomposition_of(func: Any) -> Callable | None:
 
 def _is_composite(func: Any) -> bool:
     """Whether torch makes it of others itself; in the inference mode it asks us first."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 # ---------------------------------------------------------------------------------------------- refusal
 
 
-def _refuse(func: Any, why: str) -> Any:
+def _refuse(func: Any, why: str) -> NoReturn:
     raise NotImplementedError(
         f"{func} cannot run on an image cut into tiles: {why}. {_call_site()}"
         "Write it with operations that have a rule, take widefield.whole(x) before it, "

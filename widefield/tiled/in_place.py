@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from widefield.geometry.layout import Layout, uncut
+from widefield.private_torch.autograd import current_graph_task_id
+from widefield.private_torch.dispatcher import DispatchKey, op_dk_of
+from widefield.private_torch.pytree import tree_map
+from widefield.private_torch.tensors import is_view
 from widefield.tiled.redistribute import to_layout, whole_of
 from widefield.tiled.replicated_ops import repeats_places, writable
 from widefield.tiled.schemas import new_of, outs_of
@@ -34,7 +37,7 @@ def pointwise_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     tiles = [to_layout(arg, target.tile_layout) if isinstance(arg, Tensor) else arg for arg in args]
     is_told = target.tile_layout.is_cut or target.writeback is not None  # some ranks' tiles may be empty then, or copies
     if func not in IDEMPOTENT and (target.repeats if is_told else repeats_places(target.local)):
-        if torch._C._current_graph_task_id() == -1 or target.tile_layout.is_cut:
+        if current_graph_task_id() == -1 or target.tile_layout.is_cut:
             raise RuntimeError(SHARED)
         tiles = writable(target, tiles)
     if target.tile_layout.is_empty:
@@ -82,7 +85,7 @@ def _into_plain(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def each(func: Any, args: tuple, kwargs: dict) -> Any:
     """An operation on lists of tensors: torch's own loop over them."""
-    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+    return op_dk_of(func)(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def into_buckets(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -129,7 +132,7 @@ def _check(func: Any, target: Tensor, value: Tensor) -> None:
     """RuntimeError, as torch's, for a dtype that a tensor cannot take; NotImplementedError for a shape that it cannot."""
     if not torch.can_cast(value.dtype, target.dtype):
         raise RuntimeError(f"{func}: result type {value.dtype} can't be cast to the desired output type {target.dtype}")
-    is_shown = type(target) is TiledTensor and (target.writeback is not None or target._is_view())
+    is_shown = type(target) is TiledTensor and (target.writeback is not None or is_view(target))
     if target.shape != value.shape and (target.numel() or is_shown):
         raise NotImplementedError(
             f"{func} was given a tensor of shape {list(target.shape)} for a result of shape {list(value.shape)}; torch would "

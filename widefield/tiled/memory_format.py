@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield.geometry.strides import strides_like
+from widefield.private_torch.dispatcher import disable_current_modes
+from widefield.private_torch.fake_tensors import FAKE_TENSOR_LOGGER, FakeTensorMode, suggest_memory_format
+from widefield.private_torch.pytree import tree_leaves, tree_map
 from widefield.rules import COMPOSED
 from widefield.tiled.pointwise import is_pointwise
 from widefield.tiled.redistribute import is_dense
@@ -142,7 +141,7 @@ def _key(value: Any) -> Any:
 def _asked(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
     if _runs_on_few(func):
         return _of_few(func, args, kwargs)
-    with _disable_current_modes(), FakeTensorMode(), quiet():  # on this device: kernels choose, and meta has its own
+    with disable_current_modes(), FakeTensorMode(), quiet():  # on this device: kernels choose, and meta has its own
         try:
             given, named = tree_map(_empty, args), tree_map(_empty, kwargs)
             made = as_kernels_lay(func, given, named, func(*given, **named))
@@ -159,7 +158,7 @@ def _runs_on_few(func: Any) -> bool:
 def _of_few(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
     """The strides of what `func` makes, by torch's own kernels on images of one pixel, or two, per dim that lie alike."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         try:
             shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
             made = func(*tree_map(_few, args), **tree_map(_few, kwargs))
@@ -206,7 +205,7 @@ def _empty(value: Any) -> Any:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Fake tensors print the errors that they raise, too."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_TENSOR_LOGGER)
     was, log.disabled = log.disabled, True  # another level would empty the caches of all loggers
     try:
         yield

@@ -21,11 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from widefield.comm import halo
 from widefield.geometry.layout import Grid
+from widefield.private_torch.autograd import current_autograd_node, current_graph_task_id, engine_run_backward_code
+from widefield.private_torch.dispatcher import schema_of
+from widefield.private_torch.pytree import tree_flatten, tree_map
+from widefield.private_torch.tensors import disabled_torch_function_impl, make_wrapper_subclass
 from widefield.rooms import is_of_engine
 from widefield.tiled.in_place import each
 from widefield.tiled.redistribute import space_group, whole_of
@@ -35,10 +38,7 @@ from widefield.tiled.tensor import OTHER_KINDS, TiledTensor, wrap_uncut
 from widefield.tiled.view_writeback import version_of
 
 aten = torch.ops.aten
-_make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-_node = torch._C._current_autograd_node  # type: ignore[attr-defined]
 LEAF_NODE = "torch::autograd::AccumulateGrad"
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 _MANAGED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Leaves whose gradients somebody averages over the ranks of the grid, with how many there are that do."""
@@ -54,10 +54,10 @@ class PartialGradient(Tensor):
     known: Any = None
     """The value, once it was asked for, and how many writes there were by then."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return run_partial(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -67,7 +67,7 @@ class PartialGradient(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], grid: Grid, size: Any, stride: Any) -> Tensor:
         return partial_of(inner["part"], grid)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PartialGradient(rank {self.grid.index} of {self.grid.size}, part={self.part!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -81,7 +81,7 @@ def partial_of(part: Tensor, grid: Grid) -> Tensor:
     """The gradient of which this rank has `part`; plain, and the part itself, on a grid of one rank."""
     if grid.size == 1:
         return part
-    made = _make(PartialGradient, part.shape, strides=part.stride(), dtype=part.dtype, device=part.device)
+    made = make_wrapper_subclass(PartialGradient, part.shape, strides=part.stride(), dtype=part.dtype, device=part.device)
     made.part, made.grid, made.writes = part, grid, [0]
     return made
 
@@ -166,20 +166,20 @@ def is_for_leaf() -> bool:
 
     It detaches or copies the gradient, or adds it to what is there.  What a hook does, which it calls, is not.
     """
-    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+    if current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
-    node = _node()
+    node = current_autograd_node()
     if node is None or node.name() != LEAF_NODE or type(node.variable) is TiledTensor:
         return False
     frame: Any = sys._getframe(1)
     while frame is not None and is_of_engine(frame.f_globals.get("__name__")):
         frame = frame.f_back
-    return frame is None or frame.f_code is _ENGINE
+    return frame is None or frame.f_code is engine_run_backward_code
 
 
 def into_leaf(func: Any, args: tuple, kwargs: dict) -> Any:
     """The leaf gets what is its own: a managed one what this rank's part is, any other the value."""
-    is_managed = _node().variable in _MANAGED
+    is_managed = current_autograd_node().variable in _MANAGED
     take: Callable[[Any], Any] = part_of_mean if is_managed else plain_value
     if func is aten.new_empty_strided.default:  # which asks for a dtype and a device alone
         take = _own
@@ -205,7 +205,7 @@ def run_partial(func: Any, args: tuple, kwargs: dict) -> Any:
     """`func`, one of whose tensor arguments is a partial gradient."""
     if func in INTO_LEAF and is_for_leaf():
         return into_leaf(func, args, kwargs)
-    if func._schema.name.startswith("aten::_foreach_"):
+    if schema_of(func).name.startswith("aten::_foreach_"):
         return each(func, args, kwargs)
     check = _affine_if(func)
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
@@ -291,8 +291,8 @@ def _count(values: Any) -> int:
 
 
 def _is_backward(func: Any) -> bool:
-    name = func._schema.name
-    return "_backward" in name and not func._schema.is_mutable
+    name = schema_of(func).name
+    return "_backward" in name and not schema_of(func).is_mutable
 
 
 def _first_alone(args: tuple, kwargs: dict) -> bool:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from widefield.geometry.layout import Grid, uncut
+from widefield.private_torch.autograd import current_graph_task_id
+from widefield.private_torch.dispatcher import schema_of
+from widefield.private_torch.pytree import tree_map
 from widefield.rules import PLAIN_OUTPUTS
 from widefield.tiled.schemas import targets_of, written_by
 from widefield.tiled.tensor import TiledTensor, swap, wrap_uncut, wrap_view
@@ -88,7 +90,7 @@ def _view_of(source: TiledTensor, view: Tensor) -> TiledTensor:
 
 
 def is_in_place(func: Any) -> bool:
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
 
 
@@ -113,7 +115,7 @@ def on_uncut(func: Any, args: tuple, kwargs: dict) -> Any:
 
     The gradient of a mean is spread over all pixels and then divided: an image would be filled with it, on every rank.
     """
-    if torch._C._current_graph_task_id() == -1:  # in a forward the result may be a tensor that the model writes on
+    if current_graph_task_id() == -1:  # in a forward the result may be a tensor that the model writes on
         return on_every_rank(func, args, kwargs)
     if kwargs.get("memory_format") is torch.contiguous_format:  # a view is taken of it next that repeated places do not allow
         return on_every_rank(func, args, kwargs)

@@ -10,13 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._library.effects import EffectType
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.library import _register_effectful_op
 
 from widefield.comm import collectives, halo
 from widefield.geometry.box import Box, is_empty, size_of, within
 from widefield.geometry.interval import Interval
+from widefield.private_torch.dispatcher import EffectType, register_effectful_op
+from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.redistribute import space_group
 from widefield.tiled.tensor import TiledTensor, usual_orders, whole_strides
 
@@ -102,7 +101,7 @@ def check_generators(tensor: TiledTensor, generator: torch.Generator | None) -> 
     if grid.size == 1:
         return
     if type(tile) is Tensor:
-        group = _resolve_process_group(space_group(grid))
+        group = resolve_process_group(space_group(grid))
         compare_generators(group, tensor.device, generator, drawn=tensor.tile_layout.shape)
     elif generator is None:
         torch.ops.widefield.compare_generators(tile.new_empty(0), space_group(grid), list(tensor.tile_layout.shape))
@@ -175,7 +174,7 @@ def forget() -> None:
 
 def _mark(device: torch.device, generator: torch.Generator | None, drawn: Sequence[int]) -> int:
     state = generator.get_state() if generator is not None else _state_of(device)
-    digest = hashlib.blake2b(state.numpy(), digest_size=8, key=repr(tuple(drawn)).encode()[:64]).digest()
+    digest = hashlib.blake2b(state.numpy().data, digest_size=8, key=repr(tuple(drawn)).encode()[:64]).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -192,12 +191,12 @@ def _device_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 @torch.library.custom_op("widefield::compare_generators", mutates_args=())
 def _compare_operator(like: Tensor, group_name: str, drawn: list[int]) -> None:
-    compare_generators(_resolve_process_group(group_name), like.device, drawn=drawn)
+    compare_generators(resolve_process_group(group_name), like.device, drawn=drawn)
 
 
 @_compare_operator.register_fake
-def _(like, group_name, drawn):
+def _(like: Tensor, group_name: str, drawn: list[int]) -> None:
     return None
 
 
-_register_effectful_op("widefield::compare_generators", EffectType.ORDERED)
+register_effectful_op("widefield::compare_generators", EffectType.ORDERED)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from widefield.comm import halo
 from widefield.geometry.layout import Grid
+from widefield.private_torch.dispatcher import OpOverload, TorchDispatchMode
 from widefield.tiled.pointwise import is_pointwise
 from widefield.tiled.replicated_ops import tensors_in
 from widefield.tiled.tensor import TiledTensor
@@ -31,14 +31,14 @@ PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
 
 def name_of(func: Any) -> str:
     """`aten.mean.dim`, or a function's own name."""
-    name = str(func) if isinstance(func, torch._ops.OpOverload) else getattr(func, "__name__", str(func))
+    name = str(func) if isinstance(func, OpOverload) else getattr(func, "__name__", str(func))
     return name.removesuffix(".default")
 
 
 def may_mix(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operation for which ranks talk mixes samples, as far as its kind and the dims of its arguments tell."""
     name = name_of(func)
-    if name in VIEWS or isinstance(func, torch._ops.OpOverload) and torch.Tag.pointwise in func.tags:
+    if name in VIEWS or isinstance(func, OpOverload) and torch.Tag.pointwise in func.tags:
         return False
     if name not in ROW_BY_ROW | PRODUCTS:
         return True
@@ -98,7 +98,7 @@ def tells_samples_apart(func: Any, args: tuple) -> bool:
 
     Or its backward, as that of an embedding which counts how often the batch asks for a row.
     """
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return False
     dims = [(x.ndim, dim) for x in args if type(x) is TiledTensor and (dim := _dim_of_samples(x)) is not None]
     name = func.overloadpacket.__name__
@@ -124,7 +124,7 @@ def _differs_along(plain: Tensor, dim: int) -> bool:
 
 def _takes_them_together(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
     """Whether a reduction gives something that has no longer a row for each row of what it read."""
-    if not (isinstance(func, torch._ops.OpOverload) and torch.Tag.reduction in func.tags):
+    if not (isinstance(func, OpOverload) and torch.Tag.reduction in func.tags):
         return False
     rows = {
         len(tensor) for tensor in tiled if tensor.ndim and tensor.tile_layout.is_cut

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from widefield.private_torch.dispatcher import schema_of
+
 
 @cache
-def written_by(func: Any) -> tuple[tuple[int | str, ...], ...]:
+def written_by(func: Any) -> tuple[int | str, ...]:
     """Which arguments an operation writes into: places of those in a row, names of the others."""
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     places = [a.name if a.kwarg_only else place for place, a in enumerate(arguments) if _is_written(a)]
     return tuple(places)
 
@@ -24,7 +26,7 @@ def targets_of(func: Any, args: Sequence[Any], kwargs: dict) -> list[Any]:
 
 
 def _name(func: Any, place: int | str) -> str:
-    return place if isinstance(place, str) else func._schema.arguments[place].name
+    return place if isinstance(place, str) else schema_of(func).arguments[place].name
 
 
 def _is_written(argument: Any) -> bool:
@@ -34,13 +36,13 @@ def _is_written(argument: Any) -> bool:
 @cache
 def outs_of(func: Any) -> list[str]:
     """The names of the arguments by which results are asked into given tensors: ["out"], or ["values", "indices"]."""
-    return [a.name for a in func._schema.arguments if a.kwarg_only and _is_written(a)]
+    return [a.name for a in schema_of(func).arguments if a.kwarg_only and _is_written(a)]
 
 
 @cache
 def new_of(func: Any) -> Any:
     """The operation of the same arguments that makes new tensors in place of writing; None where there is none."""
-    packet = func._overloadpacket
+    packet = func.overloadpacket
     if outs_of(func):
         packets = [packet]
     else:
@@ -52,4 +54,4 @@ def new_of(func: Any) -> Any:
 
 
 def _signature(func: Any) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in func._schema.arguments if not (a.kwarg_only and _is_written(a))]
+    return [(a.name, str(a.type)) for a in schema_of(func).arguments if not (a.kwarg_only and _is_written(a))]

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from widefield.geometry.layout import Layout, uncut
+from widefield.private_torch.dispatcher import op_of
+from widefield.private_torch.tensors import make_wrapper_subclass
 from widefield.rules import COMPOSED, PLAIN_OUTPUTS
 from widefield.tiled.dispatch import alias, load_rules
 from widefield.tiled.replicated_ops import on_every_rank
 from widefield.tiled.schemas import outs_of, written_by
-from widefield.tiled.tensor import TiledTensor, swap
+from widefield.tiled.tensor import TiledTensor, swap, wrap_view
 from widefield.tiled.view_writeback import count_write, counted
 
-_make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _NUMBERS = (int, float, bool)
 _aten = torch.ops.aten
 _DETACH, _ALIAS = _aten.detach.default, _aten.alias.default
@@ -38,24 +39,26 @@ def run_alone(func: Any, args: tuple, kwargs: dict | None) -> Any:
         if type(arg) is TiledTensor and arg.writeback is not None:  # a conjugate, or a view of one
             return _with_homes(func, args, kwargs or {})
     if func is _DETACH:  # autograd asks for it whenever it keeps an output: the tile itself has no history to leave
-        made = _make(TiledTensor, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
+        made = make_wrapper_subclass(TiledTensor, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
         made.local, made.tile_layout = first.local, layout
         return made
-    plain = [arg.local if type(arg) is TiledTensor else _plain_list(arg) if type(arg) is list else arg for arg in args]
+    plain: list[Any] = [
+        arg.local if type(arg) is TiledTensor else _plain_list(arg) if type(arg) is list else arg for arg in args
+    ]
     if kwargs:
         given = {key: value.local if type(value) is TiledTensor else value for key, value in kwargs.items()}
-        out = func._op(*plain, **given)
+        out = op_of(func)(*plain, **given)
         if outs_of(func):
             return _written(outs_of(func), kwargs)
     else:
-        out = func._op(*plain)
+        out = op_of(func)(*plain)
     if type(out) is tuple or type(out) is list:
         skip = PLAIN_OUTPUTS.get(func, ())
         return type(out)([_wrapped(v, layout) if isinstance(v, Tensor) and n not in skip else v for n, v in enumerate(out)])
     if out is plain[0]:
         if first.shown or first.is_inference():
             count_write()
-        return first if out.shape == first.shape else swap(first, _wrapped(out, layout))
+        return first if out.shape == first.shape else swap(first, _tiled_anyway(out, layout))
     return _wrapped(out, layout) if isinstance(out, Tensor) else out
 
 
@@ -79,7 +82,7 @@ def _written(names: Sequence[str], kwargs: dict) -> Any:
         if type(out) is TiledTensor and (out.shown or out.is_inference()):
             count_write()
         if type(out) is TiledTensor and out.local.shape != out.shape:
-            swap(out, _wrapped(out.local, out.tile_layout))
+            swap(out, _tiled_anyway(out.local, out.tile_layout))
     return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
 
 
@@ -87,6 +90,12 @@ def _plain_list(values: list) -> list:
     if not values or type(values[0]) in _NUMBERS:
         return values
     return [value.local if type(value) is TiledTensor else value for value in values]
+
+
+def _tiled_anyway(value: Tensor, layout: Layout) -> TiledTensor:
+    """What a tiled tensor becomes, which stays tiled though it be a single number."""
+    made = _wrapped(value, layout)
+    return made if type(made) is TiledTensor else wrap_view(made, uncut((), layout.grid))
 
 
 def _wrapped(value: Tensor, layout: Layout) -> Tensor:
@@ -99,6 +108,6 @@ def _wrapped(value: Tensor, layout: Layout) -> Tensor:
         if known is None:
             known = layout.alone[shape] = uncut(tuple(shape), layout.grid)
         layout = known
-    made = _make(TiledTensor, shape, strides=value.stride(), dtype=value.dtype, device=value.device)
+    made = make_wrapper_subclass(TiledTensor, shape, strides=value.stride(), dtype=value.dtype, device=value.device)
     made.local, made.tile_layout = value, layout
     return made

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from widefield.comm.mesh import Mesh
+from widefield.private_torch.fake_tensors import FunctionalTensor
+from widefield.private_torch.modules import BatchNorm, NormBase
 from widefield.tiled.batch_statistics import Normalize, Statistics, StatisticsShare, merged, share_of
 
 
@@ -35,7 +35,7 @@ class _Held:
         return _Held, ()
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm for (N, C, *) inputs, N > 0 or not, with the statistics of all ranks of `group`.
 
     In training the mean, the variance and the running statistics (unbiased with the count over all ranks) are those of the
@@ -49,6 +49,8 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     held: _Held
+    inactive: bool
+    """There while its batch is a stand-in, which counts nothing: whether it is."""
 
     def __init__(
         self,
@@ -77,8 +79,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         kinds = {layer: _synchronized_kind(layer, name) for name, layer in module.named_modules() if _is_batch_norm(layer)}
         for number, (layer, kind) in enumerate(kinds.items(), start=1):
-            layer.__class__ = kind
-            layer.held = _Held(group, alike, number)
+            _become(layer, kind, _Held(group, alike, number))
         return module
 
     @classmethod
@@ -86,8 +87,7 @@ class SyncBatchNorm(_BatchNorm):
         """Turn torch's own nn.SyncBatchNorm, which refuses a CPU's tensors and knows no tiles, into this one, of no group."""
         for layer in module.modules():
             if type(layer).forward is nn.SyncBatchNorm.forward:
-                layer.__class__ = _synchronized_kind(layer, "")
-                layer.held = _Held()
+                _become(layer, _synchronized_kind(layer, ""), _Held())
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -99,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
         if isinstance(input, FunctionalTensor):  # somebody writes down what it does, to run it on tiles in time
             return self._written_down(input)
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(self._over_ranks)(input)
+            return torch.compiler.disable(self._over_ranks)(input)
         return self._over_ranks(input)
 
     def _over_ranks(self, input: Tensor) -> Tensor:
@@ -120,6 +120,7 @@ class SyncBatchNorm(_BatchNorm):
             input, self.weight, self.bias, *running, self.momentum or 0.0, self.eps, name, self.held.alike, is_inactive
         )
         if self.running_mean is not None and self.track_running_stats:
+            assert self.running_var is not None and self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             self.running_mean.copy_(new[0])
             self.running_var.copy_(new[1])
@@ -142,6 +143,7 @@ class SyncBatchNorm(_BatchNorm):
         return whole
 
     def _move_running_statistics(self, whole: Statistics) -> None:
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         for running, batch in ((self.running_mean, whole.mean), (self.running_var, whole.unbiased)):
             if self.momentum is None:  # a mean over all batches; its weight stays on the device
@@ -166,12 +168,18 @@ def _batch_norm_over(
 
 
 @_batch_norm_over.register_fake
-def _(image, weight, bias, running_mean, running_var, momentum, eps, group_name, alike, is_inactive):
+def _(
+    image: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    momentum: float, eps: float, group_name: str, alike: int, is_inactive: bool,
+) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(image), *(torch.empty_like(t) for t in (running_mean, running_var) if t is not None)]
 
 
 class _SyncBatchNormAct(SyncBatchNorm):
     """timm's BatchNormAct2d: the normalization, then its `drop` and `act`."""
+
+    drop: nn.Module
+    act: nn.Module
 
     def forward(self, input: Tensor) -> Tensor:
         return self.act(self.drop(super().forward(input)))
@@ -181,7 +189,7 @@ class _SyncBatchNormAct(SyncBatchNorm):
 
 
 def _is_batch_norm(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm)
+    return isinstance(layer, BatchNorm)
 
 
 def _synchronized_kind(layer: nn.Module, name: str) -> type[SyncBatchNorm]:
@@ -200,9 +208,15 @@ def _synchronized_kind(layer: nn.Module, name: str) -> type[SyncBatchNorm]:
         return SyncBatchNorm
     if (kind.__module__, kind.__name__) in _TIMM_ACT:
         return _mixed(_SyncBatchNormAct, kind)
-    if kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+    if kind.forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
         return _mixed(SyncBatchNorm, kind)
     raise NotImplementedError(f"{where} has a forward of its own, which synchronizing would drop; {_ADVICE}")
+
+
+def _become(layer: nn.Module, kind: type[SyncBatchNorm], held: _Held) -> None:
+    layer.__class__ = kind
+    assert isinstance(layer, SyncBatchNorm)
+    layer.held = held
 
 
 _ADVICE = "use nn.BatchNorm1d/2d/3d there, or batch_norm=averaged or broadcast, which leave the layer as it is"
@@ -226,8 +240,8 @@ def average_running_statistics(model: nn.Module, mesh: Mesh) -> None:
 
     Cheap and inexact: the mean of the ranks' variances leaves out how far their means lie apart.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.running_mean is not None]
-    running = [statistic for layer in layers for statistic in (layer.running_mean, layer.running_var)]
+    layers = [layer for layer in model.modules() if isinstance(layer, NormBase)]
+    running = [each for layer in layers for each in (layer.running_mean, layer.running_var) if each is not None]
     if mesh.size == 1 or not running:
         return
     flat = mesh.mean_(torch.cat([statistic.double() for statistic in running]))

@@ -20,11 +20,8 @@ from torch import Tensor
 
 from widefield.geometry.layout import Layout, uncut
 from widefield.geometry.strides import strides_like
-
-_make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-_replay_views = torch._C._set_view_replay_enabled
-"""Autograd then follows in-place operations on views by the views' own operations, which have rules, and not by strides in
-memory, which say nothing of a whole that lies in tiles.  It is a switch of each thread; the numbers are the same."""
+from widefield.private_torch.autograd import set_view_replay_enabled
+from widefield.private_torch.tensors import disabled_torch_function_impl, make_wrapper_subclass
 
 
 class TiledTensor(Tensor):
@@ -51,10 +48,10 @@ class TiledTensor(Tensor):
     shown: bool = False
     """Whether views were taken of it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if len(types) > 1:
             for kind in types:
                 if kind in OTHER_KINDS:
@@ -81,7 +78,7 @@ class TiledTensor(Tensor):
             else wrap(_redistribute(self, laid), laid)
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TiledTensor({self.tile_layout}, tile={self.local!r})"
 
     def __deepcopy__(self, memo: dict) -> TiledTensor:
@@ -108,9 +105,9 @@ def wrap(tile: Tensor, layout: Layout) -> TiledTensor:
 
 def wrap_view(tile: Tensor, layout: Layout, strides: tuple[int, ...] | None = None) -> TiledTensor:
     """`wrap` with the whole's strides, or in the tile's order."""
-    _replay_views(True)
+    set_view_replay_enabled(True)
     strides = _strides(tile, layout) if strides is None else strides
-    made = _make(TiledTensor, layout.shape, strides=strides, dtype=tile.dtype, device=tile.device)
+    made = make_wrapper_subclass(TiledTensor, layout.shape, strides=strides, dtype=tile.dtype, device=tile.device)
     made.local = tile
     made.tile_layout = layout
     return made

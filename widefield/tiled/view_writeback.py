@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from widefield.geometry.layout import Layout
+from widefield.private_torch.tensors import is_alias_of, version_counter
 from widefield.tiled.redistribute import redistribute, to_layout
 from widefield.tiled.schemas import targets_of
 from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
@@ -21,7 +22,7 @@ def attach_writeback(made: Any, source: Any, layout: Layout, run: Callable) -> N
     for number, view in enumerate([made] if isinstance(made, Tensor) else made):
         view.may_alias_data = source.may_alias_data
         view.repeats = source.repeats or _bytes_of(view) > _bytes_of(source)
-        if source.tile_layout is layout and torch._C._is_alias_of(view.local, source.local):
+        if source.tile_layout is layout and is_alias_of(view.local, source.local):
             view.writeback = source.writeback
         else:
             view.writeback = ViewWriteback(source, layout, run, number, view.local)
@@ -102,7 +103,7 @@ def version_of(tensor: Tensor) -> int:
     Torch's own count, which a tensor and its views share, and the writes that it does not count: all in the inference mode,
     and those through `.data`.
     """
-    return _UNSEEN[0] + (0 if tensor.is_inference() else tensor._version)
+    return _UNSEEN[0] + (0 if tensor.is_inference() else version_counter(tensor))
 
 
 def counted(handler: Callable, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -35,6 +35,7 @@ from widefield.data.loader import Batch, Steps, close
 from widefield.parallel.inactive import inactive
 from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.parallel.passes import backward_of, without_sync
+from widefield.private_torch.tensors import foreach_mul_
 from widefield.tasks import Task, is_per_pixel
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
@@ -214,7 +215,7 @@ class Learner:
     def _update(self, scale: float) -> None:
         """Clip, step, average.  `scale` corrects gradients where not every sample or pixel of the batch counted."""
         if scale != 1.0:
-            torch._foreach_mul_(self._gradients_here(), scale)
+            foreach_mul_(self._gradients_here(), scale)
         if self.config.optimizer.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.model, self.mesh, self.config.optimizer.clip_norm)

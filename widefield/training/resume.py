@@ -41,7 +41,7 @@ def own_state(learner: Learner) -> dict[str, Any]:
 def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str, Any] | None:
     """Put a checkpoint's state into the learner; this rank's own part of it, for what must come last."""
     state, own = checkpoints.load(found, model=shapes_of(learner.model))
-    check_state(state, found, local=own)
+    check_state(state, found, own=own)
     learner.step = _step_after(learner, state["progress"], found.folder)
     learner.model.load_state_dict(parts(learner.model, state["model"]))
     load_optimizer_state(learner.model, learner.optimizer, state["optimizer"])

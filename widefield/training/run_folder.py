@@ -25,7 +25,7 @@ from widefield.config import RunConfig, read_config
 from widefield.data import Dataset, Images
 from widefield.data.image import write_image, write_labels
 from widefield.naming import did_you_mean
-from widefield.plan import Plan, to_text
+from widefield.plans import Plan, to_text
 from widefield.section import differences, to_yaml
 from widefield.training.disk import free_bytes, replace_text
 from widefield.training.evaluate import Evaluation, Mistake

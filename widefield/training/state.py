@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from widefield import sharded_state
-from widefield.parallel.strategies.fully_shard import steps
+from widefield.parallel.strategies._optimizer_shards import steps
 
 Nested = dict[str, Any]
 

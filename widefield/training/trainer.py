@@ -14,7 +14,7 @@ from widefield.comm.failure import PeerFailedError, in_words
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import RunConfig
 from widefield.parallel.parallelize import evaluates_together
-from widefield.plan import to_text
+from widefield.plans import to_text
 from widefield.quantity import Duration
 from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.sync_batch_norm import average_running_statistics, broadcast_buffers
@@ -175,7 +175,7 @@ class Trainer:
                 f"a weight is no finite number after step {learner.step}, so nothing was saved; the newest checkpoint is from "
                 "before that. A lower optimizer.lr or optimizer.clip_norm=1 are the usual cures"
             )
-        self.checkpoints.save(state_of(learner), self._about(), local=own_state(learner), wait=wait)
+        self.checkpoints.save(state_of(learner), self._about(), own=own_state(learner), wait=wait)
         self.saving = learner.step
         self._pass_on()
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from widefield.comm.mesh import Mesh, World
 from widefield.geometry.layout import Grid
-from widefield.plan import Plan, check
+from widefield.plans import Plan, check
 from widefield.tiled.api import window
 from widefield.verification.forward import compare
 from widefield.verification.own_ranks import on_own_ranks

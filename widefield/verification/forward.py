@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from widefield.comm.mesh import Mesh
+from widefield.private_torch.pytree import tree_leaves
 from widefield.streaming.api import stream as streamed
 from widefield.tiled.api import cut_by, tile, whole
 from widefield.tiled.tensor import TiledTensor

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from widefield.comm.mesh import World, join
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.verification.verdict import Verdict
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield import sharded_state
 from widefield.comm.mesh import Mesh, World
@@ -23,7 +22,8 @@ from widefield.geometry.interval import even_cut, parts_of
 from widefield.geometry.layout import Grid
 from widefield.parallel.parallelize import parallelize, reasons, share_states
 from widefield.parallel.passes import backward_of, without_sync
-from widefield.plan import Plan, check
+from widefield.plans import Plan, check
+from widefield.private_torch.pytree import tree_leaves, tree_map
 from widefield.tiled.api import tile, whole
 from widefield.verification.verdict import TOLERANCE, Row, Verdict, rows_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 from ..plans import Layout
 from ..program import Habit, Program
@@ -321,5 +321,18 @@ OF_MODELS: list[tuple[Program, Layout]] = [
             ("v2",),
         ),
         Layout(Plan(replicate=2)),
+    ),
+    # Recomputation set a switch of the whole process around a block, and ranks that are threads set it for each other.
+    (
+        Program(
+            (3, 2, 9, 3),
+            {
+                "m0": "nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Dropout(0.3), nn.Dropout(0.3))",
+                "m1": "nn.Conv2d(2, 2, 3, padding=1)",
+            },
+            ("v1 = self.m0(x)", "v5 = checkpoint(lambda t: self.m1(t).sin() + t.mean(), v1, use_reentrant=False)"),
+            ("v5",),
+        ),
+        Layout(Plan(replicate=2, recompute={}), None, False, False),
     ),
 ]

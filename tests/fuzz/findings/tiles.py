@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from widefield.plan import Plan
+from widefield.plans import Plan
 
 from ..plans import Layout
 from ..program import Habit, Program

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from widefield.comm.mesh import Mesh
+from widefield.private_torch.tensors import cdata, storage_use_count
 from widefield.tiled.redistribute import is_dense
 
 FIRST_BYTES = 2**20
@@ -192,7 +193,7 @@ class Bucket:
 
 def _users_of(tensor: Tensor) -> int:
     """How many tensors show this memory, views too, and one more for being asked."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return storage_use_count(cdata(tensor.untyped_storage()))
 
 
 @dataclass(eq=False)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from widefield.private_torch.modules import call_impl_of, compiled_call_impl_of
+
 _WRAPPER, _WATCHED, _INSIDE = "_widefield_wrapper", "_widefield_watched", "_widefield_inside"
 
 
@@ -53,9 +55,9 @@ class _Routed(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Of a compiled model, what is around its forward runs as it is, and the compiler sees the forward alone."""
-        is_compiled = self._compiled_call_impl is not None and not torch.compiler.is_compiling()
+        is_compiled = compiled_call_impl_of(self) is not None and not torch.compiler.is_compiling()
         if is_compiled and not getattr(self, _INSIDE, False):
-            return self._run_watched(Compiled(super().__call__, super()._call_impl), args, kwargs)
+            return self._run_watched(Compiled(super().__call__, call_impl_of(super())), args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +86,7 @@ class _Routed(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or a pickle is what the model was: a module of its own class, copied in its own way."""
         kinds = type(self).__mro__
-        kind = kinds[kinds.index(_Routed) + 1]
+        kind: Any = kinds[kinds.index(_Routed) + 1]
         plain = kind.__new__(kind)
         plain.__dict__.update({key: value for key, value in self.__dict__.items() if key not in (_WRAPPER, _WATCHED, _INSIDE)})
         made, *rest = plain.__reduce_ex__(protocol)

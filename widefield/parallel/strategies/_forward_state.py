@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from widefield.private_torch.modules import BatchNorm, buffers_of
+from widefield.private_torch.tensors import version_counter
 
 PLAIN = (bool, int, float, str, type(None))
 """What a module may hold that a forward changes and that is no tensor: a counter, a mode."""
@@ -36,10 +38,10 @@ class ForwardState:
     def __init__(self, model: nn.Module) -> None:
         self.devices = _devices(model)
         self.random, self.of_python, self.of_numpy = _random_of(self.devices), random.getstate(), np.random.get_state()
-        held = [
-            (part, name, buffer) for part in model.modules() for name, buffer in part._buffers.items() if buffer is not None
+        held: list[tuple[nn.Module, str, Tensor]] = [
+            (part, name, buffer) for part in model.modules() for name, buffer in buffers_of(part).items() if buffer is not None
         ]
-        self.buffers = [(part, name, buffer, buffer._version) for part, name, buffer in held]
+        self.buffers = [(part, name, buffer, version_counter(buffer)) for part, name, buffer in held]
         self.values = [buffer.detach().clone() for *_, buffer in held]
         self.attributes = [(part, part.__dict__.copy()) for part in model.modules()]
 
@@ -50,9 +52,12 @@ class ForwardState:
         by_value: looks at what buffers hold, too, since `F.batch_norm` writes without a word.
         """
         return not all(map(torch.equal, self.random, _random_of(self.devices))) or any(
-            part._buffers.get(name) is not buffer or buffer._version != version or by_value and not torch.equal(buffer, value)
+            buffers_of(part).get(name) is not buffer
+            or version_counter(buffer) != version
+            or by_value
+            and not torch.equal(buffer, value)
             for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True)
-            if not isinstance(part, _BatchNorm)
+            if not isinstance(part, BatchNorm)
         )
 
     @torch.no_grad()
@@ -63,9 +68,9 @@ class ForwardState:
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
         for (part, name, buffer, version), value in zip(self.buffers, self.values, strict=True):
-            if buffer._version != version or not torch.equal(buffer, value):
+            if version_counter(buffer) != version or not torch.equal(buffer, value):
                 buffer.copy_(value)
-            part._buffers[name] = buffer
+            buffers_of(part)[name] = buffer
         for part, attributes in self.attributes:
             part.__dict__.update({name: value for name, value in attributes.items() if isinstance(value, PLAIN)})
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._pytree import tree_leaves
 
 from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.parallel.strategies._forward_route import is_inside
+from widefield.private_torch.autograd import current_graph_task_id
+from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
+from widefield.private_torch.modules import DropoutNd, InstanceNorm
+from widefield.private_torch.pytree import tree_leaves
 
 _ROOTS = "_widefield_roots"
 _THAT_DRAW = {"DropPath", "DropBlock", "DropBlock2d", "DropBlock3d", "StochasticDepth"}
@@ -44,7 +43,7 @@ class OfCopies(Wrapping):
 def _is_followed_or_again(args: tuple) -> bool:
     """Whether somebody looks at what a model does ahead of its calls, or a backward runs again what a forward did."""
     followed = any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in tree_leaves(args))
-    return followed or torch._C._current_graph_task_id() != -1
+    return followed or current_graph_task_id() != -1
 
 
 def roots_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -66,9 +65,9 @@ def refuse_by_itself(root: nn.Module) -> None:
 
 
 def _counts(part: nn.Module) -> bool:
-    if isinstance(part, _InstanceNorm):
+    if isinstance(part, InstanceNorm):
         return part.track_running_stats
     if isinstance(part, nn.RNNBase):
         return part.dropout > 0
-    drawing = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+    drawing = (DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
     return isinstance(part, drawing) or any(kind.__name__ in _THAT_DRAW for kind in type(part).__mro__)

@@ -26,18 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from widefield.comm.mesh import device_of_words
 from widefield.parallel.strategies._buckets import Bucket, BucketLayout, Seen, laid_out, late_of
+from widefield.private_torch.autograd import current_autograd_node, queue_callback, will_engine_execute_node
+from widefield.private_torch.pytree import tree_leaves
 from widefield.tiled.partial_gradient import PartialGradient, full_value_with_grad, manage, part_of_mean, release
 
 LAYOUTS_MOST = 4
 """For how many sets of trained parameters buckets are remembered: nets that are frozen and unfrozen in turns have two."""
-_node = torch._C._current_autograd_node  # type: ignore[attr-defined]
-_will_run = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
 Hook = Callable[[Any, Any], torch.futures.Future]
 
 
@@ -68,6 +67,7 @@ class Reducer:
         ]
         self.model = weakref.ref(model)
         _ALIVE.add(self)
+        _watch_steps()
 
     def _hooked(self, number: int, parameter: Tensor) -> list[Any]:
         wants = parameter.requires_grad
@@ -87,6 +87,7 @@ class Reducer:
             release(self.parameters)
         self._handles = []
         _ALIVE.discard(self)
+        _watch_steps()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -108,7 +109,7 @@ class Reducer:
     def _on_gradient(self, gradient: Tensor | None) -> Tensor | None:
         """What torch.autograd.grad gives for a parameter is the mean, too; a backward's gradients are averaged later."""
         try:
-            _will_run(_node())
+            will_engine_execute_node(current_autograd_node())
             return None
         except RuntimeError:  # torch's way to say that a leaf's gradient is asked for and not added to its `grad`
             return None if gradient is None else self._captured(gradient)
@@ -144,7 +145,7 @@ class Reducer:
         """Whether the backward that runs now adds to gradients of this model."""
         edges = (torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters if p.requires_grad)
         try:
-            return any(_will_run(node) for node in edges)
+            return any(will_engine_execute_node(node) for node in edges)
         except RuntimeError:  # torch.autograd.grad
             return False
 
@@ -245,7 +246,18 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         reducer.optimizer_steps += not known.isdisjoint(moved)
 
 
-register_optimizer_step_pre_hook(_count_step)
+def _watch_steps() -> None:
+    """Look at each step of any optimizer, from the first reducer on and until the last one is closed.
+
+    (Where reducers go with their parameters nobody takes the hook away: a garbage collector would, in the middle of a step.)
+    """
+    if _ALIVE and not _STEP_HOOKS:
+        _STEP_HOOKS.append(register_optimizer_step_pre_hook(_count_step))
+    while not _ALIVE and _STEP_HOOKS:
+        _STEP_HOOKS.pop().remove()
+
+
+_STEP_HOOKS: list[RemovableHandle] = []
 
 
 # ---------------------------------------------------------------------------------------------- one backward
@@ -263,7 +275,7 @@ class _BackwardPass:
             bucket.begin()
         end = self._end  # autograd holds it until the backward is over, or has failed
         self._held = weakref.ref(end)
-        Variable._execution_engine.queue_callback(end)
+        queue_callback(end)
 
     @property
     def is_running(self) -> bool:

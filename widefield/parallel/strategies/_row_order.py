@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from widefield.capture.decompositions import DRAWS
 from widefield.parallel.strategies._forward_route import Compiled
 from widefield.parallel.strategies._forward_state import random_states
+from widefield.private_torch.dispatcher import TorchDispatchMode
+from widefield.private_torch.fake_tensors import suggest_memory_format
+from widefield.private_torch.pytree import tree_leaves
 
 
 def not_row_major(model: nn.Module) -> list[str]:

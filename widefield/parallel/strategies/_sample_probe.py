@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from widefield.private_torch.dispatcher import OpOverload, TorchDispatchMode
+from widefield.private_torch.modules import BatchNorm
+from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from widefield.tiled.dispatch import is_unknown
 from widefield.tiled.pointwise import is_pointwise
 from widefield.tiled.redistribute import local_of, to_layout
@@ -31,7 +31,7 @@ def mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: d
     them also what others give, but for those that only move numbers.  BatchNorms, whose statistics are of all copies anyway,
     take their running ones meanwhile.
     """
-    norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.training]
+    norms = [part for part in model.modules() if isinstance(part, BatchNorm) and part.training]
 
     def others(leaf: Any, *, with_first: bool) -> Any:
         if not any(leaf is sample for sample in samples):
@@ -156,7 +156,7 @@ def _is_shape(value: Any) -> bool:
 
 def _may_mix(func: Any) -> bool:
     """Whether an operation does more than to go through numbers one by one, or to move them."""
-    if not isinstance(func, torch._ops.OpOverload) or is_pointwise(func):
+    if not isinstance(func, OpOverload) or is_pointwise(func):
         return False
     name = _name_of(func)
     return "c10d" not in func.namespace and name not in _MOVES and (name in _PICKS or not func.is_view)

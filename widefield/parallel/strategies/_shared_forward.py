@@ -22,8 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from widefield.capture.containers import refuse_hidden
 from widefield.comm import collectives
@@ -34,6 +32,8 @@ from widefield.parallel.strategies._forward_state import ForwardState
 from widefield.parallel.strategies._sample_probe import differ, mix_among_themselves
 from widefield.parallel.strategies._shared_batch import BatchShare, EnterBatch, dims_of_samples, left, strides_of_batch
 from widefield.parallel.strategies._unit_calls import Parted
+from widefield.private_torch.modules import BatchNorm
+from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from widefield.streaming.api import Streamed
 from widefield.tiled.sample_mixing import SampleMixingWatch
 from widefield.tiled.tensor import TiledTensor
@@ -266,7 +266,7 @@ class Rows:
 
 def _statistics(model: nn.Module) -> list[Tensor]:
     """The buffers of its BatchNorms, as they are now."""
-    return [b.detach().clone() for part in model.modules() if isinstance(part, _BatchNorm) for b in part.buffers(recurse=False)]
+    return [b.detach().clone() for part in model.modules() if isinstance(part, BatchNorm) for b in part.buffers(recurse=False)]
 
 
 def _samples_in(args: tuple, kwargs: dict) -> list[Tensor]:
@@ -283,7 +283,7 @@ def _sum_of_others(args: tuple, kwargs: dict, samples: list[Tensor]) -> int:
     for leaf in leaves:
         if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_meta:
             numbers = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            found = zlib.crc32(numbers.flatten().view(torch.uint8).numpy(), found)
+            found = zlib.crc32(numbers.flatten().view(torch.uint8).numpy().data, found)
     return found
 
 

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from widefield.comm import collectives
 from widefield.comm.mesh import device_of_words
+from widefield.private_torch.autograd import current_graph_task_id, queue_callback
+from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
+from widefield.private_torch.modules import backward_hooks_of, parameters_of
+from widefield.private_torch.pytree import tree_leaves
 from widefield.tiled.partial_gradient import manage, part_of_mean
 
 PATIENCE_SECONDS = 120.0
@@ -74,7 +74,7 @@ class UnitCalls:
             unit.register_forward_pre_hook(partial(self._has_entered, name))  # and after
             unit.register_forward_hook(partial(self._leaves, name), always_call=True)
             for part in self._parts[name]:
-                if part is not unit and part._parameters:
+                if part is not unit and parameters_of(part):
                     part.register_forward_pre_hook(partial(self._is_called, name), prepend=True)
 
     def _parts_of(self, name: str) -> list[nn.Module]:
@@ -94,7 +94,7 @@ class UnitCalls:
                 self.shards = shards
             self._refuse_hooks()
             self._at = self._ways.setdefault(f"gradients {torch.is_grad_enabled()}", {})
-        if not self._inside[name] and torch._C._current_graph_task_id() == -1:  # a backward goes where its forward went
+        if not self._inside[name] and current_graph_task_id() == -1:  # a backward goes where its forward went
             self.goes_to(name)
         self._inside[name] += 1
 
@@ -116,7 +116,7 @@ class UnitCalls:
     @torch.compiler.disable
     def _is_called(self, name: str, part: nn.Module, inputs: Any) -> None:
         """A layer of a unit is about to run."""
-        if self._inside[name] or torch._C._current_graph_task_id() != -1:  # a backward finds whole what its forward did
+        if self._inside[name] or current_graph_task_id() != -1:  # a backward finds whole what its forward did
             return
         if not self._inside[""]:
             if any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in tree_leaves(inputs)):
@@ -127,7 +127,9 @@ class UnitCalls:
             )
         unit = self.units[name]
         assert isinstance(unit, FSDPModule)
-        if any(type(p) is not nn.Parameter for each in self._parts[name] for p in each._parameters.values() if p is not None):
+        if any(
+            type(p) is not nn.Parameter for each in self._parts[name] for p in parameters_of(each).values() if p is not None
+        ):
             self.goes_to(name)
             unit.set_reshard_after_forward(False, recurse=False)  # its own forward says nothing of who else uses it
             unit.unshard()
@@ -145,6 +147,7 @@ class UnitCalls:
         mine = torch.tensor([zlib.crc32(name.encode())], device=device)
         marks = torch.empty(size, dtype=torch.int64, device=device)
         work = collectives.all_gather_single(marks, mine, group=self.group, async_op=True)
+        assert work is not None, f"rank {dist.get_rank()} is not in the group of those that share weights"
         what = f"here '{name or type(self.model).__qualname__}' is next"
         advice = (
             "weights in parts can only be gathered by all ranks together; let every rank call the same layers, set "
@@ -166,7 +169,7 @@ class UnitCalls:
         """Notice the gradients of a unit's whole weights."""
         prefixes = {module: prefix for prefix, module in self.model.named_modules()} if self._is_new(name) else {}
         for part in self._parts[name] if prefixes else ():
-            for key, parameter in part._parameters.items():
+            for key, parameter in parameters_of(part).items():
                 if parameter is not None and parameter.requires_grad and parameter not in self._hooked:
                     full = f"{prefixes[part]}.{key}" if prefixes[part] else key
                     manage([parameter])
@@ -174,7 +177,7 @@ class UnitCalls:
                     self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(came)
 
     def _is_new(self, name: str) -> bool:
-        weights = (p for part in self._parts[name] for p in part._parameters.values() if p is not None and p.requires_grad)
+        weights = (p for part in self._parts[name] for p in parameters_of(part).values() if p is not None and p.requires_grad)
         return any(parameter not in self._hooked for parameter in weights)
 
     def came(self, name: str, parameter: Tensor) -> None:
@@ -204,7 +207,7 @@ class UnitCalls:
         self._begin()
 
     def _refuse_hooks(self) -> None:
-        hooked = next((name for name, parameter in self.shards.items() if parameter._backward_hooks), None)
+        hooked = next((name for name, parameter in self.shards.items() if backward_hooks_of(parameter)), None)
         if hooked is not None:
             raise NotImplementedError(
                 f"a hook of the parameter '{hooked}' would never run: weights lie in parts, and autograd meets gathered ones; "
@@ -240,7 +243,7 @@ class _UnitBackward:
         without = {name for name, parameter in calls.shards.items() if parameter.grad is None}
         end = partial(calls.ended, without)
         self._held = weakref.ref(end)
-        Variable._execution_engine.queue_callback(end)
+        queue_callback(end)
 
     @property
     def is_running(self) -> bool:

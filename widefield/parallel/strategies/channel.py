@@ -14,13 +14,31 @@ from widefield.capture.fake_parameters import Like
 from widefield.capture.interpreter import install_shard, refuse_streams
 from widefield.comm.mesh import Mesh
 from widefield.parallel.strategies import Case, Phase
+from widefield.plans import Plan
 from widefield.sharded_state import register
 from widefield.streaming.choice import bytes_text
 from widefield.tensor_parallel.collectives import Exchange, Ranks
 from widefield.tensor_parallel.runtime import TensorParallelForward
 from widefield.tensor_parallel.search import Chosen
 
+AXIS = "channel"
 PHASE = Phase.SPLIT
+CHECK_ORDER = 20
+
+
+def is_used(plan: Plan) -> bool:
+    """Where ranks share the channels of a layer."""
+    return plan.channel > 1
+
+
+def check_plan(plan: Plan) -> None:
+    """NotImplementedError: a stream beside it, for no program joins the two."""
+    if plan.channel > 1 and plan.stream is not None:
+        raise NotImplementedError(
+            f"mesh.channel={plan.channel} runs a model's operations on parts of channels and stream (here {plan.stream}) on "
+            "tiles in time, and no program does both; set stream=null and "
+            f"mesh.space=[{plan.channel}, 1] beside mesh.channel, or mesh.channel=1"
+        )
 
 
 def apply(

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from widefield.comm.mesh import Mesh
+from widefield.comm.process_groups import group_among
 from widefield.parallel.strategies import Case, Phase
 from widefield.parallel.strategies._adasum import adasum_hook
 from widefield.parallel.strategies._buckets import Seen, bucket_mib
@@ -29,11 +30,25 @@ from widefield.parallel.strategies._forward_state import without_trace
 from widefield.parallel.strategies._part_calls import refuse_by_itself, roots_of
 from widefield.parallel.strategies._reducer import Hook, Reducer
 from widefield.parallel.strategies._shared_forward import Rows
-from widefield.plan import Plan
+from widefield.plans import Plan
 from widefield.tiled.sync_batch_norm import SyncBatchNorm, broadcast_buffers
 
+AXIS = "replicate"
 PHASE = Phase.AVERAGE
+CHECK_ORDER = 60
+
 _REDUCERS: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
+
+
+def is_used(plan: Plan) -> bool:
+    """Where several ranks have all weights of what they compute, and so equal ones; tiles of an image are such ranks too."""
+    return plan.data_strategy == "data" and plan.shard == plan.stage == 1 and plan.replicate * plan.axes["space"] > 1
+
+
+def check_plan(plan: Plan) -> None:
+    """ValueError, NotImplementedError: ways of agreeing on gradients and statistics that these copies cannot take."""
+    _check_adasum(plan)
+    _check_batch_norm_group(plan)
 
 
 def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
@@ -110,12 +125,57 @@ def synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
 def _share_statistics(model: nn.Module, mesh: Mesh) -> list[str]:
     """Give the BatchNorms of neighbouring copies common statistics; every rank makes all the groups of ranks."""
     each = mesh.plan.batch_norm_group
-    group, _ = dist.new_subgroups_by_enumeration([list(range(first, first + each)) for first in range(0, mesh.size, each)])
+    group = group_among([list(range(first, first + each)) for first in range(0, mesh.size, each)])
     SyncBatchNorm.convert(model, group)
     return [
         f"BatchNorm: statistics are those of {each} neighbouring copies of {mesh.copies}; running statistics are averaged once "
         "per epoch"
     ]
+
+
+# ---------------------------------------------------------------------------------------------- plans that cannot be
+
+
+def _check_adasum(plan: Plan) -> None:
+    if plan.agreement != "adasum":
+        return
+    others = [axis for axis, size in plan.axes.items() if size > 1 and axis != "replicate"]
+    if others:
+        raise NotImplementedError(
+            f"gradient.agreement=adasum combines the gradients of whole copies and this mesh has {', '.join(others)} too, over "
+            "which gradients are summed; set gradient.agreement=mean, or use mesh.replicate alone"
+        )
+    if plan.replicate & (plan.replicate - 1):
+        raise ValueError(
+            f"gradient.agreement=adasum combines ranks in pairs, then pairs of pairs, and mesh.replicate={plan.replicate} is "
+            "no power of two; start 2, 4, 8, ... ranks, or set gradient.agreement=mean"
+        )
+    if plan.compression != "none":
+        raise ValueError(
+            f"gradient.agreement=adasum and gradient.compression={plan.compression} both say what travels in place of the "
+            "mean; set one of them back (agreement=mean, compression=none)"
+        )
+
+
+def _check_batch_norm_group(plan: Plan) -> None:
+    size, copies = plan.batch_norm_group, plan.replicate
+    if size == 1:
+        return
+    if plan.batch_norm != "averaged":
+        raise ValueError(
+            f"batch_norm_group={size} shares statistics among some copies and batch_norm={plan.batch_norm} does not: each "
+            "group has running statistics of its own, which only batch_norm=averaged makes one; set that, or batch_norm_group=1"
+        )
+    if copies % size:
+        raise ValueError(
+            f"batch_norm_group={size} cannot deal out {copies} copies of the model evenly; take a divisor of {copies}"
+        )
+    others = [axis for axis, ranks in plan.axes.items() if ranks > 1 and axis != "replicate"]
+    if others:
+        raise NotImplementedError(
+            f"batch_norm_group={size} shares statistics among copies that lie on one rank each and this mesh has "
+            f"{', '.join(others)} too; set batch_norm_group=1, or use mesh.replicate alone"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- trial passes
@@ -266,6 +326,8 @@ def _conv_net(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Module:
 
 class _Branches(nn.Module):
     """One branch is never used; the other only in every second pass where `sometimes`."""
+
+    passes: Tensor
 
     def __init__(self, sometimes: bool = False) -> None:
         super().__init__()

@@ -14,9 +14,43 @@ from torch import Tensor, nn
 from widefield.comm.mesh import Mesh
 from widefield.parallel.strategies import Case, Phase
 from widefield.parallel.strategies._forward_route import inside, route
+from widefield.plans import Plan
 
+AXIS = "replicate"
 PHASE = Phase.AVERAGE
+CHECK_ORDER = 10
 CASES: list[Case] = []  # it runs on no rank but this one, and on GPUs alone
+
+
+def is_used(plan: Plan) -> bool:
+    """Where it is named, and weights and layers are whole."""
+    return plan.data_strategy == "data_parallel" and plan.shard == plan.stage == 1
+
+
+def check_plan(plan: Plan) -> None:
+    """ValueError: what one process with copies in threads cannot do."""
+    if plan.data_strategy != "data_parallel":
+        return
+    if plan.space:
+        raise ValueError(
+            f"data_strategy=data_parallel deals out whole images to the GPUs of one process and mesh.space={plan.space} cuts "
+            "them; set mesh.space=[], or mesh.data_strategy=data for one process per GPU"
+        )
+    if plan.stream is not None:
+        raise ValueError(
+            f"data_strategy=data_parallel runs copies of the model in threads and a stream (here {plan.stream}) runs one at a "
+            "time; set stream=null, or mesh.data_strategy=data for one process per GPU"
+        )
+    if plan.ranks > 1:
+        raise ValueError(
+            f"data_strategy=data_parallel drives all GPUs from one process and the mesh asks for {plan.ranks}; "
+            "set mesh.replicate=1, or mesh.data_strategy=data for one process per GPU"
+        )
+    if plan.batch_norm != "broadcast":
+        raise ValueError(
+            f"torch.nn.DataParallel normalizes each GPU's share alone, so batch_norm={plan.batch_norm} cannot hold; "
+            "set batch_norm=broadcast to accept that, or mesh.data_strategy=data"
+        )
 
 
 def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:

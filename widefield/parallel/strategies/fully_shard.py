@@ -19,12 +19,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as shard_in_place
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from widefield.capture.interpreter import override_of
 from widefield.comm.mesh import Mesh
@@ -33,15 +31,37 @@ from widefield.parallel.strategies._forward_route import watch
 from widefield.parallel.strategies._pick import CONTAINERS, picked, some
 from widefield.parallel.strategies._row_order import NoDraws, not_row_major
 from widefield.parallel.strategies._unit_calls import SENDS_ZEROS, UnitCalls
+from widefield.plans import Plan
+from widefield.private_torch.pytree import tree_leaves, tree_map
+from widefield.private_torch.tensors import base_of
 from widefield.streaming.api import Streamed
 
+AXIS = "shard"
+SECTION = "sharding"
 PHASE = Phase.AVERAGE
+CHECK_ORDER = 40
+
 _CALLS: WeakKeyDictionary[nn.Module, weakref.ref[UnitCalls]] = WeakKeyDictionary()
 """They hold the model, whose hooks hold them: so neither is held here."""
 SMALLEST_BYTES = 2**20
 """A unit of less is gathered with the root: at 100 GB/s its message would take less than its start does (10 us)."""
 LARGEST_SHARE = 1 / 8
 """A stage of more of the weights is cut into its blocks: two units, at work and on their way, lie whole beside the parts."""
+
+
+def is_used(plan: Plan) -> bool:
+    """Where copies share weights; stages average gradients themselves, and with ZeRO-1 share the optimizer's state alone."""
+    return plan.shard > 1 and plan.stage == 1
+
+
+def check_plan(plan: Plan) -> None:
+    """ValueError: parts to be offloaded that are not there."""
+    if plan.sharding.offload and (plan.shard == 1 or plan.sharding.zero == 1):
+        why = "mesh.shard=1" if plan.shard == 1 else "sharding.zero=1"
+        raise ValueError(
+            f"sharding.offload=true keeps parts of weights in the CPU's memory and {why} leaves weights whole; set mesh.shard "
+            "with sharding.zero=3, or sharding.offload=false"
+        )
 
 
 def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
@@ -265,7 +285,7 @@ def _no_view(module: nn.Module, inputs: Any, output: Any) -> Any:
     """A copy of what is a view: a write to a view would take FSDP2's hook away, so it warns of every one."""
     if not torch.is_grad_enabled():
         return None
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf._base is not None else leaf, output)
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and base_of(leaf) is not None else leaf, output)
 
 
 def _rest_after(model: nn.Module, inputs: Any, output: Any) -> None:
@@ -285,71 +305,10 @@ def _ways_in_words(mesh: Mesh) -> str:
     return f"ZeRO-{plan.sharding.zero}: {ways} ranks share {what[plan.sharding.zero]}{hybrid}{where}"
 
 
-# ---------------------------------------------------------------------------------------------- ZeRO-1
-
-
-_OTHERS: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()
-"""Of a shared optimizer: the ids of the parameters that other ranks step."""
-
-
-def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Optimizer:
-    """Make each rank step a share of the parameters, and so hold state of these alone; the same optimizer back.
-
-    For whole parameters with equal gradients on all ranks, and an optimizer whose step on one parameter looks at no other.
-    Cost: one message per rank of the axis and step, of the weights that it stepped.  After a step, gradients of the others'
-    parameters are None.
-    """
-    assert mesh.shards is not None
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]  # of this rank's stage
-    rank, group = mesh.shards.get_local_rank(mesh.shards.ndim - 1), mesh.shards.get_group(mesh.shards.ndim - 1)
-    owners = _owners(parameters, group.size())
-    others = _OTHERS[optimizer] = {key for key, owner in owners.items() if owner != rank}
-
-    def drop(*_: Any) -> None:
-        for parameter in parameters:
-            if id(parameter) in others:
-                parameter.grad = None
-
-    def send(*_: Any) -> None:
-        for owner in range(group.size()):
-            _send(owner, [p for p in parameters if owners[id(p)] == owner], group)
-
-    optimizer.register_step_pre_hook(drop)
-    optimizer.register_step_post_hook(send)
-    return optimizer
-
-
-def steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    """Whether this rank holds the state of `parameter`: always, but for a shared optimizer."""
-    return id(parameter) not in _OTHERS.get(optimizer, ())
-
-
-def _owners(parameters: list[Tensor], ranks: int) -> dict[int, int]:
-    """Large parameters first, each to the rank that has least."""
-    loads, owners = [0] * ranks, {}
-    for parameter in sorted(parameters, key=lambda p: -p.numel()):
-        owner = loads.index(min(loads))
-        loads[owner] += parameter.numel()
-        owners[id(parameter)] = owner
-    return owners
-
-
-@torch.no_grad()
-def _send(owner: int, parameters: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite `parameters` with those of one rank of the group."""
-    if not parameters:
-        return
-    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    dist.broadcast(flat, group_src=owner, group=group)
-    if group.rank() != owner:
-        for parameter, values in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.copy_(values.view(parameter.shape))
-
-
 # ---------------------------------------------------------------------------------------------- cases
 
 
-def _deep_net() -> nn.Module:
+def _deep_net() -> nn.Sequential:
     """Channels that 2, 3 and 4 ranks do not divide, one weight in two places, and a stage to be a unit."""
     stage = nn.Sequential(nn.Conv2d(5, 7, 3, padding=1), nn.BatchNorm2d(7), nn.SiLU(), nn.Conv2d(7, 5, 1))
     net = nn.Sequential(nn.Conv2d(2, 5, 3, stride=2), stage, nn.BatchNorm2d(5), nn.SiLU(), nn.Conv2d(5, 5, 1),

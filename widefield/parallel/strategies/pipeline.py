@@ -26,11 +26,31 @@ from widefield.pipelining.partition import Partition, divide
 from widefield.pipelining.runtime import PipelineForward, batchwise, refuse_batchwise, remembered
 from widefield.pipelining.sample_mixing import where_counts_enter, where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, schedule_grid
-from widefield.plan import Plan
+from widefield.plans import Plan
+from widefield.private_torch.modules import compiled_call_impl_of
 from widefield.tiled.partial_gradient import manage
 from widefield.tiled.sample_mixing import name_of
 
+AXIS = "stage"
+SECTION = "pipeline"
 PHASE = Phase.SPLIT
+CHECK_ORDER = 50
+
+
+def is_used(plan: Plan) -> bool:
+    """Where ranks share the layers of a model."""
+    return plan.stage > 1
+
+
+def check_plan(plan: Plan) -> None:
+    """ValueError: micro-batches' statistics without stages, and what `stage_problems` has."""
+    if plan.batch_norm == "per_micro_batch" and plan.stage == 1:
+        raise ValueError(
+            "batch_norm=per_micro_batch is about the micro-batches of mesh.stage, which is 1; set batch_norm=synchronized, or "
+            "averaged for the statistics of each copy"
+        )
+    for problem in stage_problems(plan):
+        raise ValueError(problem)
 
 
 def apply(
@@ -57,7 +77,7 @@ def apply(
     draws = _own_draws(plan) if any(node.draws for node in graph.nodes) else []
     trained = frozenset(name for name, _ in model.named_parameters())
     division = divide(graph, override.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
-    measured = []
+    measured: list[str] = []
     if mesh.data_size > 1:
         override.bucket_mib, measured = bucket_mib(model, mesh)
     override.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
@@ -73,6 +93,66 @@ def apply(
         *measured,
         *draws,
     ]
+
+
+# ---------------------------------------------------------------------------------------------- plans that cannot be
+
+
+def stage_problems(plan: Plan) -> list[str]:
+    """Why a plan with stages cannot be carried out, a sentence each with the nearest plan that can; none where it can."""
+    if plan.stage == 1:
+        return []
+    stage = f"mesh.stage={plan.stage}"
+    problems = [
+        (
+            plan.shard > 1 and plan.sharding.zero > 1,
+            f"{stage} and sharding.zero={plan.sharding.zero} would both deal out a layer's weights among "
+            f"mesh.shard={plan.shard}; set sharding.zero=1, which shares optimizer state alone, or mesh.stage=1 and "
+            f"mesh.shard={plan.shard * plan.stage}",
+        ),
+        (
+            plan.stream is not None,
+            f"{stage} runs a stage at once and stream runs tile after tile; set stream=null, or mesh.stage=1",
+        ),
+        (
+            plan.recompute is not None,
+            f"{stage} keeps what a micro-batch leaves for its backward and recompute would follow the model's own modules; set "
+            "recompute=null with more pipeline.micro_batches, or mesh.stage=1",
+        ),
+        (
+            plan.compression != "none",
+            f"{stage} averages gradients itself, as they are, and gradient.compression={plan.compression} is for whole copies; "
+            "set gradient.compression=none",
+        ),
+        (
+            plan.batch_norm in ("averaged", "broadcast"),
+            f"{stage} leaves each rank the running statistics of its own stage, and batch_norm={plan.batch_norm} compares "
+            "those of all ranks; set batch_norm=synchronized, or per_micro_batch",
+        ),
+        (
+            plan.data_strategy == "data_parallel",
+            f"data_strategy=data_parallel drives all GPUs from one process and {stage} wants one per stage; "
+            "set mesh.data_strategy=data",
+        ),
+    ]
+    schedule = _schedule_problem(plan)
+    return [*(problem for holds, problem in problems if holds), *([schedule] if schedule is not None else [])]
+
+
+def _schedule_problem(plan: Plan) -> str | None:
+    """Why a schedule cannot run so many micro-batches; None where it can."""
+    schedule, ranks, micro_batches = plan.pipeline.schedule, plan.stage, plan.pipeline.micro_batches or 1
+    rounds = max(1, micro_batches // ranks)
+    if schedule in ("gpipe", "1f1b") or micro_batches % rounds == 0:
+        return None
+    fewer = micro_batches - micro_batches % ranks
+    return (
+        f"pipeline.schedule={schedule} works in rounds of {ranks} micro-batches, one per stage, and pipeline.micro_batches="
+        f"{micro_batches} leaves a part of a round; set {fewer} or {fewer + ranks} micro-batches, or pipeline.schedule=1f1b"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- micro-batches
 
 
 def _micro_batch(override: PipelineForward, model: nn.Module, sample: Tensor, most: int) -> tuple[Graph, str]:
@@ -164,7 +244,7 @@ def _micro_batches(model: nn.Module, graph: Graph, plan: Plan, counted: list[str
 
 
 def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
-    if getattr(model, "_compiled_call_impl", None) is not None:
+    if compiled_call_impl_of(model) is not None:
         raise NotImplementedError(
             f"a model in stages runs as the operations that it was followed as (mesh.stage={plan.stage}), which torch.compile "
             "does not see; set model.compile=false, or mesh.stage=1"

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from widefield.comm.mesh import Mesh
 from widefield.config import RecomputeConfig
@@ -28,9 +27,17 @@ from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.parallel.strategies import Case, Phase, data
 from widefield.parallel.strategies._pick import CONTAINERS, picked, some
 from widefield.parallel.strategies._saved_tensors import fewest
+from widefield.plans import Plan
+from widefield.private_torch.dispatcher import DispatchKey, SetExcludeDispatchKeyGuard, TorchDispatchMode
+from widefield.private_torch.modules import buffers_of, compiled_call_impl_of
+from widefield.private_torch.tensors import base_of, version_counter
 from widefield.tiled.tensor import TiledTensor, wrap_view
 
+AXIS = None
+SECTION = "recompute"
 PHASE = Phase.KEEP
+CHECK_ORDER = 30
+
 SMALLEST_BYTES = 1024
 """What is smaller stays on the device: a message of its own would cost more than its room."""
 
@@ -44,6 +51,22 @@ COSTLY = {
 
 Found = list[tuple[nn.Module, str, Tensor]]
 """Buffers: the module that has one, its name there, and its value."""
+
+
+def is_used(plan: Plan) -> bool:
+    """Where the section is there."""
+    return plan.recompute is not None
+
+
+def check_plan(plan: Plan) -> None:
+    """NotImplementedError: a model that runs as operations, whose modules are not called."""
+    if plan.recompute is not None and (plan.channel > 1 or plan.stream is not None):
+        channel, stream = f"mesh.channel={plan.channel}", f"stream (here {plan.stream})"
+        other, cure = (channel, "mesh.channel=1") if plan.channel > 1 else (stream, "stream=null")
+        raise NotImplementedError(
+            f"recompute makes modules again as they are called, and with {other} a model runs as operations, its modules never "
+            f"called; set recompute=null, or {cure}"
+        )
 
 
 def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
@@ -76,7 +99,7 @@ def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | No
 def _check(model: nn.Module, mesh: Mesh, asked: RecomputeConfig) -> None:
     if hasattr(model, "_stream"):
         raise ValueError("recompute keeps inputs of blocks and a streamed model keeps none of them; set recompute=null")
-    if getattr(model, "_compiled_call_impl", None) is not None:
+    if compiled_call_impl_of(model) is not None:
         raise ValueError(
             "recompute runs blocks again as Python does and a compiled model has none; set model.compile=false, "
             "or recompute=null"
@@ -144,7 +167,7 @@ class _Recomputed(Wrapping):
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(_run_recomputed)(self, run, args, kwargs)
+            return torch.compiler.disable(_run_recomputed)(self, run, args, kwargs)
         return _run_recomputed(self, run, args, kwargs)
 
 
@@ -159,9 +182,13 @@ class _Offloaded(Wrapping):
 
 
 def _run_recomputed(block: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a block that keeps its inputs alone.  All of it runs again, so that every rank sends the same messages.
+
+    `early_stop` is an argument, not torch's switch of the whole process, which threads that run copies set for each other.
+    The block's own keywords do not pass through torch's function, which has keywords of the same kind, as `debug`.
+    """
     contexts = partial(_contexts, block, vars(block)[_KEEP])
-    with set_checkpoint_early_stop(False):
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(partial(run, **kwargs), *args, use_reentrant=False, early_stop=False, context_fn=contexts)
 
 
 def _contexts(block: nn.Module, keep: str) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -186,7 +213,7 @@ class _Results(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in COSTLY:
-            self.kept.append((_alias(out), out._version))
+            self.kept.append((_alias(out), version_counter(out)))
         return out
 
     def again(self) -> AbstractContextManager:
@@ -198,7 +225,7 @@ def _alias(out: Tensor) -> Tensor:
 
     Below autograd an alias counts in-place changes for itself, unless that is asked for.
     """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # type: ignore[attr-defined]
+    with SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):  # type: ignore[attr-defined]
         return out.detach()
 
 
@@ -216,14 +243,14 @@ class _Again(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         out, version = self.kept[self.number]
         self.number += 1
-        return func(*args, **(kwargs or {})) if out._version != version else out.detach()
+        return func(*args, **(kwargs or {})) if version_counter(out) != version else out.detach()
 
 
 def _buffers(block: nn.Module) -> Found:
     return [
         (module, name, value)
         for module in block.modules()
-        for name, value in module._buffers.items()
+        for name, value in buffers_of(module).items()
         if value is not None
     ]  # fmt: skip
 
@@ -236,15 +263,15 @@ class _OnCopies(AbstractContextManager):
         self.now: Found = []
 
     def __enter__(self) -> None:
-        self.now = [(module, name, module._buffers[name]) for module, name, _ in self.found]  # type: ignore[misc]
+        self.now = [(module, name, buffers_of(module)[name]) for module, name, _ in self.found]  # type: ignore[misc]
         for module, name, value in self.found:
-            module._buffers[name] = value.clone()
+            buffers_of(module)[name] = value.clone()
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
         for module, name, buffer in self.now:
-            module._buffers[name] = buffer
+            buffers_of(module)[name] = buffer
 
 
 def _recompute(block: nn.Module, name: str, keep: str) -> None:
@@ -274,7 +301,7 @@ def to_host(tensor: Tensor) -> Any:
 
     Small is meant of wholes, so that ranks choose alike.
     """
-    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    is_weight = isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
     tile = tensor.local if type(tensor) is TiledTensor else tensor
     if isinstance(tensor, nn.Parameter):
         return tensor

@@ -8,8 +8,20 @@ from torch import Tensor, nn
 
 from widefield.comm.mesh import Mesh
 from widefield.parallel.strategies import Case, Phase
+from widefield.plans import Plan
 
+AXIS = "space"
 PHASE = Phase.SPLIT
+CHECK_ORDER = 70
+
+
+def is_used(plan: Plan) -> bool:
+    """Where images are cut over ranks."""
+    return bool(plan.space)
+
+
+def check_plan(plan: Plan) -> None:
+    """Nothing: what does not go with tiles says so itself."""
 
 
 def apply(

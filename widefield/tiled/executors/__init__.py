@@ -47,7 +47,7 @@ def build(description: Description, grid: Grid, view: View | None = None) -> Exe
 def _reduced(d: Reduced, grid: Grid) -> Execute:
     layout = first_cut(d.reads).layout if d.at is None else d.at[0]
     assert layout is not None, "a reduction without a tiled tensor is plain"
-    axes = tuple(sorted(axis for dim in d.dims for axis in (layout.cuts[dim].axes if layout.cuts[dim] else ())))
+    axes = tuple(sorted(axis for dim in d.dims if (cut := layout.cuts[dim]) is not None for axis in cut.axes))
     ways = grid.num_shards(axes)
     group = grid.group_name(axes) if ways > 1 else ""
     layouts = [

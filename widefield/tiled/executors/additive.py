@@ -51,11 +51,11 @@ def build_additive(d: Additive, grid: Grid) -> Execute:
         read, mine, others = tensors[meta.number], local_of(tensors[over.number]), rest(tensors)
         tile = local_of(read)
         pieces = () if boxes.is_idle else _kept(read, move)
-        pending = halo.start([move], [tile], group) if pieces is None else None
+        pending = halo.start([move], [tile], group) if pieces is None and move is not None else None
         outs: list[Any] = [None] * len(d.outs)
         if base is not None and home_part is None:
             outs = list(base(tile if own_part is None else tile[own_part], mine, *others))
-        elif base is not None:
+        elif base is not None and home_part is not None:
             _add(outs, d.outs, base(tile if own_part is None else tile[own_part], mine[home_part], *others), home_part, mine)
         if alone is not None:
             number, total = alone(tensors)

@@ -18,6 +18,7 @@ from widefield.comm.halo import Move
 from widefield.geometry.box import Route, is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Grid, Layout
+from widefield.private_torch.autograd import current_graph_task_id
 from widefield.rules import Ring, ShardedProduct
 from widefield.tiled.partial_gradient import partial_of
 from widefield.tiled.redistribute import redistribute, space_group
@@ -55,7 +56,7 @@ def build_sharded_product(d: ShardedProduct, grid: Grid) -> Execute:
 
 def _in_first_backward() -> bool:
     """Whether a gradient is computed that is not differentiated again: then who wants its value may wait for it."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _part_of_mean(part: Tensor, layout: Layout, spread: int) -> Tensor:

@@ -18,6 +18,7 @@ from widefield.tiled.redistribute import boxes_of, following_cuts, local_of, mov
 from widefield.tiled.tensor import wrap
 
 Execute = Callable[[Sequence[Tensor]], Any]
+Rest = Callable[[Sequence[Tensor]], list[Tensor]]
 SMALL_SHARE = 0.25
 """Edges that are a larger share of a tile than this are not worth computing apart: the tile is joined with its halo then."""
 
@@ -56,6 +57,7 @@ def build_windowed(d: Windowed, grid: Grid) -> Execute:
     rest = rest_of_tensors([source.number for source in sources])
     moving = [source for source in sources if source.move is not None]  # on every rank the same, so messages look alike
     halo_moves = moving if any(not source.is_idle for source in moving) else []
+    moves = [source.move for source in halo_moves if source.move is not None]
     joined = None if is_empty(write) else d.prepare(LocalBoxes(tuple(source.wanted for source in sources), write))
     edges = _edges(d, sources, writes, grid) if d.splits and len(sources) == 1 and halo_moves else None
     if edges is not None:
@@ -64,7 +66,7 @@ def build_windowed(d: Windowed, grid: Grid) -> Execute:
     def execute(tensors: Sequence[Tensor]) -> Any:
         pieces: dict[_ReadSource, Sequence[Piece]] = {}
         if halo_moves:
-            pending = halo.start([s.move for s in halo_moves], [local_of(tensors[s.number]) for s in halo_moves], group)
+            pending = halo.start(moves, [local_of(tensors[s.number]) for s in halo_moves], group)
             for source, got in zip(halo_moves, pending.wait(), strict=True):
                 pieces[source] = got
                 _keep(tensors[source.number], source.move, got)
@@ -121,7 +123,15 @@ def _inner(read: Read, dim: int, write: Interval, own: Interval) -> Interval:
     return Interval(start, write.stop - away(range(write.stop - 1, start - 1, -1)))
 
 
-def _split(d: Windowed, source: _ReadSource, edges: list[tuple[Box, Box]], write: Box, rest, finish, group: str) -> Execute:
+def _split(
+    d: Windowed,
+    source: _ReadSource,
+    edges: list[tuple[Box, Box]],
+    write: Box,
+    rest: Rest,
+    finish: Callable[..., Any],
+    group: str,
+) -> Execute:
     """Run on the own tile while the halo travels, then run the edges again on strips that have it."""
     assert source.move is not None
     move, own = source.move, meet(source.held, source.wanted)
@@ -160,7 +170,7 @@ def _overwrite(out: Any, where: tuple[slice, ...], edge: Any) -> None:
             part[where] = new
 
 
-def rest_of_tensors(numbers: Sequence[int]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+def rest_of_tensors(numbers: Sequence[int]) -> Rest:
     """The tensor arguments that are not read through windows; uncut tiled ones as plain tensors."""
     taken = frozenset(numbers)
 

@@ -1,0 +1,87 @@
+"""The command `widefield`: a file per verb, found by name.  A file in this folder is a verb; each defines
+
+- `ORDER`: its place in `widefield --help`, lower is earlier; `SUMMARY`: its line there; `HELP`: what `widefield VERB --help`
+  teaches before the list of arguments;
+- `add_arguments(parser)`: its arguments and options;
+- `run(options) -> int`: does it, and gives the status for the shell.  What it imports, it imports here where that imports
+  torch, so that help and a refusal come at once.  An argument `overrides` takes KEY=VALUE, also behind options;
+- `CASES`: (arguments behind the verb, the options that must come of them, or a part of what is said against them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from widefield.cli._errors import say
+from widefield.naming import load_all
+
+HELP = """\
+Train convolutional networks on images of any size, on any number of devices,
+with the numbers that one device with endless memory would give.
+
+  widefield train recipes/digits.yaml                      a first run, in seconds
+  widefield train recipes/digits.yaml mesh.replicate=2     the same numbers, on two ranks
+  widefield evaluate runs/0001                             every image exactly once
+  widefield report runs/0001                               one HTML file
+  widefield verify timm/resnet50 --image 3x97x101          is it exact with its images cut over devices?
+  widefield bench recipes/digits.yaml                      which plan is fastest on this machine?
+  widefield train recipes/page.yaml mesh.space=[] 'stream.tiles=[4,4]'   one device, tile after tile
+
+widefield VERB --help explains each verb.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the status for the shell: 0, 2 for what the user can mend, 3 where another rank failed, else 1."""
+    options = parse(arguments)
+    try:
+        status = options.verb.run(options)
+    except KeyboardInterrupt:
+        print("widefield: ended at once; the newest checkpoint stands", file=sys.stderr)
+        status = 130
+    except Exception as error:
+        told = say(error, is_rank=options.is_rank)
+        if told is None:
+            raise
+        status = told
+    if options.is_rank:
+        # Everything is closed by now.  Python's own way out lets gloo's threads abort one exit in ten, after all is done
+        # (docs/log.md, 2026-11-21), which a launcher would take for a crash.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a command line, `verb` (a module) and `is_rank` among them; SystemExit where it is no command.
+
+    arguments: the words behind `widefield`; this process's own where None.
+    """
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse gives up on `train RECIPE --run DIR a.b=1`: positionals after an option are left over
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    if overrides != rest or (rest and "overrides" not in options):
+        parser.error(f"not understood: {' '.join(rest)}; see widefield VERB --help")
+    if overrides:
+        options.overrides = [*options.overrides, *overrides]
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "widefield", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter, usage="widefield VERB ..."
+    )
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    for module in sorted(load_all(__name__), key=lambda module: module.ORDER):
+        name = module.__name__.rpartition(".")[2]
+        verb = verbs.add_parser(
+            name, help=module.SUMMARY, description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        verb.set_defaults(verb=module, is_rank=False)
+        module.add_arguments(verb)
+    return parser

@@ -1,0 +1,35 @@
+"""What do arguments of several verbs mean, and how is one read?"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError
+
+
+def add_weights(parser: ArgumentParser) -> None:
+    parser.add_argument("--weights", type=given_text, metavar="FILE", help="a .safetensors file; the run's own if left out")
+    add_trust(parser)
+
+
+def add_trust(parser: ArgumentParser) -> None:
+    text = "run the code that a run folder's config.yaml names (model.name=module:callable); without it, that is refused"
+    parser.add_argument("--trust", action="store_true", help=text)
+
+
+def given_text(text: str) -> str:
+    """What follows an option, which an unset variable of a shell leaves empty."""
+    if not text.strip():
+        raise ArgumentTypeError("it is empty; give it a value, or leave the option out")
+    return text
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text!r} is no count; write a whole number, 1 or more")
+    return int(text)
+
+
+def sizes(text: str) -> list[int]:
+    """`3x97x101` as numbers."""
+    if not all(part.isdecimal() and int(part) for part in text.split("x")):
+        raise ArgumentTypeError(f"{text!r} is no size; write whole numbers with x between them, as 3x97x101")
+    return [int(part) for part in text.split("x")]

@@ -1,0 +1,43 @@
+"""Which images, in what batches, changed in what way?  The section `data` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from widefield.config.field_types import Listed, Options, Positive, Share, Spread
+from widefield.section import Section
+
+
+class DataConfig(Section):
+    name: str
+    """A file in widefield/data/formats/: `digits`, `imagefolder`, `page`."""
+    path: str | None = None
+    """Folder that the format reads; `digits` and `page` need none."""
+    options: Options = {}
+    """Arguments of the format, for page `size: [4096, 4096]`."""
+    batch_size: Positive = 64
+    """Samples per optimizer step over all ranks together, so that the number of ranks changes no number."""
+    evaluate_batch_size: Positive | None = None
+    """Samples per rank and batch in evaluation; changes memory and speed alone."""
+    hold_out: Share | None = None
+    """Share of samples held out for evaluation where the folder has no val/ of its own."""
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """Processes per rank that read and decode."""
+    read: Listed = []
+    """torchvision.transforms.v2 by name, run as an image is read, in training: `[RandomResizedCrop: {size: 224}]`."""
+    read_evaluate: Listed = []
+    """The same in evaluation and prediction."""
+    augment: Listed = []
+    """torchvision.transforms.v2 by name, run on uint8 images on the device, in training alone."""
+    mean: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] | None = None
+    """Per channel, of pixels scaled to 0..1; the format's own where null."""
+    std: Annotated[list[Spread], Field(min_length=1)] | None = None
+    """Per channel, of pixels scaled to 0..1; the format's own where null."""
+    mixup: Annotated[float, Field(ge=0)] = 0.0
+    """Alpha of mixup's beta distribution; 0 is off.  Neighbours in the order of samples are mixed."""
+    cutmix: Annotated[float, Field(ge=0)] = 0.0
+    """Alpha of cutmix's beta distribution; 0 is off.  With mixup on too, each pair draws one of the two."""
+    bad_images: Literal["stop", "skip"] = "stop"
+    """What an unreadable image does: stop the run and name it, or be left out and counted."""

@@ -1,0 +1,34 @@
+"""Types of fields that several sections have; refused is what their bounds leave out.  Durations and memory: quantity.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+
+def _finite(value: Any) -> Any:
+    """What an option or a transform is given, unless a number in it is none: their own checks often let nan pass."""
+    odd = next((number for number in _numbers(value) if not math.isfinite(number)), None)
+    if odd is not None:
+        raise ValueError(f"it holds {odd}, which is no finite number; give a number, or leave it out")
+    return value
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    yield from (number for part in inner for number in _numbers(part))
+    if isinstance(value, float):
+        yield value
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""Keyword arguments for what a user names: a model, a format, a task, an optimizer."""
+Listed = Annotated[list[Any], AfterValidator(_finite)]
+"""Transforms by name, each with its arguments."""
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Spread = Annotated[float, Field(ge=1e-6)]
+"""Of pixels from 0 to 1, in 256 levels or 65,536; what is divided by less is no number any more."""

@@ -1,0 +1,23 @@
+"""What is said and kept of a run?  The section `log` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from widefield.config.field_types import Positive
+from widefield.section import Section
+
+
+class LogConfig(Section):
+    every: Positive = 10
+    """Steps between lines."""
+    tensorboard: bool = True
+    """Write TensorBoard's files into the run folder."""
+    wandb: str | None = None
+    """A Weights & Biases project to log to (needs the extra `wandb`)."""
+    timeline: bool = False
+    """Record steps 3 to 12 of this process, each operation and collective, as a Chrome trace per rank in the run folder."""
+    stall_seconds: Annotated[float, Field(ge=0.1)] | None = 60.0
+    """After how long a step that does not end makes rank 0 say which ranks are missing; null never."""

@@ -1,0 +1,69 @@
+"""ZeRO-1: ranks that have the same weights each step a share of them, and so hold a share of the optimizer's state."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from widefield.comm.mesh import Mesh
+
+_OTHERS: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()
+"""Of a shared optimizer: the ids of the parameters that other ranks step."""
+
+
+def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Optimizer:
+    """Make each rank step a share of the parameters, and so hold state of these alone; the same optimizer back.
+
+    For whole parameters with equal gradients on all ranks, and an optimizer whose step on one parameter looks at no other.
+    Cost: one message per rank of the axis and step, of the weights that it stepped.  After a step, gradients of the others'
+    parameters are None.
+    """
+    assert mesh.shards is not None
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]  # of this rank's stage
+    rank, group = mesh.shards.get_local_rank(mesh.shards.ndim - 1), mesh.shards.get_group(mesh.shards.ndim - 1)
+    owners = _owners(parameters, group.size())
+    others = _OTHERS[optimizer] = {key for key, owner in owners.items() if owner != rank}
+
+    def drop(*_: Any) -> None:
+        for parameter in parameters:
+            if id(parameter) in others:
+                parameter.grad = None
+
+    def send(*_: Any) -> None:
+        for owner in range(group.size()):
+            _send(owner, [p for p in parameters if owners[id(p)] == owner], group)
+
+    optimizer.register_step_pre_hook(drop)
+    optimizer.register_step_post_hook(send)
+    return optimizer
+
+
+def steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Whether this rank holds the state of `parameter`: always, but for a shared optimizer."""
+    return id(parameter) not in _OTHERS.get(optimizer, ())
+
+
+def _owners(parameters: list[Tensor], ranks: int) -> dict[int, int]:
+    """Large parameters first, each to the rank that has least."""
+    loads, owners = [0] * ranks, {}
+    for parameter in sorted(parameters, key=lambda p: -p.numel()):
+        owner = loads.index(min(loads))
+        loads[owner] += parameter.numel()
+        owners[id(parameter)] = owner
+    return owners
+
+
+@torch.no_grad()
+def _send(owner: int, parameters: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite `parameters` with those of one rank of the group."""
+    if not parameters:
+        return
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    dist.broadcast(flat, group_src=owner, group=group)
+    if group.rank() != owner:
+        for parameter, values in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.copy_(values.view(parameter.shape))

@@ -1,0 +1,56 @@
+"""Can so many ranks carry out a plan exactly?  What is asked of all plans stands here; every strategy's file is asked the rest.
+
+A strategy is one file, widefield/parallel/strategies/NAME.py: how it lays a model out, and which plans it refuses.  Such a file
+imports torch, and lies floors above this one.  So it is loaded by name, and only when a plan is checked: ranks are about to
+start or to meet then, which takes torch anyway.  Reading a config and writing a plan load none of them; the two constants that
+these need are read from the text of the files (config/strategies.py).  A second file for each strategy, without torch, would
+spare a command that only starts ranks two seconds of imports; but then what a strategy does and what it refuses would stand
+apart, and a new strategy would be two files.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from widefield.config.strategies import STRATEGIES
+from widefield.naming import load_all
+from widefield.plans.plan import Plan
+
+
+def check(plan: Plan, *, ranks: int, samples_per_step: int | None = None) -> None:
+    """Refuse, in words, a plan that `ranks` ranks cannot carry out exactly.  Every rank calls this before any message.
+
+    Of several problems, the first is told: of the ranks, then of the strategies in their CHECK_ORDER, then of the samples.
+    ValueError: sizes the user can change.  NotImplementedError: what no file in parallel/strategies/ does yet.
+    """
+    strategies = load_all(STRATEGIES)
+    _check_axes(plan, strategies)
+    _check_ranks(plan, ranks)
+    for strategy in sorted(strategies, key=lambda strategy: strategy.CHECK_ORDER):
+        strategy.check_plan(plan)
+    copies = plan.replicate * plan.shard
+    if samples_per_step is not None and samples_per_step < copies:
+        raise ValueError(
+            f"{copies} copies of the model share a batch of {samples_per_step} samples, so some would always be idle; "
+            f"use data.batch_size={copies} or more, or fewer ranks on mesh.replicate"
+        )
+
+
+def _check_axes(plan: Plan, strategies: list[ModuleType]) -> None:
+    have = {strategy.AXIS for strategy in strategies}
+    for axis, size in plan.axes.items():
+        if size > 1 and axis not in have:
+            names = [strategy.__name__.rpartition(".")[2] for strategy in strategies]
+            raise NotImplementedError(
+                f"mesh.{axis}={plan.space if axis == 'space' else size} cannot run: parallel/strategies/ has no file with "
+                f'AXIS = "{axis}". It has: {", ".join(names)}. Set mesh.{axis}={"[]" if axis == "space" else 1}.'
+            )
+
+
+def _check_ranks(plan: Plan, ranks: int) -> None:
+    if plan.ranks == ranks:
+        return
+    axes = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items() if size > 1) or "every axis 1"
+    others = plan.ranks // plan.replicate
+    advice = f"set mesh.replicate={ranks // others}" if ranks % others == 0 else f"start a multiple of {others} ranks"
+    raise ValueError(f"the mesh ({axes}) needs {plan.ranks} ranks and there are {ranks}; {advice}, or start {plan.ranks} ranks")

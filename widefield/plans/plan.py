@@ -1,0 +1,95 @@
+"""How is a run laid out over ranks?  A Plan: mesh axes with their sizes and the choices of each strategy, as data.
+
+Frozen, with a text form that reads back equal; printed, and stored with every checkpoint.  A field has the name of its key in
+the config, where it has one there (see from_config.py), and a strategy's choices are its section of the config.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import field_validator
+
+from widefield.config.field_types import Positive
+from widefield.config.gradient import Agreement, Compression
+from widefield.config.pipeline import PipelineConfig
+from widefield.config.recompute import RecomputeConfig
+from widefield.config.run import BatchNorm
+from widefield.config.sharding import ShardingConfig
+from widefield.config.strategies import SECTIONS, DataStrategy, with_sections_of_strategies
+from widefield.config.stream import StreamConfig
+from widefield.section import Section, parse_section, to_yaml
+
+
+@with_sections_of_strategies
+class Plan(Section):
+    """Mesh axes and sizes, and how gradients and statistics are agreed on."""
+
+    replicate: Positive = 1
+    """Whole copies of the model, each with its share of the batch."""
+    shard: Positive = 1
+    space: list[Positive] = []
+    """Tiles that every image is cut into, a number per dim; none where images stay whole: `[1, 1]` becomes `[]`."""
+    channel: Positive = 1
+    stage: Positive = 1
+    data_strategy: DataStrategy = "data"
+    independent: bool = False
+    sharding: ShardingConfig = ShardingConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    recompute: RecomputeConfig | None = None
+    batch_norm: BatchNorm = "synchronized"
+    batch_norm_group: Positive = 1
+    """Neighbouring copies that share their statistics under batch_norm=averaged."""
+    accumulate: Positive = 1
+    bucket_mib: float | None = 25.0
+    compression: Compression = "none"
+    agreement: Agreement = "mean"
+    powersgd_rank: Positive = 1
+    powersgd_start_step: int = 1000
+    stream: StreamConfig | None = None
+    """Tiles in time: every rank runs what it holds of an image tile after tile; None runs it at once."""
+
+    @field_validator("space", mode="after")
+    @classmethod
+    def _one_tile_is_none(cls, space: list[int]) -> list[int]:
+        """A grid of one tile is no grid, for all who ask."""
+        return space if math.prod(space) > 1 else []
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Size of every axis, outermost first."""
+        return {
+            "replicate": self.replicate,
+            "shard": self.shard,
+            "space": math.prod(self.space),
+            "channel": self.channel,
+            "stage": self.stage,
+        }
+
+    @property
+    def is_one_batch(self) -> bool:
+        """Whether copies' samples are one batch where they meet; else a copy draws, writes to buffers and mixes by itself."""
+        return self.batch_norm == "synchronized" and not self.independent
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the plan needs."""
+        return math.prod(self.axes.values())
+
+    def __str__(self) -> str:
+        """`replicate=2 x space=[2, 1]` and what differs from one device; `one rank, streamed in 4 x 4 tiles`; `one rank`."""
+        used = [f"{axis}={self.space if axis == 'space' else size}" for axis, size in self.axes.items() if size > 1]
+        further = [f"ZeRO-{self.sharding.zero}"] * (self.shard > 1)
+        further += [section for section, axis in SECTIONS.items() if axis is None and getattr(self, section) is not None]
+        further += [f"streamed in {self.stream}"] if self.stream else []
+        return ", ".join([" x ".join(used) or "one rank", *further])
+
+
+def to_text(plan: Plan) -> str:
+    """The plan as YAML; `from_text` gives it back equal."""
+    return to_yaml(plan)
+
+
+def from_text(text: str, *, name: str = "plan") -> Plan:
+    """The plan in a YAML text; ValueError names the key that is wrong."""
+    return parse_section(Plan, text, name=name)

@@ -1,0 +1,60 @@
+"""Operators, dispatch keys and modes: what happens between a call and its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch._library.effects as effects
+import torch.library
+import torch.utils._python_dispatch as python_dispatch
+
+DispatchKey = torch._C.DispatchKey
+"""The layers of the dispatcher by name."""
+
+OpOverload = torch._ops.OpOverload
+"""The type of an operator as dispatch hands it out; what is of another type is a Python function or a higher-order one."""
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""An operator's name, arguments and results, and which arguments it writes to."""
+
+op_of: Callable[[Any], Callable] = attrgetter("_op")
+"""What an operator's `__call__` calls, without the Python around it: on a grid of one rank that is a part of each operation."""
+
+op_dk_of: Callable[[Any], Callable] = attrgetter("_op_dk")
+"""An operator's kernel of one dispatch key, as a function of the key and the arguments: the loop of a `_foreach_` operator."""
+
+dispatch_keyset_full_after: Callable[[Any], Any] = torch._C._dispatch_keyset_full_after
+"""All layers below one, to which a kernel of ours hands on what it does not take."""
+
+dispatch_tls_is_dispatch_key_included: Callable[[str], bool] = torch._C._dispatch_tls_is_dispatch_key_included  # type: ignore
+"""Whether this thread runs in a layer: "PythonDispatcher" tells that a compiler traces."""
+
+dispatch_has_kernel_for_dispatch_key: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key  # type: ignore
+"""Whether an operator, by its name, has a kernel of its own in a layer: a composite one is made of others by torch itself."""
+
+SetExcludeDispatchKeyGuard: Callable[[Any, bool], AbstractContextManager] = torch._C._SetExcludeDispatchKeyGuard  # type: ignore
+"""Inside, a layer is left out or not: an alias made below autograd shares the count of writes only with it."""
+
+AutoDispatchBelowAutograd: Callable[[], AbstractContextManager] = torch._C._AutoDispatchBelowAutograd  # type: ignore[assignment]
+"""Inside, operations go straight to kernels below autograd, where some are not taken apart."""
+
+TorchDispatchMode = python_dispatch.TorchDispatchMode
+"""A context in which every operation of a thread is handed to a method: how operations are looked at and kept."""
+
+disable_current_modes: Callable[[], AbstractContextManager] = python_dispatch._disable_current_modes
+"""Inside, no mode sees operations: those that only ask torch for strides are nobody's."""
+
+EffectType = effects.EffectType
+"""Kinds of operators that a compiler may neither drop nor reorder."""
+
+register_effectful_op: Callable[[str, Any], None] = torch.library._register_effectful_op
+"""Tells compilers that an operator sends messages, which each rank must send and in the same order."""
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Take the kernels of a library away again, so that the dispatcher's table is what it was before."""
+    library._destroy()

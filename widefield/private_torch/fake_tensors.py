@@ -1,0 +1,42 @@
+"""Tensors without data, and functionalization: how a module is captured, and how torch is asked for strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._prims_common as prims_common
+import torch._subclasses.fake_tensor as fake
+import torch._subclasses.functional_tensor as functional
+from torch import Tensor
+
+FakeTensor = fake.FakeTensor
+"""A tensor of a device, shape and strides without data: a module that is given one is being captured."""
+
+FakeTensorMode = fake.FakeTensorMode
+"""Inside, operations make fake tensors as the device's kernels would lay them out."""
+
+DataDependentOutputException = fake.DataDependentOutputException
+"""Raised where a forward asks a fake tensor for its numbers."""
+
+DynamicOutputShapeException = fake.DynamicOutputShapeException
+"""Raised where the shape of what an operation gives depends on numbers."""
+
+FunctionalTensor = functional.FunctionalTensor
+"""A fake tensor whose writes in place become new tensors, so that a graph has none."""
+
+FunctionalTensorMode = functional.FunctionalTensorMode
+"""Inside, operations on functional tensors are turned into ones that write nothing."""
+
+from_functional_tensor: Callable[[Any], Tensor] = torch._from_functional_tensor
+"""The tensor inside of a functional one."""
+
+sync: Callable[[Any], None] = torch._sync
+"""Brings writes through views to the functional tensor that they show, before what is inside is looked at."""
+
+suggest_memory_format: Callable[[Tensor], torch.memory_format] = prims_common.suggest_memory_format
+"""Channels last or row-major, as kernels read it from a tensor's strides."""
+
+FAKE_TENSOR_LOGGER = fake.__name__
+"""The logger on which fake tensors print the errors that they raise, too."""
