@@ -35,10 +35,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = [item for item in items if not (item.get_closest_marker("gpu") and item.get_closest_marker("long"))]
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    left_out = [item for item in of_gpu if item.get_closest_marker("long") or item.get_closest_marker("cpu")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+    for item in of_gpu:
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_gpu_too = pytest.mark.parametrize("device", DEVICES, indirect=True)
-"""A mark for a test, or for all of a module; its cases that are marked `long` stay on the CPU."""
+"""A mark for a test; its cases that are marked `long` or `cpu` stay on the CPU."""
 
 CURRENT = ["cpu"]
 """The kind of device of the test that runs now, last."""
@@ -117,7 +117,3 @@ def close(found: Any, expected: Any, *, on_cpu: float = 1e-12) -> None:
     """Whether tensors in nests agree, wherever they lie: to `on_cpu`, and to 1e-10 on a GPU, which adds up in another order."""
     most = on_cpu if here().type == "cpu" else max(on_cpu, 1e-10)
     torch.testing.assert_close(found, expected, rtol=most, atol=most, check_device=False)
-
-
-def gpus() -> int:
-    return torch.cuda.device_count()

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import devices
+import torch
 
 from widefield.comm.devices import RANKS_PER_GPU
 from widefield.plans import Plan, to_text
@@ -193,7 +194,8 @@ def _spawn(world_size: int, device: str) -> _Pool:
         context.set_forkserver_preload(PRELOADED)
     else:
         context = multiprocessing.get_context("spawn")
-        variables = {RANKS_PER_GPU: str(-(-world_size // max(1, devices.gpus())))}
+        each = -(-world_size // max(1, torch.cuda.device_count()))
+        variables = {RANKS_PER_GPU: str(each), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # with which cuBLAS can be deterministic
     pool = _Pool([], [], folder, set())
     with _environment(OMP_NUM_THREADS="1", **variables):  # read when the child imports torch
         for rank in range(world_size):
@@ -242,7 +244,6 @@ def _meet(rank: int, world_size: int, folder: str, kind: str) -> Callable[[Plan]
     """Join the process group; what it returns gives the mesh of a plan, the same one for equal plans."""
     import datetime
 
-    import torch
     import torch.distributed as dist
 
     from widefield.comm.devices import backend_for, device_of
@@ -271,13 +272,12 @@ def _meet(rank: int, world_size: int, folder: str, kind: str) -> Callable[[Plan]
 
 
 def _run(message: bytes, mesh_of: Callable[[Plan], Any]) -> Any:
-    import torch
-
     (path, module), work = pickle.loads(message)
     _import(path, module)
     body, args, plan = pickle.loads(work)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
     mesh = mesh_of(plan)
     with warnings.catch_warnings(), devices.running_on(mesh.device):
         warnings.simplefilter("error")

@@ -51,7 +51,7 @@ def test_a_rank_that_sleeps_is_named_and_one_that_is_slow_alike_is_not():
     assert said[0] and said[1:] == [[], []]
     assert all("step 3 has not ended after" in text for text in said[0])
     assert "1 of 3 ranks has not arrived: rank 1 is at " in said[0][0]
-    assert "test_stall.py" in said[0][0] and "in _sleep" in said[0][0] and "The others wait: rank 0 is at" in said[0][0]
+    assert "test_stall_watch.py" in said[0][0] and "in _sleep" in said[0][0] and "The others wait: rank 0 is at" in said[0][0]
 
 
 def _one_sleeps(mesh) -> list[str]:

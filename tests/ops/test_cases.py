@@ -50,7 +50,11 @@ def cases_of(family: str) -> list[RuleCase]:
 
 
 @on_gpu_too
-@pytest.mark.parametrize("grid", [(2,), (3,), *(pytest.param(grid, marks=pytest.mark.long) for grid in GRIDS[2:])], ids=str)
+@pytest.mark.parametrize(
+    "grid",
+    [(2,), pytest.param((3,), marks=pytest.mark.cpu), *(pytest.param(grid, marks=pytest.mark.long) for grid in GRIDS[2:])],
+    ids=str,
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiles_together_equal_the_whole(family, grid):
     ranks = torch.Size(grid).numel()

@@ -233,7 +233,9 @@ def in_float64() -> Iterator[None]:
 
 
 @on_gpu_too
-@pytest.mark.parametrize("tiles", [TILES[0], pytest.param(TILES[1], marks=pytest.mark.long), TILES[2]], ids=str)
+@pytest.mark.parametrize("tiles", [
+    TILES[0], pytest.param(TILES[1], marks=pytest.mark.long), pytest.param(TILES[2], marks=pytest.mark.cpu),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("in_float64")
 def test_tile_after_tile_equals_the_whole(family, tiles):

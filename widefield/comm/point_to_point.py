@@ -58,7 +58,7 @@ def _sent(
 
 
 def _received(tensor: Tensor, *, group: dist.ProcessGroup, tag: int = 0, group_src: int) -> dist.Work:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return _Arrival(dist.irecv(host, group=group, tag=tag, group_src=group_src), host, tensor.detach())
 
 
@@ -68,15 +68,9 @@ class _Arrival(dist.Work):
     def __init__(self, work: dist.Work | None, host: Tensor, target: Tensor) -> None:
         super().__init__()
         self._work, self._host, self._target = work, host, target
-        self._is_there = False
 
     def wait(self, *args: Any) -> bool:
-        if not self._is_there:
-            assert self._work is not None, "a rank of the group receives"
-            self._work.wait(*args)
-            self._target.copy_(self._host, non_blocking=True)  # torch's memory pool keeps the host's copy until this is done
-            self._is_there = True
+        assert self._work is not None, "a rank of the group receives"
+        self._work.wait(*args)
+        self._target.copy_(self._host, non_blocking=True)  # torch's memory pool keeps the host's copy until this is done
         return True
-
-    def is_completed(self) -> bool:
-        return self._is_there
