@@ -30,6 +30,12 @@ CURRENT = ["cpu"]
 _HERE = [torch.device("cpu")]
 """The device of the body that this process runs now, last."""
 
+NOT_ON_GPUS = {
+    ("normalization", "no update"): "batch_norm_cpu",  # torch 2.14 runs the CPU's kernel for it
+    ("resize", "lanczos"): "aten::_upsample_lanczos2d_aa",
+}
+"""By family and beginning of the name, what torch itself cannot run on a GPU, and what it says then."""
+
 TESTS, PACKAGE = (str(Path(__file__).parent) + os.sep, str(Path(__file__).parents[1] / "widefield") + os.sep)
 MODELS = str(Path(PACKAGE) / "models") + os.sep
 

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import warnings
 
+import devices
 import pytest
 import torch
 from devices import on_gpu_too
@@ -35,11 +36,6 @@ HOW = {
 What is plain and meets an image later, as a branch that sees no pixel does, has a gradient of the image's kind.
 """
 NOT_REFUSED = "not refused"
-NOT_ON_GPUS = {
-    ("normalization", "no update"): "batch_norm_cpu",  # torch 2.14 runs the CPU's kernel for it
-    ("resize", "lanczos"): "aten::_upsample_lanczos2d_aa",
-}
-"""By family and beginning of the name, what torch itself cannot run on a GPU, and what it says then."""
 GRIDS = [(2,), (3,), (2, 2), (4,)]
 FEWER = {(3,): ("uneven", "last tile empty"), (4,): ("uneven", "last tile empty")}
 """Of more tiles along one dim, the ways that show what two do not: tiles between others, and halos from beyond the next."""
@@ -77,7 +73,7 @@ def _problems_of(mesh: Mesh, family: str) -> list[str]:
 
 
 def _said(family: str, case: RuleCase, mesh: Mesh, how: str, small: float) -> str | None:
-    reason = next((why for (of, name), why in NOT_ON_GPUS.items() if of == family and case.name.startswith(name)), None)
+    reason = next((why for (of, name), why in devices.NOT_ON_GPUS.items() if of == family and case.name.startswith(name)), None)
     if reason is not None and mesh.device.type == "cuda":
         return _problem_of_torch(case, mesh, reason)
     dispatch._KNOWN.clear()
@@ -163,7 +159,8 @@ def _like(weight: torch.Tensor, output: torch.Tensor, mesh: Mesh, how: str) -> t
 
 
 def _pull(outputs, weights) -> None:
-    torch.autograd.backward(_with_grad(outputs), weights)
+    """Last to first: a GPU's backward begins while the others are handed to it, and ranks must begin with the same."""
+    torch.autograd.backward(_with_grad(outputs)[::-1], weights[::-1])
 
 
 def _mean(grad: torch.Tensor, mesh: Mesh, tiled: bool) -> torch.Tensor:

@@ -68,6 +68,12 @@ UNDEFINED = {
 }
 """What is not asked of a stream, as the whole run itself gives nothing to compare with."""
 
+NOT_ON_GPUS = {
+    *(f"{family}: {name}" for family, name in devices.NOT_ON_GPUS),
+    "normalization: legit in evaluation",  # gives statistics that nobody reads, of another size on each kind of device
+}
+"""Beginnings of the names of cases that torch cannot run whole on a GPU, or of which it gives something else there."""
+
 if torch.__version__ < "2.14":  # so with 2.11, and mended by 2.14
     REFUSED["ordering: quantile along a cut dim"] = ASKS  # torch compares its numbers first
     UNDEFINED.add("slices: a row that is not there")  # followed, it raises where the case can no longer catch it
@@ -242,6 +248,8 @@ def test_tile_after_tile_equals_the_whole(family, tiles):
     problems = []
     for case in cases_of(family):
         name = f"{family}: {case.name}"
+        if devices.here().type == "cuda" and name.startswith(tuple(NOT_ON_GPUS)):
+            continue
         problems += [f"{name}: {problem}" for problem in problems_of(case, name, tiles)]
     assert problems == [], "\n".join(problems)
 

@@ -357,5 +357,5 @@ def _captured_and_apart(mesh, own: bool) -> tuple[bool, str]:
             found.append([whole(net(given)) for _ in range(2)])
         same = mesh.plan.stage > 1 or all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True))
         for _ in range(1 + (mesh.channel if mesh.plan.channel > 1 else mesh.rank)):  # a GPU counts draws, not numbers
-            torch.rand(1, generator=model.generator)
+            torch.rand(1, generator=model.generator, device="cpu" if mesh.plan.stage > 1 else None)  # whence stages are seeded
         return same, _said(lambda: (model(tile(image, mesh)), model(tile(image, mesh))))

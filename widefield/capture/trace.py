@@ -94,7 +94,7 @@ def _recorded(
     recorder: Recorder, module: nn.Module, forward: Callable, args: tuple, kwargs: dict, likes: Mapping[str, Any], aim: str
 ) -> tuple[Graph, Left | None]:
     weights = named_tensors(module)
-    with _without_cudnn(), recorder, Functional(recorder):
+    with _without_cudnn(), _without_draws_on_gpus(), recorder, Functional(recorder):
         fakes = {name: recorder.source(likes.get(name, tensor), "weight", name) for name, tensor in weights.items()}
         given = [recorder.source(leaf, "input", str(n)) for n, leaf in enumerate(tensors_of((args, kwargs)))]
         images = iter(given)
@@ -142,6 +142,18 @@ def _without_cudnn() -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.enabled = was
+
+
+@contextmanager
+def _without_draws_on_gpus() -> Iterator[None]:
+    """Inside, nothing is drawn on this process's GPU: of an operation whose shapes torch does not know, as binomial, it asks a
+    run on zeros, which moves a GPU's generator."""
+    state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        if state is not None:
+            torch.cuda.set_rng_state(state)
 
 
 def without_autocast() -> ExitStack:

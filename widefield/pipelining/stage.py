@@ -13,7 +13,7 @@ from widefield.capture.ir import Value
 from widefield.capture.trace import without_autocast
 from widefield.geometry.layout import Layout
 from widefield.pipelining.stage_parts import StageGraph
-from widefield.pipelining.wire import off_wire, on_wire, wire_meta, with_zeros_for
+from widefield.pipelining.wire import off_wire, on_wire, together, wire_meta, with_zeros_for
 from widefield.private_torch.modules import buffers_of, modules_of, parameters_of
 from widefield.tiled.api import as_tile
 
@@ -68,7 +68,7 @@ class StageModule(nn.Module):
             return self._returned(gives, idle)
         sent = [on_wire(tensor, value, self.layouts.get(value)) for tensor, value in zip(gives, self.part.gives, strict=True)]
         sent[0] = with_zeros_for(sent[0], idle)
-        sent = [tensor.to(self.wire) for tensor in sent]
+        sent = [tensor.to(self.wire) for tensor in together(sent)]
         # Torch detaches in place what it still has of these after the first half; the second may want it, as a ReLU's output.
         return tuple(tensor.clone() for tensor in sent) if self.splits else tuple(sent)
 

@@ -87,8 +87,8 @@ def _run(
     generator = torch.Generator("cpu").manual_seed(2)
     if weights is None:
         weights = [torch.randn(t.shape, generator=generator, dtype=t.dtype, device="cpu").to(t.device) for t in pulled]
-    if pulled:
-        torch.autograd.backward(pulled, [_like(w, t) for w, t in zip(weights, pulled, strict=True)])
+    if pulled:  # last to first: a GPU's backward begins while the others are handed to it, and ranks must begin with the same
+        torch.autograd.backward(pulled[::-1], [_like(w, t) for w, t in zip(weights, pulled, strict=True)][::-1])
     gradients: dict[str, Tensor | None] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return _Ran(outputs, gradients | {"the image": image.grad}, layers, weights)
 
