@@ -1,5 +1,8 @@
 """What every test module shares: the ranks end with the session, and a busy machine is no failure of a property."""
 
+from collections.abc import Iterator
+
+import devices
 import pytest
 import ranks
 import torch
@@ -13,9 +16,32 @@ def pytest_runtest_setup() -> None:
     ranks.end_idle()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a test and its ranks run: "cpu", and once more on "cuda" where it is marked `on_gpu_too`.
+
+    A test without the mark `gpu` sees no GPU, so that it does the same on every machine.
+    """
+    kind = getattr(request, "param", "cpu")
+    devices.CURRENT.append(kind)
+    around = (
+        devices.without_gpus() if request.node.get_closest_marker("gpu") is None else devices.running_on(torch.device(kind))
+    )
+    try:
+        with around:
+            yield kind
+    finally:
+        devices.CURRENT.pop()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    left_out = [item for item in of_gpu if item.get_closest_marker("long") or item.get_closest_marker("cpu")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+    for item in of_gpu:
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
 
 

@@ -4,6 +4,9 @@ Ranks are gloo processes on the CPU, forked from one that has torch and the mode
 the tests that follow: until another world size needs their memory, or until they have seen so many plans that their process
 groups crowd the machine.  A body travels to them by pipe as file and name, so it must be a top-level function of a test module,
 and what it takes and gives must pickle.
+A test on CUDA (see devices.py) has ranks with a GPU each and NCCL, or, where there are fewer GPUs, ranks that share them and
+gloo.  These are spawned afresh, for CUDA does not outlive a fork.  Tensors that they are given lie on their device, tensors
+that they give in the host's memory.
 A body that fails or hangs costs its pool: the ranks are killed, the test gets the failing rank's traceback, and the next
 call spawns afresh.  Warnings are errors on the ranks too.
 """
@@ -30,10 +33,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import devices
+import torch
+
+from widefield.comm.devices import RANKS_PER_GPU
 from widefield.plans import Plan, to_text
 
 TIMEOUT_SECONDS = 120.0
-PLANS_MOST = 8
+PLANS_MOST = {"cpu": 8, "cuda": 24}
 """Plans for which ranks make a mesh, whose process groups have threads and sockets each, before new ranks take over."""
 IDLE_SECONDS = 15.0
 """After which ranks that nobody asks are not worth what they cost: each process group's thread wakes up 100 times a second."""
@@ -68,7 +75,7 @@ def on_ranks(
 ) -> list[Any]:
     """`body(mesh, *args)` on `world_size` ranks; each rank's return value, in rank order.
 
-    mesh: a widefield Mesh of `plan`, by default Plan(replicate=world_size).
+    mesh: a widefield Mesh of `plan`, by default Plan(replicate=world_size), on the device of the test that runs.
     RankFailed holds the failing rank's traceback, or where every rank stood when the time was up.
     """
     plan = plan or Plan(replicate=world_size)
@@ -76,15 +83,15 @@ def on_ranks(
     try:
         return pool.run(body, args, plan, timeout_seconds)
     except BaseException:
-        _POOLS.pop(world_size).kill()
+        _POOLS.pop((world_size, devices.CURRENT[-1])).kill()
         raise
 
 
 def end_idle(seconds: float = IDLE_SECONDS) -> None:
     """End ranks that have run nothing for so long."""
-    for world_size, pool in list(_POOLS.items()):
+    for key, pool in list(_POOLS.items()):
         if time.monotonic() - pool.used > seconds:
-            _POOLS.pop(world_size).kill()
+            _POOLS.pop(key).kill()
 
 
 def close_all() -> None:
@@ -108,7 +115,7 @@ class _Pool:
 
     def run(self, body: Callable[..., Any], args: tuple, plan: Plan, timeout_seconds: float) -> list[Any]:
         where = (inspect.getsourcefile(body), body.__module__)
-        work = pickle.dumps((body, args, plan))
+        work = pickle.dumps((body, devices.moved(args, "cpu"), plan))
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((where, work)))
         answers = self._collect(time.monotonic() + timeout_seconds)
@@ -159,35 +166,41 @@ class _Pool:
         self.folder.cleanup()
 
 
-_POOLS: dict[int, _Pool] = {}
-"""By world size, the last one used at the end."""
+_POOLS: dict[tuple[int, str], _Pool] = {}
+"""By world size and kind of device, the last one used at the end."""
 atexit.register(close_all)
 
 
 def _pool_for(world_size: int, plan: Plan) -> _Pool:
     """The ranks that are there, or new ones, with room made for them."""
-    pool, text = _POOLS.pop(world_size, None), to_text(plan)
-    if pool is not None and text not in pool.plans and len(pool.plans) >= PLANS_MOST:
+    device = devices.CURRENT[-1]
+    pool, text = _POOLS.pop((world_size, device), None), to_text(plan)
+    if pool is not None and text not in pool.plans and len(pool.plans) >= PLANS_MOST[device]:
         pool.kill()
         pool = None
     if pool is None:
-        while _POOLS and sum(_POOLS) + world_size > RANKS_MOST:
+        while _POOLS and sum(size for size, _ in _POOLS) + world_size > RANKS_MOST:
             _POOLS.pop(next(iter(_POOLS))).kill()
-        pool = _spawn(world_size)
+        pool = _spawn(world_size, device)
     pool.plans.add(text)
-    _POOLS[world_size] = pool
+    _POOLS[world_size, device] = pool
     return pool
 
 
-def _spawn(world_size: int) -> _Pool:
+def _spawn(world_size: int, device: str) -> _Pool:
     folder = tempfile.TemporaryDirectory(prefix="widefield_ranks_")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    if device == "cpu":
+        context, variables = multiprocessing.get_context("forkserver"), {"CUDA_VISIBLE_DEVICES": ""}
+        context.set_forkserver_preload(PRELOADED)
+    else:
+        context = multiprocessing.get_context("spawn")
+        each = -(-world_size // max(1, torch.cuda.device_count()))
+        variables = {RANKS_PER_GPU: str(each), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # with which cuBLAS can be deterministic
     pool = _Pool([], [], folder, set())
-    with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):  # read when the child imports torch
+    with _environment(OMP_NUM_THREADS="1", **variables):  # read when the child imports torch
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, world_size, folder.name, theirs)
+            arguments = (rank, world_size, folder.name, theirs, device)
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank} of {world_size}")
             process.start()
             theirs.close()
@@ -210,12 +223,12 @@ def _environment(**values: str):
 # ---------------------------------------------------------------------------------------------- the rank's side
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: str) -> None:
     """A rank's life: run what comes through the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the test session ends its ranks
     stack = open(Path(folder) / f"stack{rank}", "w")  # open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stack)
-    mesh_of = _meet(rank, world_size, folder)
+    mesh_of = _meet(rank, world_size, folder, device)
     while True:
         try:
             message = pipe.recv_bytes()
@@ -227,46 +240,50 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
 
 
-def _meet(rank: int, world_size: int, folder: str) -> Callable[[Plan], Any]:
+def _meet(rank: int, world_size: int, folder: str, kind: str) -> Callable[[Plan], Any]:
     """Join the process group; what it returns gives the mesh of a plan, the same one for equal plans."""
     import datetime
 
-    import torch
     import torch.distributed as dist
 
+    from widefield.comm.devices import backend_for, device_of
     from widefield.comm.mesh import World, join
 
     torch.set_num_threads(1)
+    device = torch.device("cpu") if kind == "cpu" else device_of(rank, rank)
+    assert device.type == kind, f"rank {rank} was to run on {kind} and has none"
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name without an address must not stop the tests
     timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
     if world_size > 1:
+        backend = backend_for(device)
+        bound = {"device_id": device} if "nccl" in backend else {}
         place = f"file://{folder}/store"  # a file: no port that another session could take
-        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, init_method=place, rank=rank, world_size=world_size, timeout=timeout, **bound)
     world = World(rank=rank, size=world_size, local_rank=rank, local_size=world_size, launcher="tests")
     meshes: dict[str, Any] = {}
 
     def mesh_of(plan: Plan) -> Any:
         if to_text(plan) not in meshes:
-            meshes[to_text(plan)] = join(world, plan)
+            meshes[to_text(plan)] = join(world, plan, device=device)
         return meshes[to_text(plan)]
 
     return mesh_of
 
 
 def _run(message: bytes, mesh_of: Callable[[Plan], Any]) -> Any:
-    import torch
-
     (path, module), work = pickle.loads(message)
     _import(path, module)
     body, args, plan = pickle.loads(work)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
     mesh = mesh_of(plan)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), devices.running_on(mesh.device):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
-        return body(mesh, *args)
+        found = body(mesh, *devices.moved(args, mesh.device))
+    return devices.moved(found, "cpu")
 
 
 def _import(path: str, module: str) -> None:

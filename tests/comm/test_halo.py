@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from devices import on_gpu_too
 from ranks import on_ranks
 from torch.nn import functional as F
 
@@ -69,6 +70,7 @@ def any_boxes(mesh):
         assert TRAFFIC.pixel_bytes == bytes_sent
 
 
+@on_gpu_too
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.space))
 def test_every_rank_gets_the_box_it_wants_in_one_message_per_peer(plan):
     on_ranks(plan.ranks, any_boxes, plan=plan)
@@ -94,6 +96,7 @@ def any_layouts(mesh):
         assert torch.equal(wf.whole(moved_tile), image)
 
 
+@on_gpu_too
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.space))
 def test_any_layout_becomes_any_other(plan):
     on_ranks(plan.ranks, any_layouts, plan=plan)
@@ -127,6 +130,7 @@ def adjoints(mesh):
         torch.testing.assert_close(inner(mesh, out, y), inner(mesh, x, back), rtol=1e-12, atol=1e-9, msg=name)
 
 
+@on_gpu_too
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.space))
 def test_backward_is_the_adjoint(plan):
     on_ranks(plan.ranks, adjoints, plan=plan)
@@ -143,6 +147,7 @@ def idle(mesh):
     return TRAFFIC.pixel_messages, TRAFFIC.sum_messages
 
 
+@on_gpu_too
 def test_operations_on_single_pixels_send_nothing():
     assert on_ranks(2, idle, plan=Plan(space=[2, 1])) == [(0, 0)] * 2
 
@@ -159,6 +164,7 @@ def overlapped(mesh):
     return bool(torch.isfinite(total))
 
 
+@on_gpu_too
 def test_an_exchange_is_started_and_waited_for_apart():
     assert on_ranks(2, overlapped, plan=Plan(space=[2, 1])) == [True, True]
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from devices import on_gpu_too
 from ranks import on_ranks
 from torch import nn
 
@@ -28,10 +29,11 @@ def place(mesh):
     )
 
 
+@on_gpu_too
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_know_their_place(size):
+def test_ranks_know_their_place(size, device):
     axes = {"replicate": size}
-    assert on_ranks(size, place) == [(rank, size, rank == 0, "cpu", axes) for rank in range(size)]
+    assert on_ranks(size, place) == [(rank, size, rank == 0, device, axes) for rank in range(size)]
 
 
 def exchanged(mesh):
@@ -42,10 +44,12 @@ def exchanged(mesh):
     return total is number, total.tolist(), first.tolist(), mesh.gather_objects({"rank": mesh.rank})
 
 
+@on_gpu_too
 def test_sums_are_in_place_over_all_ranks_and_rank_zero_is_broadcast():
     assert on_ranks(3, exchanged) == [(True, [6.0, 30.0], [5], [{"rank": 0}, {"rank": 1}, {"rank": 2}])] * 3
 
 
+@on_gpu_too
 def test_on_one_rank_every_message_stays_at_home():
     assert on_ranks(1, exchanged) == [(True, [1.0, 10.0], [5], [{"rank": 0}])]
 
@@ -57,6 +61,7 @@ def disagreement(mesh, problems):
         return str(error)
 
 
+@on_gpu_too
 def test_one_ranks_problem_is_raised_on_every_rank():
     assert on_ranks(3, disagreement, [None, "no such folder", "disk full"]) == ["rank 1: no such folder"] * 3
     assert on_ranks(3, disagreement, [None] * 3) == [None] * 3
@@ -67,6 +72,7 @@ def checkpoint_group(mesh):
     return mesh.checkpoint_group is not mesh.data_group, mesh.checkpoint_group.size()
 
 
+@on_gpu_too
 def test_checkpoints_have_a_group_of_their_own():
     assert on_ranks(2, checkpoint_group) == [(True, 2)] * 2
 
@@ -94,6 +100,7 @@ def shards_of(mesh):
     return mesh.shards and (mesh.shards.ndim, mesh.shards.mesh.flatten().tolist(), mesh.data_group.size())
 
 
+@on_gpu_too
 @pytest.mark.parametrize(("plan", "shards"), [
     (Plan(replicate=4), [None] * 4),
     (Plan(shard=4), [(1, [0, 1, 2, 3], 4)] * 4),
@@ -157,7 +164,7 @@ def groups_left(mesh):
     found = []
     for plan in (Plan(replicate=2, space=[2]), Plan(shard=2, channel=2), Plan(replicate=4)):
         before = set(_world.pg_map)
-        other = join(mesh.world, plan)
+        other = join(mesh.world, plan, device=mesh.device)
         made = set(_world.pg_map) - before
         sizes = {torch.distributed.get_world_size(group) for group in made}
         total = other.sum_(torch.ones(1)).item()
@@ -166,6 +173,7 @@ def groups_left(mesh):
     return found, mesh.sum_(torch.ones(1)).item()
 
 
+@on_gpu_too
 def test_a_mesh_has_no_group_of_one_rank_and_leaves_none_behind():
     assert on_ranks(4, groups_left) == [([(True, True, 4.0, True)] * 3, 4.0)] * 4
 
@@ -174,7 +182,7 @@ def wholes_of_meshes_in_turn(mesh):
     """The weights that rank 0 puts together, and torch itself, on three equal meshes, each left before the next one."""
     found = []
     for _ in range(3):
-        other = join(mesh.world, Plan(replicate=2, shard=2))
+        other = join(mesh.world, Plan(replicate=2, shard=2), device=mesh.device)
         layer = nn.Linear(3, 5, bias=False, dtype=torch.float64)
         nn.init.constant_(layer.weight, 0.5)
         model = parallelize(layer, other)

@@ -130,17 +130,19 @@ def test_mpi_jobs_without_a_name_meet_by_their_parent():
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "ranks", "reason"),
+    ("asked", "gpus", "each", "ranks", "reason"),
     [
-        (None, 0, 1, "1 rank: no GPU here; mesh.replicate=N starts N CPU ranks"),
-        (None, 1, 1, "1 rank: one per GPU"),
-        (None, 4, 4, "4 ranks: one per GPU"),
-        (3, 0, 3, "3 ranks: as the mesh asks"),
-        (1, 4, 1, "1 rank: as the mesh asks"),
+        (None, 0, 1, 1, "1 rank: no GPU here; mesh.replicate=N starts N CPU ranks"),
+        (None, 1, 1, 1, "1 rank: one per GPU"),
+        (None, 4, 1, 4, "4 ranks: one per GPU"),
+        (None, 2, 3, 6, "6 ranks: 3 per GPU"),
+        (3, 0, 1, 3, "3 ranks: as the mesh asks"),
+        (3, 1, 4, 3, "3 ranks: as the mesh asks"),
+        (1, 4, 1, 1, "1 rank: as the mesh asks"),
     ],
 )
-def test_ranks_are_as_many_as_the_mesh_asks_or_else_one_per_gpu(asked, gpus, ranks, reason):
-    assert local.local_ranks(asked, gpus) == (ranks, reason)
+def test_ranks_are_as_many_as_the_mesh_asks_or_else_as_gpus_have_room_for(asked, gpus, each, ranks, reason):
+    assert local.local_ranks(asked, gpus, each) == (ranks, reason)
 
 
 def test_more_ranks_than_gpus_names_the_axis_to_change():
@@ -148,6 +150,8 @@ def test_more_ranks_than_gpus_names_the_axis_to_change():
         ValueError, match="asks for 4 ranks and this machine has 2 GPUs.*mesh.replicate so that all axes .* make 2"
     ):
         local.local_ranks(4, 2)
+    with pytest.raises(ValueError, match="4 ranks and this machine has 1 GPU, for 2 ranks each.* or let 4 ranks share"):
+        local.local_ranks(4, 1, 2)
 
 
 # ------------------------------------------------------------------------------------------------ starting and ending

@@ -7,8 +7,10 @@ import pkgutil
 import re
 import warnings
 
+import devices
 import pytest
 import torch
+from devices import on_gpu_too
 from ranks import on_ranks
 
 from widefield import ops
@@ -33,6 +35,7 @@ HOW = {
 
 What is plain and meets an image later, as a branch that sees no pixel does, has a gradient of the image's kind.
 """
+NOT_REFUSED = "not refused"
 GRIDS = [(2,), (3,), (2, 2), (4,)]
 FEWER = {(3,): ("uneven", "last tile empty"), (4,): ("uneven", "last tile empty")}
 """Of more tiles along one dim, the ways that show what two do not: tiles between others, and halos from beyond the next."""
@@ -42,7 +45,12 @@ def cases_of(family: str) -> list[RuleCase]:
     return importlib.import_module(f"{ops.__name__}.{family}").CASES
 
 
-@pytest.mark.parametrize("grid", [(2,), (3,), *(pytest.param(grid, marks=pytest.mark.long) for grid in GRIDS[2:])], ids=str)
+@on_gpu_too
+@pytest.mark.parametrize(
+    "grid",
+    [(2,), pytest.param((3,), marks=pytest.mark.cpu), *(pytest.param(grid, marks=pytest.mark.long) for grid in GRIDS[2:])],
+    ids=str,
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiles_together_equal_the_whole(family, grid):
     ranks = torch.Size(grid).numel()
@@ -60,11 +68,14 @@ def _problems_of(mesh: Mesh, family: str) -> list[str]:
         for how, small in HOW.items()
         if how in FEWER.get(mesh.grid.sizes, HOW)
         if not (case.refuses and how not in ("even", "uneven"))  # what refuses a cut image may run where others are cut
-        if (problem := _said(case, mesh, how, small)) is not None
+        if (problem := _said(family, case, mesh, how, small)) is not None
     ]
 
 
-def _said(case: RuleCase, mesh: Mesh, how: str, small: float) -> str | None:
+def _said(family: str, case: RuleCase, mesh: Mesh, how: str, small: float) -> str | None:
+    reason = next((why for (of, name), why in devices.NOT_ON_GPUS.items() if of == family and case.name.startswith(name)), None)
+    if reason is not None and mesh.device.type == "cuda":
+        return _problem_of_torch(case, mesh, reason)
     dispatch._KNOWN.clear()
     windowed.SMALL_SHARE = small
     try:
@@ -82,11 +93,13 @@ def _problem_of(case: RuleCase, mesh: Mesh, how: str) -> str | None:
     cut = () if how.startswith("plain") else case.tiled
     inputs = [_Tile.apply(x, _layout(x, mesh, how)) if n in cut else x for n, x in enumerate(given)]
     if case.refuses is not None:
-        return _problem_of_refusal(case, inputs)
+        said = _problem_of_refusal(case, inputs, mesh)
+        if said != NOT_REFUSED or mesh.device.type == "cpu":
+            return said  # a GPU has kernels of its own: what it does not refuse must be right
     torch.manual_seed(1)
-    expected = tensors_of(case.run(*wholes))
+    expected = tensors_of(_ran(case, wholes, mesh))
     torch.manual_seed(1)
-    got = tensors_of(case.run(*inputs))
+    got = tensors_of(_ran(case, inputs, mesh))
     pairs = enumerate(zip(got, expected, strict=True))
     problems = [_difference(whole(a).detach(), b.detach(), f"output {n}") for n, (a, b) in pairs]
     weights = [torch.randn_like(out) for out in expected if out.requires_grad]
@@ -100,13 +113,27 @@ def _problem_of(case: RuleCase, mesh: Mesh, how: str) -> str | None:
     return next((problem for problem in problems if problem), None)
 
 
-def _problem_of_refusal(case: RuleCase, inputs: list) -> str | None:
+def _problem_of_torch(case: RuleCase, mesh: Mesh, reason: str) -> str | None:
+    try:
+        _ran(case, [torch.randn(shape).requires_grad_() for shape in case.shapes], mesh)
+    except (NotImplementedError, RuntimeError) as error:
+        return None if reason in str(error) else f"torch has other words on a GPU: {error}"
+    return "torch runs this on a GPU by now; take it out of NOT_ON_GPUS"
+
+
+def _ran(case: RuleCase, inputs: list, mesh: Mesh):
+    """What a case gives.  Its own tensors lie on the device; operations on tiles see nothing of that default."""
+    with torch.device(mesh.device):
+        return case.run(*inputs)
+
+
+def _problem_of_refusal(case: RuleCase, inputs: list, mesh: Mesh) -> str | None:
     assert case.refuses is not None
     try:
-        case.run(*inputs)
+        _ran(case, inputs, mesh)
     except (NotImplementedError, ValueError, RuntimeError) as error:
         return None if re.search(case.refuses, str(error)) else f"refused with other words: {error}"
-    return "not refused"
+    return NOT_REFUSED
 
 
 def tensors_of(value) -> list[torch.Tensor]:
@@ -132,7 +159,8 @@ def _like(weight: torch.Tensor, output: torch.Tensor, mesh: Mesh, how: str) -> t
 
 
 def _pull(outputs, weights) -> None:
-    torch.autograd.backward(_with_grad(outputs), weights)
+    """Last to first: a GPU's backward begins while the others are handed to it, and ranks must begin with the same."""
+    torch.autograd.backward(_with_grad(outputs)[::-1], weights[::-1])
 
 
 def _mean(grad: torch.Tensor, mesh: Mesh, tiled: bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import timm
 import torch
+from devices import on_gpu_too
 from marks import few
 from monai.networks.nets import UNet
 from ranks import on_ranks
@@ -125,6 +126,7 @@ def first_net(mix: str) -> str:
     return nets[list(PLANS).index(mix) % len(nets)]
 
 
+@on_gpu_too
 @pytest.mark.parametrize(
     ("mix", "name"),
     few([(mix, name) for mix in PLANS for name in nets_of(mix)], *((mix, first_net(mix)) for mix in PLANS), is_sweep=True),
@@ -160,6 +162,7 @@ def trained_low(mesh, name: str, options: dict[str, Any]) -> Verdict:
     return trained(mesh, name, **options)
 
 
+@on_gpu_too
 @pytest.mark.parametrize("precision", MOST)
 @pytest.mark.parametrize(("mix", "name"), few([
     ("zero3", "convnext"), ("stage", "vit"), ("shard x channel", "vit"), ("space x channel", "vit"),

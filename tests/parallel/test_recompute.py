@@ -7,8 +7,10 @@ import io
 from dataclasses import replace
 from functools import partial
 
+import devices
 import pytest
 import torch
+from devices import on_gpu_too
 from ranks import on_ranks
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -29,7 +31,7 @@ from widefield.parallel.strategies.recompute import _Offloaded, from_host, to_ho
 from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main
 
-close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, nets with 1e2 weights
+close = devices.close  # 1e-12 on the CPU: float64, nets with 1e2 weights
 
 
 def unet(norm="batch"):
@@ -73,6 +75,7 @@ class Counting(nn.Sequential):
         return super().forward(x) * factor if self.passes % 2 else super().forward(x).square()
 
 
+@on_gpu_too
 @pytest.mark.parametrize("keep", ["nothing", "convolutions"])
 def test_what_changes_in_a_pass_changes_once_and_masks_are_the_same(keep):
     torch.manual_seed(1)
@@ -100,6 +103,7 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@on_gpu_too
 @pytest.mark.parametrize(("options", "times"), [
     ({}, [10, 10]), ({"keep": "convolutions"}, [10, 0]), ({"blocks": ["down.0"]}, [10, 2]),
 ])  # fmt: skip
@@ -121,6 +125,7 @@ class InPlace(nn.Sequential):
         super().__init__(nn.Sequential(*layers), nn.Conv2d(3, 1, 1))
 
 
+@on_gpu_too
 def test_a_kept_convolution_that_is_changed_in_place_runs_again_and_others_do_not():
     torch.manual_seed(0)
     plain = InPlace().double()
@@ -142,10 +147,12 @@ def saved_bytes(model):
     return sum(sizes)
 
 
+@on_gpu_too
 def test_blocks_keep_their_inputs_alone():
     assert saved_bytes(alone(unet())) < 0.35 * saved_bytes(unet())
 
 
+@on_gpu_too
 def test_evaluation_and_names_and_copies_are_the_plain_models():
     plain, model = unet(), alone(unet())
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -230,11 +237,13 @@ LAYOUTS = {
 }
 
 
+@on_gpu_too
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_blocks_run_again_over_ranks_as_on_one_device(name):
     on_ranks(LAYOUTS[name].ranks, over_ranks, plan=LAYOUTS[name])
 
 
+@on_gpu_too
 @pytest.mark.parametrize("name", ["tiles", "ZeRO-3"])
 def test_activations_that_go_away_come_back_as_they_were(name):
     on_ranks(2, over_ranks, True, plan=LAYOUTS[name])
@@ -257,6 +266,7 @@ def units_of_blocks(mesh):
         close(found, {n: p.grad for n, p in one.named_parameters()})
 
 
+@on_gpu_too
 @pytest.mark.parametrize(("blocks", "units"), [(["stages"], ["stages.1", "stages.2.conv1"]), (["stages.*"], ["stages"])])
 def test_blocks_and_units_may_hold_each_other(blocks, units):
     on_ranks(2, units_of_blocks, plan=Plan(shard=2, recompute={"blocks": blocks}, sharding={"units": units}))
@@ -265,6 +275,7 @@ def test_blocks_and_units_may_hold_each_other(blocks, units):
 # ---------------------------------------------------------------------------------------------- to the CPU and back
 
 
+@on_gpu_too
 def test_activations_go_away_and_weights_and_small_ones_stay():
     weight, image = nn.Parameter(torch.randn(64, 64)), torch.randn(2, 8, 9, 9).to(memory_format=torch.channels_last)
     for tensor in (weight, weight.t(), torch.randn(3)):
@@ -290,6 +301,7 @@ def chosen(model, memory, share=1.0):
     return reasons(model)[-1]
 
 
+@on_gpu_too
 def test_as_few_blocks_run_again_as_fit():
     blocks = [f"{way}.{n}" for way, count in (("down", 3), ("up", 2)) for n in range(count)]
     model = unet()

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import devices
 import pytest
 import torch
+from devices import on_gpu_too
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +20,7 @@ from widefield.parallel.passes import backward_of
 from widefield.plans import Plan
 from widefield.sharded_state import gather_full_on_main
 
-close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # float64, three steps of small nets
+close = devices.close  # 1e-12 on the CPU: float64, three steps of small nets
 
 
 def net() -> nn.Sequential:
@@ -246,11 +248,13 @@ def laid_out_otherwise(mesh: Any) -> list[str]:
     return difference(mesh, model, gradients_of(model), gradients_of(alone))
 
 
+@on_gpu_too
 @pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(shard=2, sharding={"zero": 1})], ids=str)
 def test_weights_that_lie_otherwise_on_one_rank(plan):
     assert on_ranks(2, laid_out_otherwise, plan=plan) == [[], []]
 
 
+@on_gpu_too
 @pytest.mark.parametrize(
     "plan", [Plan(replicate=2), Plan(space=[2, 1]), sharded(1), sharded(3), Plan(replicate=2, space=[2, 1])], ids=str
 )
@@ -277,6 +281,7 @@ def laid_out_twice(mesh: Any) -> str | list[str]:
     return wrong
 
 
+@on_gpu_too
 @pytest.mark.parametrize(
     "plan", [Plan(replicate=2), Plan(space=[2, 1]), sharded(1), sharded(2), sharded(3), Plan(channel=2)], ids=str
 )
@@ -306,6 +311,7 @@ def with_torchs_synchronized(mesh: Any) -> list[str]:
     return difference(mesh, model, dict(model.state_dict()), dict(alone.state_dict()))
 
 
+@on_gpu_too
 @pytest.mark.parametrize(
     "plan",
     [
@@ -342,6 +348,7 @@ def without_parameters(mesh: Any) -> list[str]:
     return wrong
 
 
+@on_gpu_too
 @pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(space=[2, 1]), sharded(1), sharded(3)], ids=str)
 def test_modules_without_parameters_are_laid_out_as_any(plan):
     assert on_ranks(2, without_parameters, plan=plan) == [[], []]
@@ -381,6 +388,7 @@ OF_PARTS = {
 }
 
 
+@on_gpu_too
 @pytest.mark.parametrize("body", OF_PARTS, ids=lambda body: body.__name__)
 def test_what_cannot_be_where_ranks_hold_parts_is_refused_on_every_rank(body):
     plan, words = OF_PARTS[body]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import DIGITS, fingerprint, losses, record
+from devices import on_gpu_too
 from marks import few
 from ranks import on_ranks
 
@@ -21,7 +22,8 @@ SHORT = ["schedule.length=8step", "schedule.warmup=2step", "evaluate.every=1000s
 
 def go(mesh, folder: Path, settings: list[str]) -> str:
     """What `widefield train` does on this rank; the words of the refusal where it refuses."""
-    config = read_config(DIGITS, [*SHORT, f"mesh.replicate={mesh.size}", *settings])
+    exact = f"deterministic={str(mesh.device.type == 'cuda').lower()}"
+    config = read_config(DIGITS, [*SHORT, f"mesh.replicate={mesh.size}", exact, *settings])
     try:
         return train(config, folder, World(mesh.rank, mesh.size, mesh.rank, mesh.size, launcher="torchrun")).reason
     except ValueError as error:
@@ -40,13 +42,15 @@ SETTINGS = {
     "bf16": (2, ["gradient.compression=bf16"]),
     "powersgd": (2, ["gradient.compression=powersgd", "gradient.powersgd_start_step=2"]),
     "broadcast": (2, ["batch_norm=broadcast"]),
+    "bfloat16 in channels last": (2, ["precision=bfloat16", "model.channels_last=true"]),
     "dropout on three ranks": (3, ["model.options.dropout=0.3", "ema.decay=0.9"]),
     "passes on three ranks": (3, ["gradient.accumulate=2", "data.batch_size=50"]),
     "timm": (2, ["model.name=timm/test_resnet", "model.options={}"]),
 }
 
 
-@pytest.mark.parametrize("name", few(SETTINGS, "plain", "powersgd", "dropout on three ranks"))
+@on_gpu_too
+@pytest.mark.parametrize("name", few(SETTINGS, "plain", "powersgd", "bfloat16 in channels last", "dropout on three ranks"))
 def test_a_resumed_run_equals_one_that_was_not_stopped(name, tmp_path):
     ranks, settings = SETTINGS[name]
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import devices
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
@@ -43,7 +44,8 @@ def image(*shape: int, seed: int = 7) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-IMAGE = image(2, 3, 17, 13)
+SHAPE = (2, 3, 17, 13)
+IMAGE = image(*SHAPE)
 conv = partial(nn.Conv2d, 3, 4, 3, padding=1)
 
 
@@ -89,7 +91,7 @@ def ran(module: nn.Module, *args: Any, times: int = 1, **kwargs: Any) -> Ran:
 def _as_leaf(given: Any) -> Any:
     if not isinstance(given, Tensor):
         return given
-    return given.detach().clone().requires_grad_(given.is_floating_point())
+    return given.detach().to(devices.here(), copy=True).requires_grad_(given.is_floating_point())
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from devices import on_gpu_too
 from streaming.both import (
     IMAGE,
+    SHAPE,
     Doing,
     assert_alike,
     assert_close,
@@ -61,6 +63,7 @@ STOCHASTIC: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@on_gpu_too
 @pytest.mark.parametrize("tiles", [(2, 2), (3, 5)], ids=str)
 @pytest.mark.parametrize("layer", STOCHASTIC)
 def test_draws_are_those_of_one_device_and_the_same_in_the_backward(layer, tiles):
@@ -81,27 +84,30 @@ def test_a_generator_of_its_own_is_left_where_the_whole_run_leaves_it():
 # ---------------------------------------------------------------------------------------------- calls and backwards
 
 
+@on_gpu_too
 def test_gradients_of_two_calls_add_up():
     plain, streamed = both()
     for module in (plain, streamed):
         torch.manual_seed(1)
         for scale in (1, 2):
-            module(IMAGE * scale).pow(2).mean().backward()
+            module(image(*SHAPE) * scale).pow(2).mean().backward()
     assert_close(gradients(streamed), gradients(plain))
 
 
+@on_gpu_too
 @pytest.mark.parametrize("make", [net, lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(conv()), nn.Tanh())])
 def test_two_forwards_may_come_before_one_backward(make):
     """The first one's backward knows the buffers and draws of its own forward."""
     plain, streamed = both(make)
     for module in (plain, streamed):
         torch.manual_seed(1)
-        first, second = module(IMAGE), module(IMAGE * 2)
+        first, second = module(image(*SHAPE)), module(image(*SHAPE) * 2)
         (first.pow(2).mean() + second.pow(3).mean()).backward()
     assert_close(gradients(streamed), gradients(plain))
     assert_close(list(streamed.buffers()), list(plain.buffers()))
 
 
+@on_gpu_too
 def test_training_takes_the_same_steps():
     losses = []
     for module in both():
@@ -109,13 +115,14 @@ def test_training_takes_the_same_steps():
         optimizer = torch.optim.Adam(module.parameters(), 1e-2)
         for _ in range(4):
             optimizer.zero_grad()
-            loss = module(IMAGE).pow(2).mean()
+            loss = module(image(*SHAPE)).pow(2).mean()
             loss.backward()
             optimizer.step()
         losses.append(loss)
     assert_close(losses[1], losses[0])
 
 
+@on_gpu_too
 def test_one_of_several_outputs_may_be_pulled_alone():
     def two(self, x):
         y = self.a(x).sigmoid()
@@ -126,12 +133,13 @@ def test_one_of_several_outputs_may_be_pulled_alone():
         found = []
         for module in (plain, streamed):
             module.zero_grad()
-            module(IMAGE)[pulled].pow(2).mean().backward()
+            module(image(*SHAPE))[pulled].pow(2).mean().backward()
             found.append(gradients(module))
         assert [g is None for g in found[1]] == [g is None for g in found[0]]
         assert_close([g for g in found[1] if g is not None], [g for g in found[0] if g is not None])
 
 
+@on_gpu_too
 def test_a_part_of_a_net_may_be_streamed():
     class Net(nn.Module):
         def __init__(self, tiles: tuple[int, ...]) -> None:
@@ -146,26 +154,28 @@ def test_a_part_of_a_net_may_be_streamed():
             return self.act(out)
 
     plain, streamed = made(lambda: Net(())), made(lambda: Net((2, 2)))
-    assert list(differences(ran(streamed, IMAGE), ran(plain, IMAGE))) == []
+    assert list(differences(ran(streamed, image(*SHAPE)), ran(plain, image(*SHAPE)))) == []
 
 
+@on_gpu_too
 def test_checkpoint_runs_a_stream_again():
     plain, streamed = both()
     found = []
     for module in (plain, streamed):
-        x = IMAGE.clone().requires_grad_()
+        x = image(*SHAPE).clone().requires_grad_()
         torch.manual_seed(1)
         checkpoint(module, x, use_reentrant=False).pow(2).mean().backward()
         found.append([x.grad, *gradients(module)])
     assert_close(found[1], found[0])
 
 
+@on_gpu_too
 @pytest.mark.parametrize("keep", ["device", "host", "file"])
 def test_where_values_are_kept_changes_no_number(keep, tmp_path):
     plain = made(net)
     torch.manual_seed(0)
     streamed = stream(net().double(), tiles=(2, 3), keep=keep, folder=tmp_path)
-    assert list(differences(ran(streamed, IMAGE, times=2), ran(plain, IMAGE, times=2))) == []
+    assert list(differences(ran(streamed, image(*SHAPE), times=2), ran(plain, image(*SHAPE), times=2))) == []
     assert list(tmp_path.iterdir()) == []
 
 

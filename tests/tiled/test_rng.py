@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+import devices
 import pytest
 import torch
+from devices import on_gpu_too
 from ranks import RankFailed, on_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -17,6 +21,7 @@ from widefield.tiled.api import tile, whole
 from widefield.tiled.tensor import TiledTensor
 
 
+@on_gpu_too
 @pytest.mark.parametrize("drop", [F.dropout, F.dropout2d], ids=["cut", "uncut"])
 def test_ranks_that_would_draw_different_numbers_are_told_to_seed_alike(drop):
     refusals = on_ranks(2, _refusal_of_other_seeds, drop.__name__, plan=Plan(space=[2, 1]))
@@ -50,7 +55,7 @@ def _drawing(generator=None):
 
 
 def _again(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(devices.here()).manual_seed(seed)
 
 
 DIVERGENCES = {
@@ -61,12 +66,13 @@ DIVERGENCES = {
 }
 
 
+@on_gpu_too
 @pytest.mark.parametrize("when", ["between two forwards", "within a forward", "before the last draw"])
 @pytest.mark.parametrize("what", DIVERGENCES)
 def test_a_divergence_is_found_at_the_next_draw_or_forward_on_every_rank(what, when):
     for said in on_ranks(2, _said_of_divergence, what, when, plan=Plan(space=[2, 1])):
-        whose = "their torch.Generator on cpu" if "own" in what else "torch's generators on cpu"
-        assert f"draw different random numbers: where they drew last, {whose} stood at" in said, said
+        whose = f"{'their torch.Generator' if 'own' in what else 'torch.s generators'} on {devices.CURRENT[-1]}"
+        assert re.search(f"draw different random numbers: where they drew last, {whose}(:0)? stood at", said), said
 
 
 def _said_of_divergence(mesh, what: str, when: str) -> str:
@@ -87,9 +93,10 @@ def _said_of_divergence(mesh, what: str, when: str) -> str:
     return _said(lambda: F.dropout(tile(torch.ones(1, 2, 4, 6), mesh)))
 
 
+@on_gpu_too
 def test_a_second_generator_that_is_seeded_otherwise_is_found():
     for said in on_ranks(2, _said_of_a_second, plan=Plan(space=[2, 1])):
-        assert "their torch.Generator on cpu stood at" in said
+        assert f"their torch.Generator on {devices.CURRENT[-1]}" in said
 
 
 def _said_of_a_second(mesh) -> str:
@@ -99,6 +106,7 @@ def _said_of_a_second(mesh) -> str:
     return _said(lambda: _drawing(other)(image))
 
 
+@on_gpu_too
 def test_a_rank_that_draws_on_other_tiles_once_more_is_found():
     """The message of its draw meets that of a draw of another shape on the other ranks."""
     for said in on_ranks(2, _said_of_one_more, plan=Plan(space=[2, 1])):
@@ -115,6 +123,7 @@ def _said_of_one_more(mesh) -> str:
     return _said(lambda: (_drawing()(image), _drawing()(image)))
 
 
+@on_gpu_too
 def test_ranks_that_draw_alike_are_never_told_otherwise():
     """With plain draws in between, seeds in between, two generators in turns, recomputed draws, and over several grids."""
     assert all(on_ranks(4, _draws_alike, plan=Plan(space=[2, 2])))
@@ -134,6 +143,7 @@ def _draws_alike(mesh) -> bool:
     return True
 
 
+@on_gpu_too
 def test_each_draw_is_one_message():
     assert on_ranks(2, _messages_of_draws, plan=Plan(space=[2, 1])) == [(0, 3)] * 2
 
@@ -150,6 +160,7 @@ def _messages_of_draws(mesh) -> tuple[int, int]:
     return TRAFFIC.sum_messages + TRAFFIC.pixel_messages, TRAFFIC.draw_messages
 
 
+@on_gpu_too
 def test_after_a_draw_on_tiles_the_generator_stands_where_one_device_leaves_it():
     for same in on_ranks(2, _next_number_is_the_same, plan=Plan(space=[2, 1])):
         assert same
@@ -164,6 +175,7 @@ def _next_number_is_the_same(mesh) -> bool:
     return torch.equal(torch.rand(3), expected)
 
 
+@on_gpu_too
 def test_what_a_draw_gives_holds_the_tile_and_not_the_whole():
     assert all(on_ranks(2, _holds_its_tile_alone, plan=Plan(space=[2, 1])))
 
@@ -176,6 +188,7 @@ def _holds_its_tile_alone(mesh) -> bool:
     return all(value.local.untyped_storage().nbytes() == value.local.numel() * value.local.element_size() for value in drawn)
 
 
+@on_gpu_too
 def test_draws_lie_in_memory_as_on_one_device():
     """A channels-last image is drawn pixel by pixel; on tiles, too."""
     assert all(on_ranks(2, _channels_last_draws_are_the_same, plan=Plan(space=[2, 1])))
@@ -189,6 +202,7 @@ def _channels_last_draws_are_the_same(mesh) -> bool:
     return torch.equal(whole(F.dropout(tile(image, mesh), 0.3)), expected)
 
 
+@on_gpu_too
 @pytest.mark.parametrize("shape", [(2, 6, 9, 7), (2, 6, 3, 4)], ids=str)
 def test_a_reshape_keeps_the_order_in_memory_where_one_device_makes_no_copy(shape):
     """Which is the order of the next draw; tiles of (3, 4) px are one pixel thin."""
@@ -197,7 +211,7 @@ def test_a_reshape_keeps_the_order_in_memory_where_one_device_makes_no_copy(shap
     torch.manual_seed(1)
     expected = _by_heads(image)
     for found in on_ranks(2, _dropped_by_heads, image, plan=Plan(space=[2, 1])):
-        assert torch.equal(found, expected)
+        assert torch.equal(found, expected.cpu())
 
 
 def _by_heads(image):
@@ -212,6 +226,7 @@ def _dropped_by_heads(mesh, image):
     return whole(_by_heads(tile(image, mesh)))
 
 
+@on_gpu_too
 def test_a_refusal_of_one_rank_is_not_hidden():
     """The comparison fails on all ranks or none: nobody goes on to draw."""
     with pytest.raises(RankFailed, match="different random numbers"):
@@ -236,10 +251,12 @@ def _of_one_pixel(mesh):
     return wrong
 
 
+@on_gpu_too
 def test_tiles_of_one_pixel_draw_as_their_whole():
     assert on_ranks(4, _of_one_pixel, plan=Plan(space=[2, 2])) == [[]] * 4
 
 
+@on_gpu_too
 def test_tiles_that_are_too_thin_to_tell_their_order_do_not_draw():
     """As where a tile was put into another order by hand: no usual one fits, and one pixel does not tell the rest."""
     words = on_ranks(2, _words_of_a_moved_tile, plan=Plan(space=[2, 1]))
@@ -304,6 +321,7 @@ def _compiled_and_apart(mesh) -> tuple[bool, str]:
     return same, _said(lambda: compiled(image))
 
 
+@on_gpu_too
 @pytest.mark.parametrize("plan", [Plan(space=[2, 1]), Plan(channel=2), Plan(channel=2, stage=2, independent=True)], ids=str)
 @pytest.mark.parametrize("own", [False, True], ids=["torch's", "their own"])
 def test_captured_draws_are_compared_too(plan, own):
@@ -338,5 +356,6 @@ def _captured_and_apart(mesh, own: bool) -> tuple[bool, str]:
             torch.manual_seed(4)
             found.append([whole(net(given)) for _ in range(2)])
         same = mesh.plan.stage > 1 or all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True))
-        torch.rand(1 + (mesh.channel if mesh.plan.channel > 1 else mesh.rank), generator=model.generator)
+        for _ in range(1 + (mesh.channel if mesh.plan.channel > 1 else mesh.rank)):  # a GPU counts draws, not numbers
+            torch.rand(1, generator=model.generator, device="cpu" if mesh.plan.stage > 1 else None)  # whence stages are seeded
         return same, _said(lambda: (model(tile(image, mesh)), model(tile(image, mesh))))

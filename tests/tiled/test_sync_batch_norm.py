@@ -7,9 +7,11 @@ import io
 from collections import Counter
 from functools import partial
 
+import devices
 import pytest
 import torch
 import torch.distributed as dist
+from devices import on_gpu_too
 from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +22,7 @@ from widefield.plans import Plan
 from widefield.tiled.api import tile, whole
 from widefield.tiled.sync_batch_norm import SyncBatchNorm, average_running_statistics, broadcast_buffers
 
-close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # sums of at most 1e3 float64 numbers of order 1
+close = devices.close  # 1e-12 on the CPU: sums of at most 1e3 float64 numbers of order 1
 KIND = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 SHAPES = [(7, 3), (7, 3, 5), (7, 3, 4, 5), (7, 3, 2, 4, 3)]
 
@@ -39,6 +41,11 @@ def layer_of(shape, **options):
             layer.weight.copy_(torch.linspace(0.5, 2.0, shape[1]))
             layer.bias.copy_(torch.linspace(-1.0, 1.0, shape[1]))
     return layer
+
+
+def layer_over(*args, **kwargs):
+    """A layer of ours on the device of the test."""
+    return SyncBatchNorm(*args, **kwargs).to(devices.here())
 
 
 def trained(layer, pairs, run=lambda layer, x: layer(x)):
@@ -74,17 +81,20 @@ def compare_with_the_whole(mesh, shape, cut, options, assert_equal=close, dtype=
     assert my_buffers.keys() == buffers.keys()
 
 
+@on_gpu_too
 @pytest.mark.parametrize("cut", [(0, 3, 7), (0, 6, 7), (0, 0, 7)], ids=["3+4", "6+1", "0+7"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{len(shape)}d")
 def test_two_ranks_equal_the_whole_batch(shape, cut):
     on_ranks(2, compare_with_the_whole, shape, cut, {})
 
 
+@on_gpu_too
 @pytest.mark.parametrize("cut", [(0, 3, 5, 7), (0, 5, 5, 7), (0, 0, 7, 7)], ids=["3+2+2", "5+0+2", "0+7+0"])
 def test_three_ranks_equal_the_whole_batch(cut):
     on_ranks(3, compare_with_the_whole, (7, 3, 4, 5), cut, {})
 
 
+@on_gpu_too
 @pytest.mark.parametrize(
     "options",
     [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"momentum": 0.7, "eps": 1e-2}],
@@ -97,11 +107,12 @@ def test_every_option_of_batch_norm_is_kept(options):
 def channels_last_stays(mesh):
     compare_with_the_whole(mesh, (7, 3, 4, 5), (0, 3, 7), {}, memory_format=torch.channels_last)
     x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
-    y = SyncBatchNorm(3, group=mesh.data_group)(x)
+    y = layer_over(3, group=mesh.data_group)(x)
     y.backward(torch.randn(2, 3, 4, 5))
     return y.stride() == x.stride(), x.grad.stride() == x.stride()
 
 
+@on_gpu_too
 def test_channels_last_stays_channels_last():
     assert on_ranks(2, channels_last_stays) == [(True, True)] * 2
 
@@ -125,6 +136,7 @@ def compiled_by(backend, layer, x):
     return torch.compile(layer, backend=backend)(x)
 
 
+@on_gpu_too
 def test_recomputing_activations_changes_nothing():
     on_ranks(2, compare_with_the_whole, (7, 3, 4, 5), (0, 3, 7), {}, close, torch.float64, recompute)
 
@@ -136,11 +148,12 @@ def test_compiling_changes_nothing(backend):
 
 
 def from_broken_running_statistics(mesh):
-    layer = SyncBatchNorm(2, group=mesh.data_group, dtype=torch.float64)
+    layer = layer_over(2, group=mesh.data_group, dtype=torch.float64)
     layer.running_mean.fill_(float("nan"))
     return layer(torch.arange(4.0, dtype=torch.float64).view(2, 2) + 4 * mesh.rank)
 
 
+@on_gpu_too
 def test_a_nan_in_the_running_mean_does_not_reach_the_output():
     whole = nn.BatchNorm1d(2).double()(torch.arange(8.0, dtype=torch.float64).view(4, 2)).detach()
     close(torch.cat([part.detach() for part in on_ranks(2, from_broken_running_statistics)]), whole)
@@ -176,12 +189,13 @@ def test_far_from_zero_no_worse_than_twice_torch_on_one_device(dtype, mean, std)
 def autocast_dtypes(mesh):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     SyncBatchNorm.convert(net, mesh.data_group)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(mesh.device.type, torch.bfloat16):
         y = net(torch.randn(2, 3, 8, 8))
     y.float().square().sum().backward()
     return y.dtype, net[0].weight.grad.dtype, net[1].weight.grad.dtype, net[1].running_mean.dtype
 
 
+@on_gpu_too
 def test_autocast_keeps_statistics_and_gradients_in_float32():
     assert on_ranks(2, autocast_dtypes)[0] == (torch.bfloat16, torch.float32, torch.float32, torch.float32)
 
@@ -193,6 +207,7 @@ def half_model(mesh):
     return [x.grad.dtype, layer.weight.grad.dtype, layer.running_var.dtype]
 
 
+@on_gpu_too
 def test_a_model_wholly_in_bfloat16_runs():
     assert on_ranks(2, half_model)[0] == [torch.bfloat16] * 3
 
@@ -229,7 +244,7 @@ def count_messages(mesh, input_needs_gradient):
         counts[place, tensor.numel()] += 1
         return send(tensor, *args, **kwargs)
 
-    layer = SyncBatchNorm(5, group=mesh.data_group)
+    layer = layer_over(5, group=mesh.data_group)
     dist.all_reduce = counted
     try:
         place = "forward"
@@ -241,10 +256,12 @@ def count_messages(mesh, input_needs_gradient):
     return dict(counts)
 
 
+@on_gpu_too
 def test_one_message_forward_and_one_backward():
     assert on_ranks(2, count_messages, True) == [{("forward", 13): 1, ("backward", 10): 1}] * 2
 
 
+@on_gpu_too
 def test_no_message_backward_where_the_input_needs_no_gradient():
     assert on_ranks(2, count_messages, False) == [{("forward", 13): 1}] * 2
 
@@ -254,11 +271,12 @@ def in_a_subgroup(mesh):
     x = torch.arange(6.0, dtype=torch.float64).view(3, 2, 1)[mesh.rank : mesh.rank + 1] * torch.ones(
         1, 2, 3, dtype=torch.float64
     )
-    layer = SyncBatchNorm(2, group=groups[mesh.rank // 2], dtype=torch.float64)
+    layer = layer_over(2, group=groups[mesh.rank // 2], dtype=torch.float64)
     layer(x + torch.arange(3))
     return layer.running_mean
 
 
+@on_gpu_too
 def test_any_process_group_serves():
     first, second, alone = on_ranks(3, in_a_subgroup)
     close(first, torch.tensor([0.2, 0.3], dtype=torch.float64))  # means 2 and 3 of ranks 0 and 1, momentum 0.1
@@ -324,21 +342,25 @@ def plain(mesh, x):
 ROWS, UNEVEN, EMPTY = cut_at((0, 2, 5), None), cut_at((0, 1, 5), None), cut_at((0, 5, 5), None)
 
 
+@on_gpu_too
 @pytest.mark.parametrize("convert", [True, False], ids=["synchronized", "plain BatchNorm"])
 @pytest.mark.parametrize("prepare", [ROWS, UNEVEN, EMPTY, pooled], ids=["2+3", "1+4", "5+0", "pooled"])
 def test_tiles_of_one_image_equal_the_whole(prepare, convert):
     on_ranks(2, compare_copies, (7, 3, 5, 4), convert, prepare, plan=Plan(space=[2, 1]))
 
 
+@on_gpu_too
 @pytest.mark.parametrize("prepare", [ROWS, UNEVEN, EMPTY, pooled, plain], ids=["2+3", "1+4", "5+0", "pooled", "plain"])
 def test_tiles_of_two_copies_equal_the_whole_batch(prepare):
     on_ranks(4, compare_copies, (7, 3, 5, 4), True, prepare, plan=Plan(replicate=2, space=[2, 1]))
 
 
+@on_gpu_too
 def test_cut_channels_are_brought_together():
     on_ranks(4, compare_copies, (7, 3), True, cut_at((0, 2, 3)), plan=Plan(replicate=2, space=[2]))
 
 
+@on_gpu_too
 def test_a_copy_of_ghosts_counts_nothing():
     on_ranks(4, compare_copies, (7, 3, 5, 4), True, ROWS, (1,), plan=Plan(replicate=2, space=[2, 1]))
 
@@ -348,6 +370,7 @@ def cut_in_one_of_two_axes(mesh, x):
     return (x if mesh is None else tile(x, mesh)).mean(3)
 
 
+@on_gpu_too
 def test_parts_that_two_ranks_hold_count_once():
     on_ranks(4, compare_copies, (7, 3, 5, 4), True, cut_in_one_of_two_axes, plan=Plan(space=[2, 2]))
 
@@ -378,6 +401,7 @@ def ghost_is_no_one(mesh):
     return hasattr(layer, "inactive")
 
 
+@on_gpu_too
 def test_a_ghost_counts_nothing_and_gives_no_gradient():
     assert on_ranks(2, ghost_is_no_one) == [False, False]
 
@@ -496,7 +520,7 @@ def test_copies_share_the_group_and_pickles_leave_it():
 
 def refusal(mesh, shape, channels):
     try:
-        SyncBatchNorm(channels, group=mesh.data_group)(torch.ones(shape[mesh.rank]))
+        layer_over(channels, group=mesh.data_group)(torch.ones(shape[mesh.rank]))
     except ValueError as error:
         return str(error)
 
@@ -530,7 +554,7 @@ def second_derivatives(mesh):
     x = torch.randn(5, 2, 4, generator=draw, dtype=torch.float64)
     whole, alone = nn.BatchNorm1d(2).double(), x.clone().requires_grad_()
     part = slice(0, 2) if mesh.rank == 0 else slice(2, 5)
-    norm, mine = SyncBatchNorm(2, group=mesh.data_group).double(), x[part].clone().requires_grad_()
+    norm, mine = layer_over(2, group=mesh.data_group).double(), x[part].clone().requires_grad_()
     for layer in (whole, norm):
         nn.init.constant_(layer.weight, 1.5)
         nn.init.constant_(layer.bias, 0.3)
@@ -540,6 +564,7 @@ def second_derivatives(mesh):
     close([mine.grad, *parts], [alone.grad[part], *(p.grad for p in whole.parameters())])
 
 
+@on_gpu_too
 def test_second_derivatives_are_those_of_the_whole_batch():
     on_ranks(2, second_derivatives)
 
@@ -556,11 +581,13 @@ def buffers_after(mesh, change):
     return [buffer.tolist() for buffer in net.buffers()]
 
 
+@on_gpu_too
 def test_running_statistics_are_averaged_over_ranks():
     found = on_ranks(3, buffers_after, average_running_statistics)
     assert [buffers[:2] for buffers in found] == [[[2.0, 2.0], [10.0, 10.0]]] * 3
 
 
+@on_gpu_too
 def test_rank_zeros_buffers_win():
     assert on_ranks(3, buffers_after, broadcast_buffers) == [[[1.0, 1.0], [0.0, 0.0], 4]] * 3
 

@@ -45,15 +45,19 @@ def test_tf32_on_an_older_gpu_is_refused_by_its_name(monkeypatch):
         arithmetic_of("tf32", CUDA)
 
 
-@pytest.mark.parametrize(("precision", "mode"), [("tf32", "tf32"), ("float32", "ieee"), ("bfloat16", "ieee")])
-def test_a_gpu_rounds_products_to_tf32_only_where_asked(monkeypatch, precision, mode):
+@pytest.mark.parametrize(("precision", "rounds"), [("tf32", True), ("float32", False), ("bfloat16", False)])
+def test_a_gpu_rounds_products_to_tf32_only_where_asked(monkeypatch, precision, rounds):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    before = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    products, layers = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, layers.allow_tf32
     try:
         arithmetic_of(precision, CUDA)
-        assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == (mode, mode)
+        assert (products.allow_tf32, layers.allow_tf32) == (rounds, rounds)
+        assert [kind.fp32_precision == "tf32" for kind in (products, layers.conv, layers.rnn)] == [rounds] * 3
+        with layers.flags(enabled=False):  # reads all of them, as capturing a model once did
+            assert not layers.enabled
     finally:
-        torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = before
+        products.allow_tf32, layers.allow_tf32 = before
 
 
 def test_a_precision_that_was_asked_for_is_taken_without_a_word():

@@ -8,8 +8,8 @@ becomes an update at the end.  Whatever depends on pixels' values cannot be foll
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -95,7 +95,7 @@ def _recorded(
     recorder: Recorder, module: nn.Module, forward: Callable, args: tuple, kwargs: dict, likes: Mapping[str, Any], aim: str
 ) -> tuple[Graph, Left | None]:
     weights = named_tensors(module)
-    with torch.backends.cudnn.flags(enabled=False), recorder, Functional(recorder):  # cuDNN's norms write to statistics unseen
+    with _without_cudnn(), _without_draws_on_gpus(), recorder, Functional(recorder):
         fakes = {name: recorder.source(likes.get(name, tensor), "weight", name) for name, tensor in weights.items()}
         given = [recorder.source(leaf, "input", str(n)) for n, leaf in enumerate(tensors_of((args, kwargs)))]
         images = iter(given)
@@ -133,6 +133,28 @@ def _refuse_updates(module: nn.Module, updates: Collection[str], after: list[Val
             f"ReLU(inplace=True) at its "
             "start does; give it a copy, or leave inplace out there"
         )
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Inside, norms are torch's own: cuDNN's write to running statistics unseen.  Its other switches stay as they are."""
+    was, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = was
+
+
+@contextmanager
+def _without_draws_on_gpus() -> Iterator[None]:
+    """Inside, nothing is drawn on this process's GPU: of an operation whose shapes torch does not know, as binomial, it asks a
+    run on zeros, which moves a GPU's generator."""
+    state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        if state is not None:
+            torch.cuda.set_rng_state(state)
 
 
 def without_autocast() -> ExitStack:

@@ -29,9 +29,10 @@ def world_of(config: RunConfig, options: Namespace, arguments: Callable[[], list
         return world, 0
     import torch
 
+    from widefield.comm.devices import ranks_per_gpu
     from widefield.comm.mesh import World
 
-    ranks, reason = local_ranks(ranks_asked_for(config), torch.cuda.device_count())
+    ranks, reason = local_ranks(ranks_asked_for(config), torch.cuda.device_count(), ranks_per_gpu())
     check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_size)
     if ranks == 1:
         return World(), 0

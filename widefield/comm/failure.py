@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from widefield.comm.devices import passes_the_host
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.comm.stall_watch import TORCH, line_in_words, place_of
 from widefield.private_torch.process_groups import abort, c10d_world, get_default_store
@@ -169,6 +170,8 @@ class FailureWatch:
 def _abort_nccl(device: torch.device) -> None:
     """End what this rank waits for on its GPU; gloo's waits end as the culprit's connections close."""
     for group in list(c10d_world.pg_map):
+        if passes_the_host(group, device):
+            continue
         try:
             abort(group, device)
         except RuntimeError:  # a group without GPUs, or one that is gone

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from widefield.comm import collectives
+from widefield.comm import collectives, point_to_point
 from widefield.geometry.box import Box, Route, holds, is_empty, route, size_of, within
 from widefield.geometry.strides import stride_order
 from widefield.private_torch.dispatcher import EffectType, register_effectful_op
@@ -159,10 +159,7 @@ def _send(messages: dict[int, Tensor], buffers: dict[int, Tensor], group_name: s
         return []
     for hear in LISTENERS:
         hear(group_name, [*messages, *buffers])
-    group = resolve_process_group(group_name)
-    posts = [dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer) for peer, buffer in buffers.items()]
-    posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer, message in messages.items()]
-    return dist.batch_isend_irecv(posts)
+    return point_to_point.exchange(messages, buffers, resolve_process_group(group_name))
 
 
 def assemble(move: Move, tile: Tensor, pieces: Sequence[Piece]) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from widefield.comm import collectives, process_groups
+from widefield.comm.devices import RANKS_PER_GPU, backend_for, device_of, passes_the_host
 from widefield.comm.meeting import store_of_meeting
 from widefield.geometry.layout import Grid
 from widefield.plans import Plan, check
@@ -95,6 +96,16 @@ class Mesh:
     @property
     def size(self) -> int:
         return self.world.size
+
+    @property
+    def reasons(self) -> list[str]:
+        """What there is to say of how ranks meet, a sentence each."""
+        if not passes_the_host(self.group, self.device):
+            return []
+        return [
+            "messages between GPUs go by gloo through the host's memory, as where ranks share a GPU: NCCL takes one rank per "
+            f"GPU; for speed, start one rank per GPU and leave {RANKS_PER_GPU} out"
+        ]
 
     @property
     def copies(self) -> int:
@@ -279,14 +290,15 @@ def _runs(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
     return runs
 
 
-def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0) -> Mesh:
+def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0, device: torch.device | None = None) -> Mesh:
     """Meet the other ranks and lay them out as `plan` says.  Call once per process; `leave` undoes it.
 
+    device: what this rank computes on; by default its GPU, or the CPU where its machine has none.
     ValueError before any message: the plan does not fit the number of ranks, or the meeting place has no address.
     A process group that exists already is used as it is.
     """
     check(plan, ranks=world.size)
-    device = _device_of(world)
+    device = device or device_of(world.rank, world.local_rank)
     if world.size == 1:
         return Mesh(plan, world, device, grid=Grid(tuple(plan.space)))
     opened = not dist.is_initialized()
@@ -342,21 +354,6 @@ def leave(mesh: Mesh) -> None:
             dist.destroy_process_group(group)
 
 
-def _device_of(world: World) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if world.local_rank >= count:
-        raise ValueError(
-            f"rank {world.rank} is number {world.local_rank} on its machine and that has {count} GPUs; "
-            f"start at most {count} ranks per machine"
-        )
-    device = torch.device("cuda", world.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
     place, timeout = f"{world.address}:{world.port}", datetime.timedelta(seconds=timeout_seconds)
     try:
@@ -369,14 +366,15 @@ def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
     os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))
     os.environ.setdefault("RANK", str(world.rank))
     os.environ.setdefault("WORLD_SIZE", str(world.size))
+    backend = backend_for(device)
     try:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend=backend,
             rank=world.rank,
             world_size=world.size,
             timeout=timeout,
             store=store_of_meeting(place=place, rank=world.rank, size=world.size, timeout=timeout),
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if "nccl" in backend else None,
         )
     except dist.DistError as error:
         raise ValueError(

@@ -50,21 +50,24 @@ def detect(environment: Mapping[str, str]) -> World | None:
 CASES: list[tuple[dict[str, str], World | str | None]] = [({}, None)]
 
 
-def local_ranks(asked: int | None, gpus: int) -> tuple[int, str]:
-    """How many ranks to start on this machine, and why: as the mesh asks, else one per GPU, else one.
+def local_ranks(asked: int | None, gpus: int, each: int = 1) -> tuple[int, str]:
+    """How many ranks to start on this machine, and why: as the mesh asks, else `each` per GPU, else one.
 
     asked: what the mesh needs, None where mesh.replicate is left open.  gpus: how many this machine has.
+    each: how many ranks may share a GPU.
     ValueError where a machine with GPUs has fewer than asked for.
     """
+    share = "one" if each == 1 else str(each)
     if asked is None:
         if gpus:
-            return gpus, f"{gpus} {_ranks(gpus)}: one per GPU"
+            return gpus * each, f"{gpus * each} {_ranks(gpus * each)}: {share} per GPU"
         return 1, "1 rank: no GPU here; mesh.replicate=N starts N CPU ranks"
-    if 0 < gpus < asked:
+    if 0 < gpus * each < asked:
         raise ValueError(
-            f"the mesh asks for {asked} ranks and this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}, for one rank each; "
-            f"set mesh.replicate so that all axes together make {gpus}, start on more machines (torchrun, srun), or hide the "
-            "GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+            f"the mesh asks for {asked} ranks and this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}, for {share} "
+            f"{_ranks(each)} each; set mesh.replicate so that all axes together make {gpus * each}, start on more machines "
+            f"(torchrun, srun), hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU, or let {-(-asked // gpus)} ranks "
+            f"share a GPU, which is slow (WIDEFIELD_RANKS_PER_GPU={-(-asked // gpus)})"
         )
     return asked, f"{asked} {_ranks(asked)}: as the mesh asks"
 

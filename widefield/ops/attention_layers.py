@@ -77,7 +77,7 @@ def _module(make: Callable[[], nn.Module], call: Callable[..., Tensor], *, grad:
 
     def run(x: Tensor) -> Tensor:
         with nullcontext() if grad else torch.no_grad():
-            return call(modules[x.dtype], x)
+            return call(modules[x.dtype].to(x.device), x)
 
     return run
 

@@ -162,7 +162,7 @@ def _filled(fill: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
 
 
 def _own_generator(x: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(x.device).manual_seed(7)
     return x + torch.empty_like(x).normal_(generator=generator) + torch.rand_like(x)
 
 

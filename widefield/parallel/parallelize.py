@@ -66,7 +66,7 @@ def parallelize(
     if mesh.plan.channel * mesh.plan.stage > 1:
         optimizer_steps.watch(model)
     alone = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
-    _CHOICES[model] = [*alone, *found, *([] if watched is None else watched.gathered)]
+    _CHOICES[model] = [*alone, *mesh.reasons, *found, *([] if watched is None else watched.gathered)]
     return model
 
 

@@ -23,6 +23,8 @@ from widefield.capture.ir import Graph, Value, put_in
 from widefield.capture.program_cache import ProgramCache, constants_of
 from widefield.capture.python_watch import Guards
 from widefield.capture.trace import trace, without_autocast
+from widefield.comm import point_to_point
+from widefield.comm.devices import message_device
 from widefield.comm.mesh import Mesh
 from widefield.geometry.layout import Layout, layout_of
 from widefield.pipelining.losses import Job, LossOf, dims_of_samples
@@ -155,7 +157,7 @@ class PipelineForward(ForwardOverride):
                 break
             if rank == here and following != here:
                 for tensor, value in zip(given, part.gives, strict=True):
-                    dist.send(on_wire(tensor, value, made.layouts.get(value)), group_dst=following, group=self.group)
+                    point_to_point.send(on_wire(tensor, value, made.layouts.get(value)), following, self.group)
             elif following == here and rank != here:
                 given = [self._received(value, made.layouts.get(value), rank) for value in part.gives]
         made.is_told = True
@@ -185,8 +187,7 @@ class PipelineForward(ForwardOverride):
 
     def _received(self, value: Value, layout: Layout | None, source: int) -> Tensor:
         buffer = torch.empty_like(wire_meta(value, layout), device=self.mesh.device, requires_grad=False)
-        dist.recv(buffer, group_src=source, group=self.group)
-        return off_wire(buffer, value, layout)
+        return off_wire(point_to_point.receive(buffer, source, self.group), value, layout)
 
     def _to_all(self, made: _Pass, given: Sequence[Tensor]) -> Any:
         """The last stage's results on every rank of the copy."""
@@ -333,19 +334,18 @@ class _Pass:
 
     def learn(self, override: PipelineForward, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Make torch's schedule.  inputs: such as one micro-batch has on this rank."""
-        weights, count, device = named_tensors(module), len(self.parts), override.mesh.device
-        kind = override.mesh.plan.pipeline.schedule
+        weights, count, kind = named_tensors(module), len(self.parts), override.mesh.plan.pipeline.schedule
+        device, wire = override.mesh.device, message_device(override.group, override.mesh.device)
         mine = [stage for stage in range(count) if override.rank_of(stage) == override.mesh.stage]
         like = tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs)
         self.stages: list[OwningStage] = []
         for stage in mine:
-            splits = kind == "zero_bubble"
-            place = {"stage": stage, "stages": count, "splits": splits, "layouts": self.layouts}
-            made = StageModule(self.parts[stage], weights, **place)
+            torchs = SplitStage if kind == "zero_bubble" else OwningStage
+            place = {"stage": stage, "stages": count, "device": device, "wire": wire, "layouts": self.layouts}
+            made = StageModule(self.parts[stage], weights, splits=torchs is SplitStage, **place)
             takes, gives = made.metas(like)
             self.modules.append(made)
-            torchs = SplitStage if splits else OwningStage
-            self.stages.append(torchs(made, stage, count, device, input_args=takes, output_args=gives, group=override.group))
+            self.stages.append(torchs(made, stage, count, wire, input_args=takes, output_args=gives, group=override.group))
         self.has_first, self.positions = 0 in mine, torch.arange(override.micro_batches * len(inputs[0]))
         self.schedule = _schedule(kind, self.stages, override.micro_batches, self._loss)
         names = inspect.signature(self.schedule.step).parameters

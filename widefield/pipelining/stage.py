@@ -13,7 +13,7 @@ from widefield.capture.ir import Value
 from widefield.capture.trace import without_autocast
 from widefield.geometry.layout import Layout
 from widefield.pipelining.stage_parts import StageGraph
-from widefield.pipelining.wire import off_wire, on_wire, wire_meta, with_zeros_for
+from widefield.pipelining.wire import off_wire, on_wire, together, wire_meta, with_zeros_for
 from widefield.private_torch.modules import buffers_of, modules_of, parameters_of
 from widefield.tiled.api import as_tile
 
@@ -22,6 +22,7 @@ class StageModule(nn.Module):
     """Stage `stage` of `stages`.  The first takes the model's inputs and the last gives its outputs; others talk by wire.py.
 
     weights: the model's own parameters and buffers, by name.  splits: its backward runs in two halves.
+    device: where the stage computes.  wire: where lies what comes in from another stage and goes out to one.
     layouts: how values that lie in tiles are cut; what comes in and goes out are this rank's parts of them.
     """
 
@@ -32,11 +33,14 @@ class StageModule(nn.Module):
         *,
         stage: int,
         stages: int,
+        device: torch.device,
+        wire: torch.device,
         splits: bool = False,
         layouts: Mapping[Value, Layout] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.part, self.splits, self.layouts = part, splits, layouts
+        self.device, self.wire = device, wire
         self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.weights = {name: weights[name] for name in part.weights.keys() | part.updates.keys()}
         for name, tensor in self.weights.items():
@@ -54,7 +58,8 @@ class StageModule(nn.Module):
     def forward(self, *given: Tensor) -> Any:
         values = self.part.takes
         take = _tiled if self.is_first else off_wire
-        taken = [take(tensor, value, self.layouts.get(value)) for tensor, value in zip(given, values, strict=True)]
+        pairs = zip(given, values, strict=True)
+        taken = [take(tensor.to(self.device), value, self.layouts.get(value)) for tensor, value in pairs]
         with without_autocast():
             gives = self.part.run(self.weights, taken)
         idle = [t for t, v in zip(given, values, strict=True) if not v.wants_grad or v in self.part.unpulled]
@@ -63,6 +68,7 @@ class StageModule(nn.Module):
             return self._returned(gives, idle)
         sent = [on_wire(tensor, value, self.layouts.get(value)) for tensor, value in zip(gives, self.part.gives, strict=True)]
         sent[0] = with_zeros_for(sent[0], idle)
+        sent = [tensor.to(self.wire) for tensor in together(sent)]
         # Torch detaches in place what it still has of these after the first half; the second may want it, as a ReLU's output.
         return tuple(tensor.clone() for tensor in sent) if self.splits else tuple(sent)
 

@@ -99,3 +99,23 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         zeros = [torch.zeros(like.shape, dtype=like.dtype, device=at) for like, at in zip(ctx.likes, ctx.devices, strict=True)]
         return grad, *zeros
+
+
+def together(values: Sequence[Tensor]) -> list[Tensor]:
+    """The values, as what one node of autograd gives: its backward begins when the gradients of all are there.
+
+    Else a GPU's thread begins with whichever came first, which may be another one on each rank that has a tile of them; their
+    messages would be mixed up.
+    """
+    return list(_Together.apply(*values)) if len(values) > 1 and torch.is_grad_enabled() else list(values)
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads

@@ -49,9 +49,9 @@ def arithmetic_of(precision: str, device: torch.device) -> Arithmetic:
             f"precision=tf32 is a mode of NVIDIA GPUs from Ampere on and the device is {_name(device)}; set precision=float32"
         )
     if device.type == "cuda":
-        mode = "tf32" if precision == "tf32" else "ieee"
-        torch.backends.cuda.matmul.fp32_precision = mode
-        torch.backends.cudnn.conv.fp32_precision = mode  # type: ignore[attr-defined]
+        # By the older of torch's two names, which sets the newer one (fp32_precision) too.  After the newer one alone, whoever
+        # reads the older gets an error: torch.backends.cudnn.flags() does (torch 2.14).
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
     return Arithmetic(precision, device, torch.float64 if precision == "float64" else torch.float32, low)
 

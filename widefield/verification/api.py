@@ -5,6 +5,7 @@ Tiles in space, and plans, get ranks of their own on this machine; tiles in time
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 
@@ -47,6 +48,7 @@ def verify(
     Returns a Verdict: true if all agree; print it for the table, and for what ran whole or was brought whole, with its bytes.
     ValueError: more sizes than image dims, cuts that do not fit, or ranks to be started by a process that is a rank.
     """
+    model = _on_the_cpu(model)
     if plan is not None:
         return _verify_plan(model, shape, plan, tolerance, timeout_seconds, others=bool(space or stream or cuts or not train))
     space = space if space is not None else () if stream else (2,)
@@ -59,6 +61,12 @@ def verify(
         raise ValueError(OWN_RANKS)
     window(shape, Mesh(Plan(space=sizes), World(), torch.device("cpu"), grid=Grid(tuple(sizes))), cuts)  # refuses a wrong cut
     return on_own_ranks(Plan(space=sizes), body, timeout_seconds)
+
+
+def _on_the_cpu(model: nn.Module) -> nn.Module:
+    """The model, or a copy where some of it is on a GPU, which no forked process can use."""
+    is_there = all(t.device.type in ("cpu", "meta") for t in (*model.parameters(), *model.buffers()))
+    return model if is_there else copy.deepcopy(model).cpu()
 
 
 def _verify_plan(

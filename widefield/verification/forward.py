@@ -35,10 +35,10 @@ def compare(
     train: bool = True,
     tolerance: float = TOLERANCE,
 ) -> Verdict:
-    """`verify` on the ranks of `mesh`; every rank calls it with the same model, and gets the same verdict."""
+    """`verify` on the ranks of `mesh` and their devices; every rank calls it with the same model, and gets the same verdict."""
     torch.manual_seed(0)
-    image = torch.randn(shape, dtype=torch.float64)
-    alone, cut, spare = (copy.deepcopy(model).double().cpu().train(train) for _ in range(3))
+    image = torch.randn(shape, dtype=torch.float64, device="cpu").to(mesh.device)
+    alone, cut, spare = (copy.deepcopy(model).to(mesh.device).double().train(train) for _ in range(3))
     lay = partial(tile, mesh=mesh, cuts=cuts) if mesh.grid.sizes or not stream else None
     expected = _run(alone, image.clone().requires_grad_(train))
     try:
@@ -88,11 +88,11 @@ def _run(
     tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
     outputs = {str(n): whole(t).detach() for n, t in enumerate(tensors)}
     pulled = [t for t in tensors if t.requires_grad]
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator("cpu").manual_seed(2)
     if weights is None:
-        weights = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in pulled]
-    if pulled:
-        torch.autograd.backward(pulled, [_like(w, t) for w, t in zip(weights, pulled, strict=True)])
+        weights = [torch.randn(t.shape, generator=generator, dtype=t.dtype, device="cpu").to(t.device) for t in pulled]
+    if pulled:  # last to first: a GPU's backward begins while the others are handed to it, and ranks must begin with the same
+        torch.autograd.backward(pulled[::-1], [_like(w, t) for w, t in zip(weights, pulled, strict=True)][::-1])
     gradients: dict[str, Tensor | None] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return _Ran(outputs, gradients | {"the image": image.grad}, layers, weights)
 

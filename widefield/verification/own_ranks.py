@@ -69,7 +69,7 @@ def _serve(rank: int, plan: Plan, store: str, body: Callable[..., Verdict], pipe
             wait_for = datetime.timedelta(minutes=10)
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=plan.ranks, timeout=wait_for)
         world = World(rank, plan.ranks, rank, plan.ranks, launcher="verify")
-        pipe.send((True, body(mesh=join(world, plan))))
+        pipe.send((True, body(mesh=join(world, plan, device=torch.device("cpu")))))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:

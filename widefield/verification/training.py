@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from widefield import sharded_state
-from widefield.comm.mesh import Mesh, World, join
+from widefield.comm.mesh import Mesh, World
 from widefield.fallback import Fallback
 from widefield.geometry.interval import even_cut, parts_of
+from widefield.geometry.layout import Grid
 from widefield.parallel.parallelize import choices, fallbacks, parallelize, share_states
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.plans import Plan, check
@@ -57,20 +58,21 @@ def compare_training(
     low: torch.dtype | None = None,
     lr: float = 0.1,
 ) -> Verdict:
-    """Train `model` under the plan of `mesh` and on one device, in `dtype`, and compare; every rank calls it and is told.
+    """Train `model` under the plan of `mesh` and on one device of its kind, in `dtype`, and compare; every rank calls it.
 
     shape: of the whole batch, which copies of the model share.  low: a dtype for autocast.  The loss is the mean square of all
     outputs, the optimizer SGD with momentum and weight decay.  Compared are losses, gradients of each step, outputs in
     evaluation, weights, buffers.  What the plan refuses is the verdict's refusal.
     """
-    batches = _batches(model, tuple(shape), steps, dtype)
-    autocast = partial(torch.autocast, "cpu", dtype=low) if low is not None else nullcontext
+    model = copy.deepcopy(model).to(mesh.device)
+    batches = _batches(model, tuple(shape), steps, dtype, mesh.device)
+    autocast = partial(torch.autocast, mesh.device.type, dtype=low) if low is not None else nullcontext
     try:
         check(mesh.plan, ranks=mesh.size, samples_per_step=shape[0])
         found = learn(copy.deepcopy(model).to(dtype), batches, mesh, autocast=autocast, lr=lr)
     except (ValueError, NotImplementedError) as error:  # raised on every rank alike, before any message
         return Verdict(refusal=str(error))
-    alone = learn(copy.deepcopy(model).to(dtype), batches, join(World(), Plan()), autocast=autocast, lr=lr)
+    alone = learn(copy.deepcopy(model).to(dtype), batches, _one_device(mesh), autocast=autocast, lr=lr)
     rows: list[Row] = []
     if mesh.is_main:
         for kind in ("losses", "gradients", "weights", "buffers", "outputs"):
@@ -83,15 +85,20 @@ def compare_training(
 Batches = list[tuple[Tensor, Any]]
 
 
-def _batches(model: nn.Module, shape: tuple[int, ...], steps: int, dtype: torch.dtype) -> Batches:
-    """Images and what their outputs are to be, the same on every rank."""
-    generator = torch.Generator().manual_seed(7)
+def _one_device(mesh: Mesh) -> Mesh:
+    """A mesh of this rank alone, on its device."""
+    return Mesh(Plan(), World(), mesh.device, grid=Grid(()))
+
+
+def _batches(model: nn.Module, shape: tuple[int, ...], steps: int, dtype: torch.dtype, device: torch.device) -> Batches:
+    """Images and what their outputs are to be, the same on every rank and device."""
+    generator = torch.Generator("cpu").manual_seed(7)
 
     def draw(size: Sequence[int]) -> Tensor:
-        return torch.randn(tuple(size), generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(tuple(size), generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
     with torch.no_grad():
-        outputs = copy.deepcopy(model).to(dtype).eval()(torch.zeros(shape, dtype=dtype))
+        outputs = copy.deepcopy(model).to(dtype).eval()(torch.zeros(shape, dtype=dtype, device=device))
     return [(draw(shape), tree_map(lambda output: draw(output.shape), outputs)) for _ in range(steps)]
 
 

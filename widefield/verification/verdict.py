@@ -103,6 +103,7 @@ def _error(got: Tensor | None, expected: Tensor | None, floor: float) -> float:
         return 0.0 if other is None or not other.any() else float("inf")
     if got.shape != expected.shape:
         return float("inf")
+    got = got.to(expected.device)  # wholes that ranks put together lie in the host's memory
     if not got.is_floating_point():
         return 0.0 if torch.equal(got, expected) else float("inf")
     size, difference = max(floor, _size(expected)), _size(got - expected)

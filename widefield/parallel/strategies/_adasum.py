@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from widefield.comm.point_to_point import exchange
+
 
 def adasum(a: Tensor, b: Tensor) -> Tensor:
     """One layer's gradients of two ranks (or of two halves of the ranks) as one; products are taken in float64."""
@@ -41,11 +43,7 @@ def adasum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
 
 def _swap(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
     theirs = torch.empty_like(buffer)
-    posts = [
-        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
-        dist.P2POp(dist.isend, buffer.clone(), group=group, group_peer=peer),
-    ]
-    for work in dist.batch_isend_irecv(posts):
+    for work in exchange({peer: buffer.clone()}, {peer: theirs}, group):
         work.wait()
     return theirs
 

@@ -18,12 +18,14 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def random_states(model: nn.Module) -> list[Tensor]:
-    """Of torch's own generators, on the CPU and on the devices that hold the model."""
+    """Of torch's own generators, on the CPU and on the GPUs that the model may draw on."""
     return _random_of(_devices(model))
 
 
 def _devices(model: nn.Module) -> list[torch.device]:
-    return sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
+    """The GPUs that hold the model, and this process's own: a model without weights, as a Dropout, draws there."""
+    own = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []
+    return sorted({*own, *(p.device for p in model.parameters() if p.is_cuda)}, key=str)
 
 
 def _random_of(devices: list[torch.device]) -> list[Tensor]:
