@@ -16,9 +16,8 @@ from widefield.comm.mesh import join, leave
 from widefield.launchers import world_from
 from widefield.plans import Plan
 
-LARGE = {"batch": 128, "side": 224, "steps": 10, "pairs": 9}
-SMALL = {"batch": 2, "side": 32, "steps": 1, "pairs": 3}
-COMPARED = ("DDP", "ZeRO-2", "ZeRO-3")
+LARGE = {"compared": ["DDP", "ZeRO-2", "ZeRO-3"], "batch": 128, "side": 224, "steps": 10, "pairs": 9}
+SMALL = {"compared": ["DDP", "ZeRO-3"], "batch": 2, "side": 32, "steps": 1, "pairs": 3}
 
 
 def rows(device: torch.device, *, small: bool, until: float) -> Iterator[Row]:
@@ -30,9 +29,9 @@ def rows(device: torch.device, *, small: bool, until: float) -> Iterator[Row]:
     torch.manual_seed(world.rank)
     batch, pairs = strategies.batch_of(sizes.batch, sizes.side, mesh.device), strategies.pairs_of(mesh)
     began = time.monotonic()
-    for number, name in enumerate(COMPARED, 1):
+    for number, name in enumerate(sizes.compared, 1):
         loops = dict(zip(("by hand", "widefield"), (make(*batch) for make in pairs[name]), strict=True))
-        share = began + (until - began) * number / len(COMPARED)
+        share = began + (until - began) * number / len(sizes.compared)
         times = turns.in_turns(loops, sizes, mesh.device, until=share)
         by_hand = [1e3 * wall / sizes.steps for wall, _ in times["by hand"]]
         yield row_of(f"{name} by hand, a step", by_hand, "ms")

@@ -60,7 +60,7 @@ ROWS = {
     "step": 3,  # images/s of both, and their ratio
     "image": 6,  # two largest sides; time per pixel of both, their ratio, and that of tiles at their largest
     "halo": 3,
-    "peers": 6,  # of three strategies, by hand and the ratio
+    "peers": 4,  # of two strategies, by hand and the ratio
 }
 """By part of the benchmark, how many rows it gives."""
 
