@@ -1,8 +1,8 @@
 """How can one operation run on ranks that have parts of its tensors?
 
-Here are layers whose weights are cut with their image, pointwise operations and masks; views.py has views of any set of indices.
-For all others the rule in `ops/` decides (rule_strategies.py).  An operation without a strategy runs on wholes, which is always
-right; what is gathered for it is reported with its bytes (`Chosen.fallbacks`).
+Here are layers whose weights are cut with their image, pointwise operations and masks; views of any set of indices are in
+views.py.  For all others the rule in `ops/` decides (rule_strategies.py).  Without a strategy it runs on wholes, which is
+always right; what is gathered for that is reported with its bytes (`Chosen.fallbacks`).
 """
 
 from __future__ import annotations
