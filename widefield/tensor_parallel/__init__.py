@@ -6,7 +6,8 @@ between them: what lies there, norms and activations among it, runs on each rank
 
     placement.py       which part of a whole's dim each rank holds, and what views, slices and joins make of it
     op_strategy.py     what it takes to say how an operation runs on parts
-    sharding_rules.py  how each operation can; views.py: views, slices, joins
+    rule_strategies.py what the rules of `ops/` say of a tensor that is cut along one dim
+    sharding_rules.py  how layers with weights can be cut; views.py: views, slices, joins of any set of indices
     lookahead.py       what lies behind a layer that might give a part
     search.py          which strategy each operation of a model takes, by bytes sent, weights left whole and work done twice
     collectives.py     the messages, each with its adjoint

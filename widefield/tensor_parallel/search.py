@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from widefield.capture.flops import flops_of
 from widefield.capture.ir import Graph, Node, Value, link, put_in
 from widefield.fallback import Fallback
 from widefield.private_torch.pytree import tree_map
@@ -28,7 +29,7 @@ from widefield.tensor_parallel.collectives import (
 from widefield.tensor_parallel.lookahead import AHEAD, MOVES, VIEWS, shapes_behind
 from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, OpStrategy, Placement
 from widefield.tensor_parallel.placement import Shard, split_along, viewed
-from widefield.tensor_parallel.sharding_rules import aten, flops_of, has_rule, ways_of
+from widefield.tensor_parallel.sharding_rules import aten, strategies_of, why_whole
 from widefield.tensor_parallel.views import move_of, moved_to
 
 WEIGHT_COST = 16
@@ -118,7 +119,7 @@ class _Chooser:
     # ------------------------------------------------------------------------------------------ which way
 
     def _best(self, node: Node) -> OpStrategy:
-        ways = list(ways_of(node, self._given(node.reads), self.cutter))
+        ways = list(strategies_of(node, self._given(node.reads), self.cutter))
         return ways[0] if len(ways) == 1 else min(ways, key=lambda way: self._cost(node, way))
 
     def _given(self, values: list[Value]) -> dict[Value, Shard]:
@@ -186,7 +187,7 @@ class _Chooser:
         """Let one operation take a way that goes on with parts; what must be gathered where it has none."""
         given = {**self._given(user.reads), **{value: parts[value] for value in user.reads if value in parts}}
         ours = [value for value in dict.fromkeys(user.reads) if value in parts]
-        for way in ways_of(user, given, replace(self.cutter, tried=lambda value, dim: [])):
+        for way in strategies_of(user, given, replace(self.cutter, tried=lambda value, dim: [])):
             if all(way.want(value) == parts[value] for value in ours):
                 for out, layout in zip(user.outs, way.outs, strict=False):
                     if out is not None and isinstance(layout, Shard):
@@ -366,10 +367,9 @@ class _Chooser:
         name = _weight_of(value)
         if name is not None:
             why = f"the weight {name} is held in parts, and it takes others, or the whole"
-        elif not has_rule(self.reader):
-            why = "no rule says how it runs on parts of channels"
         else:
-            why = "its rule has no cheaper way to run on the parts that there are"
+            part = next(layout for layout in self.have[value] if isinstance(layout, Shard))
+            why = why_whole(self.reader, value, part, self.cutter)
         return Fallback("gathered", self.reader.path, self.reader.name, value.bytes, why)
 
 

@@ -1,12 +1,12 @@
 """How can one operation run on ranks that have parts of its tensors?
 
-A Way says what each tensor must be (whole, entered, a Shard) and what comes out.  An operation that is not known here runs on
-wholes, which is always right; what is brought whole for it is told with its bytes (`Chosen.fallbacks`).
+Here are layers whose weights are cut with their image, pointwise operations and masks; views of any set of indices are in
+views.py.  For all others the rule in `ops/` decides (rule_strategies.py).  Without a strategy it runs on wholes, which is
+always right; what is gathered for that is reported with its bytes (`Chosen.fallbacks`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,17 +14,18 @@ import torch
 
 from widefield.capture.decompositions import BATCH_NORM_OVER, linear
 from widefield.capture.ir import Node, Value
+from widefield.capture.node_rules import rule_of
 from widefield.capture.recorder import POINTWISE
-from widefield.private_torch.dispatcher import OpOverload, schema_of
 from widefield.tensor_parallel import views
 from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, Given, OpStrategy, Placement, Rule, even
 from widefield.tensor_parallel.placement import Shard, in_groups
+from widefield.tensor_parallel.rule_strategies import by_rule, refusal_of
 
 aten = torch.ops.aten
 
 
-def ways_of(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """All ways in which a node can run where the values in `given` are parts; that on wholes comes last."""
+def strategies_of(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+    """All strategies of a node where the values in `given` are parts; that on wholes comes last."""
     rule = _rule_of(node)
     parts = {value: given[value] for value in node.reads if value in given}
     if rule is not None:
@@ -32,9 +33,15 @@ def ways_of(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     yield OpStrategy({}, [WHOLE] * len(node.outs))
 
 
-def has_rule(node: Node) -> bool:
-    """Whether anything is known of how an operation runs on parts."""
-    return _rule_of(node) is not None
+def why_whole(node: Node, value: Value, part: Shard, cutter: Cutter) -> str:
+    """Why an operation reads the whole of a value of which ranks hold parts."""
+    if _rule_of(node) is None:
+        return "no file in ops/ has a rule for it"
+    if (refusal := refusal_of(node, value, part.dim)) is not None:
+        return f"its rule refuses: {refusal.partition(';')[0]}"
+    if len(list(strategies_of(node, {value: part}, cutter))) == 1:
+        return f"its rule wants dim {part.dim} whole"
+    return "its rule has no cheaper way to run on the parts that there are"
 
 
 def _rule_of(node: Node) -> Rule | None:
@@ -43,8 +50,7 @@ def _rule_of(node: Node) -> Rule | None:
         return RULES[op]
     if op in POINTWISE or torch.Tag.pointwise in getattr(op, "tags", ()):
         return _pointwise
-    name = schema_of(op).name.removeprefix("aten::") if isinstance(op, OpOverload) else ""
-    return next((rule for start, rule in BY_NAME.items() if name.startswith(start)), None)
+    return by_rule if rule_of(node) is not None else None
 
 
 # ---------------------------------------------------------------------------------------------- pixel by pixel
@@ -149,24 +155,7 @@ def _mm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
     yield from _matrix(*node.args, None, node, given, cutter)
 
 
-def _bmm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """(B, M, K) times (B, K, N)."""
-    a, b = node.args
-    for value, other, free in ((a, b, 1), (b, a, 2)):
-        part = given.get(value)
-        if part is None:
-            continue
-        if part.dim == 0:
-            yield OpStrategy({value: part, other: part}, [part])
-        elif a is b:  # it can be but one part
-            return
-        elif part.dim == free:
-            yield OpStrategy({value: part, other: ENTERED}, [part])
-        else:
-            yield OpStrategy({value: part, other: part.on(3 - part.dim)}, [SUM])
-
-
-# ---------------------------------------------------------------------------------------------- norms and attention
+# ---------------------------------------------------------------------------------------------- norms with weights
 
 
 def _batch_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
@@ -193,64 +182,6 @@ def _group_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy
     yield OpStrategy(wants, [part, whole.on(1), whole.on(1)], args)
 
 
-def _layer_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    x, shape = node.args[:2]
-    if x in given and given[x].dim < x.ndim - len(shape):
-        yield OpStrategy({x: given[x]}, [given[x]] * len(node.outs))
-
-
-def _attention(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """query, key, value (B, heads, T, D), and maybe a bias that is broadcast: each head by itself."""
-    first, out = node.args[:3], node.outs[0]
-    part = next((given[value] for value in first if value in given and given[value].dim < 2), None)
-    extra = [other for other in node.outs[1:] if other is not None and other.ndim < 2]
-    if part is None or out is None or extra:
-        return
-    wants: dict[Value, Placement] = dict.fromkeys(first, part)
-    for bias in node.reads[3:]:
-        dim = part.dim - (4 - bias.ndim)
-        wants[bias] = part.on(dim) if dim >= 0 and bias.shape[dim] == out.shape[part.dim] else ENTERED
-    yield OpStrategy(wants, [part] * len(node.outs))
-
-
-def _softmax(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    x, dim = node.args[:2]
-    if x in given and given[x].dim != dim % x.ndim:
-        yield OpStrategy({x: given[x]}, [given[x]])
-
-
-# ---------------------------------------------------------------------------------------------- each channel by itself
-
-
-def _over_pixels(dims: int) -> Rule:
-    """Operations on the last `dims` dims."""
-
-    def rule(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-        x = node.args[0]
-        if len(node.reads) == 1 and x in given and given[x].dim < x.ndim - dims:
-            yield OpStrategy({x: given[x]}, [given[x]] * len(node.outs))
-
-    return rule
-
-
-def _pad(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    yield from _over_pixels(len(node.args[1]) // 2)(node, given, cutter)
-
-
-def _reduce(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """Over dims of which none is cut."""
-    x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
-    keeps = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim"))
-    if x not in given or not dims:
-        return
-    over = {dim % x.ndim for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
-    part = given[x]
-    if part.dim not in over:
-        yield OpStrategy(
-            {x: part}, [part.on(part.dim - (0 if keeps else sum(dim < part.dim for dim in over)))] * len(node.outs)
-        )
-
-
 # ---------------------------------------------------------------------------------------------- draws
 
 
@@ -275,19 +206,11 @@ RULES: dict[Any, Rule] = {
     linear: _linear,
     aten.addmm.default: _addmm,
     aten.mm.default: _mm,
-    aten.bmm.default: _bmm,
     BATCH_NORM_OVER: _batch_norm,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._native_batch_norm_legit.no_stats: _batch_norm,
     aten.native_batch_norm.default: _batch_norm,
     aten.native_group_norm.default: _group_norm,
-    aten.native_layer_norm.default: _layer_norm,
-    aten._softmax.default: _softmax,
-    aten._log_softmax.default: _softmax,
-    aten.constant_pad_nd.default: _pad,
-    aten.mean.dim: _reduce,
-    aten.sum.dim_IntList: _reduce,
-    aten.amax.default: _reduce,
     aten.view.default: views.of_view,
     aten._unsafe_view.default: views.of_view,
     aten.reshape.default: views.of_view,
@@ -311,39 +234,4 @@ RULES: dict[Any, Rule] = {
         _mask,
     ),
 }  # fmt: skip
-"""What is known of an operation, all but pointwise ones."""
-
-BY_NAME: dict[str, Rule] = {
-    "_scaled_dot_product": _attention,
-    **{
-        start + str(dims) + "d": _over_pixels(dims)
-        for dims in (1, 2, 3)
-        for start in (
-            "max_pool", "avg_pool", "_adaptive_avg_pool", "adaptive_max_pool", "upsample_nearest", "_upsample_nearest_exact",
-            "reflection_pad", "replication_pad",
-        )
-    },
-    "upsample_linear1d": _over_pixels(1),
-    "upsample_bilinear2d": _over_pixels(2),
-    "upsample_bicubic2d": _over_pixels(2),
-    "_upsample_bilinear2d_aa": _over_pixels(2),
-    "_upsample_bicubic2d_aa": _over_pixels(2),
-    "upsample_trilinear3d": _over_pixels(3),
-    "pixel_shuffle": _over_pixels(3),
-}  # fmt: skip
-"""The same, by how the operation's name begins."""
-
-
-def flops_of(node: Node) -> float:
-    """Multiplications and additions of a forward of a convolution or product; 0 for what is cheap."""
-    out = next((out for out in node.outs if out is not None), None)
-    if out is None:
-        return 0.0
-    if node.op is aten.convolution.default:
-        weight, transposed = node.args[1], node.args[6]
-        size = math.prod(node.args[0].shape[2:] if transposed else out.shape[2:])
-        return 2.0 * math.prod(weight.shape) * size * out.shape[0]
-    if node.op in (linear, aten.mm.default, aten.addmm.default, aten.bmm.default):
-        x = node.args[1] if node.op is aten.addmm.default else node.args[0]
-        return 2.0 * math.prod(out.shape) * x.shape[-1]
-    return 0.0
+"""Operations that have weights to be cut with the image, views of any set of indices, and draws."""
