@@ -85,7 +85,8 @@ def run_part(name: str, options: argparse.Namespace, until: float) -> int:
     part = PARTS[name]
     if part.ranks > 1 and "RANK" not in os.environ:
         return start(part.ranks, [], program=[sys.executable, *sys.argv])
-    for row in importlib.import_module(part.module).rows(torch.device(options.device), small=options.small, until=until):
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")  # the kind of it, for ranks
+    for row in importlib.import_module(part.module).rows(device, small=options.small, until=until):
         if os.environ.get("RANK", "0") == "0":
             tell(row)
     return 0
