@@ -177,7 +177,7 @@ def test_a_route_that_does_not_cover_what_is_wanted_is_our_bug():
 
 def test_layouts_that_are_equal_stay_one_while_tensors_have_them(monkeypatch):
     """Ranks that forgot them at different times would disagree on what must be sent."""
-    monkeypatch.setattr(layout, "KEPT_MOST", 1)
+    monkeypatch.setattr(layout, "CACHE_SIZE", 1)
     grid = Grid((2,))
     held = layout_of((4,), (Cut((0,), (0, 2, 4)),), grid)
     layout_of((5,), (None,), grid)

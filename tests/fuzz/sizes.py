@@ -26,7 +26,7 @@ LARGE: tuple[tuple[Any, str, Any], ...] = (
     (windowed, "SMALL_SHARE", 10.0),
     (dispatch, "KNOWN_MOST", 8),
     (memory_format, "KNOWN_MOST", 8),
-    (layout, "KEPT_MOST", 64),
+    (layout, "CACHE_SIZE", 64),
 )
 """Layers are cut by channels whatever that costs, gradients leave in many buckets, each block is a unit of its own, halos are
 computed apart from what lies between them, and what is kept of layouts is forgotten early."""

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.geometry.box import Box
+from widefield.geometry.box import Box, full_box
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Cuts
-from widefield.geometry.window import Back, Bins
-from widefield.ops.pooling import full, planes, pooled_shape, reach_of, recounted, ties
+from widefield.geometry.window import Adjoint, Bins
+from widefield.ops.pooling import full, pooled_shape, reach_of, recounted, ties
 from widefield.ops.unpooling import placed
 from widefield.rules import LocalBoxes, Meta, Read, Reduced, Tile, Windowed, case, rule
 
@@ -107,7 +107,7 @@ def _adaptive_avg_pool(dims: int, image: Meta, output_size) -> Windowed | Reduce
 
 def _summed_avg(image: Meta, bins: list[Bins]) -> Reduced:
     assert image.layout is not None
-    dims, outputs = len(bins), planes([b.count for b in bins])
+    dims, outputs = len(bins), full_box([b.count for b in bins])
     ranges, sizes = _ranges(bins, image.layout.box, outputs), _sizes(bins, outputs)
     shape, cuts = _uncut_last(image, [b.count for b in bins])
     return Reduced(
@@ -137,7 +137,7 @@ def _adaptive_avg_pool_backward(dims: int, grad: Meta, image: Meta) -> Windowed:
 
         return run
 
-    reads = [Read(grad, reach_of(grad, [Back(b, b.extent) for b in bins])), Read(image)]
+    reads = [Read(grad, reach_of(grad, [Adjoint(b, b.extent) for b in bins])), Read(image)]
     return Windowed(reads, [Tile(image.shape, image.cuts)], prepare)
 
 
@@ -161,7 +161,7 @@ def _adaptive_max_pool(dims: int, image: Meta, output_size) -> Windowed | Reduce
     bins = _bins(image, dims, output_size)
     if _gives_few(image, bins):
         return _merged_max(image, bins)
-    whole = planes(image.shape[-dims:])
+    whole = full_box(image.shape[-dims:])
     pool = {2: aten.adaptive_max_pool2d.default, 3: aten.adaptive_max_pool3d.default}[dims]
 
     def prepare(part: LocalBoxes):
@@ -206,7 +206,7 @@ def _merged_max(image: Meta, bins: list[Bins]) -> Reduced:
     """Each tile's largest pixels; the total takes the largest of all, and of equal ones the first in the whole."""
     assert image.layout is not None
     dims, box = len(bins), image.layout.box
-    whole = planes(image.shape[-dims:])
+    whole = full_box(image.shape[-dims:])
     counts = [b.count for b in bins]
     met = [b.output_reading(i) for b, i in zip(bins, box[-dims:], strict=True)]
     at = (..., *(slice(i.start, max(i.start, i.stop)) for i in met))
@@ -245,7 +245,7 @@ def _adaptive_max_pool_backward(dims: int, grad: Meta, image: Meta, indices: Met
         write = part.write[-dims:]
         return lambda grad, flat, image: placed(grad, flat, extents, write, add=True)
 
-    reach = reach_of(grad, [Back(b, b.extent) for b in bins])
+    reach = reach_of(grad, [Adjoint(b, b.extent) for b in bins])
     return Windowed([Read(grad, reach), Read(indices, reach), Read(image)], [Tile(image.shape, image.cuts)], prepare)
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from widefield.geometry.box import Box, is_empty, size_of
+from widefield.geometry.box import Box, full_box, is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Cut, Cuts
-from widefield.geometry.window import Back, Border, Shift, border
+from widefield.geometry.window import Adjoint, Border, Shift, border
 from widefield.rules import LocalBoxes, Meta, Read, Run, Tile, Windowed, case, rule
 from widefield.tiled.overrides import BELOW, override
 from widefield.tiled.tensor import TiledTensor
@@ -165,7 +165,7 @@ def _mirror_pad_backward(kind: str, backward_of: Any, grad: Meta, image: Meta, p
         numbers = _argument(pads[lead:])
         return lambda grad, tile: backward_of(grad, tile, numbers)
 
-    reach = {dim: Back(of_dim, image.shape[dim]) for dim, of_dim in borders.items()}
+    reach = {dim: Adjoint(of_dim, image.shape[dim]) for dim, of_dim in borders.items()}
     return Windowed([Read(grad, reach), Read(image)], [Tile(image.shape, image.cuts)], prepare)
 
 
@@ -222,14 +222,14 @@ for _dims in (1, 2, 3):
 @torch.library.custom_op("widefield::circular_pad", mutates_args=())
 def _circular_pad(image: Tensor, dim: int, before: int, after: int) -> Tensor:
     of_dim = border("circular", extent=image.shape[dim], before=before, after=after)
-    return _filled(image, {dim: of_dim}, _box(image.shape), _box(_padded(image.shape, {dim: (before, after)})))
+    return _filled(image, {dim: of_dim}, full_box(image.shape), full_box(_padded(image.shape, {dim: (before, after)})))
 
 
 @torch.library.custom_op("widefield::circular_pad_backward", mutates_args=())
 def _circular_pad_backward(grad: Tensor, dim: int, before: int, after: int) -> Tensor:
     shape = _padded(grad.shape, {dim: (-before, -after)})
     of_dim = border("circular", extent=shape[dim], before=before, after=after)
-    return _returned(grad, {dim: of_dim}, _box(grad.shape), _box(shape))
+    return _returned(grad, {dim: of_dim}, full_box(grad.shape), full_box(shape))
 
 
 @_circular_pad.register_fake
@@ -252,10 +252,6 @@ _circular_pad.register_autograd(
 _circular_pad_backward.register_autograd(  # linear, so each is the other's
     lambda ctx, grad: (torch.ops.widefield.circular_pad(grad, *ctx.sides), None, None, None), setup_context=_remember
 )
-
-
-def _box(shape: Sequence[int]) -> Box:
-    return tuple(Interval(0, extent) for extent in shape)
 
 
 @rule(torch.ops.widefield.circular_pad.default)
@@ -293,7 +289,7 @@ def circular_pad_backward(grad: Meta, dim: int, before: int, after: int) -> Wind
 
         return add
 
-    reads = [Read(grad, {dim: Back(run, shape[dim])}) for run in of_dim.runs]
+    reads = [Read(grad, {dim: Adjoint(run, shape[dim])}) for run in of_dim.runs]
     return Windowed(reads, [Tile(shape, _shifted(grad, dim, Shift(before, shape[dim]).cut_of))], prepare)
 
 

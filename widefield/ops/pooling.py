@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.geometry.box import Box, is_empty, size_of
+from widefield.geometry.box import Box, full_box, is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.window import Spread, Window, window_count
 from widefield.rules import Additive, LocalBoxes, Meta, Read, Tile, Windowed, case, rule
@@ -189,16 +189,12 @@ def recounted(flat: Tensor, held: Sequence[Interval], to: Sequence[Interval], *,
     return out.add_(first) if first else out
 
 
-def planes(extents: Sequence[int]) -> list[Interval]:
-    return [Interval(0, extent) for extent in extents]
-
-
 # ---------------------------------------------------------------------------------------------- max
 
 
 def _max_pool(dims: int, image: Meta, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False) -> Windowed:
     windows = _windows(image, dims, kernel_size, stride, padding, dilation, ceil_mode)
-    whole = planes(image.shape[-dims:])
+    whole = full_box(image.shape[-dims:])
     pool = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[dims]
     lowest = -math.inf if image.dtype.is_floating_point else torch.iinfo(image.dtype).min
 
@@ -220,7 +216,7 @@ def _max_pool_backward(
     dims: int, grad: Meta, image: Meta, kernel_size, stride, padding, dilation, ceil_mode, indices: Meta
 ) -> Windowed:
     windows = _windows(image, dims, kernel_size, stride, padding, dilation, ceil_mode)
-    whole = planes(image.shape[-dims:])
+    whole = full_box(image.shape[-dims:])
     backward = {2: aten.max_pool2d_with_indices_backward.default, 3: aten.max_pool3d_with_indices_backward.default}[dims]
 
     def prepare(part: LocalBoxes):

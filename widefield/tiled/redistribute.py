@@ -9,9 +9,9 @@ from torch import Tensor
 
 from widefield.comm import halo
 from widefield.comm.halo import Move
-from widefield.geometry.box import Box, is_empty
+from widefield.geometry.box import Box, full_box, is_empty
 from widefield.geometry.interval import Interval, even_cut
-from widefield.geometry.layout import KEPT_MOST, Cut, Cuts, Grid, Layout, layout_of
+from widefield.geometry.layout import CACHE_SIZE, Cut, Cuts, Grid, Layout, layout_of
 from widefield.rules import Meta, Read
 from widefield.tiled.gather_watch import note_gathered
 from widefield.tiled.tensor import TiledTensor
@@ -28,7 +28,7 @@ def boxes_of(meta: Meta, grid: Grid) -> tuple[Box, ...]:
     """What each rank holds of a tensor."""
     if meta.layout is not None:
         return meta.layout.boxes
-    return (tuple(Interval(0, extent) for extent in meta.shape),) * grid.size
+    return (full_box(meta.shape),) * grid.size
 
 
 _MOVES: dict[tuple, Move] = {}
@@ -38,7 +38,7 @@ def move_for(layout: Layout, wanted: tuple[Box, ...]) -> Move:
     """The exchange by which each rank gets its `wanted` box of a tensor laid out so; the same object for equal ones."""
     key = (layout, wanted)
     if key not in _MOVES:
-        if len(_MOVES) >= KEPT_MOST:
+        if len(_MOVES) >= CACHE_SIZE:
             _MOVES.clear()
         sources = None if layout.num_shards == layout.grid.size else layout.sources
         _MOVES[key] = halo.move_of(layout.grid.index, layout.boxes, wanted, sources)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from widefield.comm import collectives, halo
-from widefield.geometry.box import Box, is_empty, size_of, within
-from widefield.geometry.interval import Interval
+from widefield.geometry.box import Box, full_box, is_empty, size_of, within
 from widefield.private_torch.dispatcher import EffectType, register_effectful_op
 from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.gather_watch import note_drawn
@@ -29,8 +28,7 @@ def drawn(tensor: TiledTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
     note_drawn(tensor)
     layout, tile = tensor.tile_layout, tensor.local
     like = torch.empty_strided(layout.shape, whole_strides(layout, order_of(tensor)), dtype=tile.dtype, device="meta")
-    everything = tuple(Interval(0, extent) for extent in layout.shape)
-    return draw(torch.empty_like(like, device=tile.device))[within(everything, layout.box)]
+    return draw(torch.empty_like(like, device=tile.device))[within(full_box(layout.shape), layout.box)]
 
 
 # ---------------------------------------------------------------------------------------------- the order in memory

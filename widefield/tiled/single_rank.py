@@ -103,10 +103,10 @@ def _wrapped(value: Tensor, layout: Layout) -> Tensor:
     if shape != layout.shape:
         if not shape:
             return value  # a single number is plain
-        assert layout.alone is not None
-        known = layout.alone.get(shape)
+        assert layout.single_rank_layouts is not None
+        known = layout.single_rank_layouts.get(shape)
         if known is None:
-            known = layout.alone[shape] = uncut(tuple(shape), layout.grid)
+            known = layout.single_rank_layouts[shape] = uncut(tuple(shape), layout.grid)
         layout = known
     made = make_wrapper_subclass(TiledTensor, shape, strides=value.stride(), dtype=value.dtype, device=value.device)
     made.local, made.tile_layout = value, layout

@@ -56,7 +56,7 @@ class TiledTensor(Tensor):
             for kind in types:
                 if kind in OTHER_KINDS:
                     return OTHER_KINDS[kind](func, args, kwargs or {})
-        if args and type(args[0]) is TiledTensor and args[0].tile_layout.alone is not None:
+        if args and type(args[0]) is TiledTensor and args[0].tile_layout.single_rank_layouts is not None:
             return _run_alone(func, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is None:
@@ -136,7 +136,7 @@ def _order_of_thin(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
     pixels tell.  What they do not tell is as in row-major memory, or in images as channels last; `memory_order` knows better,
     where an operation's inputs tell.
     """
-    told = [dim for dim in layout.dims_told if strides[dim]]
+    told = [dim for dim in layout.ordered_dims if strides[dim]]
     orders = usual_orders(len(layout.shape))
     return next((order for order in orders if same_order(told, order, strides)), orders[0])
 

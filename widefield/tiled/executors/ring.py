@@ -15,7 +15,7 @@ from torch import Tensor
 
 from widefield.comm import halo
 from widefield.comm.halo import Move
-from widefield.geometry.box import Route, is_empty, size_of
+from widefield.geometry.box import Route, full_box, is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Grid, Layout
 from widefield.private_torch.autograd import current_graph_task_id
@@ -140,7 +140,7 @@ def _pass(layout: Layout, going: int, to: int, coming: int, source: int) -> Move
     out, come = layout.boxes[going], layout.boxes[coming]
     sends = () if is_empty(out) else ((to, out),)
     receives = () if is_empty(come) else ((source, come),)
-    whole = tuple(Interval(0, extent) for extent in layout.shape)
+    whole = full_box(layout.shape)
     return Move(out, whole, Route(sends, receives, tuple(Interval(0, 0) for _ in whole)))
 
 
