@@ -102,7 +102,7 @@ def packed(mean: Tensor, var: Tensor, count: int) -> Tensor:
     return torch.cat([mean, var * count, mean.new_full((1,), count)])
 
 
-def known(part: Tensor, image: Tensor) -> Tensor:
+def attach_grad(part: Tensor, image: Tensor) -> Tensor:
     """The message of a tile's statistics, which is there, with its gradient: nothing is computed until that is asked for."""
     if image.numel() == 0:
         return part

@@ -155,14 +155,14 @@ class _PlainConvolution:
     def options(self) -> tuple:
         return self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
 
-    def known(self, out: Tensor, tile: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def attach_grad(self, out: Tensor, tile: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`out`, which is what a call would give, with its gradient: nothing is computed until that is asked for."""
         if self.extra is not None:
             tile = F.pad(tile, self.extra)
-        return _KnownConvolution.apply(out, tile, weight, bias, self.options)
+        return _SavedConvolution.apply(out, tile, weight, bias, self.options)
 
 
-class _KnownConvolution(torch.autograd.Function):
+class _SavedConvolution(torch.autograd.Function):
     """A convolution whose result is at hand."""
 
     @staticmethod
@@ -257,12 +257,12 @@ def convolution_backward(
 
     def prepare(part: LocalBoxes):
         boxes = (part.reads[0], part.write) if mask[0] else (part.write, part.reads[0])
-        return call.prepared(*boxes, mask, with_bias=part.alone, image_first=not mask[0])
+        return call.prepared(*boxes, mask, with_bias=part.with_own_sum, image_first=not mask[0])
 
-    return Additive(read, over, outs, prepare, alone=(grad, (2, _bias_alone)) if mask[2] else None)
+    return Additive(read, over, outs, prepare, own_sum=(grad, (2, _bias_gradient)) if mask[2] else None)
 
 
-def _bias_alone(grad: Tensor) -> Tensor:
+def _bias_gradient(grad: Tensor) -> Tensor:
     return grad.sum([0, *range(2, grad.ndim)])
 
 
@@ -288,7 +288,7 @@ class _ConvolutionBackward:
         wanted[2] = wanted[2] and not crops
 
         def run(grad: Tensor, image: Tensor, weight: Tensor) -> tuple:
-            of_bias = _bias_alone(grad) if crops else None  # of pixels that no input reaches, too, which are cut off now
+            of_bias = _bias_gradient(grad) if crops else None  # of pixels that no input reaches, too, which are cut off now
             if extra is not None and self.transposed:
                 grad = F.pad(grad, extra)
             elif extra is not None:

@@ -47,7 +47,7 @@ def _nll(image: Meta, target: Meta, weight: Meta | None, reduction: int, ignore_
     at = [of_image, of_target, *_uncut(weight, of_image)]
     if reduction == NONE:
         none = [(of_target.shape, of_target.cuts), ((), None)]
-        return Local(reads, lambda _: none, lambda _, *tiles: op(*_three(tiles), NONE, ignore_index), at=at)
+        return Local(reads, lambda _: none, lambda _, *tiles: op(*_three(tiles), NONE, ignore_index), layouts=at)
     wide = WIDE.get(image.dtype)
 
     def local(image: Tensor, target: Tensor, *weight: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def _nll_backward(
             image = torch.empty_like(image, memory_format=torch.contiguous_format)
         return op(grad, image, target, others[0] if has_weight else None, reduction, ignore_index, others[-1])
 
-    return Local(reads, same_pixels, run, at=at)
+    return Local(reads, same_pixels, run, layouts=at)
 
 
 for forward, backward in (

@@ -41,9 +41,9 @@ def group_norm(image: Meta, weight, bias, samples: int, channels: int, pixels: i
         spread = (var + (mean - middle[:, None]).square()).mean(1)
         return moments.packed(middle, spread, tile.numel() // (samples * groups))
 
-    def known(part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
+    def attach_grad(part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
         rows = samples * groups
-        return moments.known(part, moments.dense(tile).reshape(1, rows, tile.numel() // rows))
+        return moments.attach_grad(part, moments.dense(tile).reshape(1, rows, tile.numel() // rows))
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
         tile = moments.dense(tensors[image.number])
@@ -56,7 +56,7 @@ def group_norm(image: Meta, weight, bias, samples: int, channels: int, pixels: i
 
     outs, dims = [Tile(image.shape), None, None], range(2, image.ndim)
     reads = reads_of([image], layout, weight, bias)
-    return Reduced(dims=dims, local=local, known=known, outs=outs, merge=moments.merged, finish=finish, **reads)
+    return Reduced(dims=dims, local=local, attach_grad=attach_grad, outs=outs, merge=moments.merged, finish=finish, **reads)
 
 
 @rule(aten.native_group_norm_backward.default, plain_outputs=(1, 2))
@@ -137,7 +137,7 @@ def _of_samples_backward(
     dtype = image.dtype if weight is None else weight.dtype
     affine = [PartialSum(gives_partial_gradient(weight), (channels,), dtype) if wanted else None for wanted in mask[1:]]
     reads = reads_of([image, grad, mean, invstd], layout, weight)
-    reads["at"][2:4] = [_statistics_of(layout, groups)] * 2
+    reads["layouts"][2:4] = [_statistics_of(layout, groups)] * 2
     return Reduced(dims=(), local=nothing, outs=[Tile(image.shape), *affine], finish=finish, **reads)
 
 

@@ -96,7 +96,7 @@ def _index_of_pixels(x: Meta, indices: Sequence[Meta | None]) -> Local:
         return aten.index.Tensor(table, _filled(indices, tiles))
 
     outs = _picked(x.shape, (None,) * x.ndim, indices, layout.cuts)
-    return Local([*picks, x], lambda _: [outs], run, at=[*[layout] * len(picks), None])
+    return Local([*picks, x], lambda _: [outs], run, layouts=[*[layout] * len(picks), None])
 
 
 def _of_a_number(operation: Any) -> Any:
@@ -158,7 +158,7 @@ def _index_put(x: Meta, indices: Sequence[Meta | None], values: Meta, accumulate
     def run(_: Layout, tile: Tensor, *others: Tensor) -> Tensor:
         return aten.index_put.default(tile, _filled(indices, others[:-1]), others[-1], accumulate)
 
-    return Local([x, values], lambda _: [(x.shape, layout.cuts)], run, at=[layout, of_values])
+    return Local([x, values], lambda _: [(x.shape, layout.cuts)], run, layouts=[layout, of_values])
 
 
 def _cuts_around(x: Meta, indices: Sequence[Meta | None], values: Meta) -> Cuts:

@@ -61,10 +61,10 @@ def layer_norm(image: Meta, shape: Sequence[int], weight, bias, eps: float) -> R
     outs = [Tile(image.shape), rows.statistics, rows.statistics]
     reads = reads_of([image], rows.layout, weight, bias)
     if rows.is_cut:
-        reads["at"] = [rows.layout, *[rows.of_weight] * (len(reads["at"]) - 1)]
+        reads["layouts"] = [rows.layout, *[rows.of_weight] * (len(reads["layouts"]) - 1)]
         call = _LayerNorm(rows, image, weight, bias, eps)
-        dims, ends = range(rows.outer, image.ndim), {"local": call.local, "known": call.known, "finish": call.finish}
-        return Reduced(dims=dims, outs=outs, merge=moments.merged, **ends, **reads)
+        functions = {"local": call.local, "attach_grad": call.attach_grad, "merge": moments.merged, "finish": call.finish}
+        return Reduced(dims=range(rows.outer, image.ndim), outs=outs, **functions, **reads)
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
         return aten.native_layer_norm.default(tensors[image.number], shape, taken(tensors, weight), taken(tensors, bias), eps)
@@ -84,8 +84,8 @@ class _LayerNorm:
             return moments.packed_nothing(rows.shape[1], tile)
         return moments.packed(*moments.moments_of_rows(rows), rows.shape[2])
 
-    def known(self, part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
-        return moments.known(part, self.rows.view(tile))
+    def attach_grad(self, part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
+        return moments.attach_grad(part, self.rows.view(tile))
 
     def finish(self, total: Tensor, *tensors: Tensor) -> tuple:
         tile = tensors[self.image.number]
@@ -117,7 +117,7 @@ def layer_norm_backward(
     ]
     outs = [Tile(image.shape), *affine]
     reads = reads_of([image, grad, mean, invstd], rows.layout, weight)
-    reads["at"] = [rows.layout] * 2 + [rows.of_statistics] * 2 + [rows.of_weight] * (weight is not None)
+    reads["layouts"] = [rows.layout] * 2 + [rows.of_statistics] * 2 + [rows.of_weight] * (weight is not None)
     call = _LayerNormBackward(rows, (grad, image, mean, invstd, weight, bias), shape, mask, affine)
     if not rows.is_cut:
         return Reduced(dims=(), local=nothing, outs=outs, finish=call.alone, **reads)
@@ -195,7 +195,7 @@ def rms_norm_backward(grad: Meta, image: Meta, shape: Sequence[int], invstd: Met
     dtype = image.dtype if weight is None else weight.dtype
     outs = [Tile(image.shape), PartialSum(gives_partial_gradient(weight), tuple(shape), dtype) if mask[1] else None]
     reads = reads_of([image, grad, invstd], rows.layout, weight)
-    reads["at"][2] = rows.of_statistics
+    reads["layouts"][2] = rows.of_statistics
     return Reduced(dims=(), local=nothing, outs=outs, finish=finish, **reads)
 
 

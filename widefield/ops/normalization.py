@@ -37,7 +37,7 @@ def layout_for(images: Sequence[Meta], whole: Sequence[int]) -> Layout:
 def reads_of(images: Sequence[Meta], layout: Layout, *others: Meta | None) -> dict[str, Any]:
     """The reads of a rule: images in `layout`, and what else is given as it is."""
     given = [meta for meta in others if meta is not None]
-    return {"reads": [*images, *given], "at": [*[layout] * len(images), *[None] * len(given)]}
+    return {"reads": [*images, *given], "layouts": [*[layout] * len(images), *[None] * len(given)]}
 
 
 def taken(tensors: Sequence[Tensor], meta: Meta | None) -> Any:
@@ -88,7 +88,7 @@ def batch_norm(image: Meta, weight, bias, running_mean, running_var, training, m
     update_buffers = call.update_buffers if writes else None
     ends = {
         "local": call.local,
-        "known": call.known,
+        "attach_grad": call.attach_grad,
         "merge": moments.merged,
         "finish": call.trained,
         "update_buffers": update_buffers,
@@ -119,8 +119,8 @@ class _BatchNorm:
             return moments.packed_nothing(channels, tile)
         return moments.packed(*moments.moments_of(moments.dense(tile)), tile.numel() // channels)
 
-    def known(self, part: Tensor, tile: Tensor, *others: Tensor) -> Tensor:
-        return moments.known(part, moments.dense(tile))
+    def attach_grad(self, part: Tensor, tile: Tensor, *others: Tensor) -> Tensor:
+        return moments.attach_grad(part, moments.dense(tile))
 
     def update_buffers(self, total: Tensor, *tensors: Tensor) -> None:
         """Move the running statistics, once for the whole."""

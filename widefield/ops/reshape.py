@@ -127,7 +127,7 @@ def _reshaped(x: Meta, size: Sequence[int], is_view: bool) -> Local:
         [x],
         lambda _: [(full, after)],
         lambda _, tile: _shown(tile, tile_shape),
-        at=[layout_of(x.shape, before, grid)],
+        layouts=[layout_of(x.shape, before, grid)],
         is_view=is_view,
     )
 

@@ -19,7 +19,7 @@ from widefield.geometry.interval import natural_cut
 from widefield.geometry.layout import Cut, Cuts, Layout, layout_of, uncut
 from widefield.geometry.window import Spread, Window
 from widefield.rules import Local, LocalBoxes, Meta, Read, Tile, Windowed, case, composed, rule
-from widefield.tiled.redistribute import redistribute
+from widefield.tiled.redistribute import tile_by
 from widefield.tiled.tensor import TiledTensor, wrap
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def _sample_backward(kernel: Any, grad: Tensor, image: Tensor, grid: Tensor, *op
     """The image's gradient, to which every rank's outputs add, and the grid's."""
     layout = grad.tile_layout if type(grad) is TiledTensor and grad.tile_layout.is_cut else _sampled_layout(image, grid)
     pixels, places = _sources(image, grid, layout)
-    of_image, of_grid = kernel(_part(grad, layout), pixels, places, *options)
+    of_image, of_grid = kernel(tile_by(grad, layout), pixels, places, *options)
     space = _axes_of(layout.cuts[2:])
     channels = _axes_of(layout.cuts[1:2])
     pixel_cuts = (*layout.cuts[:2], *[None] * (image.ndim - 2))
@@ -65,13 +65,6 @@ def _sampled_layout(image: Tensor, grid: Tensor) -> Layout:
     return layout_of(shape, tuple(cuts), some.tile_layout.grid)
 
 
-def _part(tensor: Tensor, layout: Layout) -> Tensor:
-    """This rank's tile of a tensor of the layout's own shape (a dim of one pixel may be cut, so nothing broadcasts)."""
-    if type(tensor) is TiledTensor:
-        return redistribute(tensor, layout)
-    return tensor[tuple(slice(interval.start, interval.stop) for interval in layout.box)] if layout.is_cut else tensor
-
-
 def _axes_of(cuts: Sequence[Cut | None]) -> tuple[int, ...]:
     return tuple(sorted(axis for cut in cuts if cut is not None for axis in cut.axes))
 
@@ -80,7 +73,7 @@ def _sources(image: Tensor, grid: Tensor, layout: Layout) -> tuple[Tensor, Tenso
     """The samples and channels of the image that the output has here, whole in space, and this part of the grid."""
     pixels = layout_of(tuple(image.shape), (*layout.cuts[:2], *[None] * (image.ndim - 2)), layout.grid)
     places = layout_of(tuple(grid.shape), (layout.cuts[0], *layout.cuts[2:], None), layout.grid)
-    return _part(image, pixels), _part(grid, places)
+    return tile_by(image, pixels), tile_by(grid, places)
 
 
 def _summed(part: Tensor | None, layout: Layout, axes: tuple[int, ...], like: Tensor) -> Tensor | None:
@@ -89,7 +82,7 @@ def _summed(part: Tensor | None, layout: Layout, axes: tuple[int, ...], like: Te
         return None
     whole = halo.add_sums(part, layout.grid.group_name(axes)) if layout.grid.num_shards(axes) > 1 else part
     target = like.tile_layout if type(like) is TiledTensor else uncut(tuple(like.shape), layout.grid)
-    tile = _part(wrap(whole, layout), target)
+    tile = tile_by(wrap(whole, layout), target)
     return wrap(tile, target) if type(like) is TiledTensor else tile
 
 

@@ -33,7 +33,7 @@ def gather(x: Meta, dim: int, index: Meta, sparse_grad: bool = False) -> Local:
     dim %= max(1, x.ndim)
     layouts = _along(dim, x, index)
     out = index.shape, layouts[1].cuts
-    return Local([x, index], lambda _: [out], lambda _, tile, places: aten.gather.default(tile, dim, places), at=layouts)
+    return Local([x, index], lambda _: [out], lambda _, tile, places: aten.gather.default(tile, dim, places), layouts=layouts)
 
 
 def _scatter(operation: Any) -> Any:
@@ -47,7 +47,7 @@ def _scatter(operation: Any) -> Any:
         def run(_: Layout, tile: Tensor, places: Tensor, *given: Tensor) -> Tensor:
             return operation(tile, dim, places, *(given or (source,)), *how, **options)
 
-        return Local(reads, lambda _: [(x.shape, layouts[0].cuts)], run, at=layouts)
+        return Local(reads, lambda _: [(x.shape, layouts[0].cuts)], run, layouts=layouts)
 
     return scatter
 
@@ -81,7 +81,7 @@ def embedding(
         return aten.embedding.default(table, places, padding_idx)
 
     out = (*indices.shape, weight.shape[1]), (*indices.cuts, None)
-    return Local([indices, weight], lambda _: [out], run, at=[indices.layout, None])
+    return Local([indices, weight], lambda _: [out], run, layouts=[indices.layout, None])
 
 
 @rule(aten.embedding_dense_backward.default, plain_outputs=(0,))

@@ -31,7 +31,7 @@ def with_whole(x: Meta, dims: Sequence[int]) -> Layout:
 
 def seen(x: Meta, outs: Sequence[tuple[tuple[int, ...], Cuts]], run: Any, gather: Sequence[int] = ()) -> Local:
     """A view: `run` of the tile gives the outputs, of these shapes and cuts."""
-    return Local([x], lambda _: outs, lambda _, tile: run(tile), at=[with_whole(x, gather)], is_view=True)
+    return Local([x], lambda _: outs, lambda _, tile: run(tile), layouts=[with_whole(x, gather)], is_view=True)
 
 
 # ---------------------------------------------------------------------------------------------- the order of dims

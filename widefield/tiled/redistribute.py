@@ -75,18 +75,18 @@ def following_cuts(read: Read, shape: tuple[int, ...]) -> Cuts:
     return tuple(cuts[: len(shape)]) + (None,) * (len(shape) - len(cuts))
 
 
-def moved(layout: Layout, whole: Sequence[int], keep: Sequence[int] = ()) -> Layout:
+def moved(layout: Layout, whole: Sequence[int]) -> Layout:
     """`layout` with the dims in `whole` uncut: their axes cut the longest dim that is free instead, or none."""
     cuts = list(layout.cuts)
     for dim in whole:
         cut, cuts[dim] = cuts[dim], None
         if cut is None:
             continue
-        ways = layout.grid.num_shards(cut.axes)
-        free = [d for d in range(len(cuts)) if cuts[d] is None and d not in whole and d not in keep and layout.shape[d] >= ways]
+        num_shards = layout.grid.num_shards(cut.axes)
+        free = [d for d in range(len(cuts)) if cuts[d] is None and d not in whole and layout.shape[d] >= num_shards]
         if free:
             target = max(free, key=lambda d: (layout.shape[d], -d))
-            cuts[target] = Cut(cut.axes, even_cut(layout.shape[target], ways))
+            cuts[target] = Cut(cut.axes, even_cut(layout.shape[target], num_shards))
     return layout_of(layout.shape, tuple(cuts), layout.grid)
 
 
@@ -109,19 +109,21 @@ def redistribute(tensor: TiledTensor, layout: Layout) -> Tensor:
     return tile
 
 
+def tile_by(tensor: Tensor, layout: Layout) -> Tensor:
+    """This rank's tile, by `layout`, of a tensor of the layout's shape: tiled ones are redistributed, plain ones cut."""
+    if type(tensor) is TiledTensor:
+        return redistribute(tensor, layout)
+    return tensor[tuple(slice(interval.start, interval.stop) for interval in layout.box)] if layout.is_cut else tensor
+
+
 def to_layout(tensor: Tensor, layout: Layout) -> Tensor:
-    """This rank's part of a tensor that broadcasts against `layout`: tiled ones are re-cut, plain ones cut."""
+    """This rank's part of a tensor that broadcasts against `layout`; its dims of another extent stay uncut."""
     if type(tensor) is TiledTensor and tensor.tile_layout is layout:
         return tensor.local
     missing = len(layout.shape) - tensor.ndim
     there = zip(tensor.shape, layout.shape[missing:], layout.cuts[missing:], strict=True)
     wanted = tuple(cut if extent == whole else None for extent, whole, cut in there)  # else one pixel stands for all
-    target = layout_of(tuple(tensor.shape), wanted, layout.grid)
-    if type(tensor) is TiledTensor:
-        return redistribute(tensor, target)
-    if not target.is_cut:
-        return tensor
-    return tensor[tuple(slice(interval.start, interval.stop) for interval in target.box)]
+    return tile_by(tensor, layout_of(tuple(tensor.shape), wanted, layout.grid))
 
 
 def whole_of(tensor: TiledTensor) -> Tensor:
