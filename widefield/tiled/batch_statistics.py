@@ -180,7 +180,7 @@ class _NormalizeBackward(torch.autograd.Function):
         ctx.eps, ctx.group, ctx.share = eps, group, share
         invstd = moments.invstd_of(var, eps)
         tile = share.tile_of(input)
-        grad = moments.laid_out_as(tile, share.tile_of(full_value(grad)))
+        grad = moments.in_format_of(tile, share.tile_of(full_value(grad)))
         sums = mean.new_zeros(2, mean.numel()) if share.is_inactive else moments.gradient_sums(grad, tile, mean, invstd)
         grad_input = None
         if needed[0]:
