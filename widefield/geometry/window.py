@@ -6,6 +6,7 @@ No tensor, no process.  Every class here implements `Reach`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -277,6 +278,16 @@ def valid_cut(bounds: list[int], count: int) -> tuple[int, ...]:
     if count >= parts and any(a == b for a, b in zip(cut, cut[1:], strict=False)):
         return even_cut(count, parts)
     return cut
+
+
+def per_dim(values: int | Sequence[int], dims: int) -> list[int]:
+    """One number per dim, from torch's arguments that may also give one number for all dims.
+
+    >>> per_dim(3, 2), per_dim([3], 2), per_dim((3, 1), 2)
+    ([3, 3], [3, 3], [3, 1])
+    """
+    numbers = list(values) if isinstance(values, Sequence) else [values]
+    return numbers if len(numbers) == dims else numbers * dims
 
 
 def window_count(extent: int, *, size: int, stride: int, padding: int, dilation: int = 1, ceil_mode: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Pixels that have an index each: gather, scatter and embedding, whose index tensors may be cut as the image is."""
+"""Gather, scatter and embedding: every pixel has its own index, so index tensors are cut like the image."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ aten = torch.ops.aten
 # ---------------------------------------------------------------------------------------------- gather and scatter
 
 
-def _along(dim: int, *tensors: Meta) -> list[Layout]:
-    """A layout for each: `dim` whole, cut alike on dims where their extents agree; all whole where one is a single number."""
+def _layouts_along(dim: int, *tensors: Meta) -> list[Layout]:
+    """A layout per tensor: `dim` is whole, dims of equal extents are cut the same; all whole if one tensor has no dims."""
     main = next(meta for meta in tensors if meta.is_cut)
     if len({meta.ndim for meta in tensors}) > 1:
         return [uncut(meta.shape, main.layout.grid) for meta in tensors]  # type: ignore[union-attr]
@@ -31,18 +31,18 @@ def _along(dim: int, *tensors: Meta) -> list[Layout]:
 @rule(aten.gather.default)
 def gather(x: Meta, dim: int, index: Meta, sparse_grad: bool = False) -> Local:
     dim %= max(1, x.ndim)
-    layouts = _along(dim, x, index)
+    layouts = _layouts_along(dim, x, index)
     out = index.shape, layouts[1].cuts
     return Local([x, index], lambda _: [out], lambda _, tile, places: aten.gather.default(tile, dim, places), layouts=layouts)
 
 
 def _scatter(operation: Any) -> Any:
-    """`operation` of (x, dim, index, source or value, ...)."""
+    """The rule of a scatter operation with the arguments (x, dim, index, source or value, ...)."""
 
     def scatter(x: Meta, dim: int, index: Meta, source: Any, *how: Any, **options: Any) -> Local:
         dim %= max(1, x.ndim)
         reads = [x, index, source] if isinstance(source, Meta) else [x, index]
-        layouts = _along(dim, *reads)
+        layouts = _layouts_along(dim, *reads)
 
         def run(_: Layout, tile: Tensor, places: Tensor, *given: Tensor) -> Tensor:
             return operation(tile, dim, places, *(given or (source,)), *how, **options)
