@@ -76,7 +76,7 @@ def _said(family: str, case: RuleCase, mesh: Mesh, how: str, small: float) -> st
     reason = next((why for (of, name), why in devices.NOT_ON_GPUS.items() if of == family and case.name.startswith(name)), None)
     if reason is not None and mesh.device.type == "cuda":
         return _problem_of_torch(case, mesh, reason)
-    dispatch._KNOWN.clear()
+    dispatch._CACHE.clear()
     windowed.SMALL_SHARE = small
     try:
         return _problem_of(case, mesh, how)

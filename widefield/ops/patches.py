@@ -19,7 +19,7 @@ from widefield.rules import Local, LocalBoxes, Meta, Read, Tile, Windowed, case,
 from widefield.tiled.dispatch import by_rule
 from widefield.tiled.redistribute import to_layout
 from widefield.tiled.tensor import TiledTensor, wrap_view
-from widefield.tiled.view_writeback import same_of, version_of
+from widefield.tiled.view_writeback import stable_alias, version_of
 
 aten = torch.ops.aten
 
@@ -167,12 +167,12 @@ def unfold(tensor: TiledTensor, dimension: int, size: int, step: int) -> Tensor:
     stride = tensor.stride(dim)
     strides = (*tensor.stride()[:dim], stride * step, *tensor.stride()[dim + 1 :], stride)
     view = wrap_view(made.local, made.tile_layout, strides)
-    view.writeback, view.may_alias_data, view.repeats = (
+    view.writeback, view.may_alias_data, view.may_overlap = (
         _Windows(tensor, made, dim, size, step),
         tensor.may_alias_data,
-        tensor.repeats,
+        tensor.may_overlap,
     )
-    tensor.shown = True
+    tensor.has_views = True
     return view
 
 
@@ -180,7 +180,7 @@ class _Windows:
     """The write-back of windows of a cut dim; like view_writeback.ViewWriteback."""
 
     def __init__(self, source: TiledTensor, windows: TiledTensor, dim: int, size: int, step: int) -> None:
-        self.source, self.windows, self.at = same_of(source), windows, (dim, size, step)
+        self.source, self.windows, self.at = stable_alias(source), windows, (dim, size, step)
         self.version = version_of(source)
 
     def flush(self, version: int) -> None:

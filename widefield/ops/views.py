@@ -153,13 +153,13 @@ _IN_PLACE = {
 
 def _view_in_place(operation: Any) -> Any:
     def changed(x: TiledTensor, *args: Any) -> Tensor:
-        if x.shown and x.requires_grad and torch.is_grad_enabled() and not is_view(x):
+        if x.has_views and x.requires_grad and torch.is_grad_enabled() and not is_view(x):
             raise NotImplementedError(
                 f"the dims of a tensor in tiles, of shape {list(x.shape)}, cannot be changed in place once views of it were "
                 "taken, whose gradients would take the old dims for the new; use the operation that gives a new tensor"
             )
-        had_views, made = x.shown, operation(x, *args)
-        x.shown = had_views  # the operation's own view is not one that remains
+        had_views, made = x.has_views, operation(x, *args)
+        x.has_views = had_views  # the operation's own view is not one that remains
         return swap(x, made if type(made) is TiledTensor else wrap_view(made, uncut((), x.tile_layout.grid)))
 
     return changed
@@ -198,7 +198,7 @@ def _resolved(x: TiledTensor, *, lazy: Any, now: Any) -> Tensor:
         ViewWriteback(x, x.tile_layout, lambda _, tile: lazy(tile), 0, made.local),
         x.may_alias_data,
     )
-    x.shown = True
+    x.has_views = True
     return made
 
 
