@@ -23,7 +23,7 @@ from widefield.tiled import dispatch
 from widefield.tiled.api import _Tile, whole
 from widefield.tiled.executors import windowed
 from widefield.tiled.partial_gradient import partial_of
-from widefield.tiled.redistribute import moved
+from widefield.tiled.redistribute import move_cuts
 from widefield.tiled.tensor import TiledTensor
 
 FAMILIES = sorted(found.name for found in pkgutil.iter_modules(ops.__path__))
@@ -155,7 +155,9 @@ def _like(weight: torch.Tensor, output: torch.Tensor, mesh: Mesh, how: str) -> t
     if type(output) is not TiledTensor:
         return weight
     cut_dims = [dim for dim, cut in enumerate(output.tile_layout.cuts) if cut is not None]
-    return _Tile.apply(weight, moved(output.tile_layout, cut_dims) if how == "gradient cut elsewhere" else output.tile_layout)
+    return _Tile.apply(
+        weight, move_cuts(output.tile_layout, cut_dims) if how == "gradient cut elsewhere" else output.tile_layout
+    )
 
 
 def _pull(outputs, weights) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from widefield.geometry.box import Box, size_of
-from widefield.geometry.interval import Interval, even_cut
+from widefield.geometry.interval import Interval
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Grid:
         used = tuple(sorted(axis for axis in axes if self.sizes[axis] > 1))
         return dict(self.groups)[used]
 
-    def names(self) -> tuple[tuple[int, ...], ...]:
+    def group_axes(self) -> tuple[tuple[int, ...], ...]:
         """Every set of axes that needs a process group."""
         large = [axis for axis, size in enumerate(self.sizes) if size > 1]
         picks = product((False, True), repeat=len(large))
@@ -153,10 +153,6 @@ class Layout:
     def __deepcopy__(self, memo: dict) -> Layout:
         return self
 
-    def dims_of(self, axis: int) -> int | None:
-        """The dim that is cut along a grid axis; None where no dim is."""
-        return next((dim for dim, cut in enumerate(self.cuts) if cut is not None and axis in cut.axes), None)
-
 
 _SINGLE_RANK_LAYOUTS: dict[Grid, dict] = {}
 CACHE_SIZE = 16384
@@ -189,11 +185,3 @@ def layout_of(shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> Layout:
 def uncut(shape: tuple[int, ...], grid: Grid) -> Layout:
     """The layout of a tensor that every rank has whole."""
     return layout_of(shape, (None,) * len(shape), grid)
-
-
-def even_cuts(shape: tuple[int, ...], dims: dict[int, tuple[int, ...]], grid: Grid) -> Cuts:
-    """The cuts of a tensor of `shape` whose `dims` (dim: axes of the grid) are cut evenly."""
-    cuts: list[Cut | None] = [None] * len(shape)
-    for dim, axes in dims.items():
-        cuts[dim] = Cut(axes, even_cut(shape[dim], grid.num_shards(axes)))
-    return tuple(cuts)

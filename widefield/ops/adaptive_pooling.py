@@ -47,16 +47,16 @@ def _gives_few(image: Meta, bins: list[Bins]) -> bool:
 def _ranges(bins: list[Bins], read: Box, write: Sequence[Interval]) -> Ranges:
     """The part of each output's bin that lies in the box `read`; (0, 0) for none."""
     found: Ranges = []
-    for b, held, outputs in zip(bins, read[-len(bins) :], write, strict=True):
-        parts = [b.input_read_by(Interval(o, o + 1)) & held for o in outputs]
-        found.append([(p.start - held.start, p.stop - held.start) if len(p) else (0, 0) for p in parts])
+    for b, pixels, outputs in zip(bins, read[-len(bins) :], write, strict=True):
+        parts = [b.input_read_by(Interval(o, o + 1)) & pixels for o in outputs]
+        found.append([(p.start - pixels.start, p.stop - pixels.start) if len(p) else (0, 0) for p in parts])
     return found
 
 
 def _is_plain(ranges: Ranges, read: Box) -> bool:
     """Whether torch's adaptive pooling of the box alone would have these bins."""
-    for found, held in zip(ranges, read[-len(ranges) :], strict=True):
-        of_box = Bins(len(held), len(found))
+    for found, pixels in zip(ranges, read[-len(ranges) :], strict=True):
+        of_box = Bins(len(pixels), len(found))
         if any((i := of_box.input_read_by(Interval(o, o + 1)), (i.start, i.stop))[1] != pair for o, pair in enumerate(found)):
             return False
     return True
@@ -195,11 +195,11 @@ def _max_of(tile: Tensor, ranges: Ranges, read: Sequence[Interval], whole: Seque
     pool = aten.max_pool2d_with_indices.default if dims == 2 else aten.max_pool3d_with_indices.default
     values, rest = pool(tile, longest, longest)
     flat = torch.zeros_like(rest)
-    for n, (at, held) in enumerate(zip(places, read, strict=True)):
+    for n, (at, pixels) in enumerate(zip(places, read, strict=True)):
         size = math.prod(len(of_dim) for of_dim in rows[n + 1 :])
         place = torch.div(rest, size, rounding_mode="floor")
         rest = rest - place * size
-        flat = flat * len(whole[n]) + at[place] + held.start
+        flat = flat * len(whole[n]) + at[place] + pixels.start
     return values, flat
 
 

@@ -22,7 +22,7 @@ from widefield.geometry.interval import Interval, even_cut
 from widefield.geometry.layout import Cut, Layout, layout_of, uncut
 from widefield.kernels.attention import Block, Cpu, Efficient, Flash, mask_lse, merged
 from widefield.rules import Meta, Ring, case, rule
-from widefield.tiled.redistribute import moved
+from widefield.tiled.redistribute import move_cuts
 
 aten = torch.ops.aten
 TOKENS, WIDTH = 2, 3
@@ -91,12 +91,12 @@ def _queries_layout(query: Meta, key: Meta, value: Meta, bias: Meta | None) -> L
     whole = (WIDTH,) if key.shape[1] == query.shape[1] else (1, WIDTH)
     if query.is_cut:
         assert query.layout is not None
-        return moved(query.layout, whole)
+        return move_cuts(query.layout, whole)
     source = next((meta.layout for meta in (key, value) if meta.is_cut), None)
     if source is None:
         grid = next(m.layout.grid for m in (query, key, value, bias) if m is not None and m.layout is not None)
         return uncut(query.shape, grid)
-    of_keys = moved(source, whole)
+    of_keys = move_cuts(source, whole)
     batch, heads, tokens, _ = of_keys.cuts
     rows = None if tokens is None else Cut(tokens.axes, even_cut(query.shape[TOKENS], source.grid.num_shards(tokens.axes)))
     return layout_of(query.shape, (batch, heads, rows, None), source.grid)

@@ -20,7 +20,7 @@ from widefield.ops.losses import MEAN, NONE, SUM, each, same_pixels
 from widefield.ops.reductions import WIDE
 from widefield.rules import Description, Local, Meta, Reduced, case, rule
 from widefield.tiled.overrides import BELOW, override
-from widefield.tiled.redistribute import moved
+from widefield.tiled.redistribute import move_cuts
 from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def _layouts(image: Meta, target: Meta) -> tuple[Layout, Layout]:
     at = min(1, image.ndim - 1)
     layout = image.layout if image.is_cut or target.layout is None else _with_classes(target.layout, image.shape, at)
     assert layout is not None
-    layout = moved(layout, [at])
+    layout = move_cuts(layout, [at])
     return layout, layout_of(target.shape, (*layout.cuts[:at], *layout.cuts[at + 1 :]), layout.grid)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from widefield.geometry.layout import Cut, Cuts, Layout, layout_of
 from widefield.rules import Local, Meta, case, composed
 from widefield.tiled.dispatch import any_cut, by_rule
-from widefield.tiled.redistribute import local_of, moved, whole_of
+from widefield.tiled.redistribute import local_of, move_cuts, whole_of
 from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
@@ -147,7 +147,7 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
 
 def _index_put(x: Meta, indices: Sequence[Meta | None], values: Meta, accumulate: bool) -> Local:
     grid = next(meta.layout.grid for meta in (x, values) if meta.is_cut)  # type: ignore[union-attr]
-    layout = moved(x.layout, _indexed(indices)) if x.is_cut else layout_of(x.shape, _cuts_around(x, indices, values), grid)  # type: ignore
+    layout = move_cuts(x.layout, _indexed(indices)) if x.is_cut else layout_of(x.shape, _cuts_around(x, indices, values), grid)  # type: ignore
     shape, cuts = _picked(x.shape, layout.cuts, indices)
     missing = len(shape) - values.ndim
     fits = [

@@ -35,8 +35,8 @@ class PartOfJoin:
     extent: int
 
     def input_read_by(self, output: Interval) -> Interval:
-        seen = Interval(output.start - self.start, output.stop - self.start) & Interval(0, self.extent)
-        return seen if len(seen) else EMPTY
+        pixels = Interval(output.start - self.start, output.stop - self.start) & Interval(0, self.extent)
+        return pixels if len(pixels) else EMPTY
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
         raise AssertionError("the rule of cat computes the cut of its result")

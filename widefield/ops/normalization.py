@@ -22,7 +22,7 @@ from widefield.geometry.layout import Layout
 from widefield.kernels import moments
 from widefield.private_torch.tensors import weight_norm
 from widefield.rules import Meta, PartialSum, Reduced, Tile, case, rule
-from widefield.tiled.redistribute import first_cut, moved
+from widefield.tiled.redistribute import first_cut, move_cuts
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def layout_for(images: Sequence[Meta], whole: Sequence[int]) -> Layout:
     """The layout of the first image that is cut, with the dims in `whole` uncut."""
     layout = first_cut(images).layout
     assert layout is not None, "a normalization without a tiled image is plain"
-    return moved(layout, whole)
+    return move_cuts(layout, whole)
 
 
 def reads_and_layouts(images: Sequence[Meta], layout: Layout, *others: Meta | None) -> dict[str, Any]:

@@ -62,9 +62,9 @@ def constant_pad(image: Meta, pad, value=0) -> Windowed:
         if is_empty(read):
             return lambda tile: tile.new_full(size_of(write), value)
         pairs = []
-        for dim, (held, to) in enumerate(zip(read, write, strict=True)):
+        for dim, (tile, to) in enumerate(zip(read, write, strict=True)):
             before = sides.get(dim, (0, 0))[0]
-            pairs.append((held.start + before - to.start, to.stop - held.stop - before))
+            pairs.append((tile.start + before - to.start, to.stop - tile.stop - before))
         pads = _argument(pairs)
         return lambda tile: aten.constant_pad_nd.default(tile, pads, value)  # new memory, even where there is nothing to pad
 
@@ -114,20 +114,20 @@ def _mirror_pad(kind: str, pad_of: Any, image: Meta, padding) -> Windowed:
 def _own_pads(borders: dict[int, Border], kind: str, read: Box, write: Box) -> list[tuple[int, int]] | None:
     """Per dim, the padding of the tile alone that gives the output; None where no padding does."""
     pads = []
-    for dim, (held, to) in enumerate(zip(read, write, strict=True)):
+    for dim, (tile, to) in enumerate(zip(read, write, strict=True)):
         before = borders[dim].before if dim in borders else 0
-        pair = (held.start + before - to.start, to.stop - before - held.stop)
-        most = len(held) - 1 if kind == "reflect" else max(pair)
-        if dim in borders and (min(pair) < 0 or max(pair) > most or not _is_body(borders[dim], held, to)):
+        pair = (tile.start + before - to.start, to.stop - before - tile.stop)
+        most = len(tile) - 1 if kind == "reflect" else max(pair)
+        if dim in borders and (min(pair) < 0 or max(pair) > most or not _is_body(borders[dim], tile, to)):
             return None
         pads.append(pair)
     return pads
 
 
-def _is_body(of_dim: Border, held: Interval, to: Interval) -> bool:
-    """Whether the tile's pixels `held` are exactly those that the output `to` has unpadded, so padding reads among them."""
+def _is_body(of_dim: Border, tile: Interval, to: Interval) -> bool:
+    """Whether the tile's pixels `tile` are exactly those that the output `to` has unpadded, so padding reads among them."""
     body = next((run for run in of_dim.runs if run.step == 1), None)
-    return body is not None and len(held) > 0 and body.input_read_by(to) == held
+    return body is not None and len(tile) > 0 and body.input_read_by(to) == tile
 
 
 def _filled(tile: Tensor, borders: dict[int, Border], read: Box, write: Box) -> Tensor:
@@ -171,7 +171,7 @@ def _mirror_pad_backward(kind: str, backward_of: Any, grad: Meta, image: Meta, p
 def _own_pads_back(borders: dict[int, Border], kind: str, shape, read: Box, write: Box) -> list[tuple[int, int]] | None:
     """Per dim, the padding of the tile alone whose output is exactly the gradient's box; None where there is none."""
     pads = []
-    for dim, (held, to) in enumerate(zip(read, write, strict=True)):
+    for dim, (tile, to) in enumerate(zip(read, write, strict=True)):
         if dim not in borders:
             pads.append((0, 0))
             continue
@@ -180,7 +180,7 @@ def _own_pads_back(borders: dict[int, Border], kind: str, shape, read: Box, writ
         pair = (before if to.start == 0 else 0, after if to.stop == shape[dim] else 0)
         expected = Interval(to.start + before - pair[0], to.stop + before + pair[1])
         most = len(to) - 1 if kind == "reflect" else max(pair)
-        if held != expected or min(pair) < 0 or max(pair) > most or len(to) == 0:
+        if tile != expected or min(pair) < 0 or max(pair) > most or len(to) == 0:
             return None
         pads.append(pair)
     return pads

@@ -273,9 +273,9 @@ def _windows_written_alternately(x: Tensor) -> list[Tensor]:
     windows = y.unfold(2, 2, 5)
     y.add_(1)
     windows[..., 0].mul_(4)
-    seen = windows.sin()
+    sines = windows.sin()
     y.mul_(2)
-    return [y, seen, windows * 1]
+    return [y, sines, windows * 1]
 
 
 CASES = [

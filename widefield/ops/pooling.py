@@ -100,9 +100,9 @@ class _Fitted:
     def _crop(self, windows: list[Window], fits: list[_Fit], write: Box) -> tuple | None:
         found = [
             window_count(
-                len(held), size=w.size, stride=w.stride, padding=fit.padding, dilation=w.dilation, ceil_mode=self.ceil_mode
+                len(pixels), size=w.size, stride=w.stride, padding=fit.padding, dilation=w.dilation, ceil_mode=self.ceil_mode
             )
-            for w, fit, held in zip(windows, fits, self.frame, strict=True)
+            for w, fit, pixels in zip(windows, fits, self.frame, strict=True)
         ]
         if found == [len(interval) for interval in write]:
             return None
@@ -147,9 +147,9 @@ class _Framed:
         self.frame = [frame.pixels for frame in frames]
         self.box = tuple(len(interval) for interval in self.frame)
         wanted = write[-self.dims :]
-        sides = [(held.start - to.start, to.stop - held.stop) for held, to in zip(self.frame, wanted, strict=True)]
+        sides = [(pixels.start - to.start, to.stop - pixels.stop) for pixels, to in zip(self.frame, wanted, strict=True)]
         self.pad = [n for pair in reversed(sides) for n in pair] if any(n > 0 for pair in sides for n in pair) else None
-        self.crop = (..., *(slice(-a, len(held) + b) for (a, b), held in zip(sides, self.frame, strict=True)))
+        self.crop = (..., *(slice(-a, len(pixels) + b) for (a, b), pixels in zip(sides, self.frame, strict=True)))
         self.fits = not any(n for pair in sides for n in pair)
 
     def like(self, grad: Tensor, image: Tensor) -> Tensor:

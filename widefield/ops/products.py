@@ -75,10 +75,10 @@ def _cost(plan, operands: Sequence[Meta]) -> int:
     """How many numbers all ranks together receive."""
     layouts, out, partial_axes = plan
     moved = sum(
-        torch.Size(size_of(to)).numel() - torch.Size(size_of(meet(to, own))).numel()
+        torch.Size(size_of(to)).numel() - torch.Size(size_of(meet(to, current))).numel()
         for meta, layout in zip(operands, layouts, strict=True)
         if meta.layout is not None
-        for to, own in zip(layout.boxes, meta.layout.boxes, strict=True)
+        for to, current in zip(layout.boxes, meta.layout.boxes, strict=True)
     )
     num_shards = out.grid.num_shards(partial_axes)
     summed = sum(torch.Size(size_of(box)).numel() for box in out.boxes) * 2 * (num_shards - 1) // num_shards

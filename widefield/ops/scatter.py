@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from widefield.geometry.layout import Layout, layout_of, uncut
 from widefield.ops.indexing import in_place, labels
 from widefield.rules import Local, Meta, ShardedProduct, case, composed, rule
-from widefield.tiled.redistribute import moved
+from widefield.tiled.redistribute import move_cuts
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ def _layouts_along(dim: int, *tensors: Meta) -> list[Layout]:
     if len({meta.ndim for meta in tensors}) > 1:
         return [uncut(meta.shape, main.layout.grid) for meta in tensors]  # type: ignore[union-attr]
     agree = [d for d in range(main.ndim) if d != dim and len({meta.shape[d] for meta in tensors}) == 1]
-    layout = moved(main.layout, [d for d in range(main.ndim) if d not in agree])  # type: ignore[arg-type]
+    layout = move_cuts(main.layout, [d for d in range(main.ndim) if d not in agree])  # type: ignore[arg-type]
     return [layout_of(meta.shape, layout.cuts, layout.grid) for meta in tensors]
 
 

@@ -20,7 +20,7 @@ from widefield.geometry.layout import Layout
 from widefield.kernels import moments
 from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.partial_gradient import full_value, partial_of
-from widefield.tiled.redistribute import moved, to_layout, whole_of
+from widefield.tiled.redistribute import move_cuts, to_layout, whole_of
 from widefield.tiled.tensor import TiledTensor, wrap
 
 ARE_ROWS: ContextVar[bool] = ContextVar("ARE_ROWS", default=False)
@@ -58,7 +58,7 @@ class StatisticsShare:
 def share_of(image: Tensor, replicas: int, group: dist.ProcessGroup, *, is_inactive: bool) -> StatisticsShare:
     if type(image) is not TiledTensor:
         return StatisticsShare(None, group.size() if ARE_ROWS.get() else replicas, 1, is_inactive)
-    layout = moved(image.tile_layout, [1])
+    layout = move_cuts(image.tile_layout, [1])
     return StatisticsShare(layout, layout.grid.size // layout.num_shards, layout.num_shards, is_inactive)
 
 

@@ -35,7 +35,7 @@ from widefield.tiled.memory_format import ordered
 from widefield.tiled.overrides import install_overrides
 from widefield.tiled.partial_gradient import INTO_LEAF, into_leaf, is_for_leaf
 from widefield.tiled.pointwise import is_pointwise
-from widefield.tiled.redistribute import local_of, moved, redistribute, to_layout, whole_of
+from widefield.tiled.redistribute import local_of, move_cuts, redistribute, to_layout, whole_of
 from widefield.tiled.replicated_ops import is_in_place, on_every_rank, on_uncut, tensors_in
 from widefield.tiled.schemas import new_of, outs_of, written_by
 from widefield.tiled.tensor import TiledTensor, wrap
@@ -264,11 +264,11 @@ def _strides_of_views(func: Any, args: tuple, kwargs: dict, strides: tuple[int, 
     with disable_current_modes():
         meta = torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device="meta")
         try:
-            shown = func(meta, *others, **kwargs)
+            views = func(meta, *others, **kwargs)
         except RuntimeError:
-            shown = func(torch.empty(whole.shape, dtype=whole.dtype, device="meta"), *others, **kwargs)
-            return [None for _ in tensors_in(shown)]
-        return [view.stride() for view in tensors_in(shown)]
+            views = func(torch.empty(whole.shape, dtype=whole.dtype, device="meta"), *others, **kwargs)
+            return [None for _ in tensors_in(views)]
+        return [view.stride() for view in tensors_in(views)]
 
 
 def _after_redistribute(
@@ -279,7 +279,7 @@ def _after_redistribute(
     for meta, whole in description.whole:
         tensor = tensors[meta.number]
         assert isinstance(tensor, TiledTensor), f"argument {meta.number} is plain, and is to be uncut"
-        layout = moved(tensor.tile_layout, whole)
+        layout = move_cuts(tensor.tile_layout, whole)
         tensors[meta.number] = wrap(redistribute(tensor, layout), layout)
 
     def filled(value: Any) -> Any:

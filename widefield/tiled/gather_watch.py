@@ -40,7 +40,7 @@ class GatherWatch:
 
 
 def note_gathered(tensor: TiledTensor, operation: str = "", why: str = "its rule wants the whole of a tensor") -> None:
-    """Record that a cut tensor is gathered on every rank; operation: None for the one that runs now."""
+    """Record that a cut tensor is gathered on every rank; operation: "" for the one that runs now."""
     if _WATCHES:
         _note("gathered", tensor, operation, why)
 

@@ -230,13 +230,13 @@ def _affine_if(func: Any) -> Callable[[tuple, dict], bool] | None:
     return None
 
 
-def _made(leaf: Any, grid: Grid, shown: Any) -> Any:
-    """A result of an affine operation on parts.  shown: the tensor of which it is a view, or None."""
+def _made(leaf: Any, grid: Grid, source: Any) -> Any:
+    """A result of an affine operation on parts.  source: the tensor of which it is a view, or None."""
     if not isinstance(leaf, Tensor):
         return leaf
     made = partial_of(leaf, grid)
-    if shown is not None:
-        made.writes = shown.writes  # type: ignore[attr-defined]
+    if source is not None:
+        made.writes = source.writes  # type: ignore[attr-defined]
     return made
 
 

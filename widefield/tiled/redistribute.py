@@ -76,7 +76,7 @@ def following_cuts(read: Read, shape: tuple[int, ...]) -> Cuts:
     return tuple(cuts[: len(shape)]) + (None,) * (len(shape) - len(cuts))
 
 
-def moved(layout: Layout, whole: Sequence[int]) -> Layout:
+def move_cuts(layout: Layout, whole: Sequence[int]) -> Layout:
     """`layout` with the dims in `whole` uncut.  Their cuts move to the longest uncut dim outside of `whole`.
 
     If no such dim has a pixel for every shard, the cut is dropped, and redistributing gathers.

@@ -17,7 +17,7 @@ from widefield.rules import Additive, Description, Local, PartialSum, Reduced, R
 from widefield.tiled.executors.additive import build_additive, finish_total
 from widefield.tiled.executors.ring import build_ring, build_sharded_product
 from widefield.tiled.executors.windowed import build_windowed
-from widefield.tiled.redistribute import first_cut, local_of, moved, to_layout
+from widefield.tiled.redistribute import first_cut, local_of, move_cuts, to_layout
 from widefield.tiled.tensor import wrap, wrap_view
 from widefield.tiled.view_writeback import attach_writeback
 
@@ -135,7 +135,7 @@ def _local_layout(d: Local) -> Layout:
     assert layout is not None, "a local rule without a tiled tensor is plain"
     if d.layouts is not None:
         return layout
-    return moved(layout, [dim % max(1, main.ndim) for dim in d.whole])
+    return move_cuts(layout, [dim % max(1, main.ndim) for dim in d.whole])
 
 
 def _layouts_of_reads(d: Reduced | Local, layout: Layout) -> list[tuple[int, Layout | None]]:
