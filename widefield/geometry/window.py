@@ -98,7 +98,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Bins:
-    """Adaptive pooling: output o of `count` reads floor(o * extent / count) .. ceil((o + 1) * extent / count).
+    """Adaptive pooling: output o of `count` reads floor(o * extent / count) up to but not ceil((o + 1) * extent / count).
 
     >>> Bins(extent=7, count=3).input_read_by(Interval(1, 2))
     Interval(start=2, stop=5)

@@ -75,8 +75,7 @@ def _patches_of(extents: Sequence[int], size, dilation, padding, stride) -> _Pat
 
 @rule(aten.im2col.default)
 def im2col(image: Meta, kernel_size, dilation, padding, stride) -> Windowed:
-    """(B, C, H, W) to (B, C * size, patches).  Patches are cut by rows: as the image's rows, or if W is cut evenly over the
-    axes of H and W."""
+    """(B, C, H, W) to (B, C * size, patches), cut by rows of patches: as H is cut; if W is cut, evenly over their axes."""
     if image.ndim != 4:
         raise NotImplementedError(f"unfold on tiles wants (B, C, H, W), not {image.ndim} dims; add image[None]")
     patches = _patches_of(image.shape[2:], kernel_size, dilation, padding, stride)
@@ -177,7 +176,7 @@ def unfold(tensor: TiledTensor, dimension: int, size: int, step: int) -> Tensor:
 
 
 class _Windows:
-    """The write-back of windows of a cut dim; like view_writeback.ViewWriteback."""
+    """The write-back of windows of a cut dim; the counterpart of view_writeback.ViewWriteback."""
 
     def __init__(self, source: TiledTensor, windows: TiledTensor, dim: int, size: int, step: int) -> None:
         self.source, self.windows, self.at = stable_alias(source), windows, (dim, size, step)
@@ -193,10 +192,11 @@ class _Windows:
             )
         source, self.version = self.source, version
         pixels, in_windows = (
-            to_layout(aten.unfold_backward.default(part, list(source.shape), *self.at), source.tile_layout)
+            aten.unfold_backward.default(part, list(source.shape), *self.at)
             for part in (self.windows, aten.ones_like.default(self.windows, dtype=torch.bool))
         )
-        source.local.copy_(torch.where(in_windows, pixels, source.local))
+        layout = source.tile_layout
+        source.local.copy_(torch.where(to_layout(in_windows, layout), to_layout(pixels, layout), source.local))
         if source.writeback is not None:
             source.writeback.flush(version)
 

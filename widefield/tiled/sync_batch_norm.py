@@ -107,22 +107,22 @@ class SyncBatchNorm(BatchNorm):
             return torch.compiler.disable(self._over_ranks)(input)
         return self._over_ranks(input)
 
-    def _over_ranks(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
+    def _over_ranks(self, image: Tensor) -> Tensor:
+        self._check_input_dim(image)
         assert self.group is not None
-        share = share_of(input, self.sync.replicas, self.group, is_inactive=getattr(self, "inactive", False))
-        whole = self._statistics_of_the_whole(input, share)
-        return Normalize.apply(input, self.weight, self.bias, whole, self.eps, self.group, share)
+        share = share_of(image, self.sync.replicas, self.group, is_inactive=getattr(self, "inactive", False))
+        whole = self._statistics_of_the_whole(image, share)
+        return Normalize.apply(image, self.weight, self.bias, whole, self.eps, self.group, share)
 
-    def _recorded(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
+    def _recorded(self, image: Tensor) -> Tensor:
+        self._check_input_dim(image)
         if self.momentum is None and self.track_running_stats:
             raise NotImplementedError("a SyncBatchNorm with momentum=None cannot be streamed; give it a momentum")
         assert self.group is not None
         running = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
         is_inactive, name = getattr(self, "inactive", False), self.group.group_name
         out, *new = torch.ops.widefield.batch_norm_over(
-            input, self.weight, self.bias, *running, self.momentum or 0.0, self.eps, name, self.sync.replicas, is_inactive
+            image, self.weight, self.bias, *running, self.momentum or 0.0, self.eps, name, self.sync.replicas, is_inactive
         )
         if self.running_mean is not None and self.track_running_stats:
             assert self.running_var is not None and self.num_batches_tracked is not None
@@ -139,10 +139,10 @@ class SyncBatchNorm(BatchNorm):
             )
 
     @torch.no_grad()
-    def _statistics_of_the_whole(self, input: Tensor, share: StatisticsShare) -> Statistics:
+    def _statistics_of_the_whole(self, image: Tensor, share: StatisticsShare) -> Statistics:
         """Merge all ranks' statistics, by one message, and update the running statistics."""
         assert self.group is not None
-        whole = merged(input, share, self.running_mean, self.group, number=self.sync.number)
+        whole = merged(image, share, self.running_mean, self.group, number=self.sync.number)
         if self.track_running_stats and self.running_mean is not None:
             self._update_running_statistics(whole)
         return whole
