@@ -95,9 +95,9 @@ def windowed_step(node: Node, d: Windowed, needs: dict[int, Box]) -> TileOp:
     def call(tensors: list[Tensor]) -> list[Any]:
         return results(run(*(tensors[n] for n in numbers), *(tensors[n] for n in others)))
 
-    if not hasattr(run, "known"):
+    if not hasattr(run, "attach_grad"):
         return TileOp(reads, [box] * len(node.outs), call)
-    known = run.known
+    known = run.attach_grad
     return TileOp(
         reads, [box] * len(node.outs), call, lambda out, tensors: known(out, *(tensors[n] for n in (*numbers, *others)))
     )
@@ -110,7 +110,7 @@ def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> TileOp
     assert isinstance(d, Reduced), f"{node.op} gave {d!r} in turn {turn}"
     reads = _read_boxes(d, len(node.reads))
     numbers = [meta.number for meta in d.reads]
-    known = d.known
+    known = d.attach_grad
     return TileOp(
         reads,
         [None],
@@ -126,11 +126,11 @@ def _at(layout: Layout, turn: int) -> Layout:
 
 def _read_boxes(d: Local | Reduced, count: int) -> list[Box | None]:
     """The box of each tensor argument, as `to_layout` would bring it; None: as it is."""
-    layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+    layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
     assert layout is not None
     boxes: list[Box | None] = [None] * count
     for number, meta in enumerate(d.reads):
-        at = layout if d.at is None else d.at[number]
+        at = layout if d.layouts is None else d.layouts[number]
         if at is not None:
             boxes[meta.number] = broadcast_box(at.shape, meta.shape, at.box)
     return boxes
@@ -174,17 +174,17 @@ class Boxed:
     @classmethod
     def of(cls, node: Node, layouts: list[Layout | None], d: Local | Reduced) -> Boxed | None:
         """None where the rule moves a cut, or where results are not cut in step with what is read."""
-        layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+        layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
         assert layout is not None
         if (
             isinstance(d, Local)
-            and d.at is None
+            and d.layouts is None
             and any(layout.cuts[dim % max(1, len(layout.shape))] is not None for dim in d.whole)
         ):
             return None
         for number, meta in enumerate(d.reads):
-            at = layout if d.at is None else d.at[number]
-            if meta.layout is not None and d.at is not None and at is not meta.layout:
+            at = layout if d.layouts is None else d.layouts[number]
+            if meta.layout is not None and d.layouts is not None and at is not meta.layout:
                 return None
         unread = {n for n, lay in enumerate(layouts) if lay is not None} - {meta.number for meta in d.reads}
         if unread:
@@ -243,7 +243,7 @@ class Boxed:
     def step(self, needs: dict[int, Box]) -> TileOp:
         """The operation on the box that `needs` ask of its results."""
         d = self._asked(self._intervals(needs))
-        layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+        layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
         numbers = [meta.number for meta in d.reads]
 
         def call(tensors: list[Tensor]) -> list[Any]:
@@ -259,7 +259,7 @@ class Boxed:
         """The end of a reduction; its first tensor is the total."""
         d = self._asked(self._intervals(needs))
         assert isinstance(d, Reduced) and d.finish is not None
-        layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+        layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
         finish = d.finish
         return TileOp(
             [None, *_read_boxes(d, len(self.node.reads))],
