@@ -181,7 +181,7 @@ class Learner:
             loss_of=self._loss_of if batch.samples else lambda output, target: self._loss_of(output, target) * 0.0,
             scaled=lambda loss: self.scaler.scale(loss * (self.mesh.copies / nominal)),
             autocast=self.arithmetic.autocast,
-            known=lambda loss: known(loss, count),
+            on_loss=lambda loss: known(loss, count),
         )
 
     def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
