@@ -29,7 +29,7 @@ from widefield.training.assemble import Parts, assemble
 from widefield.training.checkpoint import newest_sound_in, read
 from widefield.training.disk import replace_text
 from widefield.training.evaluate import Evaluation
-from widefield.training.given import NOTHING, Given, make_alike
+from widefield.training.given import NOTHING, Given, share_given
 from widefield.training.resume import check_state
 from widefield.training.run_folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model, save_weights
 from widefield.training.state import shapes_of
@@ -73,7 +73,7 @@ def evaluate_run(
         with FailureWatch(mesh) as watch:
             mesh = replace(mesh, watch=watch)
             parts = mesh.together(lambda: _loaded(folder, config, mesh, weights, given))
-            make_alike(given, parts.dataset, parts.model, mesh)
+            share_given(given, parts.dataset, parts.model, mesh)
             return evaluate_parts(parts, parts.model)
 
 

@@ -24,14 +24,14 @@ from widefield.report import write_report
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.disk import Attempts, in_words
-from widefield.training.given import NOTHING, Given, make_alike
+from widefield.training.given import NOTHING, Given, share_given
 from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Learner, Passes
 from widefield.training.record import Record
 from widefield.training.resume import resume
 from widefield.training.run_folder import check_fresh, claim, write_config
 from widefield.training.state import load_random_state
-from widefield.training.terminal import heard
+from widefield.training.terminal import ignoring_closed
 from widefield.training.trainer import Outcome, Trainer
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def _train(
 ) -> Outcome:
     mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
     parts = mesh.together(lambda: assemble(config, mesh, given=given))
-    make_alike(given, parts.dataset, parts.model, mesh)
+    share_given(given, parts.dataset, parts.model, mesh)
     _check_sizes(parts)
     learner, reasons = mesh.together(lambda: learner_of(parts))
     last = config.schedule.length.in_steps(learner.steps.per_epoch)
@@ -96,15 +96,15 @@ def _train(
     passes = _watched(stack, folder, learner, batches)
     mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last, for all of the above may draw
     trainer = Trainer(config, folder, parts, learner, checkpoints, record, last, warnings)
-    return _told(trainer, passes, interrupt)
+    return _fit(trainer, passes, interrupt)
 
 
-def _told(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:
+def _fit(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:
     """The story to its end, with a report, whichever it is."""
     assert trainer.mesh.watch is not None
     trainer.mesh.watch.stuck = trainer.fail
     try:
-        outcome = trainer.tell(passes, interrupt)
+        outcome = trainer.fit(passes, interrupt)
     except Exception as error:
         raised = trainer.mesh.watch.tell(error)
         trainer.fail(raised)
@@ -137,7 +137,7 @@ def _report(folder: Path, mesh: Mesh) -> None:
     if mesh.is_main:
         attempt = Attempts(folder, partial(print, "warning:", file=sys.stderr, flush=True))
         path = attempt("report.html", lambda: write_report(folder))
-        with heard(sys.stdout):
+        with ignoring_closed(sys.stdout):
             print(*([] if path is None else [f"report: {path}\n"]), sep="", end="", flush=True)
 
 

@@ -156,10 +156,7 @@ class Reducer:
             return False
 
     def after_forward(self, model: nn.Module, output: Any) -> None:
-        """Register the backward when it reaches the model's output.
-
-        So a backward inside of a backward, as checkpoint(use_reentrant=True) runs it, counts as a part of the outer one.
-        """
+        """Register the backward at the model's output, since checkpoint(use_reentrant=True) runs further ones inside of it."""
         for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                 leaf.register_hook(self._on_output)
