@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from widefield.comm.failure import FailureWatch
 from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.config import RunConfig, read_config
-from widefield.config.recipe import ASKED, EVALUATED
+from widefield.config.recipe import EVALUATED, PREDICTED
 from widefield.data import Dataset
 from widefield.data.image import read_image, write_labels
 from widefield.data.loader import Batch
@@ -256,7 +256,7 @@ def _alone(
     given: Given = NOTHING,
 ) -> Parts:
     """The run's parts on this process alone, without its dataset; the model tile after tile where the run does so."""
-    config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=ASKED)
+    config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=PREDICTED)
     plan = Plan(stream=config.stream if streams else None)
     return _loaded(folder, config, join(World(), plan), weights, given, read_model(folder))
 

@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("widefield: ended at once; the newest checkpoint stands", file=sys.stderr)
         status = 130
     except Exception as error:
-        told = say(error, is_rank=options.is_rank)
-        if told is None:
+        code = say(error, is_rank=options.is_rank)
+        if code is None:
             raise
-        status = told
+        status = code
     if options.is_rank:
         # Everything is closed by now.  Python's own way out lets gloo's threads abort one exit in ten, after all is done
         # (docs/log.md, 2026-11-21), which a launcher would take for a crash.

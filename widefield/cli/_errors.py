@@ -11,8 +11,8 @@ from widefield.refusal import FOLLOWED, is_ours, printable
 
 def say(error: Exception, *, is_rank: bool) -> int | None:
     """Say what an error is; the status for the shell.  None, and not a word, where Python's own traceback says it best."""
-    told = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    rank = int(told) if told.isdecimal() else 0
+    reason = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = int(reason) if reason.isdecimal() else 0
     if isinstance(error, (ValueError, NotImplementedError)) and is_ours(error):
         return _refuse(error, rank)
     if not is_rank:

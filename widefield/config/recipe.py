@@ -17,7 +17,7 @@ TRAINED = ("model", "data", "task", "optimizer", "schedule")
 """Sections of which training builds parts by name."""
 EVALUATED = ("model", "data", "task")
 """Those of which an evaluation does."""
-ASKED = ("model", "task")
+PREDICTED = ("model", "task")
 """Those that a model takes that is asked about images, or exported."""
 _OF_TRAINING = ("optimizer", "schedule", "ema", "evaluate", "checkpoint", "log")
 """Sections that no part of an evaluation, its plan included, looks at."""

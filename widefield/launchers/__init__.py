@@ -29,7 +29,7 @@ def world_from(environment: Mapping[str, str]) -> World | None:
     for module in sorted(modules, key=lambda module: (module.PRIORITY, module.__name__)):
         world = module.detect(environment)
         if world is not None:
-            return _sound(world)
+            return _checked(world)
     return None
 
 
@@ -86,7 +86,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _sound(world: World) -> World:
+def _checked(world: World) -> World:
     """The world itself, unless its numbers contradict each other."""
     if world.rank >= world.size or world.local_rank >= world.local_size or world.local_size > world.size:
         raise ValueError(

@@ -87,15 +87,15 @@ def start(ranks: int, arguments: list[str], *, grace_seconds: float = 300.0, pro
     On Linux no process of the ranks outlives this call, not even one in a session of its own.
     """
     command = [*(program or [*python_of_ranks(), "-m", "widefield"]), *arguments]
-    party = _RankProcesses(run_id=f"widefield-{uuid.uuid4().hex}", grace_seconds=grace_seconds)
-    with _quiet_torch(), _environment(ranks), _signals_to(party.on_signal):
+    group = _RankProcesses(run_id=f"widefield-{uuid.uuid4().hex}", grace_seconds=grace_seconds)
+    with _quiet_torch(), _environment(ranks), _signals_to(group.on_signal):
         try:
-            _run_agent(ranks, command, party)
+            _run_agent(ranks, command, group)
         finally:
-            party.kill()
-    if party.verdict:
-        print(f"widefield: {party.verdict}", file=sys.stderr, flush=True)
-    return party.status
+            group.kill()
+    if group.verdict:
+        print(f"widefield: {group.verdict}", file=sys.stderr, flush=True)
+    return group.status
 
 
 def python_of_ranks() -> list[str]:
@@ -119,7 +119,7 @@ class _RankProcesses:
         self.processes: dict[int, Popen[bytes]] = {}
         self.received: signal.Signals | None = None
         self.ended_at_once = False
-        self.well: tuple[int, ...] = (0,)
+        self.expected: tuple[int, ...] = (0,)
         """Codes with which a rank has ended as it should."""
         self.status = 0
         self.verdict = ""
@@ -136,10 +136,10 @@ class _RankProcesses:
         """The ranks that have not ended."""
         return [rank for rank, process in self.processes.items() if process.poll() is None]
 
-    def ended_well(self) -> bool:
+    def all_succeeded(self) -> bool:
         return all(process.poll() == 0 for process in self.processes.values())
 
-    def failed(self) -> bool:
+    def has_failure(self) -> bool:
         """Whether a rank has ended otherwise than it should.
 
         The first one found gets the blame, unless it says that it ends for another's sake; of several found at once, one
@@ -154,7 +154,7 @@ class _RankProcesses:
     def _codes(self) -> dict[int, int]:
         """Of the ranks that have ended otherwise than they should."""
         ended = {rank: code for rank, process in self.processes.items() if (code := process.poll()) is not None}
-        return {rank: code for rank, code in ended.items() if code not in self.well}
+        return {rank: code for rank, code in ended.items() if code not in self.expected}
 
     def _blame(self, codes: dict[int, int]) -> None:
         if codes:
@@ -167,11 +167,11 @@ class _RankProcesses:
         text = f"{name}: the ranks save and end, in {self.grace_seconds:.0f} s at most; a second signal ends them at once"
         print(f"widefield: {text}", file=sys.stderr, flush=True)
         passed_on = signal.SIGINT if received == signal.SIGINT else signal.SIGTERM  # what a rank saves upon
-        self.well = (0, 128 + received, 128 + passed_on, -passed_on)
+        self.expected = (0, 128 + received, 128 + passed_on, -passed_on)
         self.status = 128 + received
         self.send(passed_on)
-        self.wait(self.grace_seconds, unless=lambda: not self.ended_at_once and self.failed())
-        if self.ended_at_once or self.failed():
+        self.wait(self.grace_seconds, unless=lambda: not self.ended_at_once and self.has_failure())
+        if self.ended_at_once or self.has_failure():
             self.end_after_failure()
         elif late := self.running():
             self.status = 128 + signal.SIGKILL
@@ -181,7 +181,7 @@ class _RankProcesses:
         """Give the ranks that are left a moment, then SIGTERM, then SIGKILL."""
         self.wait(OWN_END_SECONDS)
         if (
-            not self.ended_at_once and self.failed() and not self.verdict
+            not self.ended_at_once and self.has_failure() and not self.verdict
         ):  # all ended for another's sake; now, before our signals
             self._blame(self._codes())
         self.send(signal.SIGTERM)
@@ -237,8 +237,8 @@ def _processes_of(run_id: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------ torch's agent
 
 
-def _run_agent(ranks: int, command: list[str], party: _RankProcesses) -> None:
-    """Start `command` on the ranks and see them to their end, which `party` then knows."""
+def _run_agent(ranks: int, command: list[str], group: _RankProcesses) -> None:
+    """Start `command` on the ranks and see them to their end, which `group` then knows."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
@@ -246,7 +246,7 @@ def _run_agent(ranks: int, command: list[str], party: _RankProcesses) -> None:
         RendezvousParameters(
             backend="c10d",
             endpoint="localhost:0",  # port 0: a free one
-            run_id=party.run_id,
+            run_id=group.run_id,
             min_nodes=1,
             max_nodes=1,
             local_addr="127.0.0.1",  # else the ranks are sent to this machine's full name, which often does not resolve
@@ -254,14 +254,14 @@ def _run_agent(ranks: int, command: list[str], party: _RankProcesses) -> None:
         )
     )
     try:
-        _agent(ranks, command, meeting, party).run()
+        _agent(ranks, command, meeting, group).run()
     except SignalException:
         pass  # our own, from monitor_workers: the ranks have ended
     finally:
         meeting.shutdown()
 
 
-def _agent(ranks: int, command: list[str], meeting: Any, party: _RankProcesses) -> Any:
+def _agent(ranks: int, command: list[str], meeting: Any, group: _RankProcesses) -> Any:
     """Torch's agent for `command` on `ranks` ranks, with our endings.  A function, for torch is imported when ranks start."""
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -271,17 +271,17 @@ def _agent(ranks: int, command: list[str], meeting: Any, party: _RankProcesses) 
     class Agent(WorkerAgent):
         def start_workers(self, worker_group: Any) -> Any:
             pids = super().start_workers(worker_group)
-            party.processes = self.worker_processes()
+            group.processes = self.worker_processes()
             return pids
 
         def monitor_workers(self, worker_group: Any) -> Any:
-            if party.received is not None and not party.ended_well():
-                party.end_after_signal(party.received)
-                party.kill()
-                raise SignalException("stopped", party.received)
-            if party.failed():
-                party.end_after_failure()
-            elif party.running():
+            if group.received is not None and not group.all_succeeded():
+                group.end_after_signal(group.received)
+                group.kill()
+                raise SignalException("stopped", group.received)
+            if group.has_failure():
+                group.end_after_failure()
+            elif group.running():
                 return RunResult(state=WorkerState.HEALTHY)
             return super().monitor_workers(worker_group)
 
@@ -338,11 +338,11 @@ def _environment(ranks: int) -> Iterator[None]:
 def _signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Signals that stop a program go to `handler`; those that were ignored, as SIGHUP is under nohup, still are."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    heard = [number for number, action in before.items() if action is not signal.SIG_IGN]
-    for number in heard:
+    handled = [number for number, action in before.items() if action is not signal.SIG_IGN]
+    for number in handled:
         signal.signal(number, handler)
     try:
         yield
     finally:
-        for number in heard:
+        for number in handled:
             signal.signal(number, before[number])
