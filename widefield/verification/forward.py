@@ -66,7 +66,7 @@ def _worst(mesh: Mesh, rows: list[Row]) -> list[Row]:
 
 
 @dataclass
-class _Pass:
+class _RecordedPass:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
     layers: dict[str, Tensor]
@@ -80,7 +80,7 @@ def _run(
     weights: list[Tensor] | None = None,
     *,
     records: bool = True,
-) -> _Pass:
+) -> _RecordedPass:
     """Forward, and backward with fixed random gradients of the outputs.  records: also the outputs of each layer."""
     layers: dict[str, Tensor] = {}
     torch.manual_seed(1)
@@ -96,7 +96,7 @@ def _run(
         gradients_of = [_like(weight, t) for weight, t in zip(weights, differentiable, strict=True)]
         torch.autograd.backward(differentiable[::-1], gradients_of[::-1])
     gradients: dict[str, Tensor | None] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return _Pass(outputs, gradients | {"the image": image.grad}, layers, weights)
+    return _RecordedPass(outputs, gradients | {"the image": image.grad}, layers, weights)
 
 
 class _LayerOutputs(nn.Module):
