@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from widefield.comm.mesh import device_of_words
+from widefield.comm.mesh import control_device
 from widefield.parallel.strategies._buckets import Bucket, BucketLayout, Seen, laid_out, late_of
 from widefield.private_torch.autograd import current_autograd_node, queue_callback, will_engine_execute_node
 from widefield.private_torch.pytree import tree_leaves
@@ -194,7 +194,7 @@ class Reducer:
         RuntimeError, on every rank, where they are not.  A rank cannot know that another has changed, so all of them ask.
         """
         same = [zlib.crc32(self._key()) % 2**20, self.optimizer_steps % 2**20]
-        said = torch.tensor([*same, *(value * value for value in same)], dtype=torch.int64, device=device_of_words(self.group))
+        said = torch.tensor([*same, *(value * value for value in same)], dtype=torch.int64, device=control_device(self.group))
         dist.all_reduce(said, group=self.group)
         trained, steps, trained_squared, steps_squared = said.tolist()
         size = self.group.size()
@@ -214,7 +214,7 @@ class Reducer:
     def has(self) -> Tensor:
         """Which parameters have a gradient here; summed over ranks, how many have one of each."""
         has = [parameter.grad is not None for parameter in self.parameters]
-        return torch.tensor(has, dtype=torch.int64, device=device_of_words(self.group))
+        return torch.tensor(has, dtype=torch.int64, device=control_device(self.group))
 
     def keep(self, work: Any, message: Tensor) -> None:
         self._last = work, message
