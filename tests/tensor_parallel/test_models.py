@@ -232,7 +232,7 @@ def test_values_that_are_gathered_are_named_with_their_reader_and_their_bytes():
         assert first == Fallback("gathered", "1", "sort", 2 * 8 * 10 * 10 * 4, why)
         assert all((one.kind, one.module, one.operation) == ("gathered", "", "output") for one in others)
         assert f"gathered: 1's sort (6 KiB): {why}" in told
-        assert any(reason.startswith("gathered: ") and " in all, brought whole to every rank" in reason for reason in told)
+        assert any(reason.startswith("gathered: ") and " in all, in full on every rank" in reason for reason in told)
 
 
 def test_a_weight_that_is_gathered_is_named():

@@ -27,11 +27,11 @@ class OnOneStage:
     within: sharded_state.ShardSpec | None = None
     """How the ranks that have this stage share the tensor; None where each has all of it."""
 
-    def whole(self, part: Tensor, turn: int) -> Tensor | None:
+    def whole(self, part: Tensor, receiver: int) -> Tensor | None:
         """The tensor where it lies; it needs no message between stages."""
         if not self.is_here:
             return None
-        return part if self.within is None else self.within.whole(part, turn)
+        return part if self.within is None else self.within.whole(part, receiver)
 
     def part(self, whole: Tensor) -> Tensor:
         """The tensor itself where it belongs, else one without memory."""

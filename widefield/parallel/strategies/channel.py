@@ -69,7 +69,7 @@ def apply(
 
 @dataclass(frozen=True)
 class Held:
-    """A weight of which each rank of the axis has some channels; see holding.Holder."""
+    """A weight of which each rank of the axis has some channels; see sharded_state.ShardSpec."""
 
     shape: tuple[int, ...]
     exchange: Exchange
@@ -78,9 +78,9 @@ class Held:
     def num_shards(self) -> int:
         return self.exchange.ranks.size
 
-    def whole(self, part: Tensor, turn: int) -> Tensor | None:
+    def whole(self, part: Tensor, receiver: int) -> Tensor | None:
         whole = self.exchange.fetch(part.detach())
-        return whole if self.exchange.ranks.rank == turn % self.num_shards else None
+        return whole if self.exchange.ranks.rank == receiver % self.num_shards else None
 
     def part(self, whole: Tensor) -> Tensor:
         return self.exchange.keep(whole)
