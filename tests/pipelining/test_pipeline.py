@@ -29,7 +29,7 @@ from widefield.parallel.strategies.pipeline import held_bytes, stage_problems
 from widefield.pipelining.runtime import _schedule
 from widefield.pipelining.sample_mixing import where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, orders, schedule_grid
-from widefield.pipelining.split_backward import united
+from widefield.pipelining.split_backward import merge_groups
 from widefield.plans import Plan, check
 from widefield.sharded_state import gather_full_on_main, parts, shapes, total_norm
 from widefield.training.state import optimizer_state
@@ -769,7 +769,8 @@ def test_weights_that_meet_at_the_same_places_are_one_group():
         {"params": {"c", "d"}, "intermediates": ["v"], "grads": [5]},
     ]
     found = {
-        frozenset(group["params"]): dict(zip(group["intermediates"], group["grads"], strict=True)) for group in united(groups)
+        frozenset(group["params"]): dict(zip(group["intermediates"], group["grads"], strict=True))
+        for group in merge_groups(groups)
     }
     assert found == {frozenset("b"): {"z": 3}, frozenset("acd"): {"x": 1, "y": 2, "w": 4, "v": 5}}
 
