@@ -1,7 +1,7 @@
-"""How can one operation run on ranks that have parts of its tensors?
+"""Sharding rules: the strategies with which each operation can run on sharded tensors.
 
-A Way says what each tensor must be (whole, entered, a Shard) and what comes out.  An operation that is not known here runs on
-wholes, which is always right; what is brought whole for it is told with its bytes (`Chosen.fallbacks`).
+An OpStrategy says the placement of each tensor that is read and of each result.  An operation without a rule runs on full
+tensors, with the same numbers; what is gathered for it is reported with its bytes (`ShardedGraph.fallbacks`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,33 @@ from widefield.capture.ir import Node, Value
 from widefield.capture.recorder import POINTWISE
 from widefield.private_torch.dispatcher import OpOverload, schema_of
 from widefield.tensor_parallel import views
-from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, Given, OpStrategy, Placement, Rule, even
+from widefield.tensor_parallel.op_strategy import (
+    PARTIAL,
+    PARTIAL_GRADIENT,
+    WHOLE,
+    Candidates,
+    Given,
+    OpStrategy,
+    Placement,
+    Rule,
+    even,
+)
 from widefield.tensor_parallel.placement import Shard, in_groups
 
 aten = torch.ops.aten
 
 
-def ways_of(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """All ways in which a node can run where the values in `given` are parts; that on wholes comes last."""
+def strategies_of(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
+    """The strategies of a node, if the values in `given` are available as these shards; the last one takes full tensors."""
     rule = _rule_of(node)
     parts = {value: given[value] for value in node.reads if value in given}
     if rule is not None:
-        yield from rule(node, parts, cutter)
+        yield from rule(node, parts, candidates)
     yield OpStrategy({}, [WHOLE] * len(node.outs))
 
 
 def has_rule(node: Node) -> bool:
-    """Whether anything is known of how an operation runs on parts."""
+    """Whether an operation has a sharding rule."""
     return _rule_of(node) is not None
 
 
@@ -47,10 +57,10 @@ def _rule_of(node: Node) -> Rule | None:
     return next((rule for start, rule in BY_NAME.items() if name.startswith(start)), None)
 
 
-# ---------------------------------------------------------------------------------------------- pixel by pixel
+# ---------------------------------------------------------------------------------------------- pointwise
 
 
-def _pointwise(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _pointwise(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     out = next(out for out in node.outs if out is not None)
     for value in dict.fromkeys(node.reads):
         if value in given:
@@ -61,49 +71,49 @@ def _pointwise(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]
 
 
 def _aligned(node: Node, out: Value, part: Shard) -> dict[Value, Placement]:
-    """What each operand of a broadcasting operation must be for the result to be a part."""
+    """The placement of each operand of a broadcasting operation whose result has the shard `part`."""
     wants: dict[Value, Placement] = {}
     for value in node.reads:
         dim = part.dim - (out.ndim - value.ndim)
-        wants[value] = part.on(dim) if dim >= 0 and value.shape[dim] == out.shape[part.dim] else ENTERED
+        wants[value] = part.on(dim) if dim >= 0 and value.shape[dim] == out.shape[part.dim] else PARTIAL_GRADIENT
     return wants
 
 
 # ---------------------------------------------------------------------------------------------- layers with weights
 
 
-def _convolution(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _convolution(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     x, weight, bias, *_, transposed, _, groups = node.args
     out = node.outs[0]
     assert out is not None
     inputs, outputs = (0, 1) if transposed else (1, 0)
-    if x is weight:  # it can be but one part
+    if x is weight:  # one value cannot have two placements
         return
     if groups > 1:
-        yield from _grouped(node, given, cutter)
+        yield from _grouped(node, given, candidates)
         return
-    for part in cutter.tried(out, 1) if x not in given else []:
-        yield OpStrategy({x: ENTERED, weight: part.on(outputs), **_if(bias, part.on(0))}, [part])
+    for part in candidates.shards(out, 1) if x not in given else []:
+        yield OpStrategy({x: PARTIAL_GRADIENT, weight: part.on(outputs), **_if(bias, part.on(0))}, [part])
     held = [given[x]] if x in given and given[x].dim == 1 else []
-    for part in held or even(x, 1, cutter):
+    for part in held or even(x, 1, candidates):
         args = (x, weight, None, *node.args[3:])
-        yield OpStrategy({x: part, weight: part.on(inputs)}, [SUM], lambda _, args=args: args, bias=bias, bias_dim=1)
+        yield OpStrategy({x: part, weight: part.on(inputs)}, [PARTIAL], lambda _, args=args: args, bias=bias, bias_dim=1)
 
 
-def _grouped(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _grouped(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     x, weight, bias, *_, groups = node.args
     out = node.outs[0]
     assert out is not None
     held = [given[x]] if x in given and given[x].dim == 1 else []
-    for part in held or cutter.tried(x, 1):
+    for part in held or candidates.shards(x, 1):
         whole = in_groups(part, groups)
         if whole is None:
             continue
-        of_out = Shard(1, [_channels(indices, out.shape[1] // groups) for indices in whole.held])
-        of_weight = Shard(0, [_channels(indices, weight.shape[0] // groups) for indices in whole.held])
+        of_out = Shard(1, [_channels(indices, out.shape[1] // groups) for indices in whole.indices])
+        of_weight = Shard(0, [_channels(indices, weight.shape[0] // groups) for indices in whole.indices])
 
         def args(rank: int, whole: Shard = whole) -> tuple:
-            return (*node.args[:8], len(whole.held[rank]))
+            return (*node.args[:8], len(whole.indices[rank]))
 
         yield OpStrategy({x: part, weight: of_weight, **_if(bias, of_out.on(0))}, [of_out], args)
 
@@ -112,44 +122,46 @@ def _channels(groups: Any, each: int) -> Any:
     return (groups[:, None] * each + torch.arange(each).numpy()).reshape(-1)
 
 
-def _if(value: Value | None, layout: Placement) -> dict[Value, Placement]:
-    return {} if value is None else {value: layout}
+def _if(value: Value | None, placement: Placement) -> dict[Value, Placement]:
+    return {} if value is None else {value: placement}
 
 
-def _matrix(x: Value, weight: Value, bias: Value | None, node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _matrix(
+    x: Value, weight: Value, bias: Value | None, node: Node, given: Given, candidates: Candidates
+) -> Iterator[OpStrategy]:
     """(..., C) times (C, K), and a bias of (K)."""
     out, last = node.outs[0], x.ndim - 1
     assert out is not None
-    if x is weight:  # it can be but one part
+    if x is weight:  # one value cannot have two placements
         return
     if x in given and given[x].dim < last:
         yield OpStrategy({x: given[x]}, [given[x]])
         return
-    for part in cutter.tried(out, last) if x not in given else []:
-        yield OpStrategy({x: ENTERED, weight: part.on(1), **_if(bias, part.on(0))}, [part])
-    for part in [given[x]] if x in given else even(x, last, cutter):
+    for part in candidates.shards(out, last) if x not in given else []:
+        yield OpStrategy({x: PARTIAL_GRADIENT, weight: part.on(1), **_if(bias, part.on(0))}, [part])
+    for part in [given[x]] if x in given else even(x, last, candidates):
         op = linear if bias is not None else None
         args = (x, weight) if bias is not None else None
         given_args = None if args is None else (lambda _, args=args: args)
-        yield OpStrategy({x: part, weight: part.on(0)}, [SUM], given_args, op, bias=bias, bias_dim=last)
+        yield OpStrategy({x: part, weight: part.on(0)}, [PARTIAL], given_args, op, bias=bias, bias_dim=last)
 
 
-def _linear(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _linear(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     x, weight, *bias = node.args
-    yield from _matrix(x, weight, bias[0] if bias else None, node, given, cutter)
+    yield from _matrix(x, weight, bias[0] if bias else None, node, given, candidates)
 
 
-def _addmm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _addmm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     bias, x, weight = node.args
     if not node.kwargs and bias.ndim == 1:
-        yield from _matrix(x, weight, bias, node, given, cutter)
+        yield from _matrix(x, weight, bias, node, given, candidates)
 
 
-def _mm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    yield from _matrix(*node.args, None, node, given, cutter)
+def _mm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
+    yield from _matrix(*node.args, None, node, given, candidates)
 
 
-def _bmm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _bmm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     """(B, M, K) times (B, K, N)."""
     a, b = node.args
     for value, other, free in ((a, b, 1), (b, a, 2)):
@@ -158,18 +170,18 @@ def _bmm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
             continue
         if part.dim == 0:
             yield OpStrategy({value: part, other: part}, [part])
-        elif a is b:  # it can be but one part
+        elif a is b:  # one value cannot have two placements
             return
         elif part.dim == free:
-            yield OpStrategy({value: part, other: ENTERED}, [part])
+            yield OpStrategy({value: part, other: PARTIAL_GRADIENT}, [part])
         else:
-            yield OpStrategy({value: part, other: part.on(3 - part.dim)}, [SUM])
+            yield OpStrategy({value: part, other: part.on(3 - part.dim)}, [PARTIAL])
 
 
 # ---------------------------------------------------------------------------------------------- norms and attention
 
 
-def _batch_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _batch_norm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     x, *others = node.args[:5]
     if x in given and given[x].dim == 1:
         part = given[x].on(0)
@@ -178,7 +190,7 @@ def _batch_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy
         )
 
 
-def _group_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _group_norm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     """x (N, C, ...), weight, bias, N, C, pixels, groups, eps."""
     x, weight, bias, count, channels, pixels, groups, eps = node.args
     part = given.get(x)
@@ -187,20 +199,20 @@ def _group_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy
         return
 
     def args(rank: int) -> tuple:
-        return x, weight, bias, count, len(part.held[rank]), pixels, len(whole.held[rank]), eps
+        return x, weight, bias, count, len(part.indices[rank]), pixels, len(whole.indices[rank]), eps
 
     wants = {x: part, **_if(weight, part.on(0)), **_if(bias, part.on(0))}
     yield OpStrategy(wants, [part, whole.on(1), whole.on(1)], args)
 
 
-def _layer_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _layer_norm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     x, shape = node.args[:2]
     if x in given and given[x].dim < x.ndim - len(shape):
         yield OpStrategy({x: given[x]}, [given[x]] * len(node.outs))
 
 
-def _attention(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """query, key, value (B, heads, T, D), and maybe a bias that is broadcast: each head by itself."""
+def _attention(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
+    """query, key, value (B, heads, T, D), and maybe a bias that is broadcast; sharded along B or heads."""
     first, out = node.args[:3], node.outs[0]
     part = next((given[value] for value in first if value in given and given[value].dim < 2), None)
     extra = [other for other in node.outs[1:] if other is not None and other.ndim < 2]
@@ -209,11 +221,11 @@ def _attention(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]
     wants: dict[Value, Placement] = dict.fromkeys(first, part)
     for bias in node.reads[3:]:
         dim = part.dim - (4 - bias.ndim)
-        wants[bias] = part.on(dim) if dim >= 0 and bias.shape[dim] == out.shape[part.dim] else ENTERED
+        wants[bias] = part.on(dim) if dim >= 0 and bias.shape[dim] == out.shape[part.dim] else PARTIAL_GRADIENT
     yield OpStrategy(wants, [part] * len(node.outs))
 
 
-def _softmax(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _softmax(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     x, dim = node.args[:2]
     if x in given and given[x].dim != dim % x.ndim:
         yield OpStrategy({x: given[x]}, [given[x]])
@@ -223,9 +235,9 @@ def _softmax(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
 
 
 def _over_pixels(dims: int) -> Rule:
-    """Operations on the last `dims` dims."""
+    """Operations on the last `dims` dims, which must not be sharded."""
 
-    def rule(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+    def rule(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
         x = node.args[0]
         if len(node.reads) == 1 and x in given and given[x].dim < x.ndim - dims:
             yield OpStrategy({x: given[x]}, [given[x]] * len(node.outs))
@@ -233,12 +245,12 @@ def _over_pixels(dims: int) -> Rule:
     return rule
 
 
-def _pad(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    yield from _over_pixels(len(node.args[1]) // 2)(node, given, cutter)
+def _pad(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
+    yield from _over_pixels(len(node.args[1]) // 2)(node, given, candidates)
 
 
-def _reduce(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """Over dims of which none is cut."""
+def _reduce(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
+    """Reductions over dims that are not sharded."""
     x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
     keeps = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim"))
     if x not in given or not dims:
@@ -251,13 +263,13 @@ def _reduce(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
         )
 
 
-# ---------------------------------------------------------------------------------------------- draws
+# ---------------------------------------------------------------------------------------------- random numbers
 
 
-def _mask(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """A mask that is drawn for the whole on every rank, alike, and so one device's; or what is filled with one number.
+def _mask(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
+    """A mask drawn for the full tensor, the same on every rank as on one device; or a tensor filled with one number.
 
-    Chance is drawn in the whole's order in memory.
+    Random numbers are drawn in memory order, so the tensor has the memory format of the full one.
     """
     x, out = node.args[0], node.outs[0]
     if x not in given or out is None:
@@ -311,7 +323,7 @@ RULES: dict[Any, Rule] = {
         _mask,
     ),
 }  # fmt: skip
-"""What is known of an operation, all but pointwise ones."""
+"""The rules of all operations but pointwise ones and those in BY_NAME."""
 
 BY_NAME: dict[str, Rule] = {
     "_scaled_dot_product": _attention,
@@ -331,11 +343,11 @@ BY_NAME: dict[str, Rule] = {
     "upsample_trilinear3d": _over_pixels(3),
     "pixel_shuffle": _over_pixels(3),
 }  # fmt: skip
-"""The same, by how the operation's name begins."""
+"""Rules by the beginning of the operation's name."""
 
 
 def flops_of(node: Node) -> float:
-    """Multiplications and additions of a forward of a convolution or product; 0 for what is cheap."""
+    """FLOPs of a forward of a convolution or matrix product; 0 for other operations."""
     out = next((out for out in node.outs if out is not None), None)
     if out is None:
         return 0.0

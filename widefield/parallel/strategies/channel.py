@@ -19,7 +19,7 @@ from widefield.quantity import bytes_text
 from widefield.sharded_state import register
 from widefield.tensor_parallel.collectives import Exchange, Ranks
 from widefield.tensor_parallel.runtime import TensorParallelForward
-from widefield.tensor_parallel.search import Chosen
+from widefield.tensor_parallel.search import ShardedGraph
 
 AXIS = "channel"
 PHASE = Phase.SPLIT
@@ -48,7 +48,7 @@ def apply(
 
     sample: a batch of one rank, or a tensor on meta of its shape; the model is followed on it, without pixels.
     The model runs on wholes outside: every rank of the axis gives it the same images and gets the same output.
-    Parameters of cut layers become this rank's part, in place; `ChannelFlow.exchanges` has the way back.
+    Parameters of cut layers become this rank's part, in place; `TensorParallelForward.exchanges` gathers them.
     ValueError: no sample; a streamed model.  NotImplementedError: what the model does depends on pixels' values.
     """
     if sample is None:
@@ -64,7 +64,7 @@ def apply(
     override = TensorParallelForward(model, ranks, Like.of(sample, mesh.device, shape), mesh.device)
     install_shard(model, override)
     register(model, {name: Held(override.shapes[name], exchange) for name, exchange in override.exchanges().items()})
-    return [_in_words(override.first, mesh.plan.channel, _weight_bytes(model) / max(1, whole)), *override.first.fallbacks]
+    return [_in_words(override.initial, mesh.plan.channel, _weight_bytes(model) / max(1, whole)), *override.initial.fallbacks]
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Held:
         return self.exchange.ranks.size
 
     def whole(self, part: Tensor, receiver: int) -> Tensor | None:
-        whole = self.exchange.fetch(part.detach())
+        whole = self.exchange.gather(part.detach())
         return whole if self.exchange.ranks.rank == receiver % self.num_shards else None
 
     def part(self, whole: Tensor) -> Tensor:
-        return self.exchange.keep(whole)
+        return self.exchange.take_shard(whole)
 
 
 def _weight_bytes(model: nn.Module) -> int:
@@ -100,15 +100,15 @@ def _same_start(model: nn.Module, mesh: Mesh) -> None:
             tensor.copy_(start)
 
 
-def _in_words(chosen: Chosen, size: int, share: float) -> str:
+def _in_words(chosen: ShardedGraph, size: int, share: float) -> str:
     counts = Counter(chosen.layers.values())
     kinds = {"outputs": "by their outputs", "inputs": "by their inputs", "groups": "by their groups", "whole": "left whole"}
     told = ", ".join(f"{counts[kind]} {words}" for kind, words in kinds.items() if counts[kind])
-    flops = chosen.whole_flops + chosen.cut_flops
-    alike = chosen.whole_flops / flops if flops else 0.0
+    flops = chosen.replicated_flops + chosen.sharded_flops
+    alike = chosen.replicated_flops / flops if flops else 0.0
     return (
         f"channels: {size} ranks share {len(chosen.layers)} layers, {told}; each holds {share:.0%} of the weights, does "
-        f"{alike:.0%} of the work alike, and sends {bytes_text(chosen.sent)} of activations and gradients in a pass"
+        f"{alike:.0%} of the work alike, and sends {bytes_text(chosen.sent_bytes)} of activations and gradients in a pass"
     )
 
 
