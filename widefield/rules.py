@@ -176,6 +176,7 @@ class Local:
     is_view: the outputs show the memory of the one read, so what is written to them in place is written to it, too; where
         pixels had to move, the engine brings it there.
     reach: of dims of the output that do not show the same pixels of the first read's dim, which they show.
+    by_position: what `run` gives depends on where in the whole the tile lies, so it is not the operation itself on the tile.
     """
 
     reads: Sequence[Meta]
@@ -186,6 +187,7 @@ class Local:
     at: Sequence[Layout | None] | None = None
     is_view: bool = False
     reach: dict[int, Reach] = field(default_factory=dict)
+    by_position: bool = False
 
 
 @dataclass(frozen=True)

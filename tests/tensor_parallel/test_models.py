@@ -201,7 +201,7 @@ def test_a_copy_and_a_pickle_have_one_ranks_part_and_compute_nothing(axis):
 
 
 class Sorted(nn.Module):
-    """No rule says how channels in parts are sorted."""
+    """Channels are sorted whole."""
 
     def forward(self, x):
         return x.sort(1).values
@@ -228,7 +228,7 @@ def test_values_that_are_gathered_are_named_with_their_reader_and_their_bytes():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Sorted(), nn.Conv2d(8, 6, 3))
     for found, told in on_ranks(2, told_of, model, plan=Plan(channel=2)):
         first, *others = found
-        why = "no rule says how it runs on a shard of the channels"
+        why = "its rule wants dim 1 whole"
         assert first == Fallback("gathered", "1", "sort", 2 * 8 * 10 * 10 * 4, why)
         assert all((one.kind, one.module, one.operation) == ("gathered", "", "output") for one in others)
         assert f"gathered: 1's sort (6 KiB): {why}" in told

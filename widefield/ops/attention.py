@@ -105,9 +105,7 @@ def _keys_cut(query: Meta, key: Meta, value: Meta, rows: Cut, causal: bool) -> C
         return own
     if query.shape[TOKENS] == key.shape[TOKENS]:
         return rows
-    assert query.layout is not None or key.layout is not None
-    grid = (query.layout or key.layout).grid  # type: ignore[union-attr]
-    return Cut(rows.axes, even_cut(key.shape[TOKENS], grid.num_shards(rows.axes)))
+    return Cut(rows.axes, even_cut(key.shape[TOKENS], len(rows.bounds) - 1))
 
 
 def _beside(bias: Meta, shape: Sequence[int], cuts: Sequence[Cut | None], base: Layout) -> Layout:
@@ -333,6 +331,7 @@ CASES = [
     case("values of another width, as products", _attend, _Q, _K, (2, 3, 11, 6), tiled=(0, 1, 2)),
     case("plain keys and values", _attend, _Q, _K, _K),
     case("plain keys", _attend, _Q, _K, _K, tiled=(0, 2)),
+    case("plain queries and keys", _attend, _Q, _K, _K, tiled=(2,)),
     case("plain queries", _attend, _Q, _K, _K, tiled=(1, 2)),
     case("few plain queries", _attend, (2, 3, 1, 4), _K, _K, tiled=(1, 2)),
     case("a scale", lambda q, k, v: _attend(q, k, v, scale=0.3), _Q, _K, _K, tiled=(0, 1, 2)),

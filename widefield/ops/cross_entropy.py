@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from widefield.geometry.layout import Layout, layout_of, uncut
 from widefield.ops.losses import MEAN, NONE, SUM, each, same_pixels
 from widefield.ops.reductions import WIDE
-from widefield.rules import Description, Local, Meta, Reduced, case, rule
+from widefield.rules import Description, Local, Meta, NeedsRedistribute, Reduced, case, rule
 from widefield.tiled.overrides import BELOW, override
 from widefield.tiled.redistribute import moved
 from widefield.tiled.tensor import TiledTensor
@@ -43,6 +43,8 @@ def _with_classes(layout: Layout, shape: tuple[int, ...], at: int) -> Layout:
 
 def _nll(image: Meta, target: Meta, weight: Meta | None, reduction: int, ignore_index: int, *, op: Callable) -> Description:
     reads = [image, target] if weight is None else [image, target, weight]
+    if weight is not None and image.layout is None and target.layout is None:
+        return NeedsRedistribute([(weight, (0,))])
     of_image, of_target = _layouts(image, target)
     at = [of_image, of_target, *_uncut(weight, of_image)]
     if reduction == NONE:
@@ -156,6 +158,7 @@ CASES = [
         each(lambda x, t, **k: F.nll_loss(x, _ignored(t, 5), torch.arange(1.0, 6), ignore_index=255, **k)),
         _X, _T, tiled=_BOTH,
     ),
+    case("nll, weights in tiles", lambda x, w: F.nll_loss(x, _plain_classes(*_T), w.detach().sum(0)), _X, (3, 5), tiled=(1,)),
     case("nll of 3-D images", each(lambda x, **k: F.nll_loss(x, _plain_classes(2, 9, 7, 3), **k)), (2, 5, 9, 7, 3)),
     case("nll of lines", each(lambda x, t, **k: F.nll_loss(x, _classes(t, 5), **k)), (2, 5, 11), (2, 11), tiled=(0,)),
     case("nll of samples", each(lambda x, **k: F.nll_loss(x.mean((2, 3)), _plain_classes(2), **k)), _X),

@@ -175,7 +175,7 @@ def _triangle(function: Any) -> Any:
     def keep(x: Meta, diagonal: int = 0) -> Local:
         rows, columns = x.layout.box[-2:]  # type: ignore[union-attr]
         at = diagonal + rows.start - columns.start
-        return Local([x], lambda _: [(x.shape, x.cuts)], lambda _, tile: function(tile, at))
+        return Local([x], lambda _: [(x.shape, x.cuts)], lambda _, tile: function(tile, at), by_position=True)
 
     return keep
 

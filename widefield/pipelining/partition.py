@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from widefield.capture.flops import flops_of
 from widefield.capture.ir import Graph, Node, Value
 from widefield.naming import did_you_mean
-from widefield.streaming.cost_model import flops_per_number, is_transposed
 
 Balance = Literal["time", "memory"]
 
@@ -152,12 +152,11 @@ def free_values(graph: Graph) -> set[Value]:
 
 
 def _flops(node: Node) -> float:
-    """FLOPs of a forward; operations without an entry in the cost model count one per number."""
+    """FLOPs of a forward; an operation that `flops_of` counts as 0 has one per number of its result."""
     out = next((out for out in node.outs if out is not None), None)
     if out is None:
         return 0.0
-    numbers = math.prod(node.reads[0].shape if is_transposed(node) else out.shape)
-    return numbers * (flops_per_number(node) or 1.0)
+    return flops_of(node) or float(math.prod(out.shape))
 
 
 def _reads(graph: Graph, at: Mapping[Node, int], unshared: frozenset[str]) -> tuple[dict[str, int], dict[str, int]]:

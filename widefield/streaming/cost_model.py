@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from widefield.capture.decompositions import linear
+from widefield.capture.flops import flops_per_number, is_transposed
 from widefield.capture.ir import Graph, Node, Value
 from widefield.geometry.box import size_of
-from widefield.streaming.memory_simulator import CONVOLUTION, box_bytes, is_known, made_bytes, work_bytes
+from widefield.streaming.memory_simulator import box_bytes, is_known, made_bytes, work_bytes
 from widefield.streaming.saved_tensors import SavedTensorCache
 from widefield.streaming.schedule import FusedRegion, Stage, TileSchedule, Turn
 from widefield.streaming.tile_ops import TileOp
@@ -241,22 +241,6 @@ def _goes_back(segment: FusedRegion) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- operations
-
-
-def flops_per_number(node: Node) -> float:
-    """Floating-point operations per number of the result; per number of the image, where a convolution is transposed."""
-    shapes = [value.shape for value in node.reads]
-    if node.op is CONVOLUTION:
-        return 2.0 * math.prod(shapes[1][1:])
-    if node.op in (linear, aten.mm.default, aten.bmm.default):
-        return 2.0 * shapes[0][-1]
-    if node.op in (aten.addmm.default, aten.baddbmm.default):
-        return 2.0 * shapes[1][-1]
-    return 4.0 * shapes[1][-2] if "_scaled_dot_product" in str(node.op) else 0.0
-
-
-def is_transposed(node: Node) -> bool:
-    return node.op is CONVOLUTION and bool(node.args[6])
 
 
 def _backwards(node: Node) -> int:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.capture.decompositions import OWN_RULES
 from widefield.capture.ir import Node
+from widefield.capture.node_rules import description_of
 from widefield.geometry.box import Box, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Cut, Grid, Layout, layout_of
 from widefield.geometry.window import hull
-from widefield.rules import RULES, Description, Local, LocalBoxes, Meta, Reduced, Tile, Windowed
+from widefield.rules import Local, LocalBoxes, Reduced, Tile, Windowed
 from widefield.tiled.redistribute import first_cut, wanted_box
 
 aten = torch.ops.aten
@@ -40,35 +40,6 @@ class TileOp:
     outs: list[Box | None]
     call: Callable[[list[Tensor]], list[Any]]
     known: Callable[[Tensor, list[Tensor]], Tensor] | None = None
-
-
-def rule_of(node: Node) -> Callable | None:
-    """The rule of an operation; those of backward operations are made for the engine, and autograd knows more of them."""
-    if node.op in OWN_RULES:
-        return OWN_RULES[node.op]
-    return RULES.get(node.op) if "_backward" not in str(node.op) else None
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A rule's refusal, in its words."""
-
-    why: str
-
-
-def asked(node: Node, layouts: Sequence[Layout | None]) -> Description | Refused:
-    """What the rule says for arguments that lie so."""
-    metas = (
-        Meta(value.shape, value.dtype, layout, number)
-        for number, (value, layout) in enumerate(zip(node.reads, layouts, strict=True))
-    )
-    args, kwargs = node.filled(metas)
-    rule = rule_of(node)
-    assert rule is not None, f"{node.op} has no rule"
-    try:
-        return rule(*args, **kwargs)
-    except NotImplementedError as error:
-        return Refused(str(error))
 
 
 # ---------------------------------------------------------------------------------------------- steps
@@ -135,7 +106,7 @@ def windowed_step(node: Node, d: Windowed, needs: dict[int, Box]) -> TileOp:
 def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> TileOp:
     """A turn's own pixels' part of a sum."""
     mine = [None if layout is None else _at(layout, turn) for layout in layouts]
-    d = asked(node, mine)
+    d = description_of(node, mine)
     assert isinstance(d, Reduced), f"{node.op} gave {d!r} in turn {turn}"
     reads = _read_boxes(d, len(node.reads))
     numbers = [meta.number for meta in d.reads]
@@ -265,7 +236,7 @@ class Boxed:
                 at, extent = link.from_base(intervals[axis]), value.shape[link.dim]
                 cuts[link.dim] = Cut((axis,), (0, at.start, at.stop, extent))
             layouts.append(None if layout is None else layout_of(value.shape, tuple(cuts), grid))
-        d = asked(self.node, layouts)
+        d = description_of(self.node, layouts)
         assert isinstance(d, (Local, Reduced)), f"{self.node.op} gave {d!r} for {intervals}"
         return d
 

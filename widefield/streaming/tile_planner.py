@@ -18,6 +18,7 @@ from torch import Tensor
 
 from widefield.capture import recorder
 from widefield.capture.ir import Graph, Node, Value
+from widefield.capture.node_rules import Refused, description_of, rule_of
 from widefield.geometry.box import Box
 from widefield.geometry.interval import natural_cut
 from widefield.geometry.layout import Cut, Grid, Layout, layout_of
@@ -25,14 +26,11 @@ from widefield.rules import RULES, Description, Local, Reduced, Windowed
 from widefield.streaming.tile_ops import (
     NEW,
     Boxed,
-    Refused,
     TileOp,
-    asked,
     call_whole,
     new_step,
     part_step,
     pointwise_step,
-    rule_of,
     windowed_step,
 )  # fmt: skip
 from widefield.tiled.pointwise import SAME_PIXELS
@@ -172,7 +170,7 @@ class _GraphReader:
                 kept = [_only(layout, axes) for layout in layouts]
                 if not any(kept):  # a dim that is cut along several axes is not cut along one of them
                     continue
-                description = asked(node, kept)
+                description = description_of(node, kept)
                 if isinstance(description, Refused):
                     why = why or f"its rule refuses: {description.why.partition(';')[0]}"
                 elif self._described(node, layouts, kept, description, set(axes)):
@@ -189,7 +187,7 @@ class _GraphReader:
         if isinstance(d, Local) or (isinstance(d, Reduced) and not _cut_dims(d, axes)):
             return self._boxed(node, given, kept, d)
         if isinstance(d, Reduced) and d.by_parts and _cut_dims(d, axes) == axes:
-            boxed = asked(node, [None if layout is None else _alone(layout) for layout in kept])
+            boxed = description_of(node, [None if layout is None else _alone(layout) for layout in kept])
             if isinstance(boxed, Windowed):  # few tiles are read through windows, many would be merged
                 return self._windowed(node, given, kept, boxed)
             return self._gathered(node, given, kept, d)

@@ -6,7 +6,8 @@ by outputs followed by one sharded by inputs needs no message in between: norms 
 
     placement.py       which indices of a dim each rank has; through views, slices and concatenations
     op_strategy.py     OpStrategy: how one operation runs on shards
-    sharding_rules.py  the strategies of each operation; views.py: of views, slices and concatenations
+    rule_strategies.py the strategies that follow from the tile rules in `ops/`
+    sharding_rules.py  the other strategies: layers with weights, pointwise operations; views.py: views, slices, concatenations
     lookahead.py       into which heads or groups later operations split a dim
     search.py          chooses a strategy for each operation, by bytes sent, replicated weights and replicated work
     collectives.py     the messages, each with its adjoint

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from widefield.capture.flops import flops_of
 from widefield.capture.ir import Graph, Node, Value, link, put_in
 from widefield.fallback import Fallback
 from widefield.private_torch.pytree import tree_map
@@ -28,7 +29,7 @@ from widefield.tensor_parallel.collectives import (
 from widefield.tensor_parallel.lookahead import AHEAD, MOVES, VIEWS, shapes_behind
 from widefield.tensor_parallel.op_strategy import PARTIAL, PARTIAL_GRADIENT, WHOLE, Candidates, OpStrategy, Placement
 from widefield.tensor_parallel.placement import Shard, split_along, viewed
-from widefield.tensor_parallel.sharding_rules import aten, flops_of, has_rule, strategies_of
+from widefield.tensor_parallel.sharding_rules import aten, strategies_of, why_whole
 from widefield.tensor_parallel.views import move_of, moved_to
 
 WEIGHT_COST = 16
@@ -112,9 +113,8 @@ class _Search:
         link(graph)  # it drops messages whose results no operation reads
         gathered = [self.gathered[node] for node in graph.nodes if node in self.gathered]
         sent = sum(self.sent_bytes.get(node, 0) for node in graph.nodes)
-        return replace(
-            self.found, graph=graph, sent_bytes=sent, fallbacks=[*gathered, *self.drawn_whole, *self.left_whole.values()]
-        )
+        fallbacks = [*gathered, *self.drawn_whole, *self.left_whole.values()]
+        return replace(self.found, graph=graph, sent_bytes=sent, fallbacks=fallbacks)
 
     # ------------------------------------------------------------------------------------------ the cheapest strategy
 
@@ -359,10 +359,9 @@ class _Search:
         name = _weight_of(value)
         if name is not None:
             why = f"the weight {name} is sharded, and it takes another shard, or the whole"
-        elif not has_rule(self.reader):
-            why = "no rule says how it runs on a shard of the channels"
         else:
-            why = "its rule has no cheaper strategy for the shards that there are"
+            part = next(placement for placement in self.available[value] if isinstance(placement, Shard))
+            why = why_whole(self.reader, value, part, self.candidates)
         return Fallback("gathered", self.reader.path, self.reader.name, value.bytes, why)
 
 

@@ -1,12 +1,12 @@
 """Sharding rules: the strategies with which each operation can run on sharded tensors.
 
-An OpStrategy says the placement of each tensor that is read and of each result.  An operation without a rule runs on full
-tensors, with the same numbers; what is gathered for it is reported with its bytes (`ShardedGraph.fallbacks`).
+Here are the rules of layers whose weights are sharded with their image, of pointwise operations and of masks; those of views
+are in views.py.  For all other operations the tile rule in `ops/` decides (rule_strategies.py).  An operation without any runs
+on full tensors, with the same numbers; what is gathered for it is reported with its bytes (`ShardedGraph.fallbacks`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 
 from widefield.capture.decompositions import BATCH_NORM_OVER, linear
 from widefield.capture.ir import Node, Value
+from widefield.capture.node_rules import rule_of
 from widefield.capture.recorder import POINTWISE
-from widefield.private_torch.dispatcher import OpOverload, schema_of
 from widefield.tensor_parallel import views
 from widefield.tensor_parallel.op_strategy import (
     PARTIAL,
@@ -29,6 +29,7 @@ from widefield.tensor_parallel.op_strategy import (
     even,
 )
 from widefield.tensor_parallel.placement import Shard, in_groups
+from widefield.tensor_parallel.rule_strategies import by_rule, refusal_of
 
 aten = torch.ops.aten
 
@@ -42,9 +43,15 @@ def strategies_of(node: Node, given: Given, candidates: Candidates) -> Iterator[
     yield OpStrategy({}, [WHOLE] * len(node.outs))
 
 
-def has_rule(node: Node) -> bool:
-    """Whether an operation has a sharding rule."""
-    return _rule_of(node) is not None
+def why_whole(node: Node, value: Value, part: Shard, candidates: Candidates) -> str:
+    """Why an operation reads the full tensor of a sharded value."""
+    if _rule_of(node) is None:
+        return "no file in ops/ has a rule for it"
+    if (refusal := refusal_of(node, value, part.dim)) is not None:
+        return f"its rule refuses: {refusal.partition(';')[0]}"
+    if len(list(strategies_of(node, {value: part}, candidates))) == 1:
+        return f"its rule wants dim {part.dim} whole"
+    return "its rule has no cheaper strategy for the shards that there are"
 
 
 def _rule_of(node: Node) -> Rule | None:
@@ -53,8 +60,7 @@ def _rule_of(node: Node) -> Rule | None:
         return RULES[op]
     if op in POINTWISE or torch.Tag.pointwise in getattr(op, "tags", ()):
         return _pointwise
-    name = schema_of(op).name.removeprefix("aten::") if isinstance(op, OpOverload) else ""
-    return next((rule for start, rule in BY_NAME.items() if name.startswith(start)), None)
+    return by_rule if rule_of(node) is not None else None
 
 
 # ---------------------------------------------------------------------------------------------- pointwise
@@ -161,24 +167,7 @@ def _mm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy
     yield from _matrix(*node.args, None, node, given, candidates)
 
 
-def _bmm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
-    """(B, M, K) times (B, K, N)."""
-    a, b = node.args
-    for value, other, free in ((a, b, 1), (b, a, 2)):
-        part = given.get(value)
-        if part is None:
-            continue
-        if part.dim == 0:
-            yield OpStrategy({value: part, other: part}, [part])
-        elif a is b:  # one value cannot have two placements
-            return
-        elif part.dim == free:
-            yield OpStrategy({value: part, other: PARTIAL_GRADIENT}, [part])
-        else:
-            yield OpStrategy({value: part, other: part.on(3 - part.dim)}, [PARTIAL])
-
-
-# ---------------------------------------------------------------------------------------------- norms and attention
+# ---------------------------------------------------------------------------------------------- norms with weights
 
 
 def _batch_norm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
@@ -205,64 +194,6 @@ def _group_norm(node: Node, given: Given, candidates: Candidates) -> Iterator[Op
     yield OpStrategy(wants, [part, whole.on(1), whole.on(1)], args)
 
 
-def _layer_norm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
-    x, shape = node.args[:2]
-    if x in given and given[x].dim < x.ndim - len(shape):
-        yield OpStrategy({x: given[x]}, [given[x]] * len(node.outs))
-
-
-def _attention(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
-    """query, key, value (B, heads, T, D), and maybe a bias that is broadcast; sharded along B or heads."""
-    first, out = node.args[:3], node.outs[0]
-    part = next((given[value] for value in first if value in given and given[value].dim < 2), None)
-    extra = [other for other in node.outs[1:] if other is not None and other.ndim < 2]
-    if part is None or out is None or extra:
-        return
-    wants: dict[Value, Placement] = dict.fromkeys(first, part)
-    for bias in node.reads[3:]:
-        dim = part.dim - (4 - bias.ndim)
-        wants[bias] = part.on(dim) if dim >= 0 and bias.shape[dim] == out.shape[part.dim] else PARTIAL_GRADIENT
-    yield OpStrategy(wants, [part] * len(node.outs))
-
-
-def _softmax(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
-    x, dim = node.args[:2]
-    if x in given and given[x].dim != dim % x.ndim:
-        yield OpStrategy({x: given[x]}, [given[x]])
-
-
-# ---------------------------------------------------------------------------------------------- each channel by itself
-
-
-def _over_pixels(dims: int) -> Rule:
-    """Operations on the last `dims` dims, which must not be sharded."""
-
-    def rule(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
-        x = node.args[0]
-        if len(node.reads) == 1 and x in given and given[x].dim < x.ndim - dims:
-            yield OpStrategy({x: given[x]}, [given[x]] * len(node.outs))
-
-    return rule
-
-
-def _pad(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
-    yield from _over_pixels(len(node.args[1]) // 2)(node, given, candidates)
-
-
-def _reduce(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
-    """Reductions over dims that are not sharded."""
-    x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
-    keeps = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim"))
-    if x not in given or not dims:
-        return
-    over = {dim % x.ndim for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
-    part = given[x]
-    if part.dim not in over:
-        yield OpStrategy(
-            {x: part}, [part.on(part.dim - (0 if keeps else sum(dim < part.dim for dim in over)))] * len(node.outs)
-        )
-
-
 # ---------------------------------------------------------------------------------------------- random numbers
 
 
@@ -287,19 +218,11 @@ RULES: dict[Any, Rule] = {
     linear: _linear,
     aten.addmm.default: _addmm,
     aten.mm.default: _mm,
-    aten.bmm.default: _bmm,
     BATCH_NORM_OVER: _batch_norm,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._native_batch_norm_legit.no_stats: _batch_norm,
     aten.native_batch_norm.default: _batch_norm,
     aten.native_group_norm.default: _group_norm,
-    aten.native_layer_norm.default: _layer_norm,
-    aten._softmax.default: _softmax,
-    aten._log_softmax.default: _softmax,
-    aten.constant_pad_nd.default: _pad,
-    aten.mean.dim: _reduce,
-    aten.sum.dim_IntList: _reduce,
-    aten.amax.default: _reduce,
     aten.view.default: views.of_view,
     aten._unsafe_view.default: views.of_view,
     aten.reshape.default: views.of_view,
@@ -323,39 +246,4 @@ RULES: dict[Any, Rule] = {
         _mask,
     ),
 }  # fmt: skip
-"""The rules of all operations but pointwise ones and those in BY_NAME."""
-
-BY_NAME: dict[str, Rule] = {
-    "_scaled_dot_product": _attention,
-    **{
-        start + str(dims) + "d": _over_pixels(dims)
-        for dims in (1, 2, 3)
-        for start in (
-            "max_pool", "avg_pool", "_adaptive_avg_pool", "adaptive_max_pool", "upsample_nearest", "_upsample_nearest_exact",
-            "reflection_pad", "replication_pad",
-        )
-    },
-    "upsample_linear1d": _over_pixels(1),
-    "upsample_bilinear2d": _over_pixels(2),
-    "upsample_bicubic2d": _over_pixels(2),
-    "_upsample_bilinear2d_aa": _over_pixels(2),
-    "_upsample_bicubic2d_aa": _over_pixels(2),
-    "upsample_trilinear3d": _over_pixels(3),
-    "pixel_shuffle": _over_pixels(3),
-}  # fmt: skip
-"""Rules by the beginning of the operation's name."""
-
-
-def flops_of(node: Node) -> float:
-    """FLOPs of a forward of a convolution or matrix product; 0 for other operations."""
-    out = next((out for out in node.outs if out is not None), None)
-    if out is None:
-        return 0.0
-    if node.op is aten.convolution.default:
-        weight, transposed = node.args[1], node.args[6]
-        size = math.prod(node.args[0].shape[2:] if transposed else out.shape[2:])
-        return 2.0 * math.prod(weight.shape) * size * out.shape[0]
-    if node.op in (linear, aten.mm.default, aten.addmm.default, aten.bmm.default):
-        x = node.args[1] if node.op is aten.addmm.default else node.args[0]
-        return 2.0 * math.prod(out.shape) * x.shape[-1]
-    return 0.0
+"""The rules of layers with weights, views and masks, by operation."""

@@ -109,13 +109,17 @@ def _picked(x: Any, dim: int, places: list[int]) -> Any:
 
 def of_cat(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     values, dim = node.args[0], (node.args[1] if len(node.args) > 1 else 0)
-    dim %= values[0].ndim
+    assert node.outs[0] is not None
+    dim %= node.outs[0].ndim
     for value in values:
         if value not in given:
             continue
         part = given[value]
         if part.dim != dim:
-            yield OpStrategy(dict.fromkeys(values, part), [part])
+            wants = {other: part for other in values if other.ndim == value.ndim}  # torch skips a tensor of shape (0,)
+            yield OpStrategy(dict(wants), [part])
+            continue
+        if any(other.ndim != value.ndim for other in values):
             continue
         parts = {other: given.get(other) or next(iter(even(other, dim, candidates)), None) for other in values}
         if all(one is not None and one.dim == dim for one in parts.values()):
