@@ -19,7 +19,7 @@ class Refused:
 
 
 def rule_of(node: Node) -> Callable | None:
-    """The rule of an operation, or None.  Backward operations in a forward graph have none: autograd differentiates the graph."""
+    """The rule of an operation, or None.  A backward operation in a graph has none: autograd differentiates the graph."""
     if node.op in OWN_RULES:
         return OWN_RULES[node.op]
     return RULES.get(node.op) if "_backward" not in str(node.op) else None
