@@ -1,4 +1,4 @@
-"""Tensors in what modules are given and return: where torch's pytrees find them, and where they do not."""
+"""Refuses arguments and results of modules with tensors in objects that torch's pytrees do not look into."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _BARE = (
     nn.Module,
     type,
 )
-"""What holds no images."""
+"""Types whose objects contain no images."""
 _DEPTH = 3
 
 
 def refuse_hidden(module: nn.Module, nest: Any, does: str) -> None:
-    """NotImplementedError where an object that no pytree knows holds a tensor.  does: "is given" or "returns"."""
+    """NotImplementedError if an object that is no pytree contains a tensor.  does: "is given" or "returns"."""
     for leaf in tree_leaves(nest):
         place = None if is_tensor(leaf) or isinstance(leaf, _BARE) else next(_places(leaf, _DEPTH), None)
         if place is not None:
@@ -46,7 +46,7 @@ def refuse_hidden(module: nn.Module, nest: Any, does: str) -> None:
 
 
 def _places(held: Any, depth: int) -> Iterator[str]:
-    """Where an object holds tensors, as `.image` or `['image']`."""
+    """Where an object contains tensors, as `.image` or `['image']`."""
     for name, value in _parts(held):
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
@@ -60,7 +60,7 @@ def _parts(held: Any) -> Iterable[tuple[str, Any]]:
         return [(f"[{key!r}]", value) for key, value in held.items()]
     if isinstance(held, (Sequence, Set)):
         return [(f"[{number}]", value) for number, value in enumerate(held)]
-    if callable(held):  # a function or a loss, which holds what it was made with
+    if callable(held):  # a function or a loss: its attributes are no inputs
         return []
     slots = [name for kind in type(held).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(held, name)]
     return [(f".{name}", getattr(held, name)) for name in [*getattr(held, "__dict__", {}), *slots]]

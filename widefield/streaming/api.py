@@ -86,7 +86,7 @@ def _check(module: Any, tiles: Sequence[int] | None, memory: str | int | None, k
         raise ValueError(f"this {type(module).__name__} is streamed already; build it anew to stream it otherwise")
     refuse_scripts(module, "streamed")
     for name, part in module.named_modules():
-        if "_widefield_flow" in vars(part):
+        if "_widefield_override" in vars(part):
             raise ValueError(
                 f"{f'its part {name}' if name else 'this ' + type(part).__name__} is cut by channels or into stages, whose "
                 "ranks hold parts of its weights, and a stream would take them for the whole; set mesh.channel=1 and "
