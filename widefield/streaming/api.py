@@ -28,7 +28,7 @@ from widefield.streaming.fallbacks import refusal_of
 from widefield.streaming.fusion import CompiledRegions
 from widefield.streaming.runner import Runner
 from widefield.streaming.schedule import TileSchedule
-from widefield.streaming.spatial import ALONE, SpatialStream
+from widefield.streaming.spatial import SINGLE_RANK, SpatialStream
 from widefield.streaming.storage.memory_pool import Pool
 from widefield.streaming.storage.offload_buffer import PLACES
 from widefield.streaming.tile_planner import TracedOps, units_of
@@ -192,7 +192,7 @@ def _bytes_of(memory: str | int) -> int:
 
 def _grid_of(tensors: Sequence[Any]) -> Grid:
     """The ranks that hold the inputs in tiles."""
-    return next((tensor.tile_layout.grid for tensor in tensors if type(tensor) is TiledTensor), ALONE)
+    return next((tensor.tile_layout.grid for tensor in tensors if type(tensor) is TiledTensor), SINGLE_RANK)
 
 
 class Streamed(Wrapping):
@@ -240,7 +240,7 @@ def _wrapped(results: dict[Value, Tensor], run: Runner) -> dict[Value, Tensor]:
 
 
 def _out(tensor: Tensor, value: Value, run: Runner) -> Tensor:
-    if run.spatial.is_alone:
+    if run.spatial.is_single_rank:
         return tensor
     if value in run.layouts:
         return wrap(tensor, run.spatial.in_space(run.layouts[value]))

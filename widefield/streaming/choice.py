@@ -69,11 +69,11 @@ def choose(
     setting = Setting(trains, place or "device", fixed, inputs, ranks)
     search = _Search(graph, read, setting, budget, _places(graph, place, budget))
     grids = [tiles] if tiles is not None else list(grids_of(extents or extents_of(graph)))
-    grid, where, way, units = search.first(grids)
-    program = program_of(graph, units, frozenset(way.cut), frozenset(way.again))
-    room = 0 if where == "device" or budget is None else max(0, budget - way.estimate.peak)
-    reasons, fallbacks = reasons_of(program, grid, where, way, room), fallbacks_of(units)
-    return Choice(program, grid, where, way.estimate, room, [*reasons, *in_words(fallbacks)], fallbacks)
+    grid, where, plan, units = search.first(grids)
+    program = program_of(graph, units, frozenset(plan.cut), frozenset(plan.again))
+    room = 0 if where == "device" or budget is None else max(0, budget - plan.estimate.peak)
+    reasons, fallbacks = reasons_of(program, grid, where, plan, room), fallbacks_of(units)
+    return Choice(program, grid, where, plan.estimate, room, [*reasons, *in_words(fallbacks)], fallbacks)
 
 
 def _places(graph: Graph, place: str | None, budget: int | None) -> list[str]:
@@ -120,7 +120,7 @@ class _Search:
     setting: Setting
     budget: int | None
     places: Sequence[str]
-    habits: SavedTensorCache = field(default_factory=SavedTensorCache)
+    cache: SavedTensorCache = field(default_factory=SavedTensorCache)
     least: tuple[Estimate, tuple[int, ...], str] | None = None
     floor: Estimate | None = None
 
@@ -140,47 +140,47 @@ class _Search:
         return min(found, key=lambda one: one[2].cost)
 
     def _in(self, grid: tuple[int, ...]) -> Found | None:
-        """The best way with these tiles, at the first place where one fits."""
+        """The best plan with these tiles, at the first place where one fits."""
         units = self.read(grid)
-        drafts = PlanMemo(self.graph, units)
+        memo = PlanMemo(self.graph, units)
         for place in self.places:
-            ways = KeepSearch(drafts, Estimator(self.graph, replace(self.setting, place=place), self.habits))
-            way = self._best(ways, grid, place)
-            if way is not None:
-                return grid, place, way, units
+            keep_search = KeepSearch(memo, Estimator(self.graph, replace(self.setting, place=place), self.cache))
+            plan = self._best(keep_search, grid, place)
+            if plan is not None:
+                return grid, place, plan, units
         return None
 
-    def _best(self, ways: KeepSearch, grid: tuple[int, ...], place: str) -> KeepPlan | None:
+    def _best(self, keep_search: KeepSearch, grid: tuple[int, ...], place: str) -> KeepPlan | None:
         if self.budget is None:
-            room = ways.base.together + ways.base.estimate.work
-            return min((ways.base, *ways.with_more(room)), key=lambda way: way.cost)
-        peak = ways.base.estimate.peak
-        if self.floor is None or ways.base.estimate.rest < self.floor.rest:
-            self.floor = ways.base.estimate
-        if ways.base.estimate.rest > self.budget:
+            room = keep_search.base.together + keep_search.base.estimate.work
+            return min((keep_search.base, *keep_search.with_more(room)), key=lambda plan: plan.cost)
+        peak = keep_search.base.estimate.peak
+        if self.floor is None or keep_search.base.estimate.rest < self.floor.rest:
+            self.floor = keep_search.base.estimate
+        if keep_search.base.estimate.rest > self.budget:
             return None
-        tried = [ways.base, *(ways.with_more(None) if peak <= HOPELESS * self.budget else [])]
-        tried += ways.with_less() if self.budget < peak <= HOPELESS * self.budget else []
-        for way in tried:
-            if self.least is None or way.estimate.peak < self.least[0].peak:
-                self.least = way.estimate, grid, place
-        fitting = [way for way in tried if way.estimate.peak <= self.budget]
-        return min(fitting, key=lambda way: way.cost, default=None)
+        tried = [keep_search.base, *(keep_search.with_more(None) if peak <= HOPELESS * self.budget else [])]
+        tried += keep_search.with_less() if self.budget < peak <= HOPELESS * self.budget else []
+        for plan in tried:
+            if self.least is None or plan.estimate.peak < self.least[0].peak:
+                self.least = plan.estimate, grid, place
+        fitting = [plan for plan in tried if plan.estimate.peak <= self.budget]
+        return min(fitting, key=lambda plan: plan.cost, default=None)
 
 
 # ---------------------------------------------------------------------------------------------- in words
 
 
-def reasons_of(program: TileSchedule, tiles: tuple[int, ...], place: str, way: KeepPlan, room: int = 0) -> list[str]:
+def reasons_of(program: TileSchedule, tiles: tuple[int, ...], place: str, plan: KeepPlan, room: int = 0) -> list[str]:
     """What was chosen and what it takes, a sentence each."""
-    found = way.estimate
+    found = plan.estimate
     parts = [f"{bytes_text(found.work)} one tile's work", _kept_text(program, place, found, room), _rest_text(found)]
     said = [
         f"{_times(tiles)} tiles{_tile_text(program, tiles)}: {bytes_text(found.peak)} at most, of which {', '.join(parts)}",
         f"predicted {found.slowdown:.2f} times the time of a run without tiles",
     ]
-    said += [f"kept so that halos end there: {name_of(value)} ({bytes_text(value.bytes)})" for value in way.cut]
-    return said + [f"made again rather than kept: {name_of(value)} ({bytes_text(value.bytes)})" for value in way.again]
+    said += [f"kept so that halos end there: {name_of(value)} ({bytes_text(value.bytes)})" for value in plan.cut]
+    return said + [f"made again rather than kept: {name_of(value)} ({bytes_text(value.bytes)})" for value in plan.again]
 
 
 def _tile_text(program: TileSchedule, tiles: tuple[int, ...]) -> str:

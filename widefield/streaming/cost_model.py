@@ -1,7 +1,7 @@
 """What does a program take?  Bytes and relative time, by arithmetic on its boxes; nothing runs.
 
 Time is counted in bytes: those that an operation reads and writes, and its floating-point operations as the bytes that memory
-gives meanwhile.  Of the turns of a segment a few are looked at, which stand for those like them.
+gives meanwhile.  Of the tiles of a segment a few are looked at, which stand for those like them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from widefield.capture.flops import flops_per_number, is_transposed
 from widefield.capture.ir import Graph, Node, Value
 from widefield.geometry.box import size_of
-from widefield.streaming.memory_simulator import box_bytes, is_known, made_bytes, work_bytes
+from widefield.streaming.memory_simulator import box_bytes, has_stored_result, made_bytes, work_bytes
 from widefield.streaming.saved_tensors import SavedTensorCache
-from widefield.streaming.schedule import FusedRegion, Stage, TileSchedule, Turn
+from widefield.streaming.schedule import FusedRegion, Stage, StreamedTile, TileSchedule
 from widefield.streaming.tile_ops import TileOp
 from widefield.streaming.tile_planner import TracedOp
 
@@ -56,7 +56,7 @@ class Setting:
     """What is asked for: whether a backward follows, where values are kept, and what is there anyway.
 
     fixed: bytes that are there all the time.  by_windows: inputs that a Reader gives.
-    ranks: how many share the image, each with its tile.  sampled: a few turns stand for all of a segment.
+    ranks: how many share the image, each with its tile.  sampled: a few tiles stand for all of a segment.
     """
 
     trains: bool = True
@@ -75,7 +75,7 @@ class Estimate:
     fixed: what was said to be there.  inputs: those in memory.  weights: the gradients of weights that a backward gathers.
     outputs: the module's, with what comes back as their gradients and with the sums that these are put in.
     kept, grads: values between segments and their gradients, outputs apart; together: both at one time.
-    work: of the turn that takes most, or of what runs once.
+    work: of the tile that takes most, or of what runs once.
     cost: of the program, ideal: of a run without tiles; in bytes that memory could give in that time.
     """
 
@@ -110,8 +110,13 @@ def estimate(program: TileSchedule, setting: Setting) -> Estimate:
 class Estimator:
     """`estimate` for several programs of one graph; what they have in common is worked out once."""
 
-    def __init__(self, graph: Graph, setting: Setting, habits: SavedTensorCache | None = None) -> None:
-        self.graph, self.setting, self.habits, self.results = graph, setting, habits or SavedTensorCache(), set(graph.results)
+    def __init__(self, graph: Graph, setting: Setting, cache: SavedTensorCache | None = None) -> None:
+        self.graph, self.setting, self.cache, self.results = (
+            graph,
+            setting,
+            cache or SavedTensorCache(),
+            set(graph.results),
+        )
         device = device_of(graph)
         self.machine = MACHINES.get(device, MACHINES["cuda"])
         self.is_here = setting.place == "device" or (setting.place == "host" and device == "cpu")
@@ -121,13 +126,15 @@ class Estimator:
         self._figures: dict[Node, tuple[float, int]] = {}
 
     def estimate(self, program: TileSchedule) -> Estimate:
-        setting, lives, cost = self.setting, Liveness(program, self.setting.trains, self.is_here), self.cost(program)
+        setting, liveness, cost = self.setting, Liveness(program, self.setting.trains, self.is_here), self.cost(program)
         inputs = sum(value.bytes for value in self.graph.inputs if value not in setting.by_windows) // setting.ranks
         weights = sum(value.bytes for value in self.graph.weights.values() if value.wants_grad) if setting.trains else 0
         works = [max((self._work(segment) for segment in stage.segments), default=0) for stage in program.stages]
         works += works[::-1] if setting.trains else []
-        work = [turn + once for turn, once in zip(works, lives.once, strict=True)]
-        kept, grads, outputs = ([size // setting.ranks for size in sizes] for sizes in (lives.kept, lives.grads, lives.outputs))
+        work = [tile + once for tile, once in zip(works, liveness.once, strict=True)]
+        kept, grads, outputs = (
+            [size // setting.ranks for size in sizes] for sizes in (liveness.kept, liveness.grads, liveness.outputs)
+        )
         between = [a + b for a, b in zip(kept, grads, strict=True)]
         here = [w + o + (b if self.is_here else 0) for w, o, b in zip(work, outputs, between, strict=True)]
         return Estimate(
@@ -151,8 +158,8 @@ class Estimator:
 
     def together(self, program: TileSchedule) -> int:
         """The bytes of kept values and their gradients, as in `Estimate`."""
-        lives = Liveness(program, self.setting.trains, self.is_here)
-        return max(a + b for a, b in zip(lives.kept, lives.grads, strict=True)) // self.setting.ranks
+        liveness = Liveness(program, self.setting.trains, self.is_here)
+        return max(a + b for a, b in zip(liveness.kept, liveness.grads, strict=True)) // self.setting.ranks
 
     def _ideal(self, program: TileSchedule) -> float:
         segments = [segment for stage in program.stages for segment in stage.segments]
@@ -162,41 +169,41 @@ class Estimator:
 
     # ------------------------------------------------------------------------------------------ segments
 
-    def _samples(self, segment: FusedRegion) -> list[tuple[Turn, float]]:
-        everyone = [(place, 1.0) for place in range(len(segment.turns))]
-        return [(segment.turns[place], count) for place, count in (segment.samples if self.setting.sampled else everyone)]
+    def _samples(self, segment: FusedRegion) -> list[tuple[StreamedTile, float]]:
+        everyone = [(place, 1.0) for place in range(len(segment.tiles))]
+        return [(segment.tiles[place], count) for place, count in (segment.samples if self.setting.sampled else everyone)]
 
     def _work(self, segment: FusedRegion) -> int:
-        """The bytes of the largest turn."""
+        """The bytes of the largest tile."""
         if segment not in self._works:
             goes_back = self.setting.trains and _goes_back(segment)
-            turns = [turn for turn, _ in self._samples(segment)]
+            tiles = [tile for tile, _ in self._samples(segment)]
             sizes = [
-                work_bytes(turn, self.habits, self.results, is_copy=not self.is_here, goes_back=goes_back) for turn in turns
+                work_bytes(tile, self.cache, self.results, is_copy=not self.is_here, goes_back=goes_back) for tile in tiles
             ]
             self._works[segment] = max(sizes, default=0)
         return self._works[segment]
 
     def _time(self, segment: FusedRegion) -> float:
-        """The time of all turns."""
+        """The time of all tiles."""
         if segment not in self._times:
             goes_back = self.setting.trains and _goes_back(segment)
-            self._times[segment] = sum(count * self._turn(turn, goes_back) for turn, count in self._samples(segment))
+            self._times[segment] = sum(count * self._tile(tile, goes_back) for tile, count in self._samples(segment))
         return self._times[segment]
 
-    def _turn(self, turn: Turn, goes_back: bool) -> float:
-        read = sum(box_bytes(value, box) for value, box in turn.sources.items())
-        kept = sum(box_bytes(value, box) for value, box in turn.kept.items())
+    def _tile(self, tile: StreamedTile, goes_back: bool) -> float:
+        read = sum(box_bytes(value, box) for value, box in tile.sources.items())
+        kept = sum(box_bytes(value, box) for value, box in tile.kept.items())
         moved = 3 * read + 2 * kept if goes_back else read + kept  # windows twice, what they add to, the gradients that come
         time = self.machine.far[self.setting.place] * moved
-        for unit, step in (*turn.steps, *turn.parts):
-            spared = goes_back and is_known(unit, step, turn, self.results)
+        for unit, step in (*tile.steps, *tile.parts):
+            spared = goes_back and has_stored_result(unit, step, tile, self.results)
             time += (self._passes(unit) - spared if goes_back else 1) * self._step(unit, step)
         return time
 
     def _step(self, unit: TracedOp, step: TileOp) -> float:
         """The time of one forward of an operation on a box."""
-        if self.habits.of(unit, step).shows:
+        if self.cache.of(unit, step).shows:
             return 0.0
         moved = made_bytes(unit, step) + self.machine.step_bytes
         moved += sum(_read_bytes(value, box_bytes(value, box)) for value, box in zip(unit.reads, step.reads, strict=True))
@@ -210,7 +217,7 @@ class Estimator:
             moved = sum(_read_bytes(v, v.bytes) for v in unit.reads) + sum(v.bytes for v in unit.outs if v is not None)
             moved += round(WHOLE_STEP * self.machine.step_bytes)
             time = self._moved(unit.node, moved, 0 if value is None else math.prod(value.shape))
-            self._wholes[unit] = 0.0 if self.habits.is_view(unit) else time
+            self._wholes[unit] = 0.0 if self.cache.is_view(unit) else time
         return self._wholes[unit]
 
     def _moved(self, node: Node, moved: int, pixels: int) -> float:
@@ -235,7 +242,7 @@ def _read_bytes(value: Value, size: int) -> int:
 
 
 def _goes_back(segment: FusedRegion) -> bool:
-    """Whether the backward runs a segment's turns."""
+    """Whether the backward runs a segment's tiles."""
     targets = [*segment.kept, *(out for unit in segment.parts for out in unit.outs if out is not None)]
     return any(value.wants_grad for value in targets)
 
@@ -309,8 +316,8 @@ class Liveness:
                 self._add(self.once, made, self._last.get(value, made) if goes else self.count, value.bytes)
                 self._add_grad(value, made)
         if self.trains:
-            pulled = [v for v in (*unit.outs, *(unit.reads[n] for n in unit.wide)) if v is not None and v.wants_grad]
-            self._add(self.once, self._back(made), self._back(made), sum(value.bytes for value in pulled))
+            with_gradient = [v for v in (*unit.outs, *(unit.reads[n] for n in unit.wide)) if v is not None and v.wants_grad]
+            self._add(self.once, self._back(made), self._back(made), sum(value.bytes for value in with_gradient))
 
 
 def _read_by(stage: Stage) -> list[Value]:

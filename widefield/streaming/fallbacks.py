@@ -48,16 +48,16 @@ class _Reader:
         wide = [unit.reads[number] for number in sorted(unit.wide)]
         cut = [value for value in wide if self._pixels_of(value) > 1]
         if unit.call is None:
-            return self._told("run in strips", unit, cut) if cut else None
+            return self._fallback("run in strips", unit, cut) if cut else None
         outs = [out for out in unit.outs if out is not None]
         if unit.node.draws and not cut:
             is_large = any(value in self.layouts or self._is_large(value) for value in (*unit.reads, *outs))
-            return self._told("drawn whole", unit, outs) if is_large else None
+            return self._fallback("drawn whole", unit, outs) if is_large else None
         whole = [value for value in unit.reads if value in self.made]
         if asks_shape_alone(unit.node) or unit.node.op in NEW or not (cut or whole):
             return None
         is_view = getattr(unit.node.op, "is_view", False) or unit.node.op is torch.ops.aten._unsafe_view.default
-        told = self._told("run whole", unit, cut if is_view else [*cut, *outs])
+        told = self._fallback("run whole", unit, cut if is_view else [*cut, *outs])
         self._note_outs(unit, told, cut, whole)
         return told if cut or told.bytes else None  # a view of what is whole already costs nothing
 
@@ -82,7 +82,7 @@ class _Reader:
             if out is not None and out not in self.layouts and math.prod(out.shape) > least:
                 self.made[out] = pixels, place
 
-    def _told(self, kind: Kind, unit: TracedOp, values: Collection[Value]) -> Fallback:
+    def _fallback(self, kind: Kind, unit: TracedOp, values: Collection[Value]) -> Fallback:
         new = dict.fromkeys(value for value in values if value not in self.held)
         self.held |= new.keys()
         size = sum(value.bytes for value in new)

@@ -1,4 +1,4 @@
-"""Runs of pointwise operations in a turn, each compiled into one kernel; the rest runs as it is.
+"""Runs of pointwise operations in a tile, each compiled into one kernel; the rest runs as it is.
 
 What depends on where a tile lies (windows, pools, sums) would be compiled anew for every tile, so torch's own kernels run it.
 """
@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 
 from widefield.capture.ir import Value
 from widefield.private_torch.dispatcher import OpOverload
-from widefield.streaming.regions import Env, arguments, as_wanted
-from widefield.streaming.schedule import Turn
+from widefield.streaming.regions import Env, arguments, detached_unless_wanted
+from widefield.streaming.schedule import StreamedTile
 from widefield.streaming.tile_ops import TileOp
 from widefield.streaming.tile_planner import TracedOp
 
@@ -37,10 +37,10 @@ class FusedOps:
         return {out: step.outs[n] for unit, step in self.steps for n, out in enumerate(unit.outs) if out is not None}
 
 
-def runs_of(turn: Turn) -> list[FusedOps]:
-    """The steps of a turn, those joined that can be compiled together."""
+def runs_of(tile: StreamedTile) -> list[FusedOps]:
+    """The steps of a tile, those joined that can be compiled together."""
     found: list[FusedOps] = []
-    for (unit, step), drop in zip(turn.steps, turn.drop, strict=True):
+    for (unit, step), drop in zip(tile.steps, tile.drop, strict=True):
         if found and _joins(found[-1], unit, step):
             found[-1].steps.append((unit, step))
             found[-1].drop += drop
@@ -80,7 +80,7 @@ class CompiledRegions:
             tensors += [arguments(unit, step, env, small, [n])[0] for n in reads]
         boxes = run.made()
         for value, result in zip(outs, call(*tensors), strict=True):
-            env[value] = (as_wanted(value, result), boxes[value])
+            env[value] = (detached_unless_wanted(value, result), boxes[value])
 
 
 def _compiled(units: Sequence[TracedOp], wanted: Sequence[Value]) -> tuple[Callable, list[tuple[int, int]], list[Value]]:

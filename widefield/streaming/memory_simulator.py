@@ -1,6 +1,6 @@
-"""What memory does one turn take?  Its steps gone through on paper: who holds what until when, as `run.py` and autograd do.
+"""What memory does one tile take?  Its steps gone through on paper: who holds what until when, as `run.py` and autograd do.
 
-A token stands for a piece of memory.  It is held by the turn's own variables, and in a turn that goes back by what autograd
+A token stands for a piece of memory.  It is held by the tile's own variables, and in a tile that goes back by what autograd
 saved; what nobody holds is free.
 """
 
@@ -15,30 +15,32 @@ import torch
 from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of
 from widefield.streaming.saved_tensors import SavedTensorCache, SavedTensors
-from widefield.streaming.schedule import Turn
+from widefield.streaming.schedule import StreamedTile
 from widefield.streaming.tile_ops import TileOp
 from widefield.streaming.tile_planner import TracedOp
 
 CONVOLUTION = torch.ops.aten.convolution.default
 
 
-def work_bytes(turn: Turn, habits: SavedTensorCache, results: Collection[Value], *, is_copy: bool, goes_back: bool) -> int:
-    """The most bytes that a turn takes at a time, apart from what is kept, results, weights and their gradients.
+def work_bytes(
+    tile: StreamedTile, cache: SavedTensorCache, results: Collection[Value], *, is_copy: bool, goes_back: bool
+) -> int:
+    """The most bytes that a tile takes at a time, apart from what is kept, results, weights and their gradients.
 
     results: what the module gives.  is_copy: what is kept lies elsewhere, so that its windows are copies.
-    goes_back: the turn runs forward without history first, then again with it and back.
+    goes_back: the tile runs forward without history first, then again with it and back.
     """
-    plain = _MemorySimulator(turn, habits, results, is_copy, keeps=False)
+    plain = _MemorySimulator(tile, cache, results, is_copy, keeps=False)
     plain.forward()
     if not goes_back:
         return plain.peak
-    whole = _MemorySimulator(turn, habits, results, is_copy, keeps=True)
+    whole = _MemorySimulator(tile, cache, results, is_copy, keeps=True)
     whole.forward()
     whole.backward()
     return max(plain.peak, whole.peak)
 
 
-def is_known(unit: TracedOp, step: TileOp, turn: Turn, results: Collection[Value]) -> bool:
+def has_stored_result(unit: TracedOp, step: TileOp, tile: StreamedTile, results: Collection[Value]) -> bool:
     """Whether the result of a step lies among what is kept, or is a part of a sum, so that the backward need not make it again.
 
     results: what the module gives; it belongs to the user by then.
@@ -46,7 +48,7 @@ def is_known(unit: TracedOp, step: TileOp, turn: Turn, results: Collection[Value
     if unit.part is not None:
         return step.known is not None
     out = unit.outs[0]
-    return step.known is not None and out not in results and out in turn.kept and turn.kept[out] == step.outs[0]
+    return step.known is not None and out not in results and out in tile.kept and tile.kept[out] == step.outs[0]
 
 
 def box_bytes(value: Value, box: Box | None) -> int:
@@ -77,8 +79,10 @@ class _Record:
 
 
 class _MemorySimulator:
-    def __init__(self, turn: Turn, habits: SavedTensorCache, results: Collection[Value], is_copy: bool, *, keeps: bool) -> None:
-        self.turn, self.habits, self.results, self.is_copy, self.keeps = turn, habits, results, is_copy, keeps
+    def __init__(
+        self, tile: StreamedTile, cache: SavedTensorCache, results: Collection[Value], is_copy: bool, *, keeps: bool
+    ) -> None:
+        self.tile, self.cache, self.results, self.is_copy, self.keeps = tile, cache, results, is_copy, keeps
         self.live = self.peak = 0
         self._sizes: list[int] = []
         self._counts: list[int] = []
@@ -111,28 +115,31 @@ class _MemorySimulator:
     # ------------------------------------------------------------------------------------------ forward
 
     def forward(self) -> None:
-        """From the windows to what the turn keeps and to its parts of sums."""
-        turn = self.turn
-        for value, box in turn.sources.items():
+        """From the windows to what the tile keeps and to its parts of sums."""
+        tile = self.tile
+        for value, box in tile.sources.items():
             self._env[value] = self._kept(value, box), box
             if self.keeps and value.wants_grad:
                 self._hold(self._env[value][0])  # the leaf whose gradient is asked for afterwards
-        drops = [*turn.drop, *([] for _ in turn.parts)]
-        for (unit, step), drop in zip((*turn.steps, *turn.parts), drops, strict=True):
+        drops = [*tile.drop, *([] for _ in tile.parts)]
+        for (unit, step), drop in zip((*tile.steps, *tile.parts), drops, strict=True):
             self._run(unit, step)
             for value in drop:
                 if value in self._env:
                     self._release(self._env.pop(value)[0])
         for value, (token, _) in self._env.items():
-            if not (self.keeps and value in turn.kept):
+            if not (self.keeps and value in tile.kept):
                 self._release(token)
 
     def _run(self, unit: TracedOp, step: TileOp) -> None:
         around = [self._env[value][1] if value in self._env else None for value in unit.reads]
-        saved, is_at_hand = self.habits.of(unit, step), self.keeps and is_known(unit, step, self.turn, self.results)
+        saved, is_stored = (
+            self.cache.of(unit, step),
+            self.keeps and has_stored_result(unit, step, self.tile, self.results),
+        )
         copies = self._new(round(saved.copies * made_bytes(unit, step)))
-        scratch = self._new(0 if is_at_hand else self._scratch(unit, step, around))
-        outs = self._outs(unit, step, saved, is_at_hand)
+        scratch = self._new(0 if is_stored else self._scratch(unit, step, around))
+        outs = self._outs(unit, step, saved, is_stored)
         self._release(scratch)
         held: list[int] = []
         if self.keeps and any(out is not None and out.wants_grad for out in unit.outs):
@@ -148,10 +155,10 @@ class _MemorySimulator:
         if unit.node.op is not CONVOLUTION or out is None:
             return 0
         image = unit.reads[0]
-        is_window = around[0] != step.reads[0] or (image in self.turn.sources and not self.is_copy)
+        is_window = around[0] != step.reads[0] or (image in self.tile.sources and not self.is_copy)
         return box_bytes(out, step.outs[0]) + (box_bytes(image, step.reads[0]) if is_window else 0)
 
-    def _outs(self, unit: TracedOp, step: TileOp, saved: SavedTensors, is_at_hand: bool) -> list[int | None]:
+    def _outs(self, unit: TracedOp, step: TileOp, saved: SavedTensors, is_stored: bool) -> list[int | None]:
         """Tokens of a step's results, which join those that there are."""
         outs: list[int | None] = []
         for number, (value, box) in enumerate(zip(unit.outs, step.outs, strict=True)):
@@ -162,7 +169,7 @@ class _MemorySimulator:
             if source is not None and source in self._env:
                 token = self._hold(self._env[source][0])
             else:
-                token = self._kept(value, box) if is_at_hand else self._new(box_bytes(value, box))
+                token = self._kept(value, box) if is_stored else self._new(box_bytes(value, box))
             outs.append(token)
             if unit.part is None:
                 self._env[value] = token, box
@@ -172,7 +179,7 @@ class _MemorySimulator:
 
     def backward(self) -> None:
         """Back through the steps, the gradients as autograd makes and frees them."""
-        for value, box in self.turn.kept.items():
+        for value, box in self.tile.kept.items():
             if value.wants_grad:
                 self._grads[value] = self._kept(value, box)
         for record in reversed(self._records):

@@ -21,11 +21,11 @@ Env = dict[Value, tuple[Tensor, Box]]
 class Region:
     """The pixels of a box of a whole, which are read and written in the whole's coordinates.
 
-    is_alike: whether every rank has the whole; where not, each has its own pixels.
+    is_replicated: whether every rank has the whole; where not, each has its own pixels.
     """
 
-    def __init__(self, kept: OffloadBuffer, box: Box, is_alike: bool = False) -> None:
-        self.kept, self.box, self.is_alike = kept, box, is_alike
+    def __init__(self, kept: OffloadBuffer, box: Box, is_replicated: bool = False) -> None:
+        self.kept, self.box, self.is_replicated = kept, box, is_replicated
 
     def _moved(self, box: Box) -> Box:
         return tuple(Interval(i.start - o.start, i.stop - o.start) for i, o in zip(box, self.box, strict=True))
@@ -56,10 +56,10 @@ def arguments(
 
 def _argument(value: Value, box: Box | None, env: Mapping[Value, tuple[Tensor, Box]], small: Any) -> Tensor:
     if value in env:
-        return env[value][0] if box is None else taken(*env[value], box)
+        return env[value][0] if box is None else crop(*env[value], box)
     if box is not None and is_empty(box):
         return torch.empty(size_of(box), dtype=value.dtype, device=value.device)
-    return small[value] if box is None else taken(small[value], all_of(value), box)
+    return small[value] if box is None else crop(small[value], all_of(value), box)
 
 
 def all_of(value: Value) -> Box:
@@ -67,7 +67,7 @@ def all_of(value: Value) -> Box:
     return tuple(Interval(0, extent) for extent in value.shape)
 
 
-def taken(tensor: Tensor, box: Box, wanted: Box) -> Tensor:
+def crop(tensor: Tensor, box: Box, wanted: Box) -> Tensor:
     """The wanted box out of a tensor that holds `box`."""
     if box == wanted:
         return tensor
@@ -76,12 +76,12 @@ def taken(tensor: Tensor, box: Box, wanted: Box) -> Tensor:
     return tensor[within(box, wanted)]
 
 
-def window(value: Value, tensor: Tensor) -> Tensor:
+def leaf_window(value: Value, tensor: Tensor) -> Tensor:
     """A window of a kept value, a leaf where its gradient is wanted."""
     return tensor.detach().requires_grad_() if value.wants_grad else tensor.detach()
 
 
-def as_wanted(value: Value, result: Tensor) -> Tensor:
+def detached_unless_wanted(value: Value, result: Tensor) -> Tensor:
     """A result whose gradient torch does not follow goes without."""
     return result if value.wants_grad or not result.requires_grad else result.detach()
 

@@ -55,7 +55,7 @@ class SavedTensorCache:
                 self._note_total(unit, step)
         key = (*self._names[unit], *_borders(unit, step))
         if key not in self._known:
-            self._known[key] = self._asked(unit, step)
+            self._known[key] = self._measured(unit, step)
             if self._known[key].shows:
                 self._views.add(self._names[unit])
         return self._known[key]
@@ -71,7 +71,7 @@ class SavedTensorCache:
         kind = unit.part is not None, unit.reads[0].name == "total" if unit.reads else False
         return node.op, told, reads, node.grad, kind, tuple(out is None for out in unit.outs)
 
-    def _asked(self, unit: TracedOp, step: TileOp) -> SavedTensors:
+    def _measured(self, unit: TracedOp, step: TileOp) -> SavedTensors:
         try:
             tensors = [self._stand_in(value, box) for value, box in zip(unit.reads, step.reads, strict=True)]
             return _traced(unit, step, tensors)

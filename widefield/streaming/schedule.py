@@ -1,4 +1,4 @@
-"""In which order units run, what is kept between them, and which boxes every turn reads and makes.
+"""In which order units run, what is kept between them, and which boxes every tile reads and makes.
 
 Units fall into stages.  What is summed over all pixels in one stage is known in the next, and so is every value that is wanted
 whole, or that is kept so as not to be made again.  In a stage first run the units that run once, then its segments: units
@@ -22,7 +22,7 @@ from widefield.streaming.tile_planner import TracedOp, TracedOps
 
 
 @dataclass
-class Turn:
+class StreamedTile:
     """One tile of a segment.
 
     sources: the box that is read of each kept value.  steps: what runs, in order.
@@ -39,26 +39,26 @@ class Turn:
 
 
 STEPS_MOST = 1 << 16
-"""How many steps of a segment's turns are kept; of more, each turn is worked out anew when it runs."""
+"""How many steps of a segment's tiles are kept; of more, each tile is worked out anew when it runs."""
 
 
-class TurnSequence(Sequence[Turn]):
-    """The turns of a segment, worked out when they are asked for.  numbers: their places on the virtual grid."""
+class StreamedTiles(Sequence[StreamedTile]):
+    """The tiles of a segment, worked out when they are asked for.  numbers: their places on the virtual grid."""
 
-    def __init__(self, numbers: Sequence[int], make: Callable[[int], Turn], steps: int) -> None:
+    def __init__(self, numbers: Sequence[int], make: Callable[[int], StreamedTile], steps: int) -> None:
         self.numbers, self._make = tuple(numbers), make
-        self._made: dict[int, Turn] | None = {} if steps * len(self.numbers) <= STEPS_MOST else None
+        self._made: dict[int, StreamedTile] | None = {} if steps * len(self.numbers) <= STEPS_MOST else None
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     @overload
-    def __getitem__(self, place: int) -> Turn: ...
+    def __getitem__(self, place: int) -> StreamedTile: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Turn]: ...
+    def __getitem__(self, place: slice) -> list[StreamedTile]: ...
 
-    def __getitem__(self, place: int | slice) -> Turn | list[Turn]:
+    def __getitem__(self, place: int | slice) -> StreamedTile | list[StreamedTile]:
         if isinstance(place, slice):
             return [self[at] for at in range(*place.indices(len(self)))]
         number = self.numbers[place]
@@ -71,16 +71,16 @@ class TurnSequence(Sequence[Turn]):
 
 @dataclass(eq=False)
 class FusedRegion:
-    """Units that run together, turn after turn, from `sources`, which are kept, to values to keep and parts of sums.
+    """Units that run together, tile after tile, from `sources`, which are kept, to values to keep and parts of sums.
 
-    samples: of turns that lie along as many edges of the image the largest, and how many of it they amount to.
+    samples: of tiles that lie along as many edges of the image the largest, and how many of it they amount to.
     """
 
     units: list[TracedOp]
     kept: list[Value]
     parts: list[TracedOp]
     sources: list[Value]
-    turns: Sequence[Turn]
+    tiles: Sequence[StreamedTile]
     samples: list[tuple[int, float]] = field(default_factory=list)
 
     @cached_property
@@ -125,7 +125,7 @@ def program_of(graph: Graph, units: TracedOps, cut: Set[Value] = frozenset(), ag
 class PlanMemo:
     """Programs of the same units that keep different values; what they have in common is worked out once.
 
-    remembers: whether turns have steps in common, too, which takes memory.
+    remembers: whether tiles have steps in common, too, which takes memory.
     """
 
     def __init__(self, graph: Graph, units: TracedOps, remembers: bool = True) -> None:
@@ -133,7 +133,7 @@ class PlanMemo:
         self.maker = {out: unit for unit in self.units for out in unit.outs if out is not None}
         self.place = {unit: number for number, unit in enumerate(self.units)}
         self.grid = next((layout.grid for layout in self.layouts.values()), Grid(()))
-        self.shares = TileSampling(self.grid, self.layouts)
+        self.sampling = TileSampling(self.grid, self.layouts)
         self._segments: dict[tuple, FusedRegion] = {}
         self._steps: dict[tuple, TileOp] = {}
 
@@ -154,27 +154,27 @@ class PlanMemo:
         key = (frozenset(units), tuple(kept), tuple(parts), frozenset(sources))
         if key not in self._segments:
             ordered = sorted(units, key=self.place.__getitem__)
-            numbers = self.shares.turns(kept, parts)
-            make = partial(self._turn, ordered, tuple(kept), tuple(parts), frozenset(sources))
-            turns = TurnSequence(numbers, make, len(ordered) + len(parts))
+            numbers = self.sampling.tiles(kept, parts)
+            make = partial(self._tile, ordered, tuple(kept), tuple(parts), frozenset(sources))
+            tiles = StreamedTiles(numbers, make, len(ordered) + len(parts))
             first = sorted(sources, key=lambda value: value.number)
             self._segments[key] = FusedRegion(
-                ordered, list(kept), list(parts), first, turns, self.shares.samples(numbers, kept, parts)
+                ordered, list(kept), list(parts), first, tiles, self.sampling.samples(numbers, kept, parts)
             )
         return self._segments[key]
 
     def _kept_box(self, value: Value, number: int) -> Box | None:
-        """What a turn makes of a value to keep."""
+        """What a tile makes of a value to keep."""
         layout = self.layouts[value]
         box = layout.box_of(number)
         return box if _is_first(self.grid, number, layout.axes) and not is_empty(box) else None
 
-    # ------------------------------------------------------------------------------------------ turns
+    # ------------------------------------------------------------------------------------------ tiles
 
-    def _turn(
+    def _tile(
         self, units: Sequence[TracedOp], kept: Sequence[Value], parts: Sequence[TracedOp], held: Set[Value], number: int
-    ) -> Turn:
-        turn = Turn(number)
+    ) -> StreamedTile:
+        tile = StreamedTile(number)
         needs: dict[Value, list[Box]] = {}
         sources: dict[Value, list[Box]] = {}
 
@@ -188,24 +188,24 @@ class PlanMemo:
         for value in kept:
             box = self._kept_box(value, number)
             if box is not None:
-                turn.kept[value] = box
+                tile.kept[value] = box
                 needs.setdefault(value, []).append(box)
         for unit in parts:
             if _is_first(self.grid, number, unit.axes):
                 step = self._step((unit, number), partial(_made, unit.part, number))
-                turn.parts.append((unit, step))
+                tile.parts.append((unit, step))
                 want(step, unit)
         for unit in reversed(units):
             wanted = {n: union(needs[out]) for n, out in enumerate(unit.outs) if out is not None and out in needs}
             wanted = {n: box for n, box in wanted.items() if not is_empty(box)}
             if wanted:
                 step = self._step((unit, *wanted.items()), partial(_made, unit.step, wanted))
-                turn.steps.append((unit, step))
+                tile.steps.append((unit, step))
                 want(step, unit)
-        turn.steps.reverse()
-        turn.sources = {value: union(boxes) for value, boxes in sources.items()}
-        turn.drop = _drops(turn)
-        return turn
+        tile.steps.reverse()
+        tile.sources = {value: union(boxes) for value, boxes in sources.items()}
+        tile.drop = _drops(tile)
+        return tile
 
     def _step(self, key: tuple, make: Callable[[], TileOp]) -> TileOp:
         if not self.remembers:
@@ -222,8 +222,8 @@ AGAIN_MOST = 6
 class _SchedulePlan:
     """One program: which stage everything falls into, and what is kept."""
 
-    def __init__(self, drafts: PlanMemo, cut: Set[Value], again: Set[Value]) -> None:
-        self.drafts, self.units, self.layouts = drafts, drafts.units, drafts.layouts
+    def __init__(self, memo: PlanMemo, cut: Set[Value], again: Set[Value]) -> None:
+        self.memo, self.units, self.layouts = memo, memo.units, memo.layouts
         self.cut, self.again = cut, again
         self.stage: dict[Value, int] = {}
         self.unit_stage: dict[TracedOp, int] = {}
@@ -238,18 +238,18 @@ class _SchedulePlan:
                 stages[self.unit_stage[unit]].once.append(unit)
         for number, stage in enumerate(stages):
             stage.segments = self._segments(number)
-        return TileSchedule(self.drafts.graph, self.layouts, stages, self.kept, _last_reads(stages))
+        return TileSchedule(self.memo.graph, self.layouts, stages, self.kept, _last_reads(stages))
 
     # ------------------------------------------------------------------------------------------ stages
 
     def _find_stages(self) -> None:
-        drawn, maker = 0, self.drafts.maker
+        drawn, maker = 0, self.memo.maker
         for unit in self.units:
             stage = 0
             for number, value in enumerate(unit.reads):
                 if value not in maker or (unit.node.draws and value in self.layouts and number not in unit.wide):
                     continue
-                later = not self.drafts.is_there(value) and (number in unit.wide or value in self.cut)
+                later = not self.memo.is_there(value) and (number in unit.wide or value in self.cut)
                 stage = max(stage, self.stage[value] + later)
             if unit.node.draws:
                 stage = drawn = max(stage, drawn)
@@ -261,18 +261,18 @@ class _SchedulePlan:
     # ------------------------------------------------------------------------------------------ what is kept
 
     def _find_kept(self) -> None:
-        results = set(self.drafts.graph.results)
+        results = set(self.memo.graph.results)
         for unit in self.units:
             for out in unit.outs:
                 if out is not None and out in self.layouts and unit.step is not None and (out in results or out in self.cut):
                     self.kept[out] = self.stage[out]
             for number in unit.wide:
                 value = unit.reads[number]
-                if not self.drafts.is_there(value):
+                if not self.memo.is_there(value):
                     self.kept[value] = self.stage[value]
         for unit in self.units:
             for value in self._tiled_reads(unit):
-                is_later = not self.drafts.is_there(value) and self.stage[value] < self.unit_stage[unit]
+                is_later = not self.memo.is_there(value) and self.stage[value] < self.unit_stage[unit]
                 if is_later and value not in self.again and self._cost(value) > AGAIN_MOST:
                     self.kept[value] = self.stage[value]
 
@@ -281,9 +281,9 @@ class _SchedulePlan:
 
     def _cost(self, value: Value) -> float:
         """Operations that make a value from what is kept; infinite where one of them is no cheap one."""
-        if self.drafts.is_there(value) or value in self.kept:
+        if self.memo.is_there(value) or value in self.kept:
             return 0
-        unit = self.drafts.maker[value]
+        unit = self.memo.maker[value]
         if not (unit.is_pointwise or unit.step is not None and unit.reads[0].name == "total"):
             return float("inf")
         return 1 + sum(self._cost(read) for read in unit.reads if read in self.layouts)
@@ -301,11 +301,11 @@ class _SchedulePlan:
             kept = [goal.target for goal in group if isinstance(goal.target, Value)]
             parts = [goal.target for goal in group if isinstance(goal.target, TracedOp)]
             units = set().union(*(goal.units for goal in group))
-            found.append(self.drafts.segment(units, kept, parts, set().union(*(goal.sources for goal in group))))
+            found.append(self.memo.segment(units, kept, parts, set().union(*(goal.sources for goal in group))))
         return found
 
     def _is_source(self, value: Value, stage: int) -> bool:
-        return self.drafts.is_there(value) or (value in self.kept and self.kept[value] < stage)
+        return self.memo.is_there(value) or (value in self.kept and self.kept[value] < stage)
 
     def _closure(self, values: Iterable[Value], stage: int) -> tuple[set[TracedOp], set[Value]]:
         """The units that make these values from what is kept before the stage, and what they read of that."""
@@ -316,7 +316,7 @@ class _SchedulePlan:
             value = stack.pop()
             if self._is_source(value, stage):
                 sources.add(value)
-            elif (unit := self.drafts.maker[value]) not in found:
+            elif (unit := self.memo.maker[value]) not in found:
                 found.add(unit)
                 stack += [read for read in unit.reads if read in self.layouts]
         return found, sources
@@ -332,7 +332,7 @@ class _Goal:
 
 
 def _made(make: Any, argument: Any) -> TileOp:
-    assert make is not None, "a unit without a way to run in turns is among those of a segment"
+    assert make is not None, "a unit without a way to run in tiles is among those of a segment"
     return make(argument)
 
 
@@ -346,9 +346,9 @@ def _last_reads(stages: Sequence[Stage]) -> dict[Value, int]:
     return last
 
 
-def _is_first(grid: Grid, turn: int, axes: Collection[int]) -> bool:
-    """Whether a turn stands first along all other axes: one of several turns that would make the same."""
-    return all(at == 0 for axis, at in enumerate(grid.coordinate(turn)) if axis not in axes)
+def _is_first(grid: Grid, tile: int, axes: Collection[int]) -> bool:
+    """Whether a tile stands first along all other axes: one of several tiles that would make the same."""
+    return all(at == 0 for axis, at in enumerate(grid.coordinate(tile)) if axis not in axes)
 
 
 def _together(goals: Sequence[_Goal]) -> list[list[_Goal]]:
@@ -361,11 +361,11 @@ def _together(goals: Sequence[_Goal]) -> list[list[_Goal]]:
     return groups
 
 
-def _drops(turn: Turn) -> list[list[Value]]:
+def _drops(tile: StreamedTile) -> list[list[Value]]:
     """After which step each value that no later one reads goes."""
-    needed = set(turn.kept) | {v for unit, _ in turn.parts for v in unit.reads}
+    needed = set(tile.kept) | {v for unit, _ in tile.parts for v in unit.reads}
     drops: list[list[Value]] = []
-    for unit, _ in reversed(turn.steps):
+    for unit, _ in reversed(tile.steps):
         here = {v for v in (*unit.reads, *unit.outs) if v is not None} - needed
         drops.append(list(here))
         needed |= here

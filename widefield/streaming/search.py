@@ -48,12 +48,12 @@ class KeepPlan:
 class KeepSearch:
     """The programs of the same units that differ in what they keep."""
 
-    def __init__(self, drafts: PlanMemo, estimator: Estimator) -> None:
-        self.drafts, self.estimator = drafts, estimator
-        self.base = self._way((), ())
+    def __init__(self, memo: PlanMemo, estimator: Estimator) -> None:
+        self.memo, self.estimator = memo, estimator
+        self.base = self._plan((), ())
 
-    def _way(self, cut: tuple[Value, ...], again: tuple[Value, ...]) -> KeepPlan:
-        return KeepPlan(self.drafts.program(frozenset(cut), frozenset(again)), self.estimator, cut, again)
+    def _plan(self, cut: tuple[Value, ...], again: tuple[Value, ...]) -> KeepPlan:
+        return KeepPlan(self.memo.program(frozenset(cut), frozenset(again)), self.estimator, cut, again)
 
     def with_more(self, room: int | None) -> list[KeepPlan]:
         """Each keeps one more value than the one before: that which saves the most time per byte.  room: for what is kept."""
@@ -65,7 +65,7 @@ class KeepSearch:
             return gain / max(1, after.together - before.together) if gain >= GAIN_LEAST * before.cost else 0.0
 
         moves = list(dict.fromkeys(self._read_with_halo()))
-        return self._path(moves, lambda way, value: self._way((*way.cut, value), way.again), worth)
+        return self._path(moves, lambda plan, value: self._plan((*plan.cut, value), plan.again), worth)
 
     def with_less(self) -> list[KeepPlan]:
         """Each makes one more value again than the one before: that which spares the most bytes per time."""
@@ -73,31 +73,31 @@ class KeepSearch:
         def worth(before: KeepPlan, after: KeepPlan) -> float:
             return (before.estimate.peak - after.estimate.peak) / max(1.0, after.cost - before.cost)
 
-        results, wide = set(self.drafts.graph.results), {unit.reads[n] for unit in self.drafts.units for n in unit.wide}
+        results, wide = set(self.memo.graph.results), {unit.reads[n] for unit in self.memo.units for n in unit.wide}
         moves = [value for value in self.base.program.kept if value not in results and value not in wide]
-        return self._path(moves, lambda way, value: self._way(way.cut, (*way.again, value)), worth)
+        return self._path(moves, lambda plan, value: self._plan(plan.cut, (*plan.again, value)), worth)
 
     def _path(
-        self, moves: Iterable[Value], taken: Callable[[KeepPlan, Value], KeepPlan], worth: Callable[[KeepPlan, KeepPlan], float]
+        self, moves: Iterable[Value], apply: Callable[[KeepPlan, Value], KeepPlan], worth: Callable[[KeepPlan, KeepPlan], float]
     ) -> list[KeepPlan]:
         """Greedy.  What is worth nothing at first is left out; other moves are looked at again once they come first."""
         here = self.base
         found: list[KeepPlan] = []
         queue: list[tuple[float, int, Value, KeepPlan, int]] = []
         for order, value in enumerate(moves):
-            way = taken(here, value)
-            if worth(here, way) > 0:
-                queue.append((-worth(here, way), order, value, way, 0))
+            plan = apply(here, value)
+            if worth(here, plan) > 0:
+                queue.append((-worth(here, plan), order, value, plan, 0))
         heapq.heapify(queue)
         while queue and len(found) < STEPS_MOST:
-            _, order, value, way, at = heapq.heappop(queue)
+            _, order, value, plan, at = heapq.heappop(queue)
             if at == len(found):
-                here = way
-                found.append(way)
+                here = plan
+                found.append(plan)
                 continue
-            way = taken(here, value)
-            if worth(here, way) > 0:
-                heapq.heappush(queue, (-worth(here, way), order, value, way, len(found)))
+            plan = apply(here, value)
+            if worth(here, plan) > 0:
+                heapq.heappush(queue, (-worth(here, plan), order, value, plan, len(found)))
         return found
 
     # ------------------------------------------------------------------------------------------ candidates
@@ -107,7 +107,7 @@ class KeepSearch:
         for stage in self.base.program.stages:
             for segment in stage.segments:
                 made = {out for unit in segment.units for out in unit.outs}
-                for value in (*_with_halo(segment), *_joints(segment, self.drafts)):
+                for value in (*_with_halo(segment), *_joints(segment, self.memo)):
                     origin = self._origin(value, made)
                     if origin in made and origin not in segment.kept:
                         yield origin
@@ -115,8 +115,8 @@ class KeepSearch:
     def _origin(self, value: Value, made: set) -> Value:
         """The value of which this one is made pixel by pixel: a convolution's own result, if kept, spares its second run."""
         while value in made:
-            unit = self.drafts.maker[value]
-            before = [read for read in unit.reads if read in self.drafts.layouts]
+            unit = self.memo.maker[value]
+            before = [read for read in unit.reads if read in self.memo.layouts]
             if len(before) != 1 or not _is_pixelwise(unit, value, before[0]) or before[0] not in made:
                 break
             (value,) = before
@@ -145,12 +145,12 @@ def _with_halo(segment: FusedRegion) -> list[Value]:
 
 
 def _largest(segment: FusedRegion) -> list[tuple[TracedOp, TileOp]]:
-    """The steps of the turn that has the most neighbours."""
-    turns = [segment.turns[place].steps for place, _ in segment.samples]
-    return max(turns, key=lambda steps: sum(len(i) for _, step in steps for box in step.reads if box for i in box), default=[])
+    """The steps of the tile that has the most neighbours."""
+    tiles = [segment.tiles[place].steps for place, _ in segment.samples]
+    return max(tiles, key=lambda steps: sum(len(i) for _, step in steps for box in step.reads if box for i in box), default=[])
 
 
-def _joints(segment: FusedRegion, drafts: PlanMemo) -> list[Value]:
+def _joints(segment: FusedRegion, memo: PlanMemo) -> list[Value]:
     """Values through which everything goes: once they are made, nothing that came before is read any more."""
     last = {value: n for n, unit in enumerate(segment.units) for value in unit.reads}
     last.update(dict.fromkeys(segment.kept, len(segment.units)))
@@ -158,7 +158,7 @@ def _joints(segment: FusedRegion, drafts: PlanMemo) -> list[Value]:
     found: list[Value] = []
     live: set[Value] = set()
     for n, unit in enumerate(segment.units):
-        live |= {value for value in (*unit.reads, *unit.outs) if value in drafts.layouts and last.get(value, -1) > n}
+        live |= {value for value in (*unit.reads, *unit.outs) if value in memo.layouts and last.get(value, -1) > n}
         live = {value for value in live if last[value] > n}
         found += list(live) if len(live) == 1 else []
     return found

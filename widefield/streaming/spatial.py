@@ -23,13 +23,13 @@ from widefield.geometry.box import Box, holds, is_empty, meet, route
 from widefield.geometry.interval import Interval, natural_cut
 from widefield.geometry.layout import Cut, Cuts, Grid, Layout, layout_of
 from widefield.private_torch.process_groups import resolve_process_group
-from widefield.streaming.schedule import Turn
+from widefield.streaming.schedule import StreamedTile
 from widefield.streaming.tile_ops import union
 from widefield.streaming.tile_planner import TracedOp
 from widefield.tiled.redistribute import space_group
 from widefield.tiled.rng import compare_generators
 
-NOTHING = Interval(0, 0)
+EMPTY = Interval(0, 0)
 
 
 @dataclass(frozen=True)
@@ -43,31 +43,31 @@ class SpatialStream:
     def sizes(self) -> tuple[int, ...]:
         """Of the virtual grid."""
         spread = self.grid.sizes or (1,) * len(self.tiles)
-        return tuple(ranks * turns for ranks, turns in zip(spread, self.tiles, strict=True))
+        return tuple(ranks * tiles for ranks, tiles in zip(spread, self.tiles, strict=True))
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_rank(self) -> bool:
         return self.grid.size == 1
 
     @cached_property
     def virtual(self) -> Grid:
         return Grid(self.sizes)
 
-    def rank_of(self, turn: int) -> int:
+    def rank_of(self, tile: int) -> int:
         """Whose turn it is."""
         rank = 0
-        for at, size, turns in zip(self.virtual.coordinate(turn), self.sizes, self.tiles, strict=True):
-            rank = rank * (size // turns) + at // turns
+        for at, size, tiles in zip(self.virtual.coordinate(tile), self.sizes, self.tiles, strict=True):
+            rank = rank * (size // tiles) + at // tiles
         return rank
 
-    def local(self, turns: Sequence[Turn]) -> list[Turn]:
+    def local(self, tiles: Sequence[StreamedTile]) -> list[StreamedTile]:
         """This rank's."""
-        return list(turns) if self.is_alone else [turn for turn in turns if self.rank_of(turn.number) == self.grid.index]
+        return list(tiles) if self.is_single_rank else [tile for tile in tiles if self.rank_of(tile.number) == self.grid.index]
 
-    def see(self, unit: TracedOp) -> None:
+    def check_generators(self, unit: TracedOp) -> None:
         """Before a draw, for which every rank draws the whole: see that their generators stand at one place."""
         out = unit.outs[0]
-        if unit.node.draws and not self.is_alone and out is not None:
+        if unit.node.draws and not self.is_single_rank and out is not None:
             group, generator = resolve_process_group(space_group(self.grid)), unit.node.generator
             compare_generators(group, out.device, generator, drawn=out.shape)
 
@@ -77,16 +77,16 @@ class SpatialStream:
         """The layout of an input on the virtual grid; cuts: those of its tiles in space, if any."""
         first = len(shape) - len(self.tiles)
         made: list[Cut | None] = [None] * len(shape)
-        for axis, turns in enumerate(self.tiles):
+        for axis, count in enumerate(self.tiles):
             dim = first + axis
             held = None if cuts is None else cuts[dim]
             bounds = (0, shape[dim]) if held is None else held.bounds
-            if held is None and self.sizes[axis] != turns:
-                bounds = natural_cut(shape[dim], self.sizes[axis] // turns)
+            if held is None and self.sizes[axis] != count:
+                bounds = natural_cut(shape[dim], self.sizes[axis] // count)
             inner = [
                 start + at
                 for start, stop in zip(bounds, bounds[1:], strict=False)
-                for at in natural_cut(stop - start, turns)[:-1]
+                for at in natural_cut(stop - start, count)[:-1]
             ]
             made[dim] = Cut((axis,), (*inner, shape[dim]))
         return layout_of(shape, tuple(made), self.virtual)
@@ -100,23 +100,23 @@ class SpatialStream:
         """The pixels that a rank's own turns make; none where other ranks make them for it."""
         at = self.grid.coordinate(rank)
         if any(at[axis] for axis in range(len(at)) if axis not in layout.axes):
-            return (NOTHING,) * len(layout.shape)
+            return (EMPTY,) * len(layout.shape)
         return self.in_space(layout).boxes[rank]
 
     def own_box(self, layout: Layout) -> Box:
-        if self.is_alone:
+        if self.is_single_rank:
             return tuple(Interval(0, extent) for extent in layout.shape)
         return self.box_of(layout, self.grid.index)
 
     # ------------------------------------------------------------------------------------------ pixels
 
-    def wanted(self, value: Value, turns: Sequence[Turn]) -> list[Box]:
+    def wanted(self, value: Value, tiles: Sequence[StreamedTile]) -> list[Box]:
         """What each rank's turns read of a value, as one box."""
         boxes: list[list[Box]] = [[] for _ in range(self.grid.size)]
-        for turn in turns:
-            if value in turn.sources and not is_empty(turn.sources[value]):
-                boxes[self.rank_of(turn.number)].append(turn.sources[value])
-        return [union(found) if found else (NOTHING,) * value.ndim for found in boxes]
+        for tile in tiles:
+            if value in tile.sources and not is_empty(tile.sources[value]):
+                boxes[self.rank_of(tile.number)].append(tile.sources[value])
+        return [union(found) if found else (EMPTY,) * value.ndim for found in boxes]
 
     def fetch(self, pairs: Sequence[tuple[Layout, list[Box], Tensor]]) -> list[Tensor]:
         """For each layout, what ranks want of it and this rank's own pixels: the pixels wanted here."""
@@ -130,11 +130,11 @@ class SpatialStream:
         everything = tuple(Interval(0, extent) for extent in layout.shape)
         return self.fetch([(layout, [everything] * self.grid.size, own)])[0]
 
-    def is_at_hand(self, layout: Layout, wanted: Sequence[Box]) -> bool:
+    def is_local(self, layout: Layout, wanted: Sequence[Box]) -> bool:
         """Whether no rank wants a pixel of another."""
         return all(holds(self.box_of(layout, rank), box) for rank, box in enumerate(wanted))
 
-    def send_home(self, pairs: Sequence[tuple[Layout, list[Box], Tensor]]) -> list[list[tuple[Box, Tensor]]]:
+    def send_back(self, pairs: Sequence[tuple[Layout, list[Box], Tensor]]) -> list[list[tuple[Box, Tensor]]]:
         """The adjoint of `fetch`: from what each rank has for the pixels it wanted, to what is to be added to this rank's
         own."""
         moves, group = [], space_group(self.grid)
@@ -152,15 +152,15 @@ class SpatialStream:
 
     # ------------------------------------------------------------------------------------------ sums
 
-    def gather_parts(self, unit: TracedOp, turns: Sequence[Turn], own: Tensor) -> Tensor:
+    def gather_parts(self, unit: TracedOp, tiles: Sequence[StreamedTile], own: Tensor) -> Tensor:
         """The parts of all turns, in their order, from those of this rank; over a group of copies in the order of its ranks."""
         over = group_of(unit)
         if over is not None:
             name, _, is_inactive = over
             return halo.gather_sums(torch.zeros_like(own) if is_inactive else own, dist_size(name), name).flatten(0, 1)
-        if self.is_alone:
+        if self.is_single_rank:
             return own
-        ranks = [self.rank_of(turn.number) for turn in turns if any(given is unit for given, _ in turn.parts)]
+        ranks = [self.rank_of(tile.number) for tile in tiles if any(given is unit for given, _ in tile.parts)]
         counts = {rank: ranks.count(rank) for rank in range(self.grid.size)}
         if len(set(counts.values())) != 1:
             raise NotImplementedError(
@@ -176,16 +176,16 @@ class SpatialStream:
             seen[rank] += 1
         return torch.stack(rows)
 
-    def own_parts(self, unit: TracedOp, turns: Sequence[Turn], parts: Tensor) -> Tensor:
+    def own_parts(self, unit: TracedOp, tiles: Sequence[StreamedTile], parts: Tensor) -> Tensor:
         """Of the parts of all turns, those of this rank; a ghost's have no gradient."""
         over = group_of(unit)
         if over is not None:
             name, _, is_inactive = over
             own = parts.chunk(dist_size(name))[dist_rank(name)]
             return torch.zeros_like(own) if is_inactive else own
-        if self.is_alone:
+        if self.is_single_rank:
             return parts
-        ranks = [self.rank_of(turn.number) for turn in turns if any(given is unit for given, _ in turn.parts)]
+        ranks = [self.rank_of(tile.number) for tile in tiles if any(given is unit for given, _ in tile.parts)]
         return parts[[n for n, rank in enumerate(ranks) if rank == self.grid.index]]
 
     def add_up_over_copies(self, unit: TracedOp, grad: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class SpatialStream:
 
     def add_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each summed over the ranks, in one message per dtype."""
-        if self.is_alone or not tensors:
+        if self.is_single_rank or not tensors:
             return list(tensors)
         found: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -224,4 +224,4 @@ def _within(outer: Box, inner: Box) -> tuple[slice, ...]:
     return tuple(slice(i.start - o.start, i.stop - o.start) for o, i in zip(outer, inner, strict=True))
 
 
-ALONE = Grid(())
+SINGLE_RANK = Grid(())

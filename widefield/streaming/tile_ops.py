@@ -103,11 +103,11 @@ def windowed_step(node: Node, d: Windowed, needs: dict[int, Box]) -> TileOp:
     )
 
 
-def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> TileOp:
+def part_step(node: Node, layouts: Sequence[Layout | None], tile: int) -> TileOp:
     """A turn's own pixels' part of a sum."""
-    mine = [None if layout is None else _at(layout, turn) for layout in layouts]
+    mine = [None if layout is None else _at(layout, tile) for layout in layouts]
     d = description_of(node, mine)
-    assert isinstance(d, Reduced), f"{node.op} gave {d!r} in turn {turn}"
+    assert isinstance(d, Reduced), f"{node.op} gave {d!r} in tile {tile}"
     reads = _read_boxes(d, len(node.reads))
     numbers = [meta.number for meta in d.reads]
     known = d.known
@@ -119,8 +119,8 @@ def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> TileOp
     )
 
 
-def _at(layout: Layout, turn: int) -> Layout:
-    grid = Grid(layout.grid.sizes, turn)
+def _at(layout: Layout, tile: int) -> Layout:
+    grid = Grid(layout.grid.sizes, tile)
     return layout_of(layout.shape, layout.cuts, grid)
 
 
@@ -227,7 +227,7 @@ class Boxed:
             found[axis] = Interval(around.start // unit * unit, stop)
         return found
 
-    def _asked(self, intervals: dict[int, Interval]) -> Local | Reduced:
+    def _description(self, intervals: dict[int, Interval]) -> Local | Reduced:
         grid = Grid((3,) * len(self.layout.grid.sizes), sum(3**n for n in range(len(self.layout.grid.sizes))))
         layouts = []
         for value, links, layout in zip(self.node.reads, self.reads, self.layouts, strict=True):
@@ -242,7 +242,7 @@ class Boxed:
 
     def step(self, needs: dict[int, Box]) -> TileOp:
         """The operation on the box that `needs` ask of its results."""
-        d = self._asked(self._intervals(needs))
+        d = self._description(self._intervals(needs))
         layout = first_cut(d.reads).layout if d.at is None else d.at[0]
         numbers = [meta.number for meta in d.reads]
 
@@ -257,7 +257,7 @@ class Boxed:
 
     def finish_step(self, needs: dict[int, Box]) -> TileOp:
         """The end of a reduction; its first tensor is the total."""
-        d = self._asked(self._intervals(needs))
+        d = self._description(self._intervals(needs))
         assert isinstance(d, Reduced) and d.finish is not None
         layout = first_cut(d.reads).layout if d.at is None else d.at[0]
         finish = d.finish
@@ -267,17 +267,17 @@ class Boxed:
             lambda tensors: results(finish(tensors[0], *tensors[1:])),
         )
 
-    def settled(self, tensors: list[Tensor]) -> list[Any]:
+    def reduced_outputs(self, tensors: list[Tensor]) -> list[Any]:
         """What a reduction gives once, from the total: its arguments come without pixels."""
         total, *given = tensors
         return self._without_pixels(given, total)
 
-    def alone(self, tensors: list[Tensor]) -> list[Any]:
+    def uncut_outputs(self, tensors: list[Tensor]) -> list[Any]:
         """What a rule without a sum gives once."""
         return self._without_pixels(tensors, None)
 
     def _without_pixels(self, given: list[Tensor], total: Tensor | None) -> list[Any]:
-        d = self._asked(dict.fromkeys(self.extents, Interval(0, 0)))
+        d = self._description(dict.fromkeys(self.extents, Interval(0, 0)))
         assert isinstance(d, Reduced)
         for number, (layout, box) in enumerate(zip(self.layouts, _read_boxes(d, len(given)), strict=True)):
             if layout is None and box is not None:

@@ -187,7 +187,7 @@ class _GraphReader:
         if isinstance(d, Local) or (isinstance(d, Reduced) and not _cut_dims(d, axes)):
             return self._boxed(node, given, kept, d)
         if isinstance(d, Reduced) and d.by_parts and _cut_dims(d, axes) == axes:
-            boxed = description_of(node, [None if layout is None else _alone(layout) for layout in kept])
+            boxed = description_of(node, [None if layout is None else _halves(layout) for layout in kept])
             if isinstance(boxed, Windowed):  # few tiles are read through windows, many would be merged
                 return self._windowed(node, given, kept, boxed)
             return self._gathered(node, given, kept, d)
@@ -220,7 +220,7 @@ class _GraphReader:
         if any(small) and not isinstance(d, Reduced):
             return False
         if any(small):
-            self.found.units.append(TracedOp(node, node.reads, small, call=boxed.alone))
+            self.found.units.append(TracedOp(node, node.reads, small, call=boxed.uncut_outputs))
         self._cut(node.outs, layouts)
         first = next(layout for layout in layouts if layout is not None and layout.is_cut)
         self.found.units.append(TracedOp(node, node.reads, node.outs, step=boxed.step, wide=self._wide(node, given, first)))
@@ -249,7 +249,7 @@ class _GraphReader:
             for out, lay in zip(node.outs, layouts, strict=True)
         ]
         if any(out is not None for out in small):
-            self.found.units.append(TracedOp(node, [total, *node.reads], small, call=boxed.settled))
+            self.found.units.append(TracedOp(node, [total, *node.reads], small, call=boxed.reduced_outputs))
         if any(out is not None for out in large):
             self._cut(node.outs, layouts)
             self.found.units.append(TracedOp(node, [total, *node.reads], large, step=boxed.finish_step))
@@ -303,7 +303,7 @@ def _only(layout: Layout | None, axes: Sequence[int]) -> Layout | None:
     return left if left.is_cut else None
 
 
-def _alone(layout: Layout) -> Layout:
+def _halves(layout: Layout) -> Layout:
     """One turn's tile as one of two that a tensor is cut into."""
     grid = Grid((2,) * len(layout.grid.sizes))
     halves = [None if cut is None else Cut(cut.axes, (0, cut.bounds[1], cut.bounds[-1])) for cut in layout.cuts]
