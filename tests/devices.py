@@ -108,13 +108,21 @@ def here() -> torch.device:
     return _HERE[-1]
 
 
+def tensors_lie_here() -> contextlib.AbstractContextManager:
+    """Inside, tensors lie where the body has its own, whoever makes them.
+
+    On the CPU that needs no mode: under one, torch leaves the fast path of its attention layers.
+    """
+    return contextlib.nullcontext() if here().type == "cpu" else here()
+
+
 def moved(nest: Any, device: torch.device | str) -> Any:
     """A nest with its tensors on a device; on the CPU, one without GPUs' tensors is as it was."""
 
     def there(tensor: Tensor) -> Tensor:
-        return (
-            tensor if tensor.device == torch.device(device) else tensor.detach().to(device).requires_grad_(tensor.requires_grad)
-        )
+        if tensor.device.type in ("meta", torch.device(device).type):
+            return tensor
+        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
     return tree_map_only(Tensor, there, nest)
 

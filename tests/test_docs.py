@@ -340,6 +340,8 @@ def test_the_examples_of_own_parts_train_from_the_files_beside_a_recipe(tmp_path
     (recipe,) = [block.text for block in blocks("yaml") if block.text.startswith("# mine.yaml\n")]
     (project / "mine.yaml").write_text(recipe)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("mynets", "mydata", "mine"):  # which other tests have of their own
+        monkeypatch.delitem(sys.modules, name, raising=False)
     named = ["model.name=mynets:tiny", "data.name=mydata:striped", "data.options={count: 40}", "data.batch_size=8"]
     outcome = wf.train(project / "mine.yaml", *named, "data.workers=0", run=tmp_path / "run")
     assert set(outcome.evaluation.metrics) == {"top1", "MulticlassF1Score", "calibration"} and outcome.evaluation.of == 10
@@ -348,7 +350,7 @@ def test_the_examples_of_own_parts_train_from_the_files_beside_a_recipe(tmp_path
     state, _ = read(newest_sound_in(tmp_path / "run" / "checkpoints", warn=print))
     assert state["optimizer"]["kind"] == "Adagrad"
     for name in ("mynets", "mydata", "mine"):
-        sys.modules.pop(name)
+        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.parametrize("path", ["first.py", "verbs.py", "own_objects.py"])

@@ -123,7 +123,7 @@ def _problem_of_torch(case: RuleCase, mesh: Mesh, reason: str) -> str | None:
 
 def _ran(case: RuleCase, inputs: list, mesh: Mesh):
     """What a case gives.  Its own tensors lie on the device; operations on tiles see nothing of that default."""
-    with torch.device(mesh.device):
+    with devices.tensors_lie_here():
         return case.run(*inputs)
 
 

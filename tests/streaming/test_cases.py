@@ -151,7 +151,7 @@ def _ran(module: nn.Module, wholes: list[Tensor]) -> Ran:
     images = {n: whole.clone().requires_grad_() for n, whole in enumerate(wholes) if n in module.case.tiled}
     torch.manual_seed(1)
     try:
-        with torch.device(devices.here()):  # where a case's own tensors lie
+        with devices.tensors_lie_here():  # a case's own
             found = module(*images.values())
         outputs = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
         _pull([out for out in outputs if out.requires_grad])

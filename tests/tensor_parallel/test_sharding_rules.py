@@ -30,6 +30,8 @@ TOLERANCE = 1e-10
 """Relative to the largest value: float64 summed in another order."""
 WITHOUT_VALUES = {"empty_like", "new_empty", "empty"}
 """Operations that leave their results as memory was."""
+UNDEFINED = "fused, one batch of keys for all"
+"""A case in which torch's kernel writes beyond its memory, so that the process ends."""
 
 
 class CaseModule(nn.Module):
@@ -88,7 +90,7 @@ class Trial:
         leaves = leaves_of(self.values)
         self.whole = results(node.call(iter([leaves[value] for value in node.reads])))
         self.pulls = [
-            torch.randn_like(one) if out is not None and out.wants_grad else None
+            torch.randn_like(one) if out is not None and out.wants_grad and one.numel() else None
             for one, out in zip(self.whole, node.outs, strict=False)
         ]
         self.expected = gradients(self.whole, self.pulls, leaves)
@@ -181,7 +183,7 @@ def in_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-FEW = {"patches": 30, "running": 40, "unpooling": 40}
+FEW = {"group_norm": 40, "patches": 30, "running": 40, "unpooling": 40}
 """Families whose cases have few operations that run on parts; of the others there are 100 ways at least."""
 
 
@@ -189,6 +191,8 @@ FEW = {"patches": 30, "running": 40, "unpooling": 40}
 def test_every_strategy_gives_parts_of_the_wholes_results_and_gradients(family, in_float64):
     found, count = [], 0
     for case in importlib.import_module(f"{ops.__name__}.{family}").CASES:
+        if case.name == UNDEFINED:
+            continue
         graph, values = graph_of(case) or (None, {})
         for node in [] if graph is None else nodes_of(graph):
             trial = Trial(node, values)
