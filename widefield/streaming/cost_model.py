@@ -1,7 +1,7 @@
-"""What does a program take?  Bytes and relative time, by arithmetic on its boxes; nothing runs.
+"""The memory in bytes and the relative time of a schedule, by arithmetic on its boxes; nothing runs.
 
-Time is counted in bytes: those that an operation reads and writes, and its floating-point operations as the bytes that memory
-gives meanwhile.  Of the tiles of a segment a few are looked at, which stand for those like them.
+Time is expressed in bytes: those that an operation reads and writes, plus its FLOPs as the bytes that memory transfers in the
+same time.  Of a segment's tiles only the samples are counted, each for those that it represents.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Machine:
-    """flops_per_byte: floating-point operations in the time in which memory gives a byte.  step_bytes: the bytes that it gives
-    while a stream begins an operation.  far: how many times slower than memory each place is where values are kept."""
+    """flops_per_byte: FLOPs in the time in which memory transfers a byte.  step_bytes: bytes that memory transfers in the time
+    in which a stream launches an operation.  far: how many times slower than memory each place of storage is."""
 
     flops_per_byte: float
     step_bytes: int
@@ -37,26 +37,26 @@ MACHINES = {
     "cpu": Machine(8, 1 << 20, {"device": 0, "host": 0, "file": 1}),
     "cuda": Machine(40, 1 << 28, {"device": 0, "host": 60, "file": 600}),
 }
-"""Orders of magnitude, as only ratios of times are used; a device that is not named is taken for a GPU.
+"""Orders of magnitude, as only ratios of times are used; a device that is not listed counts as a GPU.
 
-cpu: by 24 runs of four nets of 0.6 and 1 million pixels in 4 to 64 tiles, on one core of an AMD EPYC with torch 2.15; what
-comes out is within 24 % of the measured ratio to a run without tiles, 13 % in the root mean square.  file: on a disk that the
-system keeps in memory, by a U-Net of 4 million pixels in 16 tiles (1.23 here, 1.18 to 1.24 measured).
-cuda: by the numbers of a data-center GPU, 140 TFLOP/s and 3.5 TB/s beside 60 GB/s to the host; not measured.
+cpu: from 24 runs of four nets of 0.6 and 1 million pixels in 4 to 64 tiles, on one core of an AMD EPYC with torch 2.15; the
+estimated ratio to a run without tiles is within 24 % of the measured one, 13 % in the root mean square.  file: from a U-Net of
+4 million pixels in 16 tiles, on a disk that the system caches in memory (1.23 estimated, 1.18 to 1.24 measured).
+cuda: from the data sheet of a data-center GPU, 140 TFLOP/s and 3.5 TB/s, with 60 GB/s to the host; not measured.
 """
 
 WEIGHT_READS = 3
-"""How often a weight moves for one that is counted: a kernel brings it into an order of its own first."""
+"""How often a weight is read per operation: a kernel first copies it into a memory format of its own."""
 WHOLE_STEP = 0.25
-"""What an operation costs to begin without tiles, as a share of what it costs in a stream."""
+"""The cost of launching an operation without tiles, as a fraction of that in a stream."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked for: whether a backward follows, where values are kept, and what is there anyway.
+    """What an estimate depends on besides the schedule: whether a backward follows, and where values are stored.
 
-    fixed: bytes that are there all the time.  by_windows: inputs that a Reader gives.
-    ranks: how many share the image, each with its tile.  sampled: a few tiles stand for all of a segment.
+    fixed: bytes of other tensors on the device.  by_windows: inputs that are a WindowedImage.
+    ranks: the number that share the image, each with its tile.  sampled: count only the samples of a segment, else all tiles.
     """
 
     trains: bool = True
@@ -69,14 +69,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes at most at a time, and time; of a training step, or of a forward alone.
+    """The largest number of bytes at any time, and the time, of a training step or of a forward.
 
-    peak: of all on the device; kept values and their gradients are a part of it where the device is their place.
-    fixed: what was said to be there.  inputs: those in memory.  weights: the gradients of weights that a backward gathers.
-    outputs: the module's, with what comes back as their gradients and with the sums that these are put in.
-    kept, grads: values between segments and their gradients, outputs apart; together: both at one time.
-    work: of the tile that takes most, or of what runs once.
-    cost: of the program, ideal: of a run without tiles; in bytes that memory could give in that time.
+    peak: on the device; with kept values and their gradients if they are stored there.
+    fixed: as in Setting.  inputs: those in memory.  weights: the gradients of weights that a backward computes.
+    outputs: the module's outputs, their gradients, and the buffers in which these are summed.
+    kept, grads: values between segments and their gradients, without outputs; together: both at one time.
+    work: of the tile that takes most, plus values of units that run once.
+    cost: the time of the schedule, ideal: of a run without tiles; in bytes that memory could transfer in that time.
     """
 
     peak: int
@@ -93,22 +93,22 @@ class Estimate:
 
     @property
     def rest(self) -> int:
-        """What is there whatever the tiles."""
+        """The bytes that do not depend on the tiles."""
         return self.fixed + self.inputs + self.weights + self.outputs
 
     @property
     def slowdown(self) -> float:
-        """Time, as a multiple of that of a run without tiles."""
+        """The time as a multiple of that of a run without tiles."""
         return self.cost / max(self.ideal, 1.0)
 
 
 def estimate(program: TileSchedule, setting: Setting) -> Estimate:
-    """What `program` takes."""
+    """The estimate of one schedule."""
     return Estimator(program.graph, setting).estimate(program)
 
 
 class Estimator:
-    """`estimate` for several programs of one graph; what they have in common is worked out once."""
+    """Estimates several schedules of one graph; segments that they share are counted once."""
 
     def __init__(self, graph: Graph, setting: Setting, cache: SavedTensorCache | None = None) -> None:
         self.graph, self.setting, self.cache, self.results = (
@@ -194,7 +194,8 @@ class Estimator:
     def _tile(self, tile: StreamedTile, goes_back: bool) -> float:
         read = sum(box_bytes(value, box) for value, box in tile.sources.items())
         kept = sum(box_bytes(value, box) for value, box in tile.kept.items())
-        moved = 3 * read + 2 * kept if goes_back else read + kept  # windows twice, what they add to, the gradients that come
+        # In the backward: the windows once more, the gradients added to them, and the gradients of kept values.
+        moved = 3 * read + 2 * kept if goes_back else read + kept
         time = self.machine.far[self.setting.place] * moved
         for unit, step in (*tile.steps, *tile.parts):
             spared = goes_back and has_stored_result(unit, step, tile, self.results)
@@ -224,7 +225,7 @@ class Estimator:
         return moved + self._figures_of(node)[0] * pixels / self.machine.flops_per_byte
 
     def _passes(self, unit: TracedOp, *, is_ideal: bool = False) -> int:
-        """How often an operation runs in a step, its backward counted as so many forwards; ideally it runs forward once."""
+        """How many forwards an operation costs in a step, with its backward and, unless ideal, its recomputation."""
         return (1 if is_ideal else 2) + self._figures_of(unit.node)[1] if self.setting.trains else 1
 
     def _figures_of(self, node: Node) -> tuple[float, int]:
@@ -242,7 +243,7 @@ def _read_bytes(value: Value, size: int) -> int:
 
 
 def _goes_back(segment: FusedRegion) -> bool:
-    """Whether the backward runs a segment's tiles."""
+    """Whether the backward runs a segment's tiles again."""
     targets = [*segment.kept, *(out for unit in segment.parts for out in unit.outs if out is not None)]
     return any(value.wants_grad for value in targets)
 
@@ -251,21 +252,21 @@ def _goes_back(segment: FusedRegion) -> bool:
 
 
 def _backwards(node: Node) -> int:
-    """Forwards that the backward of an operation is worth: of a product, one for each factor whose gradient is wanted."""
+    """The cost of an operation's backward, in forwards: of a product, one for each factor that needs a gradient; else 2."""
     if not any(out is not None and out.wants_grad for out in node.outs):
         return 0
     return sum(value.wants_grad for value in node.reads[:2]) if flops_per_number(node) else 2
 
 
-# ---------------------------------------------------------------------------------------------- what is there when
+# ---------------------------------------------------------------------------------------------- liveness
 
 
 class Liveness:
-    """From when until when values are kept.  Moments are the stages, forward and, where it trains, then backward.
+    """The bytes that are live at each moment.  Moments are the stages of the forward and, in training, of the backward.
 
-    kept, grads: bytes of values and of their gradients at each moment, outputs apart.  once: values from what runs once, and
-    what its backward takes, all of a stage together.  outputs: those made by then; in the backward with the gradients that
-    come for them and, where is_here, the sums that these are put in.
+    kept, grads: of kept values and of their gradients, without outputs.  once: of results of units that run once, and of what
+    their backward takes.  outputs: of the outputs made by then; in the backward with their gradients and, where is_here, the
+    buffers in which these are summed.
     """
 
     def __init__(self, program: TileSchedule, trains: bool, is_here: bool) -> None:
@@ -297,7 +298,7 @@ class Liveness:
         self._add_grad(value, made)
 
     def _add_grad(self, value: Value, made: int) -> None:
-        """From the last stage that reads a value to that which makes it, back."""
+        """A gradient lives from the backward of the last stage that reads the value to that of the stage that makes it."""
         if self.trains and value.wants_grad and value in self._last:
             self._add(self.grads, self._back(self._last[value]), self._back(made), value.bytes)
 

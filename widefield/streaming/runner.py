@@ -1,8 +1,8 @@
-"""Runs a program on real tensors: forward tile after tile without history, backward tile after tile with it.
+"""Runs a schedule on real tensors, tile after tile: the forward without autograd, the backward with it.
 
-In the backward a tile runs again from its windows of the kept values, with gradients on, torch's autograd goes back through
-it, and what comes out is added: to the gradients of the windows, where they overlap, of weights and of small values.
-A convolution whose result was kept is not run again.
+The backward runs each tile again, from its windows of the kept values, with gradients enabled, and calls autograd on it.  The
+resulting gradients are added up: those of windows where they overlap, those of weights and of small values over all tiles.  (A
+small value is one that is not tiled, such as a statistic.)  A convolution whose result was kept is not run again.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from widefield.streaming.tile_planner import TracedOp, asks_shape_alone
 
 
 class Runner:
-    """One forward and, where asked for, its backward.
+    """One forward of a schedule and, with `keeps`, its backward.
 
-    given: the tensor, or Reader, of every input, weight and constant.  tiled: those of which a rank has its own pixels alone.
-    keeps: whether a backward will follow.  place: where values and gradients are kept between segments, but for `room`
-        bytes of them, which fit on the device; pool: which gives the memory.
-    fused: compiled runs of pointwise operations; None: nothing is compiled.
+    given: the tensor, or WindowedImage, of every input, weight and constant.  tiled: those of which a rank has only its tile.
+    place: where values and gradients are stored between segments, but for `room` bytes, which fit on the device.
+    pool: where their memory comes from.  fused: compiled runs of pointwise operations; None: nothing is compiled.
     """
 
     def __init__(
@@ -67,15 +66,15 @@ class Runner:
 
     def _new(self, value: Value, box: Box | None = None) -> Region:
         box = self.spatial.own_box(self.layouts[value]) if box is None else box
-        is_result = value in self.results  # and the user's
+        is_result = value in self.results  # the caller gets it, so it is on the device and not from the pool
         place, pool = ("device", None) if is_result else (self.place, self.pool)
-        kept = OffloadBuffer(size_of(box), value.dtype, value.device, place, value.order, pool, self.room)
-        return Region(kept, box)
+        buffer = OffloadBuffer(size_of(box), value.dtype, value.device, place, value.order, pool, self.room)
+        return Region(buffer, box)
 
     # ------------------------------------------------------------------------------------------ forward
 
     def forward(self) -> dict[Value, Tensor]:
-        """What outlives the run: outputs, in space this rank's pixels of them, and what buffers become."""
+        """The graph's results: outputs, of which this rank has its tile, and new values of buffers."""
         with torch.no_grad():
             for number, stage in enumerate(self.program.stages):
                 for unit in stage.once:
@@ -89,7 +88,7 @@ class Runner:
 
     @property
     def read_again(self) -> list[Value]:
-        """Results that the backward reads."""
+        """The results that the backward reads."""
         sources = {value for stage in self.program.stages for segment in stage.segments for value in segment.sources}
         sources |= {value for stage in self.program.stages for unit in stage.once for value in unit.reads}
         return [value for value in self.program.graph.results if value in sources]
@@ -114,13 +113,13 @@ class Runner:
             return torch.empty_permuted(value.shape, value.order, dtype=value.dtype, device=value.device)
         if value not in self.layouts:
             return self.small[value]
-        if number not in unit.wide:  # without pixels: only what it is like is asked
+        if number not in unit.wide:  # without pixels: the unit reads only its shape and dtype
             shape = [0 if cut is not None else n for n, cut in zip(value.shape, self.layouts[value].cuts, strict=True)]
             return torch.empty(shape, dtype=value.dtype, device=value.device)
         return self._all_of(value, self.stores[value])
 
     def _all_of(self, value: Value, store: Any) -> Tensor:
-        """Every pixel, on every rank."""
+        """All pixels, on every rank."""
         if isinstance(store, Region) and not store.is_replicated and not self.spatial.is_single_rank:
             return self.spatial.whole(self.layouts[value], store.all())
         return store.read(all_of(value))
@@ -143,7 +142,7 @@ class Runner:
             self.small[total] = merged(unit, self.parts[unit])
 
     def _sources(self, segment: FusedRegion) -> dict[Value, Any]:
-        """What the tiles of a segment read from: kept values, where ranks want pixels of others with those fetched."""
+        """The regions that the tiles of a segment read: kept values, with the pixels that are fetched from other ranks."""
         found = {value: self.stores[value] for value in segment.sources}
         if self.spatial.is_single_rank:
             return found
@@ -179,11 +178,11 @@ class Runner:
                 env[value] = (detached_unless_wanted(value, result), box)
 
     def _is_stored(self, tile: StreamedTile, value: Value | None) -> bool:
-        """Whether a tile of the backward may read what the forward kept; results belong to the user by then."""
+        """Whether a tile of the backward may read the stored result; the caller may have changed results of the graph."""
         return value in tile.kept and value not in self.results
 
     def _forget(self, stage: int) -> None:
-        """What no later stage reads goes, where no backward follows."""
+        """Free the values that no later stage reads, if no backward follows."""
         if self.keeps:
             return
         for value in list(self.stores):
@@ -194,9 +193,9 @@ class Runner:
     # ------------------------------------------------------------------------------------------ backward
 
     def backward(self, grads: Mapping[Value, Tensor]) -> Callable[[Value], Tensor | None]:
-        """From the gradients of outputs to a function that gives those of inputs and weights.
+        """From the gradients of outputs, a function that gives the gradients of inputs and weights, or None.
 
-        In space a weight's gradient is this rank's part times the number of ranks, so that the mean over ranks is the whole.
+        With several ranks a weight's gradient is this rank's part times their number, so that the mean over ranks is exact.
         """
         self.grads: dict[Value, Tensor] = {}
         self.parts_of_grads: dict[Value, Tensor] = {}
@@ -231,7 +230,7 @@ class Runner:
             self.grad_buffers[value].add(box, grad)
 
     def _leaf(self, value: Value) -> Tensor:
-        """A small value or weight with a gradient of its own, which `_flush` takes in."""
+        """A small value or weight as a leaf, whose gradient `_flush` collects."""
         if not value.wants_grad:
             return self.small[value]
         if value not in self.leaves:
@@ -239,7 +238,7 @@ class Runner:
         return self.leaves[value]
 
     def _flush(self, segment: FusedRegion | None) -> None:
-        """Gradients of small values; those that a segment's tiles made are a part of them only."""
+        """Collect the gradients of small values; those from a segment's tiles are this rank's part."""
         leaves, self.leaves = self.leaves, {}
         if segment is None or self.spatial.is_single_rank:
             for value, leaf in leaves.items():
@@ -255,8 +254,8 @@ class Runner:
             self._add(made[n], total, None)
         for value, grad in zip(made, grads, strict=True):
             if value.source != "made" and grad is not None:
-                held = self.parts_of_grads.get(value)
-                self.parts_of_grads[value] = grad if held is None else held + grad
+                before = self.parts_of_grads.get(value)
+                self.parts_of_grads[value] = grad if before is None else before + grad
 
     def _backward_segment(self, segment: FusedRegion) -> None:
         of_parts = {unit: self._part_grads(unit, segment) for unit in segment.parts}
@@ -299,13 +298,14 @@ class Runner:
         self._flush(segment)
 
     def _halo_buffers(self, segment: FusedRegion) -> dict[Value, Region]:
-        """In space, where the gradients of the pixels that this rank's windows hold are added up before they go home."""
+        """With several ranks, buffers for the gradients of the pixels that this rank's windows read, its halo included."""
         if self.spatial.is_single_rank:
             return {}
         boxes = {v: self.spatial.wanted(v, segment.tiles)[self.spatial.grid.index] for v in segment.sources if v.wants_grad}
         return {value: self._new(value, box) for value, box in boxes.items()}
 
     def _add_halo_gradients(self, segment: FusedRegion, around: Mapping[Value, Region]) -> None:
+        """Send the gradients of halos to the ranks that own these pixels, and add those received."""
         pairs = [(self.layouts[v], self.spatial.wanted(v, segment.tiles), region.all()) for v, region in around.items()]
         for value, pieces in zip(around, self.spatial.send_back(pairs) if pairs else [], strict=True):
             if value not in self.grad_buffers:
@@ -314,7 +314,7 @@ class Runner:
                 self._add(value, piece, box)
 
     def _part_grads(self, unit: TracedOp, segment: FusedRegion) -> Tensor | None:
-        """The gradients of this rank's parts of a sum."""
+        """The gradients of this rank's parts of a reduction; None if its total has none."""
         total = unit.outs[0]
         assert total is not None
         part_grad = self.grads.pop(total, None)
@@ -326,7 +326,7 @@ class Runner:
         return self.spatial.own_parts(unit, segment.tiles, found)
 
     def _backward_once(self, stage: Stage) -> None:
-        """All units of a stage that run once, together: their results have their gradients by now."""
+        """The backward of all units of a stage that run once; the gradients of their results are complete."""
         units = self._with_gradient(stage.once)
         made = {out for unit in units for out in unit.outs if out is not None}
         env: dict[Value, Tensor] = {}
@@ -362,7 +362,7 @@ class Runner:
         self._flush(None)
 
     def _with_gradient(self, units: Sequence[TracedOp]) -> list[TracedOp]:
-        """Those from whose results a gradient goes back, and those that they read from; draws stay as they were."""
+        """The units whose results have a gradient, and those whose results they read; draws are not run again."""
         found: list[TracedOp] = []
         needed: set[Value] = set()
         for unit in reversed(units):
@@ -382,7 +382,7 @@ class Runner:
         return self.grads.pop(value)
 
     def _forget_backward(self, stage: int) -> None:
-        """Kept values and gradients that no earlier stage wants go."""
+        """Free the kept values and gradients that no earlier stage needs."""
         for value, made in self.program.kept.items():
             for stores in (self.stores, self.grad_buffers):
                 if made >= stage and value in stores:
@@ -390,7 +390,7 @@ class Runner:
 
 
 class _Leaves:
-    """Small values and weights, each the one leaf that gathers its gradient."""
+    """Small values and weights as leaves, the same leaf at each access."""
 
     def __init__(self, run: Runner) -> None:
         self.run = run

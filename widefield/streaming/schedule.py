@@ -1,8 +1,9 @@
-"""In which order units run, what is kept between them, and which boxes every tile reads and makes.
+"""In which order units run, which values are stored between them, and which boxes each tile reads and makes.
 
-Units fall into stages.  What is summed over all pixels in one stage is known in the next, and so is every value that is wanted
-whole, or that is kept so as not to be made again.  In a stage first run the units that run once, then its segments: units
-that run together, tile after tile, from kept values to kept values.  What a segment needs and what is not kept it makes again.
+Units are assigned to stages.  A reduction over all pixels that is computed in one stage is available in the next; so is a value
+that is needed whole, or that is stored so that it is not recomputed.  A stage runs its units that run once, then its segments.
+A segment is a set of units that run together, tile after tile, from stored values to stored values.  It recomputes what it
+needs and what is not stored.  ("Kept" values are those stored between segments.)
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from widefield.streaming.tile_planner import TracedOp, TracedOps
 
 @dataclass
 class StreamedTile:
-    """One tile of a segment.
+    """One tile of a segment.  number: its place on the virtual grid.
 
-    sources: the box that is read of each kept value.  steps: what runs, in order.
-    kept: the box that it makes of each value to keep.  parts: the sums it has a part in, with the step that gives the part.
-    drop[n]: values that nothing after step n needs.
+    sources: the box that it reads of each kept value.  steps: what runs, in order.
+    kept: the box that it makes of each value to keep.  parts: reductions, with the step that computes the tile's part.
+    drop[n]: values that are not read after step n.
     """
 
     number: int
@@ -39,11 +40,11 @@ class StreamedTile:
 
 
 STEPS_MOST = 1 << 16
-"""How many steps of a segment's tiles are kept; of more, each tile is worked out anew when it runs."""
+"""The largest number of steps in a segment whose tiles are kept in memory; otherwise each is planned anew when it runs."""
 
 
 class StreamedTiles(Sequence[StreamedTile]):
-    """The tiles of a segment, worked out when they are asked for.  numbers: their places on the virtual grid."""
+    """The tiles of a segment, planned when they are asked for.  numbers: their places on the virtual grid."""
 
     def __init__(self, numbers: Sequence[int], make: Callable[[int], StreamedTile], steps: int) -> None:
         self.numbers, self._make = tuple(numbers), make
@@ -71,9 +72,9 @@ class StreamedTiles(Sequence[StreamedTile]):
 
 @dataclass(eq=False)
 class FusedRegion:
-    """Units that run together, tile after tile, from `sources`, which are kept, to values to keep and parts of sums.
+    """A segment: units that run together, tile after tile, from the kept values in `sources` to those in `kept` and to `parts`.
 
-    samples: of tiles that lie along as many edges of the image the largest, and how many of it they amount to.
+    samples: indices of a few tiles that represent all, with the number of tiles that each stands for; see TileSampling.
     """
 
     units: list[TracedOp]
@@ -85,21 +86,23 @@ class FusedRegion:
 
     @cached_property
     def reads(self) -> list[Value]:
-        """All that its units read."""
+        """All values that its units read, kept ones and others."""
         return list(dict.fromkeys(value for unit in (*self.units, *self.parts) for value in unit.reads))
 
 
 @dataclass
 class Stage:
+    """once: units that run once, on the whole.  segments: units that run tile after tile, after these."""
+
     once: list[TracedOp] = field(default_factory=list)
     segments: list[FusedRegion] = field(default_factory=list)
 
 
 @dataclass
 class TileSchedule:
-    """stages: what to run.  layouts: of the values that are cut.  kept: those that are kept, with the stage that makes each.
+    """stages: what to run.  layouts: of the tiled values.  kept: the kept values, with the stage that makes each.
 
-    last: the last stage that reads a kept value in the forward.
+    last: the last stage that reads each value in the forward.
     """
 
     graph: Graph
@@ -114,18 +117,18 @@ class TileSchedule:
 
 
 def program_of(graph: Graph, units: TracedOps, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> TileSchedule:
-    """Lay the units out.
+    """Build the schedule of the units.
 
-    cut: values to keep and read again though they could be had in the same segment, so that halos end there.
-    again: values to make again where a later stage wants them, beside those that take few cheap operations.
+    cut: values to keep though they could be used in the same segment, so that halos end there.
+    again: values to recompute in later stages, besides those that take few cheap operations.
     """
     return PlanMemo(graph, units, False).program(cut, again)
 
 
 class PlanMemo:
-    """Programs of the same units that keep different values; what they have in common is worked out once.
+    """Builds schedules of the same units that keep different values; equal segments are built once.
 
-    remembers: whether tiles have steps in common, too, which takes memory.
+    remembers: whether equal steps of tiles are built once too, which takes memory.
     """
 
     def __init__(self, graph: Graph, units: TracedOps, remembers: bool = True) -> None:
@@ -138,10 +141,11 @@ class PlanMemo:
         self._steps: dict[tuple, TileOp] = {}
 
     def program(self, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> TileSchedule:
+        """The schedule for these choices; see `program_of`."""
         return _SchedulePlan(self, cut, again).program()
 
     def is_there(self, value: Value) -> bool:
-        """Whether a value is whole from the start or once its stage begins: inputs, and what units that run once make."""
+        """Whether a value is whole before the segments of its stage run: inputs, and results of units that run once."""
         unit = self.maker.get(value)
         return unit is None or unit.call is not None
 
@@ -150,7 +154,7 @@ class PlanMemo:
     def segment(
         self, units: Set[TracedOp], kept: Sequence[Value], parts: Sequence[TracedOp], sources: Set[Value]
     ) -> FusedRegion:
-        """The segment of these units; the same object for the same ones."""
+        """The segment of these units; the same object for equal arguments."""
         key = (frozenset(units), tuple(kept), tuple(parts), frozenset(sources))
         if key not in self._segments:
             ordered = sorted(units, key=self.place.__getitem__)
@@ -164,7 +168,7 @@ class PlanMemo:
         return self._segments[key]
 
     def _kept_box(self, value: Value, number: int) -> Box | None:
-        """What a tile makes of a value to keep."""
+        """The box that a tile makes of a value to keep; None if another tile makes it."""
         layout = self.layouts[value]
         box = layout.box_of(number)
         return box if _is_first(self.grid, number, layout.axes) and not is_empty(box) else None
@@ -216,11 +220,11 @@ class PlanMemo:
 
 
 AGAIN_MOST = 6
-"""Pointwise operations up to which a value is made again rather than kept."""
+"""The largest number of pointwise operations for which a value is recomputed rather than kept."""
 
 
 class _SchedulePlan:
-    """One program: which stage everything falls into, and what is kept."""
+    """Builds one schedule: assigns units to stages, and chooses the kept values."""
 
     def __init__(self, memo: PlanMemo, cut: Set[Value], again: Set[Value]) -> None:
         self.memo, self.units, self.layouts = memo, memo.units, memo.layouts
@@ -280,7 +284,7 @@ class _SchedulePlan:
         return [v for n, v in enumerate(unit.reads) if v in self.layouts and n not in unit.wide and unit.call is None]
 
     def _cost(self, value: Value) -> float:
-        """Operations that make a value from what is kept; infinite where one of them is no cheap one."""
+        """The number of operations that compute a value from kept values; infinite if one of them is not cheap."""
         if self.memo.is_there(value) or value in self.kept:
             return 0
         unit = self.memo.maker[value]
@@ -308,7 +312,7 @@ class _SchedulePlan:
         return self.memo.is_there(value) or (value in self.kept and self.kept[value] < stage)
 
     def _closure(self, values: Iterable[Value], stage: int) -> tuple[set[TracedOp], set[Value]]:
-        """The units that make these values from what is kept before the stage, and what they read of that."""
+        """The units that compute these values from values kept before the stage, and the kept values that they read."""
         found: set[TracedOp] = set()
         sources: set[Value] = set()
         stack = [value for value in values if value in self.layouts]
@@ -324,7 +328,7 @@ class _SchedulePlan:
 
 @dataclass
 class _Goal:
-    """Something to make in a stage, the units that make it, and the kept values that these read."""
+    """A value or reduction to compute in a stage, the units that compute it, and the kept values that these read."""
 
     target: Value | TracedOp
     units: set[TracedOp]
@@ -332,7 +336,7 @@ class _Goal:
 
 
 def _made(make: Any, argument: Any) -> TileOp:
-    assert make is not None, "a unit without a way to run in tiles is among those of a segment"
+    assert make is not None, "a unit that cannot run in tiles is among those of a segment"
     return make(argument)
 
 
@@ -347,7 +351,7 @@ def _last_reads(stages: Sequence[Stage]) -> dict[Value, int]:
 
 
 def _is_first(grid: Grid, tile: int, axes: Collection[int]) -> bool:
-    """Whether a tile stands first along all other axes: one of several tiles that would make the same."""
+    """Whether a tile has coordinate 0 on all axes but `axes`: of several tiles that would make the same, one does."""
     return all(at == 0 for axis, at in enumerate(grid.coordinate(tile)) if axis not in axes)
 
 
@@ -362,7 +366,7 @@ def _together(goals: Sequence[_Goal]) -> list[list[_Goal]]:
 
 
 def _drops(tile: StreamedTile) -> list[list[Value]]:
-    """After which step each value that no later one reads goes."""
+    """For each step, the values that no later step reads."""
     needed = set(tile.kept) | {v for unit, _ in tile.parts for v in unit.reads}
     drops: list[list[Value]] = []
     for unit, _ in reversed(tile.steps):
