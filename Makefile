@@ -2,13 +2,15 @@
 # make test      runs the tests that are not marked long: 15 minutes on two cores
 # make test-all  runs every test
 # make test-ci   runs all but the sweeps: what must pass before a change lands
+# make test-gpu  runs the tests that need a GPU, and says how many of them ran
+# make bench-gpu measures on a GPU, within 8 minutes, and writes benchmarks/results/gpu.json
 # make coverage  the same, and which lines no test runs
 # make docs      builds the documentation into site/
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-ci coverage docs clean
+.PHONY: demo test test-all test-ci test-gpu bench-gpu coverage docs clean
 demo: $(VENV)/installed
 	$(BIN)/widefield train recipes/digits.yaml mesh.replicate=2
 	$(BIN)/widefield train recipes/page.yaml 'data.options.pages=[64,8]' schedule.length=4ep schedule.warmup=1ep
@@ -28,6 +30,13 @@ test-all: $(VENV)/installed-test
 test-ci: $(VENV)/installed-test
 	$(PAIRS) -m "not alone and not sweep"
 	$(ALONE) -m "alone and not sweep"
+
+# In one process, for its ranks share the GPU.  Without a GPU all are skipped, the last lines say so, and the status is 0.
+test-gpu: $(VENV)/installed-test
+	$(ALONE) -m gpu --durations=10
+
+bench-gpu: $(VENV)/installed
+	$(BIN)/python benchmarks/gpu.py
 
 coverage: $(VENV)/installed-test
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered

@@ -43,9 +43,9 @@ CLASSES = 10
 Loop = Iterator[None]
 
 
-def network() -> nn.Module:
+def network(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    return torchvision.models.resnet18(num_classes=CLASSES)
+    return torchvision.models.resnet18(num_classes=CLASSES).to(device)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, image: Tensor, target: Tensor) -> Loop:
@@ -65,18 +65,19 @@ def sgd(model: nn.Module, **options: bool) -> torch.optim.Optimizer:
 
 
 def ddp_by_hand(*batch: Tensor) -> Loop:
-    model = DistributedDataParallel(network(), gradient_as_bucket_view=True, static_graph=True)
+    model = DistributedDataParallel(network(batch[0].device), gradient_as_bucket_view=True, static_graph=True)
     return steps(model, sgd(model, fused=True), *batch)
 
 
 def zero1_by_hand(*batch: Tensor) -> Loop:
-    model = DistributedDataParallel(network(), gradient_as_bucket_view=True, static_graph=True)
+    model = DistributedDataParallel(network(batch[0].device), gradient_as_bucket_view=True, static_graph=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
     return steps(model, optimizer, *batch)
 
 
 def fsdp_by_hand(reshard: bool, *batch: Tensor) -> Loop:
-    model, mesh = network(), init_device_mesh("cpu", (dist.get_world_size(),))
+    device = batch[0].device
+    model, mesh = network(device), init_device_mesh(device.type, (dist.get_world_size(),))
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         fully_shard(stage, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
@@ -84,7 +85,7 @@ def fsdp_by_hand(reshard: bool, *batch: Tensor) -> Loop:
 
 
 def recompute_by_hand(*batch: Tensor) -> Loop:
-    model = network()
+    model = network(batch[0].device)
     for block in (block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     return steps(model, sgd(model, fused=True), *batch)
@@ -94,7 +95,7 @@ def recompute_by_hand(*batch: Tensor) -> Loop:
 
 
 def ours(mesh: Mesh, plan: Plan, *batch: Tensor) -> Loop:
-    laid, model = join(mesh.world, plan), network()
+    laid, model = join(mesh.world, plan), network(mesh.device)
     image, target = batch
     parallelize(model, laid, trial_step=lambda: F.cross_entropy(model(image[:2]), target[:2]))
     option = "foreach" if plan.shard > 1 and plan.sharding.zero > 1 else "fused"
@@ -102,8 +103,8 @@ def ours(mesh: Mesh, plan: Plan, *batch: Tensor) -> Loop:
 
 
 def alone(plan: Plan, *batch: Tensor) -> Loop:
-    model = network()
-    parallelize(model, join(type(world_from(os.environ))(), plan))
+    model, mesh = network(batch[0].device), join(type(world_from(os.environ))(), plan, device=batch[0].device)
+    parallelize(model, mesh)
     return steps(model, sgd(model, fused=True), *batch)
 
 
@@ -123,11 +124,16 @@ def pairs_of(mesh: Mesh) -> dict[str, tuple[Callable[..., Loop], Callable[..., L
 # ---------------------------------------------------------------------------------------------- measuring
 
 
+def batch_of(images: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images drawn at random on the CPU, and their classes."""
+    return torch.randn(images, 3, side, side).to(device), (torch.arange(images) % CLASSES).to(device)
+
+
 def on_rank(options: argparse.Namespace) -> None:
     world = world_from(os.environ)
     mesh = join(world, Plan(replicate=world.size))
     torch.manual_seed(world.rank)
-    batch = (torch.randn(options.batch, 3, options.side, options.side), torch.arange(options.batch) % CLASSES)
+    batch = batch_of(options.batch, options.side, mesh.device)
     about = turns.conditions(mesh, options, model="torchvision resnet18", **{"batch per rank": options.batch})
     result: dict = {
         "question": "seconds of widefield's step over those of the same strategy by hand",

@@ -1,4 +1,4 @@
-"""What the benchmarks of ranks share: loops that run in turns in the same processes, and a result with its conditions.
+"""What benchmarks share: loops that run in turns in the same processes, and a result with its conditions.
 
 Blocks of steps run A B B A ...; the ratio of each pair is noted and the median is the result, so that a machine whose speed
 drifts does not decide it.  Beside the wall's seconds stand the processor's, of all ranks: others who use the machine disturb
@@ -27,32 +27,61 @@ from widefield.launchers.local import start
 Seconds = tuple[float, float]
 """On the wall's clock, and of all ranks' processors."""
 CLOCKS = ("wall", "processor")
+PAIRS_LEAST = 3
+"""Of which a median with a spread is made, however little time there is."""
 
 
 def seconds_of(loop: Iterator[object], steps: int, device: torch.device) -> Seconds:
     """What so many steps take, from when all ranks begin to when all are done."""
-    dist.barrier()
+    all_are_here(device)
     began, worked = time.perf_counter(), time.process_time()
     for _ in range(steps):
         next(loop)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     used = torch.tensor(time.process_time() - worked, dtype=torch.float64, device=device)
-    dist.barrier()
+    all_are_here(device)
     wall = time.perf_counter() - began
-    dist.all_reduce(used)
+    if dist.is_initialized():
+        dist.all_reduce(used)
     return wall, used.item()
 
 
-def in_turns(loops: Mapping[str, Iterator[object]], options: argparse.Namespace, device: torch.device) -> dict:
-    """Seconds of `options.pairs` blocks of `options.steps` steps of each loop, after three that warm it up."""
+def all_are_here(device: torch.device) -> None:
+    """Wait for this process's device and, where there are several ranks, for the others."""
+    synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def in_turns(
+    loops: Mapping[str, Iterator[object]], options: argparse.Namespace, device: torch.device, *, until: float | None = None
+) -> dict:
+    """Seconds of `options.pairs` blocks of `options.steps` steps of each loop, after three that warm it up.
+
+    until: a time of time.monotonic(), after which no pair begins but the first PAIRS_LEAST; ranks stop together.
+    """
     for loop in loops.values():
         seconds_of(loop, 3, device)
     times: dict[str, list[Seconds]] = {name: [] for name in loops}
     for pair in range(options.pairs):
+        if until is not None and pair >= PAIRS_LEAST and is_over(until, device):
+            break
         for name in loops if pair % 2 == 0 else reversed(loops):
             times[name].append(seconds_of(loops[name], options.steps, device))
     return times
+
+
+def is_over(until: float, device: torch.device) -> bool:
+    """Whether it is later than `until` by any rank's clock."""
+    late = torch.tensor(float(time.monotonic() > until), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+    return bool(late.item())
 
 
 def compared(times: Mapping[str, list[Seconds]], ours: str, theirs: str, steps: int) -> dict:

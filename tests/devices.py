@@ -25,6 +25,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_gpu_too = pytest.mark.parametrize("device", DEVICES, indirect=True)
 """A mark for a test; its cases that are marked `long` or `cpu` stay on the CPU."""
 
+on_gpu_alone = pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
+"""A mark for a test of what there is on a GPU alone."""
+
 CURRENT = ["cpu"]
 """The kind of device of the test that runs now, last."""
 _HERE = [torch.device("cpu")]

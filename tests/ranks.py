@@ -42,8 +42,9 @@ from widefield.plans import Plan, to_text
 TIMEOUT_SECONDS = 120.0
 PLANS_MOST = {"cpu": 8, "cuda": 24}
 """Plans for which ranks make a mesh, whose process groups have threads and sockets each, before new ranks take over."""
-IDLE_SECONDS = 15.0
-"""After which ranks that nobody asks are not worth what they cost: each process group's thread wakes up 100 times a second."""
+IDLE_SECONDS = {"cpu": 15.0, "cuda": 120.0}
+"""After which ranks that nobody asks are not worth what they cost: each process group's thread wakes up 100 times a second.
+Ranks on a GPU cost more to start, some ten seconds, for they are not forked."""
 RANKS_MOST = 10
 """Ranks of all world sizes that live at the same time."""
 PRELOADED = [
@@ -87,11 +88,11 @@ def on_ranks(
         raise
 
 
-def end_idle(seconds: float = IDLE_SECONDS) -> None:
-    """End ranks that have run nothing for so long."""
-    for key, pool in list(_POOLS.items()):
-        if time.monotonic() - pool.used > seconds:
-            _POOLS.pop(key).kill()
+def end_idle() -> None:
+    """End ranks that have run nothing for IDLE_SECONDS."""
+    for (size, device), pool in list(_POOLS.items()):
+        if time.monotonic() - pool.used > IDLE_SECONDS[device]:
+            _POOLS.pop((size, device)).kill()
 
 
 def close_all() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from functools import partial
 
+import devices
 import pytest
 import torch
+from devices import on_gpu_alone
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -110,6 +112,27 @@ def with_a_ghost(mesh):
         with inactive(model):
             (model(batch(1, seed=9)).square().sum() * 0.0).backward()
     check_gradients(mesh, model, alone)
+
+
+def offloaded(mesh):
+    """Three steps; the optimizer of parts that lie in the host's memory steps there."""
+    alone, model = net(), parallelize(net(), mesh)
+    assert {local(p).device.type for p in model.parameters()} == {"cpu"}
+    one, many = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (alone, model))
+    for _ in range(3):
+        one.zero_grad(), many.zero_grad()
+        (alone(batch()).square().sum() / 6).backward()
+        (model(my_half(mesh)).square().sum() * mesh.copies / 6).backward()
+        one.step(), many.step()
+    found = gather_full_on_main(model, mesh, dict(model.state_dict()))
+    if mesh.is_main:
+        devices.close(found, dict(alone.state_dict()))
+
+
+@on_gpu_alone
+@pytest.mark.parametrize("zero", [2, 3])
+def test_parts_in_the_hosts_memory_train_as_on_one_device(zero):
+    on_ranks(2, offloaded, plan=sharding(zero, offload=True))
 
 
 def check_gradients(mesh, model, alone):

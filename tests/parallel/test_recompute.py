@@ -10,7 +10,7 @@ from functools import partial
 import devices
 import pytest
 import torch
-from devices import on_gpu_too
+from devices import on_gpu_alone, on_gpu_too
 from ranks import on_ranks
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import widefield as wf
 from widefield import models
 from widefield.comm.mesh import World, join
-from widefield.config import ModelConfig
+from widefield.config import ModelConfig, RecomputeConfig
 from widefield.geometry.layout import Grid
 from widefield.module_wrapping import wrap_class
 from widefield.parallel.inactive import inactive
@@ -247,6 +247,13 @@ def test_blocks_run_again_over_ranks_as_on_one_device(name):
 @pytest.mark.parametrize("name", ["tiles", "ZeRO-3"])
 def test_activations_that_go_away_come_back_as_they_were(name):
     on_ranks(2, over_ranks, True, plan=LAYOUTS[name])
+
+
+@on_gpu_alone
+@pytest.mark.parametrize("name", ["copies", "tiles", "ZeRO-3"])
+def test_activations_in_the_hosts_memory_change_no_number(name):
+    plan = LAYOUTS[name].model_copy(update={"recompute": RecomputeConfig(offload=True)})
+    on_ranks(plan.ranks, over_ranks, plan=plan)
 
 
 def units_of_blocks(mesh):

@@ -7,8 +7,10 @@ import re
 import warnings
 from functools import partial
 
+import devices
 import pytest
 import torch
+from devices import on_gpu_too
 from marks import few
 from ranks import on_ranks
 from torch import nn
@@ -90,8 +92,9 @@ PLANS = [
 ]
 
 
+@on_gpu_too
 @pytest.mark.parametrize(("plan", "cuts"), PLANS, ids=[f"{p.replicate} x {p.space} {c}" for p, c in PLANS])
-@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("norm", ["batch", pytest.param("group", marks=pytest.mark.cpu)])
 def test_three_steps_on_tiles_equal_one_device(plan, cuts, norm):
     on_ranks(plan.ranks, three_steps, norm, cuts, plan=plan)
 
@@ -108,6 +111,7 @@ def image_gradient(mesh):
     close(mine.grad, whole.grad[own])
 
 
+@on_gpu_too
 def test_the_images_gradient_is_whole_on_every_rank_and_a_tiles_is_its_part():
     on_ranks(2, image_gradient, plan=Plan(space=[2, 1]))
 
@@ -135,7 +139,8 @@ def checkpointed(model, use_reentrant):
     return lambda x: checkpoint(model, x.detach().requires_grad_(), use_reentrant=use_reentrant)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_gpu_too
+@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.cpu)])
 @pytest.mark.parametrize("make", [unet, convs])
 def test_activation_checkpointing_with_the_same_draws(make, use_reentrant):
     on_ranks(2, checkpointed_pass, make, use_reentrant, plan=Plan(space=[2, 1]))
@@ -148,7 +153,7 @@ def checkpointed_pass(mesh, make, use_reentrant):
 def under_autocast(mesh, dtype, tolerance):
     def change(model):
         def call(x):
-            with torch.autocast("cpu", dtype):
+            with torch.autocast(devices.here().type, dtype):
                 return model(x)
 
         return call
@@ -156,6 +161,7 @@ def under_autocast(mesh, dtype, tolerance):
     one_pass(mesh, change, tolerance=tolerance, dtype=torch.float32)
 
 
+@on_gpu_too
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str)
 def test_autocast(dtype, tolerance):  # a rounding step of each format, a few layers deep
     on_ranks(2, under_autocast, dtype, tolerance, plan=Plan(space=[2, 1]))
@@ -170,6 +176,7 @@ def channels_last(mesh):
     one_pass(mesh, lambda model: lambda x: model.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last)))
 
 
+@on_gpu_too
 def test_channels_last_is_kept():
     on_ranks(2, channels_last, plan=Plan(space=[2, 1]))
 

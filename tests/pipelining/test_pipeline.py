@@ -9,9 +9,11 @@ from functools import partial, partialmethod
 from itertools import accumulate
 from unittest import mock
 
+import devices
 import pytest
 import torch
 import torch.distributed as dist
+from devices import on_gpu_too
 from marks import few
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -186,6 +188,7 @@ def test_three_steps_in_micro_batches_equal_one_device(name, micro):
     on_ranks(2, compare_with_one_device, name, plan=plan_of(2, micro=micro))
 
 
+@on_gpu_too
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize("name", few(["resnet", "unet", "vit"], "unet"))
 def test_every_schedule_gives_the_same_numbers(name, schedule):
@@ -218,17 +221,20 @@ def _nested_steps(mesh) -> None:
     same_where_here(model, alone)
 
 
+@on_gpu_too
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_a_model_may_return_any_nest_of_tensors(schedule):
     on_ranks(2, _nested_steps, plan=plan_of(2, schedule, 2))
 
 
+@on_gpu_too
 @pytest.mark.parametrize("name", few(["unet 3d", "vit", "convnext", "batch norm"], "vit", "batch norm"))
 def test_the_library_chooses_micro_batches_and_stays_exact(name):
     why = "\n".join(on_ranks(2, compare_with_one_device, name, plan=plan_of(2))[0])
     assert f"pipeline.micro_batches={1 if name == 'batch norm' else 4}:" in why, why
 
 
+@on_gpu_too
 @pytest.mark.parametrize(
     ("stage", "schedule", "micro", "name"),
     few([(3, "1f1b", 3, "unet"), (3, "zero_bubble", 3, "unet"), (3, "gpipe", 2, "vit"), (4, "1f1b", None, "batch norm"),
@@ -239,6 +245,7 @@ def test_more_stages_equal_one_device(stage, schedule, micro, name):
     on_ranks(stage, compare_with_one_device, name, plan=plan_of(stage, schedule, micro))
 
 
+@on_gpu_too
 @pytest.mark.parametrize(
     ("name", "rows", "schedule"),
     few(
@@ -278,6 +285,7 @@ def accumulates(mesh):
     close(total_norm(model, mesh, named), nn.utils.get_total_norm([p.grad for p in alone.parameters()]))
 
 
+@on_gpu_too
 def test_passes_add_up_and_a_copy_without_samples_adds_nothing():
     on_ranks(4, accumulates, plan=plan_of(2, replicate=2))
 
@@ -341,7 +349,7 @@ def test_passes_add_up_where_a_weight_is_sent_on():
 def runs_under_autocast(mesh):
     alone, model = net("resnet").float(), net("resnet").float()
     x, y = (tensor.float() for tensor in batch("resnet", 0, 4))
-    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    autocast = partial(torch.autocast, devices.here().type, dtype=torch.bfloat16)
     model = parallelize(model, mesh, sample=x)
     loss = backward_of(model, x, y, loss_of=lambda o, t: loss_of(o.float(), t), autocast=autocast)
     whole = torch.zeros((), dtype=torch.float64)
@@ -357,6 +365,7 @@ def runs_under_autocast(mesh):
             torch.testing.assert_close(p.grad, alone.get_parameter(name).grad, rtol=1e-6, atol=1e-6)
 
 
+@on_gpu_too
 def test_autocast_casts_as_on_one_device():
     on_ranks(2, runs_under_autocast, plan=plan_of(2, micro=2))
 
@@ -373,6 +382,7 @@ def per_micro_batch(mesh):
     same_where_here(model, alone)
 
 
+@on_gpu_too
 @pytest.mark.parametrize("copies", [1, 2])
 def test_statistics_per_micro_batch_are_those_of_the_micro_batch_over_copies(copies):
     plan = Plan(stage=2, replicate=copies, batch_norm="per_micro_batch", pipeline={"micro_batches": 2})

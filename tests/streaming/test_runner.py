@@ -274,6 +274,15 @@ def test_a_reader_gives_what_its_tensor_gives():
     assert len(windows) >= 4 and all(rows < 17 and columns < 13 for rows, columns in windows)
 
 
+def test_an_image_that_is_read_by_windows_may_be_run_in_one_tile():
+    """widefield.stream chooses one tile where a budget of memory has room for the whole image."""
+    plain, streamed = made(conv), made(conv, tiles=(1, 1))
+    windows = from_reader(lambda window: IMAGE[window], SHAPE, torch.float64)
+    expected = ran(plain, IMAGE)
+    del expected.gradients["input 0"]
+    assert list(differences(ran(streamed, windows), expected)) == []
+
+
 @pytest.mark.parametrize("kind", ["channels_last", "contiguous_format"])
 def test_outputs_lie_in_memory_as_the_whole_run_has_them(kind):
     order = {"memory_format": getattr(torch, kind)}

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from devices import on_gpu_too
 from marks import few
 from ranks import on_ranks
 from torch.distributed.fsdp import fully_shard
@@ -68,6 +69,7 @@ def check(found: dict[str, float]) -> None:
     assert found and {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
 
 
+@on_gpu_too
 @pytest.mark.parametrize(
     "name",
     few(["widefield/unet batch", "widefield/unet group", "timm/resnet18", "timm/seresnet33ts", "timm/convnext_atto",
@@ -85,6 +87,9 @@ def test_a_stream_inside_of_a_volume_s_tiles_is_exact():
 @pytest.mark.parametrize("name", few(["widefield/unet batch", "timm/resnet18"], "widefield/unet batch"))
 def test_a_stream_inside_of_two_by_two_tiles_is_exact(name):
     check(on_ranks(4, in_space, name, (2, 2), plan=Plan(space=[2, 2]), timeout_seconds=300)[0])
+
+
+OF_FSDP2 = ("FSDP2", "FSDP2, streams inside")
 
 
 def over_data(mesh, name: str, wrap: str) -> dict[str, float]:
@@ -109,11 +114,13 @@ def over_data(mesh, name: str, wrap: str) -> dict[str, float]:
     return errors_of(mesh, alone, streamed)
 
 
-@pytest.mark.parametrize("wrap", ["DDP", "FSDP2", "FSDP2, streams inside"])
+@on_gpu_too
+@pytest.mark.parametrize("wrap", ["DDP", *(pytest.param(name, marks=pytest.mark.cpu) for name in OF_FSDP2)])
 def test_under_ddp_and_fsdp2_gradients_are_the_whole_batch_s(wrap):
     check(on_ranks(2, over_data, "widefield/unet group", wrap, plan=Plan(replicate=2), timeout_seconds=300)[0])
 
 
+@on_gpu_too
 def test_batch_statistics_are_those_of_all_copies():
     check(on_ranks(2, over_data, "widefield/unet batch", "parallelize", plan=Plan(replicate=2), timeout_seconds=300)[0])
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import devices
 import numpy as np
 import pytest
 import torch
+from devices import on_gpu_too
 from ranks import on_ranks
 
 from widefield.plans import Plan
@@ -42,7 +44,8 @@ def kept_and_fetched(mesh, held, dim):
     assert torch.equal(exchange.gather(own), whole)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@on_gpu_too
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.cpu), 1, pytest.param(2, marks=pytest.mark.cpu)])
 @pytest.mark.parametrize("held", PARTS.values(), ids=PARTS)
 def test_a_part_is_kept_of_a_whole_and_the_whole_fetched_of_parts(held, dim):
     on_ranks(2, kept_and_fetched, held, dim, plan=Plan(channel=2))
@@ -66,10 +69,11 @@ def adjoint(mesh, kind):
     left, right = (out.detach() * y).sum(), (x.detach() * x.grad).sum()
     left = left if kind in ("fetch", "add") else mesh.sum_(left)
     right = right if kind in ("keep", "enter") else mesh.sum_(right)
-    torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+    devices.close(left, right)
     assert left.abs() > 1e-3
 
 
+@on_gpu_too
 @pytest.mark.parametrize("kind", ["keep", "fetch", "enter", "add"])
 def test_gradients_are_adjoints(kind):
     on_ranks(2, adjoint, kind, plan=Plan(channel=2))
@@ -87,5 +91,6 @@ def in_memory_order(mesh):
     return out.is_contiguous(memory_format=torch.channels_last)
 
 
+@on_gpu_too
 def test_what_lies_in_other_orders_is_added_up_in_the_order_of_the_whole():
     assert on_ranks(2, in_memory_order, plan=Plan(channel=2)) == [True] * 2

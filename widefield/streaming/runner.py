@@ -56,7 +56,8 @@ class Runner:
         for value, tensor in given.items():
             if value not in self.layouts:
                 changes = keeps and value.name in program.graph.updates  # the backward reads what the forward read
-                self.small[value] = tensor.detach().clone() if changes else tensor.detach()
+                whole = tensor.read(all_of(value)) if hasattr(tensor, "read") else tensor.detach()
+                self.small[value] = whole.clone() if changes else whole
             elif hasattr(tensor, "read"):
                 self.stores[value] = tensor
             elif value in tiled:
