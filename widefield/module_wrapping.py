@@ -26,14 +26,14 @@ class Wrapping(nn.Module):
     """Prefix of the new class's name."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        kinds, held = _copied(self)
+        kinds, copied = _copied(self)
         with _as_its_own(self):
             reduced = self.__reduce_ex__(protocol)  # of the module's own class
             if isinstance(reduced, str):
                 return reduced
             make, args, state, *rest = *reduced, *[None] * (3 - len(reduced))
             state = _without_alias(state, self.__dict__)
-        return _rebuilt, (make, args, kinds, held), state, *rest
+        return _rebuilt, (make, args, kinds, copied), state, *rest
 
 
 def wrap_class(module: nn.Module, ours: type[Wrapping]) -> None:
@@ -65,10 +65,10 @@ def _without_alias(state: Any, attributes: dict[str, Any]) -> Any:
 
 def _deepcopied(module: nn.Module, memo: dict) -> Any:
     """A copy by the module's own `__deepcopy__`."""
-    kinds, held = _copied(module)
+    kinds, copied = _copied(module)
     with _as_its_own(module):
         found = module.__deepcopy__(memo)  # type: ignore[operator]
-    return _as_ours(found, kinds, copy.deepcopy(held, memo))
+    return _as_ours(found, kinds, copy.deepcopy(copied, memo))
 
 
 def _copied(module: nn.Module) -> tuple[list[type[Wrapping]], dict[str, Any]]:
@@ -80,25 +80,25 @@ def _copied(module: nn.Module) -> tuple[list[type[Wrapping]], dict[str, Any]]:
 @contextmanager
 def _as_its_own(module: nn.Module) -> Iterator[None]:
     """Inside, the module has its own class and none of the private attributes."""
-    kinds, held = type(module).__mro__, vars(module)
-    before, private = type(module), {name: held[name] for name in held if is_private(name)}
+    kinds, attributes = type(module).__mro__, vars(module)
+    before, private = type(module), {name: attributes[name] for name in attributes if is_private(name)}
     module.__class__ = kinds[kinds.index(Wrapping) + 1]
     for name in private:
-        del held[name]
+        del attributes[name]
     try:
         yield
     finally:
         module.__class__ = before
-        held.update(private)
+        attributes.update(private)
 
 
-def _rebuilt(make: Any, args: tuple, kinds: list[type[Wrapping]], held: dict[str, Any]) -> Any:
+def _rebuilt(make: Any, args: tuple, kinds: list[type[Wrapping]], copied: dict[str, Any]) -> Any:
     """The first step of a copy or an unpickling: the new module, before its state is set."""
-    return _as_ours(make(*args), kinds, held)
+    return _as_ours(make(*args), kinds, copied)
 
 
-def _as_ours(module: Any, kinds: list[type[Wrapping]], held: dict[str, Any]) -> Any:
+def _as_ours(module: Any, kinds: list[type[Wrapping]], copied: dict[str, Any]) -> Any:
     for kind in reversed(kinds):
         wrap_class(module, kind)
-    vars(module).update(held)
+    vars(module).update(copied)
     return module

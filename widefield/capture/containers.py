@@ -39,15 +39,15 @@ def refuse_hidden(module: nn.Module, nest: Any, does: str) -> None:
         if place is not None:
             kind = type(leaf).__qualname__
             raise NotImplementedError(
-                f"{name_of(module)} {does} a {kind}, whose {place} is a tensor that nobody finds there: images are looked for "
+                f"{name_of(module)} {does} a {kind}, whose {place} is a tensor that is not found there: images are looked for "
                 "in tuples, lists, dicts and what else torch.utils._pytree knows; pass it in one of those, or call "
                 f"torch.export.register_dataclass({kind}) once where that is a dataclass"
             )
 
 
-def _places(held: Any, depth: int) -> Iterator[str]:
+def _places(thing: Any, depth: int) -> Iterator[str]:
     """Where an object contains tensors, as `.image` or `['image']`."""
-    for name, value in _parts(held):
+    for name, value in _parts(thing):
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
                 yield name
@@ -55,12 +55,12 @@ def _places(held: Any, depth: int) -> Iterator[str]:
                 yield from (name + inner for inner in _places(leaf, depth - 1))
 
 
-def _parts(held: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(held, Mapping):
-        return [(f"[{key!r}]", value) for key, value in held.items()]
-    if isinstance(held, (Sequence, Set)):
-        return [(f"[{number}]", value) for number, value in enumerate(held)]
-    if callable(held):  # a function or a loss: its attributes are no inputs
+def _parts(thing: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(thing, Mapping):
+        return [(f"[{key!r}]", value) for key, value in thing.items()]
+    if isinstance(thing, (Sequence, Set)):
+        return [(f"[{number}]", value) for number, value in enumerate(thing)]
+    if callable(thing):  # a function or a loss: its attributes are no inputs
         return []
-    slots = [name for kind in type(held).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(held, name)]
-    return [(f".{name}", getattr(held, name)) for name in [*getattr(held, "__dict__", {}), *slots]]
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(thing, name)]
+    return [(f".{name}", getattr(thing, name)) for name in [*getattr(thing, "__dict__", {}), *slots]]

@@ -160,14 +160,14 @@ DECOMPOSITIONS: dict[Any, Callable] = {
     aten.resize_as.default: _resize_as,
     **{op: COMPOSED[op] for op in (aten.stack.default, aten.rot90.default, aten.roll.default)},
 }
-"""What is taken apart, and into what."""
+"""The decomposition of each operation that has one."""
 
 
-# ---------------------------------------------------------------------------------------------- what torch took apart
+# ---------------------------------------------------------------------------------------------- compositions
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(..., C) times (C, K), which torch lays out as rows of one matrix: in a matrix of pixels no box is left."""
+    """(..., C) times (C, K).  torch computes it as a product of two matrices, whose rows join all pixels and have no boxes."""
     out = x @ weight
     return out if bias is None else out + bias
 

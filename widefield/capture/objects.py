@@ -152,8 +152,8 @@ def _counts(name: str, value: Any) -> bool:
 
 
 def _of_class(thing: type) -> Children:
-    held = {name: value for name, value in vars(thing).items() if _counts(name, value)}
-    return list(held), list(held.values())
+    attributes = {name: value for name, value in vars(thing).items() if _counts(name, value)}
+    return list(attributes), list(attributes.values())
 
 
 def _put_in_class(thing: type, names: list[Any], children: list[Any]) -> None:
@@ -221,9 +221,9 @@ DICT = Kind(lambda d: (list(dict.keys(d)), list(dict.values(d))), _put_in_dict, 
 ORDERED = Kind(lambda d: (list(d), list(d.values())), _put_in_dict, _entry)
 MEMBERS = Kind(DICT.read, _put_in_dict, lambda name: f".{name}")
 ROW = Kind(lambda row: ([], list(row)), _put_in_row, _entry)
-SET = Kind(lambda held: ([], list(held)), _put_in_set, _entry)
-FIXED = Kind(lambda held: ([], list(held)), None, _entry)
-PROXY = Kind(lambda held: (list(held), list(held.values())), None, _entry)
+SET = Kind(lambda thing: ([], list(thing)), _put_in_set, _entry)
+FIXED = Kind(lambda thing: ([], list(thing)), None, _entry)
+PROXY = Kind(lambda thing: (list(thing), list(thing.values())), None, _entry)
 OBJECT = Kind(_of_object, _put_in_object, _attribute)
 FUNCTION = Kind(_of_function, _put_in_function, _of_a_function)
 CELL = Kind(_of_cell, _put_in_cell, _nothing)
@@ -232,9 +232,9 @@ NAME = Kind(lambda place: ([], [place.space.get(place.name, _MISSING)]), _put_in
 VARIABLE = Kind(lambda variable: ([], [variable.get(_MISSING)]), _put_in_variable, _nothing)
 METHOD = Kind(lambda method: ([], [method.__func__, method.__self__]), None, _nothing)
 PARTIAL = Kind(lambda part: (["func", "args", "keywords"], [part.func, part.args, part.keywords]), None, _attribute)
-PROPERTY = Kind(lambda held: ([], [held.fget, held.fset]), None, _nothing)
-WRAPPED = Kind(lambda held: ([], [held.__wrapped__]), None, _nothing)
-REFERENCE = Kind(lambda held: ([], [held()]), None, _nothing)
+PROPERTY = Kind(lambda thing: ([], [thing.fget, thing.fset]), None, _nothing)
+WRAPPED = Kind(lambda thing: ([], [thing.__wrapped__]), None, _nothing)
+REFERENCE = Kind(lambda thing: ([], [thing()]), None, _nothing)
 ITERATOR = Kind(_of_iterator, None, _nothing)
 OPTIMIZER = Kind(lambda optimizer: (["param_groups"], [optimizer.param_groups]), None, _attribute)
 

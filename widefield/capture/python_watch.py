@@ -165,8 +165,8 @@ class PythonWatch:
 
     def _find_generators(self) -> None:
         """Note the generators and functools caches that are newly in the state, before the forward uses them."""
-        for path, held in self.state.caches:
-            self._cached.setdefault(id(held), (path, held, held.cache_info().misses))
+        for path, function in self.state.caches:
+            self._cached.setdefault(id(function), (path, function, function.cache_info().misses))
         known = {id(generator) for _, generator, _ in self.generators}
         for path, generator in self.state.generators:
             if id(generator) not in known and not isinstance(generator, torch.Generator):
@@ -180,8 +180,8 @@ class PythonWatch:
         named = _by_name(code, frame.f_globals)
         if named is not None:
             return [named]
-        held = [thing for thing in gc.get_referrers(code) if isinstance(thing, types.FunctionType)]
-        return [function for function in held if _encloses(function, frame)] or held
+        functions = [thing for thing in gc.get_referrers(code) if isinstance(thing, types.FunctionType)]
+        return [function for function in functions if _encloses(function, frame)] or functions
 
     def _called_c(self, function: Any) -> None:
         name = getattr(function, "__name__", "")
@@ -202,16 +202,16 @@ class PythonWatch:
 
     def cached(self) -> list[tuple[str, Tensor]]:
         """Fake tensors of the capture in functools caches, with their paths."""
-        return [pair for path, held in self._filled() for pair in _results(path, held).fakes]
+        return [pair for path, function in self._filled() for pair in _results(path, function).fakes]
 
     def clear_caches(self) -> None:
         """Clear the functools caches that contain fake tensors."""
-        for path, held in self._filled():
-            if _results(path, held).fakes:
-                held.cache_clear()
+        for path, function in self._filled():
+            if _results(path, function).fakes:
+                function.cache_clear()
 
     def _filled(self) -> list[tuple[str, Any]]:
-        return [(path, held) for path, held, misses in self._cached.values() if held.cache_info().misses != misses]
+        return [(path, function) for path, function, misses in self._cached.values() if function.cache_info().misses != misses]
 
     def roots(self) -> list[tuple[str, Any]]:
         """The names and functions that were found, with paths."""
@@ -232,8 +232,8 @@ def roots_of(places: Iterable[Any]) -> list[tuple[str, Any]]:
 
 def _results(path: str, function: Any) -> PythonState:
     """The state of a function's functools cache."""
-    held = [thing for thing in gc.get_referents(function) if not callable(thing)]
-    return PythonState([(f"the cache of {path}", held)])
+    results = [thing for thing in gc.get_referents(function) if not callable(thing)]
+    return PythonState([(f"the cache of {path}", results)])
 
 
 @cache
@@ -247,10 +247,10 @@ def _encloses(function: Any, frame: types.FrameType) -> bool:
     """Whether a function has the closure of a frame."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            held = cell.cell_contents
+            content = cell.cell_contents
         except ValueError:
             continue
-        if name != "__class__" and frame.f_locals.get(name) is not held:
+        if name != "__class__" and frame.f_locals.get(name) is not content:
             return False
     return True
 
@@ -281,9 +281,9 @@ def _names(code: types.CodeType, space: dict[str, Any]) -> Iterator[Name]:
         if not isinstance(module, types.ModuleType) or is_foreign(module.__name__) or module in looked_at:
             continue
         looked_at.add(module)
-        held = [name for name in code.co_names if name in vars(module)]
-        yield from (Name(vars(module), name) for name in held)
-        modules += [vars(module)[name] for name in held]
+        read = [name for name in code.co_names if name in vars(module)]
+        yield from (Name(vars(module), name) for name in read)
+        modules += [vars(module)[name] for name in read]
 
 
 def _full_name(name: str, level: int, space: dict[str, Any]) -> str:

@@ -191,7 +191,7 @@ def _refuse_calls(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim
             module, aim, f"takes the numbers of a tensor of {list(watch.reads[0].shape)} into Python",
             "hold them as Python numbers, or compute with the tensor",
         )  # fmt: skip
-    known = {cdata(held) for _, held in watch.state.generators if isinstance(held, torch.Generator)}
+    known = {cdata(generator) for _, generator in watch.state.generators if isinstance(generator, torch.Generator)}
     for node in recorded.nodes:
         generator = node.generator if node.draws else None
         if generator is not None and cdata(generator) not in known:  # torch makes other objects for the same generator

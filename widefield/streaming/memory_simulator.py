@@ -67,7 +67,7 @@ class _Record:
     """A step that has run.
 
     around: the box that the tensor of each argument covers; None for a small value.  outs: tokens of the results.
-    held: tokens of the tensors that autograd saved.
+    saved_tokens: tokens of the tensors that autograd saved.
     """
 
     unit: TracedOp
@@ -75,7 +75,7 @@ class _Record:
     saved: SavedTensors
     around: list[Box | None]
     outs: list[int | None]
-    held: list[int]
+    saved_tokens: list[int]
 
 
 class _MemorySimulator:
@@ -141,13 +141,13 @@ class _MemorySimulator:
         scratch = self._new(0 if is_stored else self._scratch(unit, step, around))
         outs = self._outs(unit, step, saved, is_stored)
         self._release(scratch)
-        held: list[int] = []
+        saved_tokens: list[int] = []
         if self.keeps and any(out is not None and out.wants_grad for out in unit.outs):
-            held = [self._hold(self._env[unit.reads[n]][0]) for n in sorted(saved.reads) if unit.reads[n] in self._env]
-            held += [self._hold(token) for n, token in enumerate(outs) if token is not None and n in saved.outs]
-            held += [self._hold(copies)] if saved.more else []
+            saved_tokens = [self._hold(self._env[unit.reads[n]][0]) for n in sorted(saved.reads) if unit.reads[n] in self._env]
+            saved_tokens += [self._hold(token) for n, token in enumerate(outs) if token is not None and n in saved.outs]
+            saved_tokens += [self._hold(copies)] if saved.more else []
         self._release(copies)
-        self._records.append(_Record(unit, step, saved, around, outs, held))
+        self._records.append(_Record(unit, step, saved, around, outs, saved_tokens))
 
     def _scratch(self, unit: TracedOp, step: TileOp, around: list[Box | None]) -> int:
         """Temporary bytes of a convolution's kernel: its result and a copy of a window of a larger tensor, in its format."""
@@ -186,7 +186,7 @@ class _MemorySimulator:
             given = [self._grads.pop(out) for out in record.unit.outs if out in self._grads]
             if given or record.unit.part is not None:
                 self._back(record, given)
-            self._release(*given, *record.held)
+            self._release(*given, *record.saved_tokens)
 
     def _back(self, record: _Record, given: list[int]) -> None:
         """Add the gradients of a step's arguments."""

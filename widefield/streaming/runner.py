@@ -331,7 +331,7 @@ class Runner:
         units = self._with_gradient(stage.once)
         made = {out for unit in units for out in unit.outs if out is not None}
         env: dict[Value, Tensor] = {}
-        wholes: dict[Value, Tensor] = {}
+        full: dict[Value, Tensor] = {}
         small = _Leaves(self)
         with torch.enable_grad():
             for unit in units:
@@ -345,9 +345,9 @@ class Runner:
                     elif number not in unit.wide:
                         tensors.append(self._whole(unit, number))
                     else:
-                        if value not in wholes:
-                            wholes[value] = leaf_window(value, self._whole(unit, number))
-                        tensors.append(wholes[value])
+                        if value not in full:
+                            full[value] = leaf_window(value, self._whole(unit, number))
+                        tensors.append(full[value])
                 with torch.set_grad_enabled(unit.node.grad):
                     results = unit.call(tensors)
                 pairs = zip(unit.outs, results, strict=True)
@@ -356,7 +356,7 @@ class Runner:
             grads = [self._take_grad(value) for value in outs]
             if outs:
                 torch.autograd.backward([env[value] for value in outs], grads)
-        for value, leaf in wholes.items():
+        for value, leaf in full.items():
             if leaf.grad is not None:
                 box = self.spatial.own_box(self.layouts[value])
                 self._add(value, crop(leaf.grad, all_of(value), box), box)

@@ -99,16 +99,16 @@ class SavedTensorCache:
 
 def _traced(unit: TracedOp, step: TileOp, tensors: list[Tensor]) -> SavedTensors:
     with torch.set_grad_enabled(unit.node.grad):
-        results, held = _run(step, tensors)
+        results, saved = _run(step, tensors)
     inside, out = _places(tensors), _places(results)
     size = max(1, sum(_storage(r) for r in results if isinstance(r, Tensor)))
-    more = sum({_place(t): _storage(t) for t in held if _place(t) not in inside and _place(t) not in out}.values())
-    places = {_place(tensor) for tensor in held}
+    more = sum({_place(t): _storage(t) for t in saved if _place(t) not in inside and _place(t) not in out}.values())
+    places = {_place(tensor) for tensor in saved}
     return SavedTensors(
         reads=frozenset(n for n, tensor in enumerate(tensors) if _place(tensor) in places),
         outs=frozenset(n for n, r in enumerate(results) if isinstance(r, Tensor) and _place(r) in places),
         more=more / size,
-        copies=(more if held else _copied(step, tensors)) / size,
+        copies=(more if saved else _copied(step, tensors)) / size,
         shows=tuple((n, inside[_place(r)]) for n, r in enumerate(results) if isinstance(r, Tensor) and _place(r) in inside),
         passes=_passes(tensors, results),
     )
@@ -130,9 +130,9 @@ def _copied(step: TileOp, tensors: Sequence[Tensor]) -> int:
     """The bytes of copies that a run makes of its arguments, such as for padding: what autograd would save besides these."""
     with torch.enable_grad():
         wanting = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
-        results, held = _run(step, wanting)
+        results, saved = _run(step, wanting)
     known = {**_places(wanting), **_places(results)}
-    return sum({_place(t): _storage(t) for t in held if _place(t) not in known}.values())
+    return sum({_place(t): _storage(t) for t in saved if _place(t) not in known}.values())
 
 
 def _borders(unit: TracedOp, step: TileOp) -> list[tuple[bool, bool]]:

@@ -176,7 +176,7 @@ class PlanMemo:
     # ------------------------------------------------------------------------------------------ tiles
 
     def _tile(
-        self, units: Sequence[TracedOp], kept: Sequence[Value], parts: Sequence[TracedOp], held: Set[Value], number: int
+        self, units: Sequence[TracedOp], kept: Sequence[Value], parts: Sequence[TracedOp], stored: Set[Value], number: int
     ) -> StreamedTile:
         tile = StreamedTile(number)
         needs: dict[Value, list[Box]] = {}
@@ -187,7 +187,7 @@ class PlanMemo:
                 if box is None:
                     box = tuple(Interval(0, extent) for extent in value.shape)
                 if value in self.layouts and not is_empty(box):
-                    (sources if value in held else needs).setdefault(value, []).append(box)
+                    (sources if value in stored else needs).setdefault(value, []).append(box)
 
         for value in kept:
             box = self._kept_box(value, number)

@@ -100,8 +100,8 @@ def _convolution(node: Node, given: Given, candidates: Candidates) -> Iterator[O
         return
     for part in candidates.shards(out, 1) if x not in given else []:
         yield OpStrategy({x: PARTIAL_GRADIENT, weight: part.on(outputs), **_if(bias, part.on(0))}, [part])
-    held = [given[x]] if x in given and given[x].dim == 1 else []
-    for part in held or even(x, 1, candidates):
+    parts = [given[x]] if x in given and given[x].dim == 1 else []
+    for part in parts or even(x, 1, candidates):
         args = (x, weight, None, *node.args[3:])
         yield OpStrategy({x: part, weight: part.on(inputs)}, [PARTIAL], lambda _, args=args: args, bias=bias, bias_dim=1)
 
@@ -110,8 +110,8 @@ def _grouped(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStr
     x, weight, bias, *_, groups = node.args
     out = node.outs[0]
     assert out is not None
-    held = [given[x]] if x in given and given[x].dim == 1 else []
-    for part in held or candidates.shards(x, 1):
+    parts = [given[x]] if x in given and given[x].dim == 1 else []
+    for part in parts or candidates.shards(x, 1):
         whole = in_groups(part, groups)
         if whole is None:
             continue
