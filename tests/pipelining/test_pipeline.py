@@ -486,7 +486,8 @@ def order_of(mesh, schedule, micro):
     model = parallelize(net("resnet"), mesh, sample=batch("resnet", 0, micro)[0])
     x, y = batch("resnet", 0, micro)
     backward_of(model, x, y, loss_of=loss_of)
-    (module,) = override_of(model).known.values()[0].modules
+    (stage,) = override_of(model).known.values()[0].stages
+    module = stage.submod
     forward, done = module.forward, []
 
     def run(*given):

@@ -326,7 +326,6 @@ class _Pass:
         self.layouts: dict[Value, Layout] = {}
         """The layouts of tiled inputs and of tiled values between stages; complete once `has_layouts`."""
         self.has_layouts = False
-        self.modules: list[StageModule] = []
         self._batch_loss: BatchLoss | None = None
         self._losses: list[Tensor] = []
         self._dims: list[int | None] | None = None
@@ -349,7 +348,6 @@ class _Pass:
             place = {"stage": stage, "stages": count, "device": device, "wire": wire, "layouts": self.layouts}
             made = StageModule(self.parts[stage], weights, splits=stage_class is SplitStage, **place)
             takes, gives = made.metas(like)
-            self.modules.append(made)
             self.stages.append(stage_class(made, stage, count, wire, input_args=takes, output_args=gives, group=override.group))
         self.has_first, self.positions = 0 in mine, torch.arange(override.micro_batches * len(inputs[0]))
         self.schedule = _schedule(kind, self.stages, override.micro_batches, self._loss)

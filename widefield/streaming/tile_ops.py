@@ -191,7 +191,7 @@ class Boxed:
         unread = {n for n, lay in enumerate(layouts) if lay is not None} - {meta.number for meta in d.reads}
         if unread:
             return None
-        made = cls(node, layouts, layout, _out_layouts(d, layout, len(node.outs)))
+        made = cls(node, layouts, layout, _out_layouts(d, layout))
         return made if made._link(d) else None
 
     def _link(self, d: Local | Reduced) -> bool:
@@ -289,10 +289,10 @@ class Boxed:
         return results(d.finish(total, *given) if d.finish is not None else total)
 
     def _boxes(self, d: Local | Reduced, layout: Any) -> list[Box | None]:
-        return [None if out is None else out.box for out in _out_layouts(d, layout, len(self.node.outs))]
+        return [None if out is None else out.box for out in _out_layouts(d, layout)]
 
 
-def _out_layouts(d: Local | Reduced, layout: Layout, count: int) -> list[Layout | None]:
+def _out_layouts(d: Local | Reduced, layout: Layout) -> list[Layout | None]:
     if isinstance(d, Local):
         return [layout_of(tuple(shape), cuts or (None,) * len(shape), layout.grid) for shape, cuts in d.outs(layout)]
     return [

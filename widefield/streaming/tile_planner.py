@@ -148,10 +148,10 @@ class _GraphReader:
         self._cut(node.outs, [layout] * len(node.outs))
         step = partial(pointwise_step, node, out.shape)
         self.found.units.append(
-            TracedOp(node, node.reads, node.outs, step=step, is_pointwise=True, wide=self._wide(node, layouts, layout))
+            TracedOp(node, node.reads, node.outs, step=step, is_pointwise=True, wide=self._wide(layouts, layout))
         )
 
-    def _wide(self, node: Node, layouts: Sequence[Layout | None], out: Layout) -> frozenset[int]:
+    def _wide(self, layouts: Sequence[Layout | None], out: Layout) -> frozenset[int]:
         """The numbers of reads that are cut along an axis along which the result is not."""
         cut = {n: set(lay.axes) for n, lay in enumerate(layouts) if lay is not None}
         return frozenset(n for n, axes in cut.items() if axes - set(out.axes))
@@ -205,7 +205,7 @@ class _GraphReader:
         }:  # type: ignore
             return False
         self._cut(node.outs, layouts)
-        wide = self._wide(node, given, layouts[0])
+        wide = self._wide(given, layouts[0])
         self.found.units.append(TracedOp(node, node.reads, node.outs, step=partial(windowed_step, node, d), wide=wide))
         return True
 
@@ -223,7 +223,7 @@ class _GraphReader:
             self.found.units.append(TracedOp(node, node.reads, small, call=boxed.uncut_outputs))
         self._cut(node.outs, layouts)
         first = next(layout for layout in layouts if layout is not None and layout.is_cut)
-        self.found.units.append(TracedOp(node, node.reads, node.outs, step=boxed.step, wide=self._wide(node, given, first)))
+        self.found.units.append(TracedOp(node, node.reads, node.outs, step=boxed.step, wide=self._wide(given, first)))
         return True
 
     def _gathered(self, node: Node, given: list, kept: list[Layout | None], d: Reduced) -> bool:
@@ -239,7 +239,7 @@ class _GraphReader:
                 part=partial(part_step, node, kept),
                 merge=d.merge,
                 axes=tuple(boxed.extents),
-                wide=self._wide(node, given, boxed.layout),
+                wide=self._wide(given, boxed.layout),
             )
         )
         layouts = boxed.out_layouts
