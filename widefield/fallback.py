@@ -1,7 +1,8 @@
-"""Which operations run otherwise than the plan asks, and what do they hold?
+"""Which operations do not run as the plan asks, and how many bytes do they take?
 
-A plan asks for tiles, channels or stages.  An operation that cannot be cut so runs on the whole, with the same numbers, in more
-memory or time.  Each such place is a `Fallback`; all of a run are told in words, the largest first, with a total.
+A plan cuts a model into tiles, channels or stages.  An operation that cannot be cut runs on the whole tensor, with the same
+numbers, but takes more memory or time.  Each such place is a `Fallback`.  A run reports all of them, the largest first, with
+the total for each kind.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ MEANINGS: dict[Kind, str] = {
     "run whole": "on the whole image at once",
     "run in strips": "cut along fewer dims of the image than it has tiles",
     "drawn whole": "random numbers for the whole, as one device draws them",
-    "gathered": "brought whole to every rank",
+    "gathered": "in full on every rank",
     "left whole": "on every rank, for cutting them would send more than it saves",
     "whole batch": "at once, in place of micro-batches",
 }
-"""The kinds, in the order in which they are told, and what each says."""
+"""The kinds, in the order in which they are reported, and the end of each kind's sentence."""
 ROWS_MOST = 5
-"""Places of a kind that are named in a run's reasons; all of them stand in its record, its report and in a verdict."""
+"""How many places of a kind a run's reasons name; its record, its report and a verdict have all of them."""
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """A place where an operation runs otherwise than the plan asks.
+    """An operation of a model that does not run as the plan asks.
 
-    module: the qualified name of the module that called it, "" for the model itself.  operation: torch's name of it.
-    bytes: of the whole tensors that a rank holds for it in one pass, and for none of the places before it.
-    why: a clause; "" where the kind says it.  count: how often it is there.
+    module: the qualified name of the module that called it, "" for the model itself.  operation: torch's name for it.
+    bytes: of the full tensors that a rank holds for it in one pass, without those that an earlier Fallback counts.
+    why: a clause; "" where the kind says enough.  count: the number of such operations at this place.
     """
 
     kind: Kind
@@ -54,7 +55,7 @@ class Fallback:
 
 
 def by_size(fallbacks: Iterable[Fallback]) -> list[Fallback]:
-    """The largest first; several of one place and reason as one."""
+    """The fallbacks, the largest first; those with the same place and reason are added up."""
     found: dict[tuple, Fallback] = {}
     for one in fallbacks:
         key = one.kind, one.module, one.operation, one.why
@@ -65,7 +66,7 @@ def by_size(fallbacks: Iterable[Fallback]) -> list[Fallback]:
 
 
 def by_kind(fallbacks: Iterable[Fallback]) -> dict[Kind, list[Fallback]]:
-    """Those of each kind that there is, the largest first."""
+    """The fallbacks of each kind that occurs, the largest first."""
     ordered = by_size(fallbacks)
     found = {kind: [one for one in ordered if one.kind == kind] for kind in MEANINGS}
     return {kind: rows for kind, rows in found.items() if rows}
@@ -79,18 +80,21 @@ def head_of(kind: Kind, rows: Sequence[Fallback]) -> str:
 
 
 def in_words(fallbacks: Iterable[Fallback], *, most: int = ROWS_MOST) -> list[str]:
-    """For each kind a sentence with the total, and one for each of the largest places; those without a reason in one."""
-    said: list[str] = []
+    """A sentence with the total for each kind, then one for each of its `most` largest places.
+
+    Places of a kind without reasons are listed in the kind's own sentence.
+    """
+    sentences: list[str] = []
     for kind, rows in by_kind(fallbacks).items():
         head, left = head_of(kind, rows), rows[most:]
         rest = [f"{len(left)} more ({size_text(sum(row.bytes for row in left))})"] if left else []
         if any(row.why for row in rows):
-            said += [head, *(f"{kind}: {row}" for row in rows[:most]), *(f"{kind}: and {more}" for more in rest)]
+            sentences += [head, *(f"{kind}: {row}" for row in rows[:most]), *(f"{kind}: and {more}" for more in rest)]
         else:
-            said.append(f"{head}: {', '.join([*map(str, rows[:most]), *rest])}")
-    return said
+            sentences.append(f"{head}: {', '.join([*map(str, rows[:most]), *rest])}")
+    return sentences
 
 
 def size_text(size: int) -> str:
-    """300 KiB, and below one 40 bytes."""
+    """`300 KiB`; below 1 KiB, `40 bytes`."""
     return bytes_text(size) if size >= 2**10 else f"{size} bytes"

@@ -1,8 +1,8 @@
-"""Calling a module runs something of ours, and yet it stays the object it was: a class of ours is put before its own.
+"""Changes what a call of a module runs, while the module stays the same object: its class becomes a subclass of its own class.
 
-Several may be put before one module, one after another.  What is ours of a module is its class, and attributes with private
-names.  A copy or a pickle is made by the module's own class as if we were not there, whatever that class says of copying, and
-has of ours what `COPIED` names.
+`wrap_class(module, ours)` sets `module.__class__` to a new class with the bases (ours, the module's class).  This can be
+repeated with several classes.  Besides the class, only attributes with private names are added.  Copies and pickles are made
+by the module's own class, as if nothing were added; they then get the wrapping classes that name attributes in `COPIED`.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from torch import nn
 
 
 class Wrapping(nn.Module):
-    """Put before a module's own class by `wrap_class`; a subclass says what a call runs."""
+    """Base of the classes that `wrap_class` puts before a module's own; a subclass defines what a call runs."""
 
     COPIED: ClassVar[tuple[str, ...]] = ()
-    """The attributes that a copy has, which then is of this class too; none: a copy knows nothing of this class."""
+    """Attributes that a copy or pickle gets, which is then wrapped by this class too; if empty, a copy is not wrapped."""
     PREFIX: ClassVar[str] = ""
-    """Of the name of the class that a module has afterwards."""
+    """Prefix of the new class's name."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        kinds, held = _copied(self)
+        kinds, copied = _copied(self)
         with _as_its_own(self):
             reduced = self.__reduce_ex__(protocol)  # of the module's own class
             if isinstance(reduced, str):
                 return reduced
             make, args, state, *rest = *reduced, *[None] * (3 - len(reduced))
-            state = _apart(state, self.__dict__)
-        return _rebuilt, (make, args, kinds, held), state, *rest
+            state = _without_alias(state, self.__dict__)
+        return _rebuilt, (make, args, kinds, copied), state, *rest
 
 
 def wrap_class(module: nn.Module, ours: type[Wrapping]) -> None:
-    """Put a class of ours before the module's own, where it is not there yet."""
+    """Put the class `ours` before the module's own class in its MRO, unless it is there already."""
     if not isinstance(module, ours):
         module.__class__ = _wrapped(ours, type(module))
 
 
 def is_private(name: Any) -> bool:
-    """Whether an attribute of a module is ours."""
+    """Whether an attribute of a module was added by widefield, by its name."""
     return type(name) is str and name.startswith(("_widefield_", "_stream"))
 
 
@@ -56,49 +56,49 @@ def _wrapped(ours: type[Wrapping], theirs: type) -> type:
     return types.new_class(f"{ours.PREFIX}{theirs.__name__}", (ours, theirs), exec_body=lambda space: space.update(names))
 
 
-def _apart(state: Any, held: dict[str, Any]) -> Any:
-    """A state with what `held` holds now, where it refers to that."""
+def _without_alias(state: Any, attributes: dict[str, Any]) -> Any:
+    """A reduced state that does not alias the module's `__dict__`, to which the private attributes come back."""
     if type(state) is tuple:
-        return tuple(_apart(part, held) for part in state)
-    return dict(held) if state is held else state
+        return tuple(_without_alias(part, attributes) for part in state)
+    return dict(attributes) if state is attributes else state
 
 
 def _deepcopied(module: nn.Module, memo: dict) -> Any:
-    """By the module's own class, which has its own way."""
-    kinds, held = _copied(module)
+    """A copy by the module's own `__deepcopy__`."""
+    kinds, copied = _copied(module)
     with _as_its_own(module):
         found = module.__deepcopy__(memo)  # type: ignore[operator]
-    return _as_ours(found, kinds, copy.deepcopy(held, memo))
+    return _as_ours(found, kinds, copy.deepcopy(copied, memo))
 
 
 def _copied(module: nn.Module) -> tuple[list[type[Wrapping]], dict[str, Any]]:
-    """The classes of ours that a copy has, outermost first, and their attributes."""
+    """The wrapping classes that a copy gets, outermost first, and their attributes."""
     kinds = [kind for kind in type(module).__mro__ if vars(kind).get("COPIED")]
     return kinds, {name: vars(module)[name] for kind in kinds for name in kind.COPIED if name in vars(module)}
 
 
 @contextmanager
 def _as_its_own(module: nn.Module) -> Iterator[None]:
-    """Inside, a module is of its own class, without what is ours."""
-    kinds, held = type(module).__mro__, vars(module)
-    before, private = type(module), {name: held[name] for name in held if is_private(name)}
+    """Inside, the module has its own class and none of the private attributes."""
+    kinds, attributes = type(module).__mro__, vars(module)
+    before, private = type(module), {name: attributes[name] for name in attributes if is_private(name)}
     module.__class__ = kinds[kinds.index(Wrapping) + 1]
     for name in private:
-        del held[name]
+        del attributes[name]
     try:
         yield
     finally:
         module.__class__ = before
-        held.update(private)
+        attributes.update(private)
 
 
-def _rebuilt(make: Any, args: tuple, kinds: list[type[Wrapping]], held: dict[str, Any]) -> Any:
-    """What copies and pickles begin with: an empty module."""
-    return _as_ours(make(*args), kinds, held)
+def _rebuilt(make: Any, args: tuple, kinds: list[type[Wrapping]], copied: dict[str, Any]) -> Any:
+    """The first step of a copy or an unpickling: the new module, before its state is set."""
+    return _as_ours(make(*args), kinds, copied)
 
 
-def _as_ours(module: Any, kinds: list[type[Wrapping]], held: dict[str, Any]) -> Any:
+def _as_ours(module: Any, kinds: list[type[Wrapping]], copied: dict[str, Any]) -> Any:
     for kind in reversed(kinds):
         wrap_class(module, kind)
-    vars(module).update(held)
+    vars(module).update(copied)
     return module

@@ -105,7 +105,7 @@ def _fit(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:
     try:
         outcome = trainer.fit(passes, interrupt)
     except Exception as error:
-        raised = trainer.mesh.watch.tell(error)
+        raised = trainer.mesh.watch.report(error)
         trainer.fail(raised)
         _report(trainer.folder, trainer.mesh)
         if raised is error:

@@ -1,8 +1,8 @@
-"""Who holds what of a model's tensors?  Wholes out of the parts that ranks hold, and a rank's part of a whole.
+"""Sharded parameters, gradients and optimizer state: full tensors from the ranks' shards, and a rank's shard of a full tensor.
 
-A part is a DTensor (fully_shard), or what a strategy that cuts parameters or deals them out has registered.  Gradients,
-optimizer state and averages of a parameter are held as the parameter is.  Checkpoints and exports hold wholes alone, under
-the plain model's names, so that any plan takes up what another wrote.
+A tensor is sharded as a DTensor (fully_shard), or by a strategy that has registered a ShardSpec for it (channel, stage).  The
+gradient, optimizer state and moving average of a parameter are sharded as the parameter is.  Checkpoints and exports contain
+full tensors only, under the names of the plain model, so that a checkpoint written under one plan resumes under another.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ Path = tuple[Any, ...]
 
 
 class ShardSpec(Protocol):
-    """How the ranks of the axes `channel` and `stage` hold one parameter, and whatever else has its shape."""
+    """How one parameter, and any tensor of its shape, is sharded over the ranks of the axes `channel` and `stage`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the full tensor."""
 
     @property
     def num_shards(self) -> int:
-        """Among how many ranks of those axes it is shared out, each element being on one of so many."""
+        """The number of ranks of those axes that share the tensor; each element is on one of them."""
 
-    def whole(self, part: Tensor, turn: int) -> Tensor | None:
-        """The whole, on one of the ranks that share it; None on the others.  They all call it, with the same `turn`.
+    def whole(self, part: Tensor, receiver: int) -> Tensor | None:
+        """Gather the full tensor on one of the ranks that share it; None on the others.  All of them must call it.
 
-        turn: a number from 0 that says which of them gets it, so that the work is spread; 0 is the first.
+        receiver: any number from 0, the same on all of them; callers vary it to spread the full tensors over the ranks.  0 is
+            the first rank.
         """
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part; sends nothing."""
+        """This rank's shard of a full tensor; sends nothing."""
 
 
 @dataclass(frozen=True)
 class RemoteTensor:
-    """Stands for a tensor that another rank gives."""
+    """A placeholder for a tensor that is on another rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,60 +59,59 @@ class RemoteTensor:
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
 
-_HOLDERS: WeakKeyDictionary[nn.Module, dict[str, ShardSpec]] = WeakKeyDictionary()
+_SPECS: WeakKeyDictionary[nn.Module, dict[str, ShardSpec]] = WeakKeyDictionary()
 
 
-def register(model: nn.Module, holders: Mapping[str, ShardSpec]) -> None:
-    """Say of which parameters and buffers of `model`, by name, this rank has a part only, or another rank all.
+def register(model: nn.Module, specs: Mapping[str, ShardSpec]) -> None:
+    """Say how parameters and buffers of `model`, by name, are sharded over the axes `channel` and `stage`.
 
-    What has several names, as a layer that is registered twice, is held alike under all of them.
+    A tensor with several names, such as the weight of a layer that is registered twice, gets its spec under all of them.
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    held = {id(tensor): holders[name] for name, tensor in named if name in holders}
-    others = {name: held[id(tensor)] for name, tensor in named if id(tensor) in held}
-    _HOLDERS.setdefault(model, {}).update(others | dict(holders))
+    by_tensor = {id(tensor): specs[name] for name, tensor in named if name in specs}
+    others = {name: by_tensor[id(tensor)] for name, tensor in named if id(tensor) in by_tensor}
+    _SPECS.setdefault(model, {}).update(others | dict(specs))
 
 
 def registered(model: nn.Module) -> Mapping[str, ShardSpec]:
-    """What has been told of so far."""
-    return _HOLDERS.get(model, {})
+    """The specs registered for `model` so far, by name."""
+    return _SPECS.get(model, {})
 
 
 def is_sharded(mesh: Mesh) -> bool:
-    """Whether ranks of this mesh may hold parts of tensors, so that wholes take messages."""
+    """Whether ranks of this mesh may have shards of tensors, so that a full tensor takes messages."""
     return mesh.plan.shard * mesh.plan.channel * mesh.plan.stage > 1
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Whether this rank has only some rows of a tensor, which is a DTensor then."""
+    """Whether the tensor is a DTensor, of which this rank has only some rows."""
     return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, as a plain one that shares its memory."""
+    """A DTensor's local tensor, with the same memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Name and whole shape of every parameter and buffer that a checkpoint has."""
-    registered = _HOLDERS.get(model, {})
+    """Name and full shape of every parameter and buffer in a checkpoint of `model`."""
     here = {name: list(value.shape) for name, value in model.state_dict().items()}
-    return here | {name: list(spec.shape) for name, spec in registered.items()}
+    return here | {name: list(spec.shape) for name, spec in registered(model).items()}
 
 
-# ---------------------------------------------------------------------------------------------- from wholes to parts
+# ---------------------------------------------------------------------------------------------- from full tensors to shards
 
 
 def part(model: nn.Module, name: str, whole: Tensor) -> Tensor:
-    """This rank's part of a whole that belongs to the parameter or buffer `name`, in the form that it has here."""
-    spec = _HOLDERS.get(model, {}).get(name)
+    """This rank's shard of a full tensor that belongs to the parameter or buffer `name`; a DTensor where that one is."""
+    spec = registered(model).get(name)
     mine = whole if spec is None else spec.part(whole)
     here = _named(model, name)
-    return _dealt(mine, here) if isinstance(here, DTensor) else mine
+    return _rows_like(mine, here) if isinstance(here, DTensor) else mine
 
 
 def parts(model: nn.Module, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`part` of every parameter and buffer that this rank's model has, for its `load_state_dict`."""
+    """`part` of every full tensor in `wholes` that this rank's model has a name for, for `load_state_dict`."""
     return {name: part(model, name, wholes[name]) for name in model.state_dict() if name in wholes}
 
 
@@ -120,125 +120,122 @@ def _named(model: nn.Module, name: str) -> Any:
     return getattr(model.get_submodule(owner), last, None)
 
 
-def _dealt(whole: Tensor, like: DTensor) -> DTensor:
-    """The rows of `whole` that this rank has of `like`, with its placement and device."""
-    lengths, ranks = _rows(like), like.device_mesh.get_local_rank(like.device_mesh.ndim - 1)
-    start = sum(lengths[:ranks])
-    rows = whole[start : start + lengths[ranks]].to(like.to_local().device).contiguous()
+def _rows_like(whole: Tensor, like: DTensor) -> DTensor:
+    """A DTensor of `whole`, with the placements and device of `like`."""
+    lengths, rank = _rows(like), like.device_mesh.get_local_rank(like.device_mesh.ndim - 1)
+    start = sum(lengths[:rank])
+    rows = whole[start : start + lengths[rank]].to(like.to_local().device).contiguous()
     arguments = {"shape": like.shape, "stride": like.stride(), "run_check": False}
     return DTensor.from_local(rows, like.device_mesh, like.placements, **arguments)
 
 
 def _rows(tensor: DTensor) -> list[int]:
-    """How many rows each rank of the innermost mesh axis has: as torch.chunk cuts them, so that the last may have none."""
-    ways, rows = tensor.device_mesh.size(tensor.device_mesh.ndim - 1), tensor.shape[0]
-    each = -(-rows // ways)
-    return [max(0, min(each, rows - rank * each)) for rank in range(ways)]
+    """How many rows each rank of the innermost mesh axis has: as torch.chunk divides them, so the last ranks may have none."""
+    num_shards, rows = _num_shards(tensor), tensor.shape[0]
+    each = -(-rows // num_shards)
+    return [max(0, min(each, rows - rank * each)) for rank in range(num_shards)]
 
 
-# ---------------------------------------------------------------------------------------------- from parts to wholes
+# ---------------------------------------------------------------------------------------------- from shards to full tensors
 
 
 @torch.no_grad()
 def gather_full(model: nn.Module, mesh: Mesh, state: dict) -> dict:
-    """`state`, nested dicts of what belongs to `model`, with wholes in place of parts; every rank calls it.
+    """`state` with full tensors in place of shards; every rank calls it.
 
-    Each whole is put together on one rank, one after another, and lies in the CPU's memory there; on the others a RemoteTensor
-    stands for it.  Ranks take turns by bytes, so that each has about its share.  What only some ranks have (the state of a
-    shared optimizer, the layers of a stage) every rank has afterwards, as itself or as a RemoteTensor.
+    state: nested dicts of what belongs to `model`: parameters, buffers, gradients, optimizer state.
+    Each full tensor is gathered on one rank, in the CPU's memory; the other ranks get a RemoteTensor.  The ranks are chosen so
+    that each gets about the same bytes.  Entries that only some ranks have (optimizer state under ZeRO-1, the layers of a
+    stage) are in every rank's result, as a value or a RemoteTensor.
     """
-    return _nested(_united(mesh, dict(_gather(model, mesh, state, spread=True)))) if is_sharded(mesh) else state
+    return _nested(_merged(mesh, dict(_gather(model, mesh, state, spread=True)))) if is_sharded(mesh) else state
 
 
 @torch.no_grad()
 def gather_full_on_main(model: nn.Module, mesh: Mesh, state: dict) -> dict:
-    """As `gather_full`, with every whole on rank 0; others may have RemoteTensors.  Every rank calls it."""
+    """As `gather_full`, with every full tensor on rank 0; other ranks may get RemoteTensors.  Every rank calls it."""
     if not is_sharded(mesh):
         return state
     found = dict(_gather(model, mesh, state, spread=False))
     having = mesh.gather_objects({path: dense_strides(value) for path, value in found.items() if isinstance(value, Tensor)})
-    united = _united(mesh, found)
-    for path, value in united.items():
+    merged = _merged(mesh, found)
+    for path, value in merged.items():
         ranks = [rank for rank, strides in enumerate(having) if path in strides]
         if ranks and ranks[0] > 0:
-            united[path] = _sent(value, mesh, source=ranks[0], strides=having[ranks[0]][path])
-    return _nested(united)
+            merged[path] = _sent_to_main(value, mesh, source=ranks[0], strides=having[ranks[0]][path])
+    return _nested(merged)
 
 
 def _gather(model: nn.Module, mesh: Mesh, state: dict, *, spread: bool) -> Iterator[tuple[Path, Any]]:
-    """Every value of `state` by its path, wholes in place of parts; the rank whose turn it is not has a RemoteTensor."""
+    """Every value of `state` by its path, full tensors in place of shards, or a RemoteTensor if another rank receives it."""
     loads = [0] * (mesh.size if spread else 1)
     for path, value in _leaves(state):
-        spec = _holder_of(model, path, value)
+        spec = _spec_of(model, path, value)
         if spec is None and not isinstance(value, DTensor):
             yield path, value
             continue
-        turn = loads.index(min(loads))
-        loads[turn] += value.numel() * value.element_size()
-        whole = _joined(value, mesh, turn) if isinstance(value, DTensor) else value
+        receiver = loads.index(min(loads))
+        loads[receiver] += value.numel() * value.element_size()
+        whole = _gather_rows(value, mesh, receiver) if isinstance(value, DTensor) else value
         if whole is not None and spec is not None:
-            whole = spec.whole(whole, turn // _ways(value))
-        yield path, _absent(value, spec) if whole is None else whole.cpu()
+            whole = spec.whole(whole, receiver // (value.device_mesh.size() if isinstance(value, DTensor) else 1))
+        yield path, _remote(value, spec) if whole is None else whole.cpu()
 
 
-def _joined(tensor: DTensor, mesh: Mesh, turn: int) -> Tensor | None:
-    """The whole of a tensor cut over the innermost axis of its mesh, on one rank of it; None on the others.
+def _gather_rows(tensor: DTensor, mesh: Mesh, receiver: int) -> Tensor | None:
+    """The rows of a DTensor from the innermost axis of its mesh, on one rank of it; None on the others.
 
-    The groups are those of `mesh`: what torch computes from a DTensor may name an equal mesh that was left before.
+    The groups are those of `mesh`: a DTensor that torch computed may refer to an equal mesh that was destroyed.
     """
     shards, lengths = mesh.shards, _rows(tensor)
     assert shards is not None, "a parameter is cut although the plan has no axis `shard`"
     innermost = shards.ndim - 1
-    if shards.ndim > 1 and shards.get_local_rank(0) != turn // len(lengths) % shards.size(0):
-        return None  # another copy's turn
-    group, receiver = shards.get_group(innermost), turn % len(lengths)
+    if shards.ndim > 1 and shards.get_local_rank(0) != receiver // len(lengths) % shards.size(0):
+        return None  # another replica gathers this tensor
+    group, group_dst = shards.get_group(innermost), receiver % len(lengths)
     mine = tensor.to_local().detach()
     padded = mine.new_zeros(lengths[0], *tensor.shape[1:])
     padded[: len(mine)] = mine
-    if shards.get_local_rank(innermost) != receiver:
-        dist.gather(padded, None, group=group, group_dst=receiver)
+    if shards.get_local_rank(innermost) != group_dst:
+        dist.gather(padded, None, group=group, group_dst=group_dst)
         return None
     gathered = [torch.empty_like(padded) for _ in lengths]
-    dist.gather(padded, gathered, group=group, group_dst=receiver)
+    dist.gather(padded, gathered, group=group, group_dst=group_dst)
     return torch.cat([rows[:length] for rows, length in zip(gathered, lengths, strict=True)])
 
 
-def _ways(tensor: Tensor) -> int:
-    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
-
-
-def _holder_of(model: nn.Module, path: Path, value: Any) -> ShardSpec | None:
-    """Who holds a tensor of `state`: the name of a parameter is one of the keys, under `module.` in an average."""
-    registered = _HOLDERS.get(model)
-    if not registered or not isinstance(value, Tensor):
+def _spec_of(model: nn.Module, path: Path, value: Any) -> ShardSpec | None:
+    """The spec of a tensor of `state`: one of its keys is a parameter's name, with `module.` before it in a moving average."""
+    specs = registered(model)
+    if not specs or not isinstance(value, Tensor):
         return None
     for name in (key.removeprefix("module.") for key in path if isinstance(key, str)):
-        here = _named(model, name) if name in registered else None
+        here = _named(model, name) if name in specs else None
         if here is not None and here.shape == value.shape:
-            return registered[name]
+            return specs[name]
     return None
 
 
-def _absent(tensor: Tensor, spec: ShardSpec | None = None) -> RemoteTensor:
+def _remote(tensor: Tensor, spec: ShardSpec | None = None) -> RemoteTensor:
     whole = torch.empty(tensor.shape if spec is None else spec.shape, device="meta")
     keeps = spec is None and not isinstance(tensor, DTensor) and is_dense(tensor)
     stride = tensor.stride() if keeps else whole.stride()
     return RemoteTensor(tuple(whole.shape), tensor.dtype, tuple(stride))
 
 
-def _united(mesh: Mesh, found: dict[Path, Any]) -> dict[Path, Any]:
-    """What any rank has, in rank order: this rank's own values first, for tensors of others a RemoteTensor."""
-    registered = {path: _absent(value) if isinstance(value, Tensor) else value for path, value in found.items()}
-    united: dict[Path, Any] = {}
-    for of_rank in mesh.gather_objects(registered):
+def _merged(mesh: Mesh, found: dict[Path, Any]) -> dict[Path, Any]:
+    """The entries of all ranks, in rank order: this rank's own values, and RemoteTensors for tensors of others."""
+    described = {path: _remote(value) if isinstance(value, Tensor) else value for path, value in found.items()}
+    merged: dict[Path, Any] = {}
+    for of_rank in mesh.gather_objects(described):
         for path, value in of_rank.items():
-            united.setdefault(path, found.get(path, value))
-    return united
+            merged.setdefault(path, found.get(path, value))
+    return merged
 
 
-def _sent(value: Any, mesh: Mesh, *, source: int, strides: tuple[int, ...]) -> Any:
-    """A tensor that `source` has, on rank 0 too; what the others have stays.  strides: the source's, see `dense_strides`."""
-    group = mesh.checkpoint_group  # in `mesh.group` it would count among the collectives, see comm/mesh.py
+def _sent_to_main(value: Any, mesh: Mesh, *, source: int, strides: tuple[int, ...]) -> Any:
+    """The tensor of rank `source`, received on rank 0; on other ranks `value`.  strides: the source's, see `dense_strides`."""
+    group = mesh.checkpoint_group  # in `mesh.group` it would count among the collectives that the StallWatch compares
     if mesh.rank == 0:
         value = torch.empty_strided(value.shape, strides, dtype=value.dtype)
         dist.recv(memory_of(value), src=source, group=group)
@@ -268,43 +265,47 @@ def _nested(leaves: Mapping[Path, Any]) -> dict:
     return state
 
 
-# ---------------------------------------------------------------------------------------------- sums over parts
+# ---------------------------------------------------------------------------------------------- sums over shards
 
 
 def total_norm(model: nn.Module, mesh: Mesh, gradients: Mapping[str, Tensor]) -> Tensor:
-    """The 2-norm of all gradients, by parameter name, as of wholes; one number in float64, equal on every rank."""
-    registered = _HOLDERS.get(model, {})
+    """The 2-norm of all gradients as full tensors: a float64 scalar, the same on every rank.  Every rank calls it.
+
+    gradients: this rank's, by parameter name.
+    """
+    specs = registered(model)
     mine = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for name, gradient in gradients.items():
-        ways = (registered[name].num_shards if name in registered else 1) * _shards(gradient)
-        mine += torch.linalg.vector_norm(local(gradient)).double().square().to(mine.device) * ways
+        num_shards = (specs[name].num_shards if name in specs else 1) * _num_shards(gradient)
+        # Below, the sum over all ranks is divided by their number; each element is on one of `num_shards` ranks.
+        mine += torch.linalg.vector_norm(local(gradient)).double().square().to(mine.device) * num_shards
     return (mesh.sum_(mine) / mesh.size).sqrt()
 
 
-def sums_of_wholes(
-    model: nn.Module, mesh: Mesh, numbers: Mapping[str, Sequence[Tensor]], *, count: int, num_shards: int
+def sum_over_shards(
+    model: nn.Module, mesh: Mesh, numbers: Mapping[str, Sequence[Tensor]], *, count: int, steppers: int
 ) -> dict[str, Tensor]:
-    """Numbers that add up over the elements of a parameter, of every one as a whole; (count,) in float64, on every rank alike.
+    """Sums over the elements of each full parameter, from sums over its shards: (count,) in float64, the same on every rank.
 
-    numbers: by name, `count` of them of this rank's part; of the parameters that this rank answers for.
-    num_shards: how many ranks share out among themselves who answers for what they all have.
-    Cost: one message of `count` numbers per parameter.
+    numbers: `count` sums over this rank's shard, by the name of each parameter that this rank steps.
+    steppers: the number of ranks that share the steps of parameters which they all have (ZeRO-1); else 1.
+    Every rank calls it.  Cost: one all-reduce of `count` numbers per parameter.
     """
-    registered, parameters = _HOLDERS.get(model, {}), dict(model.named_parameters())
+    specs, parameters = registered(model), dict(model.named_parameters())
     mine = torch.zeros(len(parameters), count, dtype=torch.float64, device=mesh.device)
     for row, (name, parameter) in enumerate(parameters.items()):
         if name in numbers:
-            share = num_shards * (registered[name].num_shards if name in registered else 1) * _shards(parameter)
-            mine[row] = torch.stack([number.to(mine) for number in numbers[name]]) * share
+            num_shards = steppers * (specs[name].num_shards if name in specs else 1) * _num_shards(parameter)
+            mine[row] = torch.stack([number.to(mine) for number in numbers[name]]) * num_shards
     return dict(zip(parameters, mesh.sum_(mine) / mesh.size, strict=True))
 
 
-def _shards(tensor: Tensor) -> int:
+def _num_shards(tensor: Tensor) -> int:
     return tensor.device_mesh.size(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else 1
 
 
 def are_finite(mesh: Mesh, tensors: Iterable[Tensor]) -> bool:
-    """Whether every number of the tensors is finite, on every rank where ranks hold parts; then every rank calls it."""
+    """Whether every number of the tensors is finite, on all ranks if tensors may be sharded; then every rank calls it."""
     norms = foreach_norm([local(tensor).detach() for tensor in tensors if not tensor.is_meta])
     bad = (~torch.isfinite(torch.stack([norm.to(mesh.device) for norm in norms]))).sum()
     return int(mesh.sum_(bad) if is_sharded(mesh) else bad) == 0

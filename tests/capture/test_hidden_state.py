@@ -18,7 +18,7 @@ from capture import hidden
 from capture.hidden import CASES, FIRST, INSIDE, Net, given_by, image, made
 from torch import nn
 
-from widefield.capture.program_cache import AGAIN_MOST
+from widefield.capture.program_cache import RECAPTURES_MOST
 from widefield.capture.python_state import ARRAY_MOST, MOST, PythonState
 from widefield.capture.side_effects import Gone
 from widefield.capture.trace import trace
@@ -84,12 +84,12 @@ def test_a_module_that_is_captured_in_every_call_says_why():
     streamed = stream(made(case), tiles=(2, 2))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for call in range(AGAIN_MOST + 3):
+        for call in range(RECAPTURES_MOST + 3):
             case.change(streamed, call)
             streamed(image())
     assert [str(warning.message) for warning in said if "captured anew" in str(warning.message)] == [
-        f"Net was captured anew in each of its last {AGAIN_MOST} calls, for Net.a was another in each; the numbers are right, "
-        "but a capture takes as long as many calls: hold what changes in a buffer, or in a tensor that is a module's attribute"
+        f"Net was captured anew in each of its last {RECAPTURES_MOST} calls, since Net.a changed; the numbers are right, but "
+        "a capture takes as long as many calls: hold what changes in a buffer, or in a tensor that is a module's attribute"
     ]
 
 

@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "an object of outputs": (
         lambda: Doing(lambda self, x: SimpleNamespace(found=[self.a(x)]), a=conv()),
-        "Doing returns a SimpleNamespace, whose .found is a tensor that nobody finds there: .* pass it in one of those",
+        "Doing returns a SimpleNamespace, whose .found is a tensor that is not found there: .* pass it in one of those",
     ),
     "a write to windows": (
         lambda: Doing(lambda self, x: (x * 1).unfold(2, 3, 2).mul_(2)),
@@ -145,7 +145,7 @@ def test_an_image_inside_of_what_no_pytree_knows_is_refused(hide):
     net = made(conv, tiles=(2, 2))
     doing = Doing(lambda self, given, like: net(like), net=net)
     stream(doing, tiles=(2, 2))
-    with pytest.raises(NotImplementedError, match="Doing is given a .*, whose .* is a tensor that nobody finds there"):
+    with pytest.raises(NotImplementedError, match="Doing is given a .*, whose .* is a tensor that is not found there"):
         doing(hide(IMAGE), IMAGE)
 
 

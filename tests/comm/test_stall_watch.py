@@ -39,7 +39,7 @@ def test_the_ranks_behind_are_the_missing_ones(found, frozen, late):
 def test_the_sentence_names_them_and_says_where_they_are():
     text = sentence({0: stand(), 1: stand(begun=8)}, ranks=3, frozen=[], seconds=61.2, longest=0.4)
     assert text.startswith("step 5 has not ended after 61 s (the longest before it took 0.4 s). 1 of 3 ranks has not arrived: ")
-    assert "rank 2 has not told of itself yet. The others wait: rank 0 is at net.py:3 in forward" in text
+    assert "rank 2 has not reported yet. The others wait: rank 0 is at net.py:3 in forward" in text
     frozen = sentence({0: stand(), 1: stand()}, ranks=2, frozen=[1], seconds=61, longest=0)
     assert "rank 1 does not answer; it was last seen at net.py:3 in forward" in frozen and "longest" not in frozen
     alike = sentence({0: stand(), 1: stand()}, ranks=2, frozen=[], seconds=61, longest=0)

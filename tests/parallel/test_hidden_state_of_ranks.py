@@ -62,7 +62,7 @@ def _of_case(mesh, case: Case, axis: str):
 def test_what_is_laid_out_is_not_streamed_and_what_is_streamed_not_laid_out(axis):
     for words in on_ranks(2, _both_ways, axis, plan=Plan(**{axis: 2})):
         assert f"mesh.{axis}=2 runs the operations of a whole model and its part 0 is streamed" in words[0]
-        assert "its part 1 is cut by channels or into stages, whose ranks hold parts of its weights" in words[1]
+        assert "its part 1 is cut by channels or into stages, whose ranks have shards of its weights" in words[1]
 
 
 def _both_ways(mesh, axis: str) -> list[str]:

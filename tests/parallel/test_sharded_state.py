@@ -110,10 +110,10 @@ class Rows:
     rank: int
     num_shards: int = 2
 
-    def whole(self, part: Tensor, turn: int) -> Tensor | None:
+    def whole(self, part: Tensor, receiver: int) -> Tensor | None:
         halves = [torch.empty_like(part) for _ in range(2)]
         dist.all_gather(halves, part.contiguous())
-        return torch.cat(halves) if self.rank == turn % 2 else None
+        return torch.cat(halves) if self.rank == receiver % 2 else None
 
     def part(self, whole: Tensor) -> Tensor:
         return whole.chunk(2)[self.rank]

@@ -32,7 +32,7 @@ from widefield.pipelining import stage_state
 from widefield.pipelining.runtime import _schedule
 from widefield.pipelining.sample_mixing import where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, orders, schedule_grid
-from widefield.pipelining.split_backward import united
+from widefield.pipelining.split_backward import merge_groups
 from widefield.plans import Plan, check
 from widefield.sharded_state import gather_full_on_main, parts, shapes, total_norm
 from widefield.training.state import optimizer_state
@@ -487,7 +487,8 @@ def order_of(mesh, schedule, micro):
     model = parallelize(net("resnet"), mesh, sample=batch("resnet", 0, micro)[0])
     x, y = batch("resnet", 0, micro)
     backward_of(model, x, y, loss_of=loss_of)
-    (module,) = override_of(model).known.values()[0].modules
+    (stage,) = override_of(model).known.values()[0].stages
+    module = stage.submod
     forward, done = module.forward, []
 
     def run(*given):
@@ -780,7 +781,8 @@ def test_weights_that_meet_at_the_same_places_are_one_group():
         {"params": {"c", "d"}, "intermediates": ["v"], "grads": [5]},
     ]
     found = {
-        frozenset(group["params"]): dict(zip(group["intermediates"], group["grads"], strict=True)) for group in united(groups)
+        frozenset(group["params"]): dict(zip(group["intermediates"], group["grads"], strict=True))
+        for group in merge_groups(groups)
     }
     assert found == {frozenset("b"): {"z": 3}, frozenset("acd"): {"x": 1, "y": 2, "w": 4, "v": 5}}
 

@@ -65,7 +65,7 @@ def test_a_killed_rank_is_missed_by_all_in_words(tmp_path):
     assert ended[2].status == -9
     for one in (*ended[:2], ended[3]):
         assert one.status == 3 and one.seconds < MOST_SECONDS, one.said
-        assert "lost another rank, which has said nothing" in one.said and "Traceback" not in one.said
+        assert "lost another rank, which reported no error" in one.said and "Traceback" not in one.said
 
 
 def test_a_rank_that_does_not_come_back_is_ended_and_the_record_says_why(tmp_path):

@@ -12,7 +12,7 @@ from widefield.capture.ir import Graph
 from widefield.capture.trace import trace
 from widefield.streaming.choice import Choice, choose
 from widefield.streaming.schedule import TileSchedule, program_of
-from widefield.streaming.spatial import ALONE, SpatialStream
+from widefield.streaming.spatial import SINGLE_RANK, SpatialStream
 from widefield.streaming.storage.windowed_image import from_reader
 from widefield.streaming.tile_planner import TracedOps, units_of
 
@@ -25,9 +25,9 @@ def graph_of(module: nn.Module, *shape: int, wants_grad: bool = False) -> Graph:
 
 
 def units(graph: Graph, tiles: Sequence[int]) -> TracedOps:
-    span = SpatialStream(ALONE, tuple(tiles))
-    inputs = {value: span.cut(value.shape, None) for value in graph.inputs if value.ndim > len(tiles)}
-    return units_of(graph, span.virtual, {value: layout for value, layout in inputs.items() if layout.is_cut})
+    spatial = SpatialStream(SINGLE_RANK, tuple(tiles))
+    inputs = {value: spatial.cut(value.shape, None) for value in graph.inputs if value.ndim > len(tiles)}
+    return units_of(graph, spatial.virtual, {value: layout for value, layout in inputs.items() if layout.is_cut})
 
 
 def plain_program(graph: Graph, tiles: Sequence[int]) -> TileSchedule:

@@ -162,7 +162,7 @@ def test_a_second_backward_is_refused():
         loss.backward()
     loss = streamed(IMAGE).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a stream's backward was asked for twice; it frees what it kept"):
+    with pytest.raises(RuntimeError, match="a stream's backward was called twice; it frees what it has stored"):
         loss.backward()
 
 

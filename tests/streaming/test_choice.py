@@ -82,11 +82,11 @@ def test_turns_worked_out_anew_are_those_that_are_remembered(steps: int, monkeyp
     monkeypatch.setattr(programs, "STEPS_MOST", steps)
     program = plain_program(graph_of(stack(2, 4), 1, 3, 40, 40), (3, 3))
     (segment,) = [segment for stage in program.stages for segment in stage.segments]
-    first, second = segment.turns[4], segment.turns[4]
+    first, second = segment.tiles[4], segment.tiles[4]
     assert (first is second) == bool(steps)
     assert first.sources == second.sources and first.kept == second.kept
     assert [step.reads for _, step in first.steps] == [step.reads for _, step in second.steps]
-    assert [turn.number for turn in segment.turns[2:5]] == [2, 3, 4] and len(segment.turns) == 9
+    assert [turn.number for turn in segment.tiles[2:5]] == [2, 3, 4] and len(segment.tiles) == 9
 
 
 def test_a_chosen_program_gives_the_whole_run():

@@ -37,7 +37,7 @@ def test_two_convolutions_take_the_bytes_counted_by_hand():
     """24 x 24 px in 3 x 3 tiles: that in the middle has 8 x 8 px, made of 10 x 10 px, made of 12 x 12 px; four bytes each."""
     graph = graph_of(two_convolutions(), 1, 1, 24, 24)
     program = plain_program(graph, (3, 3))
-    middle = only_segment(program).turns[4]
+    middle = only_segment(program).tiles[4]
     image, inner, out, weights = 4 * 144, 4 * 2 * 100, 4 * 3 * 64, (4 * 2 * 9, 4 * 3 * 2 * 9)
 
     def work(**kwargs) -> int:
@@ -60,7 +60,7 @@ def test_two_convolutions_take_the_bytes_counted_by_hand():
 def middle_work(module: nn.Module, *, is_copy: bool, wants_grad: bool = False) -> int:
     """Of the tile in the middle of 24 x 24 px, back and forth."""
     graph = graph_of(module, 1, 1, 24, 24, wants_grad=wants_grad)
-    middle = only_segment(plain_program(graph, (3, 3))).turns[4]
+    middle = only_segment(plain_program(graph, (3, 3))).tiles[4]
     return work_bytes(middle, SavedTensorCache(), set(graph.results), is_copy=is_copy, goes_back=True)
 
 
@@ -236,10 +236,10 @@ def test_a_unet_without_norms_makes_little_of_its_halos_twice():
 
 def saved_of(module: nn.Module, *shape: int) -> dict[str, SavedTensors]:
     """By operation, in the turn in the middle."""
-    program, habits = plain_program(graph_of(module, *shape), (3, 3)), SavedTensorCache()
-    turns = [segment.turns[4] for stage in program.stages for segment in stage.segments]
+    program, cache = plain_program(graph_of(module, *shape), (3, 3)), SavedTensorCache()
+    turns = [segment.tiles[4] for stage in program.stages for segment in stage.segments]
     pairs = [pair for turn in turns for pair in (*turn.steps, *turn.parts)]
-    return {str(unit.node.op).split(".")[1] + (" part" if unit.part else ""): habits.of(unit, step) for unit, step in pairs}
+    return {str(unit.node.op).split(".")[1] + (" part" if unit.part else ""): cache.of(unit, step) for unit, step in pairs}
 
 
 def test_what_autograd_holds_of_each_operation_is_what_torch_says():
@@ -271,8 +271,8 @@ def test_sums_pass_gradients_on_and_views_take_no_memory():
 
 def test_a_padded_copy_at_the_edge_counts_and_there_is_none_inside():
     program = plain_program(graph_of(stack(2, 8), 1, 3, 48, 48), (3, 3))
-    habits, turns = SavedTensorCache(), only_segment(program).turns
-    inside, corner = ([habits.of(unit, step) for unit, step in turns[n].steps if "conv" in str(unit.node.op)] for n in (4, 0))
+    cache, turns = SavedTensorCache(), only_segment(program).tiles
+    inside, corner = ([cache.of(unit, step) for unit, step in turns[n].steps if "conv" in str(unit.node.op)] for n in (4, 0))
     assert [saved.copies for saved in inside] == [0, 0]
     assert [saved.copies for saved in corner] == pytest.approx([(3 * 19**2) / (8 * 17**2), 18**2 / 16**2])
     assert [saved.more for saved in corner] == [saved.copies for saved in corner], "autograd holds it, too"
@@ -280,7 +280,7 @@ def test_a_padded_copy_at_the_edge_counts_and_there_is_none_inside():
 
 def test_a_kernel_that_needs_pixels_is_taken_to_hold_everything():
     program = plain_program(graph_of(stack(1), 1, 3, 48, 48), (3, 3))
-    unit, step = only_segment(program).turns[4].steps[1]
+    unit, step = only_segment(program).tiles[4].steps[1]
 
     def needs_pixels(tensors):
         raise RuntimeError("no such kernel for the meta device")

@@ -53,7 +53,7 @@ def test_an_operation_that_runs_whole_is_named_with_its_module_and_its_bytes():
     (one,) = fallbacks_of(lambda: inside(Extreme()))
     assert (one.kind, one.module, one.operation, one.count) == ("run whole", "1.1", "amax", 1)
     assert one.bytes == CHANNEL + 2 * 4 * 8  # what it reads, and its extremes
-    assert one.why == "what it makes of all pixels cannot be put together from tiles' parts"
+    assert one.why == "its reduction over all pixels cannot be merged from tiles' parts"
 
 
 def test_what_goes_on_with_what_was_made_whole_is_named_too_until_it_is_summed_up():
@@ -153,7 +153,7 @@ def test_a_strict_stream_refuses_and_says_what_to_do():
         net(IMAGE)
     said = str(error.value)
     assert "Sequential would run 1 operation on the whole image, 14 KiB in all, where 2 x 2 tiles are asked for" in said
-    assert "1.1's amax (14 KiB): what it makes of all pixels cannot be put together from tiles' parts" in said
+    assert "1.1's amax (14 KiB): its reduction over all pixels cannot be merged from tiles' parts" in said
     assert "add their rules to ops/, stream the parts before and after them, or set strict=False" in said
 
 

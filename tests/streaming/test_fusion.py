@@ -52,5 +52,5 @@ def test_pointwise_operations_on_the_same_pixels_run_as_one(streamed):
         model(torch.randn(1, 3, 29, 31))
     program = model._stream.known.values()[0].program
     (segment,) = [segment for stage in program.stages for segment in stage.segments]
-    sizes = [len(run.steps) for run in runs_of(segment.turns[0])]
-    assert max(sizes) > 1 and sum(sizes) == len(segment.turns[0].steps)
+    sizes = [len(run.steps) for run in runs_of(segment.tiles[0])]
+    assert max(sizes) > 1 and sum(sizes) == len(segment.tiles[0].steps)

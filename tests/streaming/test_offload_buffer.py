@@ -106,11 +106,11 @@ def late(tile, lane, device, order):
 def test_a_tile_on_its_way_is_waited_for_before_anything_else_happens(use):
     with contextlib.ExitStack() as stack:
         for name, fake in {
-            "copy_stream_to": lambda device, way: way,
-            "beside": lambda lane: contextlib.nullcontext(),
-            "_lowered": late,
+            "copy_stream_to": lambda device, direction: direction,
+            "on_stream": lambda copy_stream: contextlib.nullcontext(),
+            "_copy_down": late,
             "to_device": lambda place, device, order: place.clone(),
-            "awaited": lambda there, lane: there,
+            "wait_for_copy": lambda there, copy_stream: there,
         }.items():
             stack.enter_context(mock.patch.object(offload_buffer, name, fake))
         compare_with_a_plain_tensor(use, "file")
@@ -312,14 +312,14 @@ def refused_words(folder) -> str:
 def test_a_file_that_does_not_fit_says_how_large_where_and_what_to_do(tmp_path):
     with small_files(3_999_999):
         words = refused_words(tmp_path)
-    assert f"no file of 4,000,000 bytes, to keep a tensor in, can be made in {tmp_path}: {os.strerror(errno.EFBIG)}" in words
+    assert f"no file of 4,000,000 bytes, to store a tensor, can be made in {tmp_path}: {os.strerror(errno.EFBIG)}" in words
     assert "make room there, name a folder on a disk that has it, or keep tensors on the host" in words
     assert os.listdir(tmp_path) == []
 
 
 def test_a_full_disk_and_a_folder_that_is_not_there_are_said_alike(tmp_path):
     with mock.patch("os.posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
-        assert f"4,000,000 bytes, to keep a tensor in, can be made in {tmp_path}: No space left" in refused_words(tmp_path)
+        assert f"4,000,000 bytes, to store a tensor, can be made in {tmp_path}: No space left" in refused_words(tmp_path)
     assert f"can be made in {tmp_path / 'none'}: No such file or directory" in refused_words(tmp_path / "none")
 
 

@@ -16,8 +16,8 @@ from widefield.tensor_parallel.collectives import (
     GatherFromRanks,
     Ranks,
     ReduceFromRanks,
+    Reduction,
     ScatterToRanks,
-    Sum,
 )
 from widefield.tensor_parallel.placement import Shard
 
@@ -39,9 +39,9 @@ def kept_and_fetched(mesh, held, dim):
     shape[dim] = 6
     whole = torch.randn(shape, dtype=torch.float64)
     exchange = Exchange(Shard(dim, [np.array(indices) for indices in held]), ranks_of(mesh))
-    own = exchange.keep(whole)
+    own = exchange.take_shard(whole)
     assert torch.equal(own, whole.index_select(dim, torch.tensor(held[mesh.channel])))
-    assert torch.equal(exchange.fetch(own), whole)
+    assert torch.equal(exchange.gather(own), whole)
 
 
 @on_gpu_too
@@ -58,10 +58,10 @@ def adjoint(mesh, kind):
     exchange = Exchange(Shard(1, [np.array(indices) for indices in PARTS["of heads"]]), ranks)
     torch.manual_seed(2 + mesh.rank)
     own = torch.randn(4, 6, dtype=torch.float64)
-    x = {"keep": whole, "enter": whole, "fetch": exchange.keep(own), "add": own}[kind].clone().requires_grad_()
+    x = {"keep": whole, "enter": whole, "fetch": exchange.take_shard(own), "add": own}[kind].clone().requires_grad_()
     out = {
         "keep": lambda: ScatterToRanks.apply(x, exchange), "fetch": lambda: GatherFromRanks.apply(x, exchange),
-        "enter": lambda: CopyToRanks.apply(x, Sum(ranks)), "add": lambda: ReduceFromRanks.apply(x, Sum(ranks)),
+        "enter": lambda: CopyToRanks.apply(x, Reduction(ranks)), "add": lambda: ReduceFromRanks.apply(x, Reduction(ranks)),
     }[kind]()  # fmt: skip
     torch.manual_seed(7 if kind in ("fetch", "add") else 8 + mesh.rank)  # the gradient of a whole is the same on all ranks
     y = torch.randn(out.shape, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_gradients_are_adjoints(kind):
 def in_memory_order(mesh):
     x = (torch.arange(120.0).view(2, 3, 4, 5) + mesh.rank).requires_grad_()
     own = x.to(memory_format=torch.channels_last) if mesh.rank else x  # as a layer of one channel alone may lay it
-    adding = Sum(ranks_of(mesh), (0, 2, 3, 1))
+    adding = Reduction(ranks_of(mesh), (0, 2, 3, 1))
     out = ReduceFromRanks.apply(own, adding)
     assert torch.equal(out, 2 * torch.arange(120.0).view(2, 3, 4, 5) + 1)
     entered = CopyToRanks.apply(x, adding)

@@ -161,7 +161,7 @@ def sent_bytes(mesh):
             mock.patch.object(collectives, "all_gather_single", all_gather),
         ):
             model(torch.randn(shape)).square().sum().backward()
-    return sent, override_of(model).first.sent
+    return sent, override_of(model).initial.sent_bytes
 
 
 def test_as_many_bytes_are_sent_as_the_plan_says():
@@ -240,14 +240,14 @@ def test_values_that_are_gathered_are_named_with_their_reader_and_their_bytes():
         assert first == Fallback("gathered", "1", "sort", 2 * 8 * 10 * 10 * 4, why)
         assert all((one.kind, one.module, one.operation) == ("gathered", "", "output") for one in others)
         assert f"gathered: 1's sort (6 KiB): {why}" in told
-        assert any(reason.startswith("gathered: ") and " in all, brought whole to every rank" in reason for reason in told)
+        assert any(reason.startswith("gathered: ") and " in all, in full on every rank" in reason for reason in told)
 
 
 def test_a_weight_that_is_gathered_is_named():
     for found, _ in on_ranks(2, told_of, Reused(), plan=Plan(channel=2)):
         (one,) = [one for one in found if one.operation == "sort"]
         assert (one.kind, one.bytes) == ("gathered", 8 * 3 * 9 * 4)
-        assert one.why == "the weight layer.weight is held in parts, and it takes others, or the whole"
+        assert one.why == "the weight layer.weight is sharded, and it takes another shard, or the whole"
 
 
 def test_masks_that_every_rank_draws_whole_are_named():

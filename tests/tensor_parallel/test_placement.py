@@ -15,7 +15,7 @@ extents = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
 def held_of(whole: np.ndarray, part: Shard, rank: int) -> np.ndarray:
-    return np.take(whole, part.held[rank], axis=part.dim)
+    return np.take(whole, part.indices[rank], axis=part.dim)
 
 
 @st.composite
@@ -45,7 +45,7 @@ def test_a_view_of_a_part_is_the_part_of_the_view(data, before, factors):
 def test_heads_are_found_in_queries_keys_and_values():
     """A linear layer gives 3 x 4 heads x 2; a rank holds two heads of each."""
     part = Shard(2, split_along((3, 4, 2), 1, 2))
-    assert part.held[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
+    assert part.indices[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
     heads = viewed(part, (5, 7, 24), (5, 7, 3, 4, 2))
     assert heads == Shard(3, [[0, 1], [2, 3]])
     assert viewed(heads, (5, 7, 3, 4, 2), (5, 7, 24)) == part
@@ -62,16 +62,16 @@ def test_a_slice_of_a_part_is_the_part_of_the_slice(extent, data):
     start, step = data.draw(st.integers(0, extent - 1)), data.draw(st.integers(1, 3))
     stop = data.draw(st.integers(start + 1, extent))
     found, whole = sliced(part, start, stop, step), np.arange(extent)
-    wanted = [np.intersect1d(part.held[rank], whole[start:stop:step]) for rank in range(2)]
+    wanted = [np.intersect1d(part.indices[rank], whole[start:stop:step]) for rank in range(2)]
     if found is None:
         assert any(len(indices) == 0 for indices in wanted)
     else:
-        assert all(np.array_equal(whole[start:stop:step][found.held[rank]], wanted[rank]) for rank in range(2))
+        assert all(np.array_equal(whole[start:stop:step][found.indices[rank]], wanted[rank]) for rank in range(2))
 
 
 def test_joined_parts_hold_their_own_of_each():
     found = joined([Shard(1, [[0, 1], [2]]), Shard(1, [[1], [0]])])
-    assert [indices.tolist() for indices in found.held] == [[0, 1, 4], [2, 3]]
+    assert [indices.tolist() for indices in found.indices] == [[0, 1, 4], [2, 3]]
     assert found.extent == 5 and found.order.tolist() == [0, 1, 3, 4, 2] and not found.is_in_order
 
 
@@ -83,4 +83,4 @@ def test_joined_parts_hold_their_own_of_each():
 ])  # fmt: skip
 def test_groups_belong_to_one_rank_or_there_is_no_such_part(held, groups, of_groups):
     found = in_groups(Shard(1, held), groups)
-    assert (found and [indices.tolist() for indices in found.held]) == of_groups
+    assert (found and [indices.tolist() for indices in found.indices]) == of_groups

@@ -21,7 +21,7 @@ from widefield import ops
 from widefield.capture.ir import Graph, Node, Value, put_in
 from widefield.capture.trace import trace
 from widefield.rules import RuleCase
-from widefield.tensor_parallel.op_strategy import SUM, WHOLE, Cutter, OpStrategy, Placement
+from widefield.tensor_parallel.op_strategy import PARTIAL, WHOLE, Candidates, OpStrategy, Placement
 from widefield.tensor_parallel.placement import Shard
 from widefield.tensor_parallel.sharding_rules import strategies_of
 
@@ -56,7 +56,7 @@ def tried(value: Value, dim: int) -> list[Shard]:
 
 
 def part_of(tensor: Tensor, layout: Placement, rank: int) -> Tensor:
-    return tensor.index_select(layout.dim, torch.from_numpy(layout.held[rank])) if isinstance(layout, Shard) else tensor
+    return tensor.index_select(layout.dim, torch.from_numpy(layout.indices[rank])) if isinstance(layout, Shard) else tensor
 
 
 def graph_of(case: RuleCase) -> tuple[Graph, dict[Value, Tensor]] | None:
@@ -97,7 +97,7 @@ class Trial:
 
     def problems(self, way: OpStrategy) -> Iterator[str]:
         """What is wrong with this way, a text each."""
-        sums = {number: torch.zeros_like(self.whole[number]) for number, layout in enumerate(way.outs) if layout is SUM}
+        sums = {number: torch.zeros_like(self.whole[number]) for number, layout in enumerate(way.outs) if layout is PARTIAL}
         grads = {value: torch.zeros_like(grad) for value, grad in self.expected.items()}
         for rank in range(2):
             leaves = leaves_of({value: part_of(whole, way.want(value), rank) for value, whole in self.values.items()})
@@ -144,7 +144,7 @@ def add_up(totals: dict[Value, Tensor], found: dict[Value, Tensor], way: OpStrat
     for value in totals.keys() & found.keys():
         layout = way.want(value)
         if isinstance(layout, Shard):
-            totals[value].index_add_(layout.dim, torch.from_numpy(layout.held[rank]), found[value])
+            totals[value].index_add_(layout.dim, torch.from_numpy(layout.indices[rank]), found[value])
         else:
             totals[value] += found[value] / (2 if layout is WHOLE else 1)
 
@@ -165,7 +165,7 @@ def strategies(node: Node) -> Iterator[tuple[Value, Shard, OpStrategy]]:
     """Every way but that on wholes in which a node runs on a part of one of its arguments."""
     for value in dict.fromkeys(node.reads):
         for part in [part for dim in range(value.ndim) for part in tried(value, dim)]:
-            for way in list(strategies_of(node, {value: part}, Cutter(2, tried)))[:-1]:
+            for way in list(strategies_of(node, {value: part}, Candidates(2, tried)))[:-1]:
                 yield value, part, way
 
 

@@ -437,7 +437,7 @@ def test_what_tiles_in_space_bring_whole_is_named_and_what_the_model_asks_for_is
         "median",
         pixels * 8,
     )
-    assert "gathered: 1 operation, 9 KiB in all, brought whole to every rank" in str(verdict)
+    assert "gathered: 1 operation, 9 KiB in all, in full on every rank" in str(verdict)
 
 
 def test_a_plan_of_tiles_names_them_too_as_bytes_of_a_pass():

@@ -1,17 +1,17 @@
-"""A module as a graph: what operations it runs, on what, and whether the graph still holds at the next call.
+"""Captures a module's forward as a graph of operations, and checks whether a captured graph is still valid at a call.
 
-    trace.py            runs a module once on fake tensors and writes down its operations
-    recorder.py         the dispatch mode that writes them down
-    ir.py               the graph: operations, values, where each value is used last
-    decompositions.py   operations that are taken apart into simpler ones on the way
-    fake_parameters.py  fake tensors in place of a module's own, and back
-    containers.py       arguments and results that are containers of tensors
-    autograd_gaps.py    which values have a gradient, where autograd knows and a graph does not
-    side_effects.py     what a forward leaves behind: buffers, attributes, the state of generators
+    trace.py            runs a module once on fake tensors and records its operations
+    recorder.py         the dispatch mode that records them
+    ir.py               the graph: operations and values
+    decompositions.py   operations that are recorded as several simpler ones
+    fake_parameters.py  fake tensors in place of a module's parameters and buffers
+    containers.py       refuses tensors in containers that torch's pytrees do not know
+    autograd_gaps.py    gradients where autograd and the recorded operations differ
+    side_effects.py     what a forward changes besides buffers: attributes, caches, generators
     python_state.py, objects.py, python_watch.py
-                        what Python state a graph depends on, and whether it changed since
-    program_cache.py    the programs of a module that were captured before, and which of them a call may use
-    interpreter.py      puts a program in place of a module's forward
+                        the Python state that a graph depends on, and whether it has changed
+    program_cache.py    the captured programs of a module, and which of them a call may use
+    interpreter.py      runs a graph in place of a module's forward
 
-Imports rules, tiled tensors (whose operations it records) and what lies below them.
+Imports rules, tiled (whose operators it records) and the rooms below.
 """

@@ -1,6 +1,6 @@
-"""Where autograd's way is not that of the numbers: behind writes that it does not see, and behind draws.
+"""Gradients where autograd differs from what the operations say: after writes that it does not see, and for random numbers.
 
-Each `with_...` gives its first argument as it is, with a derivative of its own.
+Each `with_...` function returns its first argument unchanged, with a backward of its own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ aten = torch.ops.aten
 
 
 def with_gradient_of(written: Tensor, before: Tensor) -> Tensor:
-    """What was written while gradients were off, to a tensor that keeps the gradient it had before."""
+    """The new numbers of a tensor that was written to under no_grad; the gradient goes to the tensor before the write."""
     return _GradientOf.apply(written.detach(), before)
 
 
 def with_zero_gradient(made: Tensor, *reads: Tensor) -> Tensor:
-    """What does not follow `reads`, as random numbers around them, while torch gives those zeros for a gradient."""
+    """`made`, which does not depend on `reads`; they get gradients of zeros, as torch gives for random numbers."""
     return _ZeroGradient.apply(made, *reads) if any(read.requires_grad for read in reads) else made
 
 
@@ -71,11 +71,11 @@ class _GradientOfGamma(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------- what autograd says
 
 
-def learns_from(tensor: Tensor) -> bool:
-    """Whether autograd goes on from a tensor that is no leaf.
+def has_grad_fn(tensor: Tensor) -> bool:
+    """Whether a tensor that is no leaf has a grad_fn.
 
-    A view that was made while gradients were off requires some and gives none on; torch refuses to say more of it once its
-    memory was written to.
+    A view that was made under no_grad requires a gradient but has no grad_fn; once its memory was written to, torch raises when
+    it is asked.
     """
     try:
         return tensor.requires_grad and tensor.grad_fn is not None
@@ -84,13 +84,13 @@ def learns_from(tensor: Tensor) -> bool:
 
 
 def reaches(grad_fn: Any, leaves: Sequence[Tensor]) -> bool:
-    """Whether a backward from `grad_fn` on gives one of `leaves` a gradient."""
+    """Whether a backward from `grad_fn` reaches one of `leaves`."""
     wanted = {id(leaf) for leaf in leaves}
     return any(id(getattr(node, "variable", None)) in wanted for node in _graph_of([grad_fn]))
 
 
 def refuse_python_gradients(out: Any) -> None:
-    """A torch.autograd.Function's backward is not among the operations, so it would be lost."""
+    """NotImplementedError if a torch.autograd.Function is in the graph of `out`: its backward is not recorded."""
     for node in _graph_of([leaf.grad_fn for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]):
         is_known = type(node).__name__.startswith("GeneratedBackwardFor_")  # of a custom op, which knows its own backward
         if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_known:
@@ -102,7 +102,7 @@ def refuse_python_gradients(out: Any) -> None:
 
 
 def _graph_of(grad_fns: list[Any]) -> Iterator[Any]:
-    """All that a backward from there goes through."""
+    """All autograd nodes that a backward from these reaches."""
     stack, seen = [*grad_fns], {*grad_fns}
     while stack:
         node = stack.pop()

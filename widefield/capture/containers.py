@@ -1,4 +1,4 @@
-"""Tensors in what modules are given and return: where torch's pytrees find them, and where they do not."""
+"""Refuses arguments and results of modules with tensors in objects that torch's pytrees do not look into."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ _BARE = (
     nn.Module,
     type,
 )
-"""What holds no images."""
+"""Types whose objects contain no images."""
 _DEPTH = 3
 
 
 def refuse_hidden(module: nn.Module, nest: Any, does: str) -> None:
-    """NotImplementedError where an object that no pytree knows holds a tensor.  does: "is given" or "returns"."""
+    """NotImplementedError if an object that is no pytree contains a tensor.  does: "is given" or "returns"."""
     for leaf in tree_leaves(nest):
         place = None if is_tensor(leaf) or isinstance(leaf, _BARE) else next(_places(leaf, _DEPTH), None)
         if place is not None:
             kind = type(leaf).__qualname__
             raise NotImplementedError(
-                f"{name_of(module)} {does} a {kind}, whose {place} is a tensor that nobody finds there: images are looked for "
+                f"{name_of(module)} {does} a {kind}, whose {place} is a tensor that is not found there: images are looked for "
                 "in tuples, lists, dicts and what else torch.utils._pytree knows; pass it in one of those, or call "
                 f"torch.export.register_dataclass({kind}) once where that is a dataclass"
             )
 
 
-def _places(held: Any, depth: int) -> Iterator[str]:
-    """Where an object holds tensors, as `.image` or `['image']`."""
-    for name, value in _parts(held):
+def _places(thing: Any, depth: int) -> Iterator[str]:
+    """Where an object contains tensors, as `.image` or `['image']`."""
+    for name, value in _parts(thing):
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
                 yield name
@@ -55,12 +55,12 @@ def _places(held: Any, depth: int) -> Iterator[str]:
                 yield from (name + inner for inner in _places(leaf, depth - 1))
 
 
-def _parts(held: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(held, Mapping):
-        return [(f"[{key!r}]", value) for key, value in held.items()]
-    if isinstance(held, (Sequence, Set)):
-        return [(f"[{number}]", value) for number, value in enumerate(held)]
-    if callable(held):  # a function or a loss, which holds what it was made with
+def _parts(thing: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(thing, Mapping):
+        return [(f"[{key!r}]", value) for key, value in thing.items()]
+    if isinstance(thing, (Sequence, Set)):
+        return [(f"[{number}]", value) for number, value in enumerate(thing)]
+    if callable(thing):  # a function or a loss: its attributes are no inputs
         return []
-    slots = [name for kind in type(held).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(held, name)]
-    return [(f".{name}", getattr(held, name)) for name in [*getattr(held, "__dict__", {}), *slots]]
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(thing, name)]
+    return [(f".{name}", getattr(thing, name)) for name in [*getattr(thing, "__dict__", {}), *slots]]

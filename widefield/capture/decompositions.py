@@ -1,5 +1,4 @@
-"""Operations that are written down as others: what has no rule that goes by boxes, and draws apart from what is done with
-them."""
+"""Decompositions: operations that are recorded as others, so that each has a tile rule and random draws are separate nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from widefield.ops.normalization import batch_norm  # noqa: E402
 
 @torch.library.custom_op("widefield::dropout_mask", mutates_args=())
 def dropout_mask(image: Tensor, p: float) -> Tensor:
-    """What `native_dropout` keeps of an image of this shape and order in memory."""
+    """The mask that `native_dropout` draws for an image of this shape and memory format; True where a number is kept."""
     return aten.native_dropout.default(image, p, True)[1]
 
 
@@ -34,8 +33,7 @@ def _(image: Tensor, p: float) -> Tensor:
 
 @torch.library.custom_op("widefield::rrelu_noise", mutates_args=())
 def rrelu_noise(image: Tensor, lower: float, upper: float) -> Tensor:
-    """The slopes that `rrelu` draws for the pixels of an image; 1 where they are positive.  Row-major, as its kernel takes for
-    granted."""
+    """The slopes that `rrelu` draws for an image, 1 where it is positive.  Row-major, as `rrelu`'s kernel assumes."""
     noise = torch.empty_like(image, memory_format=torch.contiguous_format)
     aten.rrelu_with_noise.default(image, noise, lower, upper, True)
     return noise
@@ -47,7 +45,7 @@ def _(image: Tensor, lower: float, upper: float) -> Tensor:
 
 
 DRAWS = {torch.ops.widefield.dropout_mask.default, torch.ops.widefield.rrelu_noise.default}
-"""Draws of our own, which torch has no tag for."""
+"""Random operators of widefield; custom operators do not have torch's tag for them."""
 
 
 def _dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
@@ -63,10 +61,10 @@ def _rrelu(
 ) -> Tensor:
     if not training:
         rows = image if image.is_contiguous() else aten.clone.default(image, memory_format=torch.contiguous_format)
-        return aten.leaky_relu.default(rows, (lower + upper) / 2)  # row-major, as rrelu's kernel makes it
+        return aten.leaky_relu.default(rows, (lower + upper) / 2)  # row-major, as rrelu's kernel returns it
     if generator is not None:
         raise NotImplementedError("rrelu with a generator of its own cannot be streamed; leave the generator out")
-    return aten.mul.Tensor(torch.ops.widefield.rrelu_noise(image, lower, upper), image)  # which lies as the first
+    return aten.mul.Tensor(torch.ops.widefield.rrelu_noise(image, lower, upper), image)  # the result is row-major, as noise
 
 
 def _rrelu_functional(image: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -121,7 +119,7 @@ def _slice_scatter(
     if step != 1 or not len(pixels):
         return aten.slice_scatter.default(x, part, dim, start, end, step)
     strides = x.stride()
-    order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))  # a write leaves the order in memory as it is
+    order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))  # a write keeps the memory format
     is_moved = order != sorted(order) and is_dense(x)
     if is_moved:
         x, part, dim = aten.permute.default(x, order), aten.permute.default(part, order), order.index(dim % x.ndim)
@@ -139,13 +137,13 @@ def _select_scatter(x: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
 
 
 def _resize_as(x: Tensor, like: Tensor, *, memory_format: Any = None) -> Tensor:
-    """(Torch's has no derivative, which a template that learns would ask for.)"""
+    """torch's own has no derivative, which would be needed where `like` requires a gradient."""
     if x.shape != like.shape or memory_format is not None:
         return aten.resize_as.default(x, like, memory_format=memory_format)
     return aten.clone.default(x)
 
 
-APART: dict[Any, Callable] = {
+DECOMPOSITIONS: dict[Any, Callable] = {
     aten.native_dropout.default: _dropout,
     aten.rrelu_with_noise.default: _rrelu,
     aten.rrelu_with_noise_functional.default: _rrelu_functional,
@@ -162,14 +160,14 @@ APART: dict[Any, Callable] = {
     aten.resize_as.default: _resize_as,
     **{op: COMPOSED[op] for op in (aten.stack.default, aten.rot90.default, aten.roll.default)},
 }
-"""What is taken apart, and into what."""
+"""The decomposition of each operation that has one."""
 
 
-# ---------------------------------------------------------------------------------------------- what torch took apart
+# ---------------------------------------------------------------------------------------------- compositions
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(..., C) times (C, K), which torch lays out as rows of one matrix: in a matrix of pixels no box is left."""
+    """(..., C) times (C, K).  torch computes it as a product of two matrices, whose rows join all pixels and have no boxes."""
     out = x @ weight
     return out if bias is None else out + bias
 
@@ -190,9 +188,9 @@ BATCH_NORM_OVER = torch.ops.widefield.batch_norm_over.default
 
 def _norm_over(
     image: Meta, weight: Meta | None, bias: Meta | None, running_mean: Meta | None, running_var: Meta | None,
-    momentum: float, eps: float, group_name: str, alike: int, is_inactive: bool,
+    momentum: float, eps: float, group_name: str, num_replicas: int, is_inactive: bool,
 ) -> Reduced:  # fmt: skip
-    """Batch norm as one device has it; whoever adds up its sums must do so over the group."""
+    """The rule of torch's batch norm; the caller must reduce its sums over the group."""
     d = batch_norm(image, weight, bias, running_mean, running_var, True, momentum, eps, "s")
     assert d.finish is not None
     finish = d.finish
@@ -205,13 +203,13 @@ def _norm_over(
 
 
 OWN_RULES: dict[Any, Callable] = {linear: _linear_rule, BATCH_NORM_OVER: _norm_over}
-"""Rules of what is written down in place of torch's own operations."""
+"""Tile rules of operations that are recorded in place of torch's."""
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def with_linears(graph: Graph) -> Graph:
-    """Write rows of a matrix times a matrix, made from an image and seen as one again, as `linear`."""
+    """Replace view, mm or addmm, and view back, of a tensor of more than 2 dims, by one `linear` node."""
     returned = set(graph.results)
     for node in graph.nodes:
         operands = _rows_and_weight(node)
@@ -223,7 +221,7 @@ def with_linears(graph: Graph) -> Graph:
         node.op, node.args, node.kwargs = linear, (image, weight, *([] if bias is None else [bias])), {}
         seen = out.users[0].outs[0]
         for view in out.users:
-            view.op, view.args = aten.alias.default, (seen,)  # the first view's result is the product's own from here on
+            view.op, view.args = aten.alias.default, (seen,)  # the first view's result becomes that of `linear`
         out.users[0].outs, node.outs = [None], [seen]
     return graph
 

@@ -1,4 +1,4 @@
-"""What stands in for a module's weights while it is followed, and what is put back afterwards."""
+"""Fake tensors in place of a module's parameters and buffers, while it is captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from widefield.private_torch.pytree import tree_leaves
 
 
 def name_of(module: nn.Module) -> str:
-    """Of the class that the user wrote."""
+    """The name of a module's own class."""
     return type(module).__name__.removeprefix("Streamed")
 
 
@@ -28,7 +28,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Like:
-    """What a tensor looks like; stands for one where a module is followed."""
+    """The description of a tensor, in place of one where a module is captured."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,11 +36,11 @@ class Like:
     strides: tuple[int, ...]
     requires_grad: bool = False
     read: None = None
-    """As every stand-in of a tensor has it."""
+    """By this attribute `is_tensor` knows stand-ins for tensors."""
 
     @classmethod
     def of(cls, tensor: Tensor | Like, device: torch.device | None = None, shape: tuple[int, ...] | None = None) -> Like:
-        """As a tensor, or as it would be on another device, or of another shape with its dims in the same order in memory."""
+        """The description of a tensor; optionally on another device, or with another shape in the same memory format."""
         strides, shape = tuple(tensor.stride()), tuple(tensor.shape) if shape is None else shape
         if shape != tuple(tensor.shape):
             strides = strides_like(shape, strides)
@@ -48,7 +48,7 @@ class Like:
 
     @classmethod
     def whole(cls, part: Tensor | Like, shape: tuple[int, ...], strides: tuple[int, ...]) -> Like:
-        """As the whole of which a rank holds a part."""
+        """The description of a full tensor of which `part` is a shard."""
         return cls(shape, part.dtype, part.device, strides, part.requires_grad)
 
     def stride(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class Like:
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether an argument is a tensor or stands for one, as a Reader does."""
+    """Whether an argument is a tensor or a stand-in for one: a Like or a WindowedImage."""
     return isinstance(leaf, Tensor) or (hasattr(leaf, "shape") and hasattr(leaf, "read"))
 
 
@@ -67,15 +67,16 @@ def tensors_of(arguments: Any) -> list[Any]:
 
 @contextmanager
 def with_weights(module: nn.Module, fakes: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Fake tensors in place of parameters and buffers, wherever and however often a module holds them.
+    """Inside, `fakes` are in place of parameters and buffers, under all of their names.
 
-    Torch's own `functional_call` would leave its tensors behind in modules that are registered under several names.
+    `torch.func.functional_call` would leave its tensors behind in modules that are registered under several names.
+    NotImplementedError, at the end: the forward has replaced a parameter or buffer.
     """
-    places = [held for part in module.modules() for held in (parameters_of(part), buffers_of(part))]
-    before = [dict(held) for held in places]
-    for held in places:
-        held.update({name: fakes[tensor] for name, tensor in held.items() if tensor is not None})
-    given = [dict(held) for held in places]
+    places = [registry for part in module.modules() for registry in (parameters_of(part), buffers_of(part))]
+    before = [dict(registry) for registry in places]
+    for registry in places:
+        registry.update({name: fakes[tensor] for name, tensor in registry.items() if tensor is not None})
+    given = [dict(registry) for registry in places]
     try:
         yield
         if any(_changed(a, b) for a, b in zip(places, given, strict=True)):
@@ -84,20 +85,19 @@ def with_weights(module: nn.Module, fakes: Mapping[Tensor, Tensor]) -> Iterator[
                 "write to them in place, as buffer.copy_(value) does"
             )
     finally:
-        for held, values in zip(places, before, strict=True):
-            held.clear()
-            held.update(values)
+        for registry, values in zip(places, before, strict=True):
+            registry.clear()
+            registry.update(values)
 
 
 @contextmanager
 def refusing_hooks() -> Iterator[None]:
-    """A hook on a tensor inside of the module would be asked while it is followed, and never again."""
+    """Inside, Tensor.register_hook raises: such a hook would be called in the capture only."""
 
     def refuse(tensor: Tensor, *_: Any) -> None:
         raise NotImplementedError(
             f"a hook is registered on a tensor of {list(tensor.shape)} inside of the forward, and a stream makes that "
-            f"tensor tile after "
-            "tile; register it on the stream's output, or on a parameter"
+            "tensor tile after tile; register it on the stream's output, or on a parameter"
         )
 
     FunctionalTensor.register_hook = refuse  # type: ignore[method-assign]
@@ -109,7 +109,7 @@ def refusing_hooks() -> Iterator[None]:
 
 @contextmanager
 def without_weights_cache() -> Iterator[None]:
-    """`torch.nn.utils.parametrize.cached()` around a call would go on to give weights that are made of fake ones."""
+    """Inside, the cache of `torch.nn.utils.parametrize.cached()` is empty; else it would keep weights made of fake tensors."""
     before = parametrize_cache()
     set_parametrize_cache((0, {}))
     try:
@@ -119,7 +119,7 @@ def without_weights_cache() -> Iterator[None]:
 
 
 def refuse_scripts(module: nn.Module, aim: str) -> None:
-    """NotImplementedError where a part of a module is TorchScript, whose state Python does not see."""
+    """NotImplementedError if a part of a module is TorchScript, whose state cannot be seen from Python."""
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise NotImplementedError(
@@ -128,5 +128,5 @@ def refuse_scripts(module: nn.Module, aim: str) -> None:
             )
 
 
-def _changed(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    return held.keys() != given.keys() or any(held[name] is not given[name] for name in held)
+def _changed(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+    return now.keys() != then.keys() or any(now[name] is not then[name] for name in now)

@@ -1,4 +1,4 @@
-"""How many floating-point operations does a traced operation take?  Multiplications and additions count one each."""
+"""The FLOPs of a traced operation: multiplications and additions count one each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def flops_of(node: Node) -> float:
-    """Of a forward of a convolution, a product or attention; 0 for what is cheap beside these."""
+    """FLOPs of a forward of a convolution, a matrix product or attention; 0 for all other operations."""
     out = next((out for out in node.outs if out is not None), None)
     if out is None:
         return 0.0
@@ -21,7 +21,7 @@ def flops_of(node: Node) -> float:
 
 
 def flops_per_number(node: Node) -> float:
-    """The same per number of the result; per number of the image, where a convolution is transposed."""
+    """FLOPs per number of the result, or of a transposed convolution, per number of its image."""
     shapes = [value.shape for value in node.reads]
     if node.op is aten.convolution.default:
         return 2.0 * math.prod(shapes[1][1:])
@@ -33,5 +33,5 @@ def flops_per_number(node: Node) -> float:
 
 
 def is_transposed(node: Node) -> bool:
-    """Whether it is a transposed convolution."""
+    """Whether the operation is a transposed convolution."""
     return node.op is aten.convolution.default and bool(node.args[6])

@@ -1,8 +1,7 @@
-"""Runs a module as the operations that were written down when it was followed: the way in which a rank computes another part
-of a module than the module's own code says.
+"""Runs a captured graph in place of a module's forward, so that a rank can compute a part of the module.
 
-A `ForwardOverride` is installed in a module by changing its class, so that the module stays the object it was; it makes a
-Program for each shape of inputs that comes, and autograd differentiates what a Program runs as it does any other operations.
+A `ForwardOverride` is installed in a module by changing its class; the module stays the same object.  It builds a Program for
+each shape of inputs, and autograd differentiates the operations of a Program like any others.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
 from widefield.tiled.batch_statistics import batch_norm_over
 
-_FLOW = "_widefield_flow"
+_OVERRIDE = "_widefield_override"
 aten = torch.ops.aten
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *args: Any) -> Any:
-    """torch's batch norm, with copies of the running statistics, which it would keep for a backward that never reads them."""
+    """torch's batch norm on copies of the running statistics: autograd saves them, and buffers change before the backward."""
     return aten._native_batch_norm_legit_functional.default(x, weight, bias, mean.clone(), var.clone(), *args)
 
 
@@ -37,21 +36,22 @@ _RUNS_AS: dict[Any, Callable] = {
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.view.default: aten.reshape.default,
 }
-"""What runs in place of operations that are names alone, that hold on to buffers, or that want an order in memory: nothing is
-written through a view here, so a copy does, where a part of a tensor or what came in a message lies otherwise."""
+"""What runs in place of recorded operations.  BATCH_NORM_OVER is only a marker in the graph.  `view` becomes `reshape`, since a
+shard or a received tensor may have other strides; a copy is as good, since a graph writes nothing through views."""
 
 
 class ForwardOverride:
-    """How a module is run.  `call` gets the module and its arguments; a subclass says what happens."""
+    """Base class of what runs in place of a module's forward."""
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """What the module returns."""
         raise NotImplementedError
 
 
 class RankShardModule(Wrapping):
-    """Put before a module's own class by `install_shard`: a module, its copies and pickles have one rank's part of the weights.
+    """Put before the class of a module with one rank's shard of the weights by `install_shard`; copies and pickles get it too.
 
-    Copies compute nothing: alone, what one rank has would give other numbers, often of the right shape.
+    A call of a copy raises RuntimeError: one rank's shards would give wrong numbers, often of the right shape.
     """
 
     COPIED = ("_widefield_of_one_rank",)
@@ -60,40 +60,40 @@ class RankShardModule(Wrapping):
         if override_of(self) is None:
             raise RuntimeError(
                 f"this {type(self).__qualname__} is a copy of what one rank has of a model in mesh.channel or mesh.stage, "
-                "which alone gives no model's numbers; copy the model before it is laid out, or load its checkpoint's export"
+                "which alone gives no model's numbers; copy the model before parallelize, or load its checkpoint's export"
             )
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class OverriddenModule(Wrapping):
-    """Put before a module's own class by `install`.  A copy or a pickle is the plain module."""
+    """Put before a module's own class by `install`.  Copies and pickles are plain modules."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        override: ForwardOverride | None = self.__dict__.get(_FLOW)
+        override: ForwardOverride | None = self.__dict__.get(_OVERRIDE)
         refuse_hidden(self, (args, kwargs), "is given")
         tensors = tensors_of((args, kwargs))
         if override is None or any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]  # somebody follows the module
+            return super().forward(*args, **kwargs)  # type: ignore[misc]  # the module is being captured
         if torch.compiler.is_compiling():
             return torch.compiler.disable(override.call)(self, args, kwargs)
         return override.call(self, args, kwargs)
 
 
 def install(module: nn.Module, override: ForwardOverride) -> None:
-    """From now on calls of `module` are the flow's, in place of one that is there."""
+    """Let `override` run calls of `module`; it replaces an earlier one."""
     wrap_class(module, OverriddenModule)
-    module.__dict__[_FLOW] = override
+    module.__dict__[_OVERRIDE] = override
 
 
 def install_shard(module: nn.Module, override: ForwardOverride) -> None:
-    """`install` for a module that has what one rank has of its weights; copies and pickles are `RankShardModule`."""
+    """`install` for a module that has one rank's shard of its weights; copies and pickles are `RankShardModule`."""
     wrap_class(module, RankShardModule)
     vars(module)[RankShardModule.COPIED[0]] = True
     install(module, override)
 
 
 def refuse_streams(module: nn.Module, axis: str) -> None:
-    """ValueError where a part of a module runs tile after tile, which the operations of the whole module would not."""
+    """ValueError if a part of the module is streamed, which a graph of the whole module would ignore."""
     for name, part in module.named_modules():
         if "_stream" in vars(part):
             raise ValueError(
@@ -103,17 +103,17 @@ def refuse_streams(module: nn.Module, axis: str) -> None:
 
 
 def override_of(module: nn.Module) -> ForwardOverride | None:
-    """What runs the module; None for one that runs its own code."""
-    return vars(module).get(_FLOW)
+    """What `install` has put in place of the module's forward, or None."""
+    return vars(module).get(_OVERRIDE)
 
 
 # ---------------------------------------------------------------------------------------------- running
 
 
 class Program:
-    """Operations in the order in which they run, and after which of them a tensor is needed no more.
+    """Operations in order, which free each tensor after its last use.
 
-    keep: the values that are looked at afterwards.
+    keep: the values that are not freed, since they are read afterwards.
     """
 
     def __init__(self, nodes: Sequence[Node], keep: Iterable[Value]) -> None:
@@ -125,12 +125,12 @@ class Program:
         done: list[list[Value]] = [[] for _ in nodes]
         for value, number in last.items():
             done[number].append(value)
-        self.steps = [(_filler(node), node, _learns(node), over) for node, over in zip(nodes, done, strict=True)]
+        self.steps = [(_filler(node), node, _records_gradient(node), over) for node, over in zip(nodes, done, strict=True)]
 
     def run(self, found: dict[Value, Any]) -> None:
-        """Run all operations on the tensors in `found`, which has what they make afterwards, and no more what is used up."""
-        for fill, node, learns, done in self.steps:
-            if learns or not torch.is_grad_enabled():
+        """Run all operations.  found: the tensors of values; results are added to it, and values that are not kept removed."""
+        for fill, node, records_gradient, done in self.steps:
+            if records_gradient or not torch.is_grad_enabled():
                 out = fill(found)
             else:
                 with torch.no_grad():
@@ -144,13 +144,13 @@ class Program:
                 found.pop(value, None)
 
 
-def _learns(node: Node) -> bool:
-    """Whether gradients are on while it runs: of a draw whose numbers have none, as integers, torch has no derivative."""
+def _records_gradient(node: Node) -> bool:
+    """Whether autograd records the node: torch has no derivative of draws whose numbers have no gradient, such as integers."""
     return node.grad and (not node.draws or any(out is not None and out.wants_grad for out in node.outs))
 
 
 def _filler(node: Node) -> Callable[[Mapping[Value, Any]], Any]:
-    """Calls a node's operation with the tensors of a run, quickly where its values stand at the top of its arguments."""
+    """A function that calls a node's operation on a run's tensors; fast if all values are direct positional arguments."""
     op, reads = _RUNS_AS.get(node.op, node.op), node.reads
     places = [(place, argument) for place, argument in enumerate(node.args) if isinstance(argument, Value)]
     template = list(node.args)
@@ -169,14 +169,14 @@ def _filler(node: Node) -> Callable[[Mapping[Value, Any]], Any]:
 
 
 class GraphProgram:
-    """A graph of a module as a program from the module's arguments to what it returns."""
+    """A module's graph as a function of the module's weights and arguments."""
 
     def __init__(self, module: nn.Module, graph: Graph) -> None:
         self.graph, self.program, self.generators = graph, Program(graph.nodes, graph.results), graph.generators
         self.constants = constants_of(module, graph)
 
     def __call__(self, weights: Mapping[str, Tensor], args: tuple, kwargs: dict) -> Any:
-        """What the module would return; buffers are updated."""
+        """What the module returns; buffers in `weights` are updated."""
         graph = self.graph
         found: dict[Value, Any] = dict(zip(graph.inputs, tensors_of((args, kwargs)), strict=True))
         found |= {value: weights[name] for name, value in graph.weights.items()}

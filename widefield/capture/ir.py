@@ -1,4 +1,4 @@
-"""A module's forward as data: values and the operations between them, as torch's dispatcher saw them on the whole image."""
+"""The graph of a module's forward: values, and the operations between them, as torch's dispatcher saw them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from widefield.private_torch.tensors import cdata
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the whole run, without its pixels.
+    """A tensor of the captured run, without its numbers.
 
     order: its dims from the outermost in memory to the innermost.
-    source: "input", "weight" (a parameter or buffer) or "constant" for what is there before the first operation; else "made".
-    name: of a weight, its name in the module; of an input or constant, its place among these.
-    wants_grad: whether its gradient is asked for.
+    source: "input", "weight" (a parameter or buffer), "constant" (any other tensor of the module), or "made" by an operation.
+    name: of a weight, its name in the module; of an input or constant, its index among these.
+    wants_grad: whether it needs a gradient.
     """
 
     number: int
@@ -48,17 +48,17 @@ class Value:
 
 
 def put_in(nested: Any, found: Mapping[Value, Any]) -> Any:
-    """Arguments or outputs, however nested, with what was found for each value in its place."""
+    """Nested arguments or outputs with `found[value]` in place of each value."""
     return tree_map(lambda leaf: found[leaf] if isinstance(leaf, Value) else leaf, nested)
 
 
 @dataclass(eq=False)
 class Node:
-    """One operation: its arguments with a Value in place of each tensor, and what it gives.
+    """One operation: its arguments, with a Value in place of each tensor, and its results.
 
-    outs: the results in order, None for those that are no tensors or that nobody asks for.  is_single: it gives one tensor.
-    grad: whether gradients were on.  draws: whether it draws random numbers, which happens once and is remembered.
-    path: the qualified name of the part of the module that called it; "" for the module's own forward.
+    outs: the results in order, None for those that are no tensors or are not used.  is_single: it returns one tensor, no tuple.
+    grad: whether gradients were enabled.  draws: whether it draws random numbers.
+    path: the qualified name of the submodule that called it; "" for the module's own forward.
     """
 
     op: Callable
@@ -79,12 +79,12 @@ class Node:
 
     @property
     def reads(self) -> list[Value]:
-        """The tensor arguments in order, lists one by one; a tensor that is given twice counts twice."""
+        """The tensor arguments in order, lists flattened; a tensor that is given twice counts twice."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The one that it is given."""
+        """The torch.Generator among its arguments, or None."""
         return next((leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Generator)), None)
 
     def call(self, tensors: Iterator[Tensor]) -> Any:
@@ -102,9 +102,9 @@ class Node:
 
 @dataclass
 class Graph:
-    """nodes: in the order in which they ran, without those whose results nobody needs.
+    """A captured forward.  nodes: in the order in which they ran; `link` drops those whose results are not used.
 
-    outputs: what the module returned, Values in place of tensors.  updates: the values that buffers have afterwards.
+    outputs: what the module returned, with Values in place of tensors.  updates: the new values of buffers, by name.
     """
 
     inputs: list[Value]
@@ -116,27 +116,27 @@ class Graph:
 
     @property
     def generators(self) -> list[torch.Generator | None]:
-        """Those that it draws from; None stands for torch's own."""
+        """The generators that it draws from; None stands for torch's default generator."""
         found = {None if g is None else cdata(g): g for g in (node.generator for node in self.nodes if node.draws)}
         return list(found.values())
 
     @property
     def results(self) -> list[Value]:
-        """All values that outlive the run."""
+        """The values that are outputs or new values of buffers, each once."""
         outputs = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Value)]
         return list(dict.fromkeys([*outputs, *self.updates.values()]))
 
 
 def link(graph: Graph) -> Graph:
-    """Drop what nobody needs, and note who makes and who uses each value."""
+    """Drop nodes whose results are not used, but keep draws, and set `maker` and `users` of each value; the same graph."""
     needed = set(graph.results)
-    kept: list[Node] = []
+    nodes: list[Node] = []
     for node in reversed(graph.nodes):
         if node.draws or any(out in needed for out in node.outs):
             node.outs = [out if out in needed else None for out in node.outs]
             needed.update(node.reads)
-            kept.append(node)
-    graph.nodes = kept[::-1]
+            nodes.append(node)
+    graph.nodes = nodes[::-1]
     for value in [*graph.inputs, *graph.weights.values(), *needed]:
         value.users = []
     for node in graph.nodes:

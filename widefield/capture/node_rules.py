@@ -1,4 +1,4 @@
-"""What does the rule of a traced operation say, for arguments that are cut in a given way?"""
+"""The tile rule of a traced operation, applied to arguments with given layouts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from widefield.rules import RULES, Description, Meta
 
 @dataclass(frozen=True)
 class Refused:
-    """A rule's refusal, in its words."""
+    """A rule's refusal, with its text."""
 
     why: str
 
 
 def rule_of(node: Node) -> Callable | None:
-    """The rule of an operation.  Backward operations have none here: autograd differentiates a graph better than they do."""
+    """The rule of an operation, or None.  A backward operation in a graph has none: autograd differentiates the graph."""
     if node.op in OWN_RULES:
         return OWN_RULES[node.op]
     return RULES.get(node.op) if "_backward" not in str(node.op) else None
 
 
 def description_of(node: Node, layouts: Sequence[Layout | None]) -> Description | Refused:
-    """What the rule says where the tensor arguments, in order, have these layouts; None is a plain tensor."""
+    """The rule's description if the tensor arguments, in order, have these layouts; None for a plain tensor."""
     metas = (
         Meta(value.shape, value.dtype, layout, number)
         for number, (value, layout) in enumerate(zip(node.reads, layouts, strict=True))

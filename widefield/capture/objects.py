@@ -1,7 +1,7 @@
-"""What Python objects hold: the children of each kind of thing by name, how they are read, put back and spoken of.
+"""The contents of Python objects: for each kind of object, how its children are read, restored and named in messages.
 
-A *thing* can change, or holds what can change.  All else is a *leaf*: a number, a text, or an object of which the identity
-alone counts, as of torch's and the standard library's own.
+A *thing* is an object that can change, or that refers to objects that can.  All others are *leaves*: numbers, texts, and
+objects of which only the identity counts, such as those of torch and the standard library.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from widefield.private_torch.modules import MODULE_MEMBERS
 from widefield.rooms import ENGINE_MODULES
 
 Children = tuple[list[Any], list[Any]]
-"""Names, and what they stand for; no names where places count."""
+"""Names and their objects; no names for sequences and sets."""
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-"""Types whose objects are what they say, and cannot change."""
+"""Types whose objects are immutable and compared by value."""
 
 _FOREIGN = ("numpy", "torch", *ENGINE_MODULES, "builtins")
-"""Packages whose functions and classes are taken to stay as they are, with the standard library."""
+"""Packages whose functions and classes are assumed not to change, with the standard library."""
 _OPAQUE = (
     "numpy", "torch._", "torch.autograd", "torch.cuda", "torch.distributed", "torch.fx", "torch.jit", "torch.multiprocessing",
     "torch.utils", *ENGINE_MODULES, "builtins",
 )  # fmt: skip
-"""Packages whose objects are not looked into, with the standard library's, but for those in _OPEN."""
+"""Packages whose objects are leaves, as are the standard library's except for those in _OPEN."""
 _OPEN = ("argparse", "collections", "functools", "types", "_thread")
 _MISSING = object()
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """label: how a child of a name is spoken of, after its thing's path."""
+    """How objects of one kind are read and restored.  label: the text for a child, after its thing's path."""
 
     read: Callable[[Any], Children]
     write: Callable[[Any, list[Any], list[Any]], None] | None
-    """None: it cannot change, only what it holds can."""
+    """None for immutable objects, whose children may still change."""
     label: Callable[[Any], str]
 
 
 @dataclass(frozen=True)
 class Name:
-    """A name in a namespace, as a global of a Python module."""
+    """A name in a namespace, such as a global of a Python module."""
 
     space: dict[str, Any]
     name: str
@@ -75,7 +75,7 @@ class Name:
         return f"the global {self.name} of {self.space.get('__name__', 'a namespace')}"
 
 
-# ---------------------------------------------------------------------------------------------- reading and putting back
+# ---------------------------------------------------------------------------------------------- reading and restoring
 
 
 def _put_in_dict(thing: dict, names: list[Any], children: list[Any]) -> None:
@@ -109,14 +109,14 @@ def _of_object(thing: Any) -> Children:
 
 
 def _put_in_object(thing: Any, names: list[Any], children: list[Any]) -> None:
-    """Past __setattr__, which an object may have of its own."""
-    held, slots = dict(zip(names, children, strict=True)), set(_slots(thing))
-    for slot in slots & held.keys():
-        object.__setattr__(thing, slot, held.pop(slot))
+    """Bypasses __setattr__, which a class may override."""
+    attributes, slots = dict(zip(names, children, strict=True)), set(_slots(thing))
+    for slot in slots & attributes.keys():
+        object.__setattr__(thing, slot, attributes.pop(slot))
     own = getattr(thing, "__dict__", None)
     if own is not None:
         private = {name: value for name, value in own.items() if is_private(name)}
-        _put_in_dict(own, [*held, *private], [*held.values(), *private.values()])
+        _put_in_dict(own, [*attributes, *private], [*attributes.values(), *private.values()])
 
 
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
@@ -147,13 +147,13 @@ def _put_in_cell(thing: Any, _: list[Any], children: list[Any]) -> None:
 
 
 def _counts(name: str, value: Any) -> bool:
-    """Whether an attribute of a class may be read by a forward and change."""
+    """Whether an attribute of a class is compared: functions, and anything without a dunder name."""
     return isinstance(value, types.FunctionType) or not (name.startswith("__") or name == "_abc_impl")
 
 
 def _of_class(thing: type) -> Children:
-    held = {name: value for name, value in vars(thing).items() if _counts(name, value)}
-    return list(held), list(held.values())
+    attributes = {name: value for name, value in vars(thing).items() if _counts(name, value)}
+    return list(attributes), list(attributes.values())
 
 
 def _put_in_class(thing: type, names: list[Any], children: list[Any]) -> None:
@@ -177,7 +177,7 @@ def _put_in_variable(thing: ContextVar, _: list[Any], children: list[Any]) -> No
 
 
 def _of_iterator(thing: Any) -> Children:
-    """What it goes through and how far it is, without a step of it.  NotImplementedError: it does not tell."""
+    """What an iterator goes through and how far it is, without a step of it.  NotImplementedError: it does not tell."""
     if isinstance(thing, types.GeneratorType):
         frame = thing.gi_frame
         found = [] if frame is None else [frame.f_lasti, thing.gi_yieldfrom, *frame.f_locals.values()]
@@ -221,9 +221,9 @@ DICT = Kind(lambda d: (list(dict.keys(d)), list(dict.values(d))), _put_in_dict, 
 ORDERED = Kind(lambda d: (list(d), list(d.values())), _put_in_dict, _entry)
 MEMBERS = Kind(DICT.read, _put_in_dict, lambda name: f".{name}")
 ROW = Kind(lambda row: ([], list(row)), _put_in_row, _entry)
-SET = Kind(lambda held: ([], list(held)), _put_in_set, _entry)
-FIXED = Kind(lambda held: ([], list(held)), None, _entry)
-PROXY = Kind(lambda held: (list(held), list(held.values())), None, _entry)
+SET = Kind(lambda thing: ([], list(thing)), _put_in_set, _entry)
+FIXED = Kind(lambda thing: ([], list(thing)), None, _entry)
+PROXY = Kind(lambda thing: (list(thing), list(thing.values())), None, _entry)
 OBJECT = Kind(_of_object, _put_in_object, _attribute)
 FUNCTION = Kind(_of_function, _put_in_function, _of_a_function)
 CELL = Kind(_of_cell, _put_in_cell, _nothing)
@@ -232,14 +232,14 @@ NAME = Kind(lambda place: ([], [place.space.get(place.name, _MISSING)]), _put_in
 VARIABLE = Kind(lambda variable: ([], [variable.get(_MISSING)]), _put_in_variable, _nothing)
 METHOD = Kind(lambda method: ([], [method.__func__, method.__self__]), None, _nothing)
 PARTIAL = Kind(lambda part: (["func", "args", "keywords"], [part.func, part.args, part.keywords]), None, _attribute)
-PROPERTY = Kind(lambda held: ([], [held.fget, held.fset]), None, _nothing)
-WRAPPED = Kind(lambda held: ([], [held.__wrapped__]), None, _nothing)
-REFERENCE = Kind(lambda held: ([], [held()]), None, _nothing)
+PROPERTY = Kind(lambda thing: ([], [thing.fget, thing.fset]), None, _nothing)
+WRAPPED = Kind(lambda thing: ([], [thing.__wrapped__]), None, _nothing)
+REFERENCE = Kind(lambda thing: ([], [thing()]), None, _nothing)
 ITERATOR = Kind(_of_iterator, None, _nothing)
 OPTIMIZER = Kind(lambda optimizer: (["param_groups"], [optimizer.param_groups]), None, _attribute)
 
 
-# ---------------------------------------------------------------------------------------------- which kind a thing is of
+# ---------------------------------------------------------------------------------------------- the kind of an object
 
 _KINDS: dict[type, Kind] = {
     dict: DICT, OrderedDict: ORDERED, list: ROW, deque: ROW, set: SET, tuple: FIXED, frozenset: FIXED, torch.Size: FIXED,
@@ -261,7 +261,7 @@ def is_generator(kind: type) -> bool:
 
 
 def kind_of(thing: Any) -> Kind | None:
-    """None: a leaf."""
+    """The kind of an object; None for a leaf."""
     kind = type(thing)
     if kind is types.FunctionType:
         return None if is_foreign(thing.__module__) else FUNCTION
@@ -287,7 +287,7 @@ def _kind_of_class(kind: type) -> Kind | None:
 
 
 def is_foreign(module: Any) -> bool:
-    """Whether what is defined in a Python module is torch's, NumPy's, the standard library's or our own."""
+    """Whether a Python module belongs to torch, NumPy, the standard library or widefield, by its name."""
     return type(module) is str and (_within(module, _FOREIGN) or _is_standard(module))
 
 

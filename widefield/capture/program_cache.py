@@ -1,7 +1,8 @@
-"""What was made for the calls of a module so far, and on what of a call that depends.
+"""The captured programs of a module, and which of them is valid for a call.
 
-On its arguments, torch's modes, and on all that the forward can see in Python: what the module holds, and the globals, closures
-and default arguments that its code reads, which its capture found.  Where one of these changed, the module is captured again.
+A program depends on the call's arguments, on torch's modes, and on all Python state that the forward can read: the attributes
+of the module, and the globals, closures and default arguments of its code, which the capture found.  If any of these has
+changed, the module is captured again.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from widefield.capture.side_effects import seen_by
 from widefield.private_torch.pytree import tree_flatten
 
 MOST = 16
-"""How many are kept, for images whose size is new in every step."""
-AGAIN_MOST = 8
-"""Captures in a row for arguments that were known, after which it is said what makes them necessary."""
+"""The largest number of programs of a module, for images of a new size in every step; the least recently used is dropped."""
+RECAPTURES_MOST = 8
+"""Captures in a row for arguments that were seen before, after which a warning says what has changed."""
 Cached = TypeVar("Cached")
 
 
 @dataclass
 class _Entry(Generic[Cached]):
-    """What was made for a call, and what the forward could see then.  things: the arguments that are no plain values."""
+    """A program, and the state that the forward could see.  things: arguments that are neither tensors nor plain values."""
 
     key: tuple
     things: list[Any]
@@ -41,44 +42,44 @@ class _Entry(Generic[Cached]):
 
 
 class ProgramCache(Generic[Cached]):
-    """What `make` made for each kind of call, the last MOST of them."""
+    """The last MOST programs of a module, most recently used first."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry[Cached]] = []
-        self._again = 0
+        self._recaptures = 0
 
     def get(self, module: nn.Module, args: tuple, kwargs: dict, make: Callable[[Guards], Cached], *more: Any) -> Cached:
-        """What is there for this call, else what `make(guards)` gives, which captures the module with these guards.
+        """The program for this call, or a new one from `make(guards)`, which captures the module and fills the guards.
 
-        more: what it depends on besides.
+        more: hashable values that a program depends on as well.
         """
         key, things = _key(module, args, kwargs)
         key = (*more, *key)
         entries = [entry for entry in self._entries if entry.key == key]
         entry = next((e for e in entries if _same(e.things, things) and e.state.holds()), None)
-        entry = entry or next(_alike(module, things, entries), None)
+        entry = entry or next(_equal_entries(module, things, entries), None)
         if entry is None:
-            self._tell(module, entries)
+            self._warn_of_recaptures(module, entries)
             guards = Guards()
             made = make(guards)
-            if not guards.is_settled:  # the next call finds another state, and is captured anew
+            if not guards.is_stable:  # the first call has changed the state, so the next one is captured again
                 return made
             entry = _Entry(key, things, guards, _state(module, things, guards), made)
         else:
-            self._again = 0
+            self._recaptures = 0
             self._entries.remove(entry)
-        self._entries = [entry, *self._entries][:MOST]  # the last one used comes first
+        self._entries = [entry, *self._entries][:MOST]
         return entry.made
 
-    def _tell(self, module: nn.Module, entries: list[_Entry[Cached]]) -> None:
-        """Warn, once, of a module that is captured in every call."""
-        self._again = self._again + 1 if entries else 0
-        if self._again == AGAIN_MOST:
+    def _warn_of_recaptures(self, module: nn.Module, entries: list[_Entry[Cached]]) -> None:
+        """Warn, once, if a module is captured in every call."""
+        self._recaptures = self._recaptures + 1 if entries else 0
+        if self._recaptures == RECAPTURES_MOST:
             changed = next(entries[0].state.changes(), "what it is given")
             warnings.warn(
-                f"{name_of(module)} was captured anew in each of its last {AGAIN_MOST} calls, for {changed} was another in "
-                "each; the numbers are right, but a capture takes as long as many calls: hold what changes in a buffer, or in "
-                "a tensor that is a module's attribute",
+                f"{name_of(module)} was captured anew in each of its last {RECAPTURES_MOST} calls, since {changed} changed; "
+                "the numbers are right, but a capture takes as long as many calls: hold what changes in a buffer, or in a "
+                "tensor that is a module's attribute",
                 stacklevel=4,
             )
 
@@ -86,12 +87,12 @@ class ProgramCache(Generic[Cached]):
         return len(self._entries)
 
     def values(self) -> list[Cached]:
-        """What is there, the last one used at the end."""
+        """The programs, the most recently used last."""
         return [entry.made for entry in reversed(self._entries)]
 
 
-def _alike(module: nn.Module, things: list[Any], entries: list[_Entry[Cached]]) -> Iterator[_Entry[Cached]]:
-    """Those for which a forward finds the same, though in other objects."""
+def _equal_entries(module: nn.Module, things: list[Any], entries: list[_Entry[Cached]]) -> Iterator[_Entry[Cached]]:
+    """The entries whose state equals the present one, though it consists of other objects."""
     for entry in entries:
         state = _state(module, things, entry.guards)
         if state.key == entry.state.key:
@@ -109,8 +110,7 @@ def _same(now: list[Any], then: list[Any]) -> bool:
 
 
 def _key(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, list[Any]]:
-    """What the operations of a call depend on, but for pixels, weights' numbers and what is held in Python; and those of the
-    arguments that are neither tensors nor plain values."""
+    """A key of the arguments and torch's modes, and the arguments that are neither tensors nor plain values."""
     leaves, form = tree_flatten((args, kwargs))
     tensors = tuple(_look(leaf) if is_tensor(leaf) else _plain(leaf) for leaf in leaves)
     things = [leaf for leaf in leaves if type(leaf) not in PLAIN and not is_tensor(leaf)]
@@ -136,18 +136,18 @@ def _look(tensor: Any) -> tuple:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor that a module holds and that is neither parameter nor buffer, by the attribute that holds it, if one does."""
+    """A tensor of a module that is neither parameter nor buffer, with the submodule and attribute that refer to it, if any."""
 
     tensor: Tensor
-    spec: nn.Module | None = None
+    owner: nn.Module | None = None
     attribute: str = ""
 
     def now(self) -> Tensor:
-        """What the attribute holds, which may be another tensor than at the last call."""
-        return self.tensor if self.spec is None else self.spec.__dict__[self.attribute]
+        """The present tensor of the attribute, which may be another one than at the capture."""
+        return self.tensor if self.owner is None else self.owner.__dict__[self.attribute]
 
 
 def constants_of(module: nn.Module, graph: Graph) -> Mapping[Value, Constant]:
-    """Where the module holds each constant of a graph of it."""
-    held = {id(v): (part, name) for part in module.modules() for name, v in part.__dict__.items() if isinstance(v, Tensor)}
-    return {value: Constant(tensor, *held.get(id(tensor), ())) for value, tensor in graph.constants}
+    """The Constant of each constant value of a graph of `module`."""
+    owners = {id(v): (part, name) for part in module.modules() for name, v in part.__dict__.items() if isinstance(v, Tensor)}
+    return {value: Constant(tensor, *owners.get(id(tensor), ())) for value, tensor in graph.constants}

@@ -1,14 +1,15 @@
-"""Which Python state can a forward see, and does it still stand as it stood?
+"""A snapshot of the Python state that a forward can read, and whether that state has changed.
 
-A forward reads more than its inputs and weights: numbers, lists and objects that modules hold, globals, closures, default
-arguments, attributes of classes.  A `PythonState` is all of this that can be reached from some roots, as it stood at one time;
-see capture/objects.py for what is a thing and what a leaf.
+A forward reads more than its inputs and weights: numbers, lists and objects in attributes of modules, globals, closures,
+default arguments, attributes of classes.  A `PythonState` is a snapshot of everything reachable from some roots; see
+capture/objects.py for what is a thing and what is a leaf.
 
-Tensors are leaves, known by what they look like and by where else they are held.  Those that a program finds again by name
-(weights, and attributes of modules) may be replaced by others like them; any other tensor is known by its identity.
+Tensors are leaves.  Their shape, dtype, device, strides and requires_grad count, and which references are to the same tensor.
+Tensors that a program looks up by name (weights, and attributes of modules) may be replaced by others with the same properties;
+of any other tensor the identity counts.
 
-`holds` is asked at every call, so it goes through flat lists in C: 0.3 ms for a ResNet-50.  `key` says whether two states are
-alike though their objects are others.
+`holds` runs at every call, so it compares flat lists in C: 0.3 ms for a ResNet-50.  `key` compares two states by value, though
+they consist of different objects.
 """
 
 from __future__ import annotations
@@ -42,14 +43,17 @@ from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
 from widefield.private_torch.modules import MODULE_MEMBERS
 
 MOST = 200_000
-"""Children of all things together, in a state."""
+"""Largest number of children of all things in a state."""
 ARRAY_MOST = 64 * 2**20
-"""Bytes of a NumPy array, which is compared at every call."""
+"""Largest NumPy array in bytes; arrays are compared at every call."""
 _LOOKS = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class Thing(NamedTuple):
-    """parent: the number of the thing that holds it, with `label` after its path; -1 for a root, whose path is its label."""
+    """An object and its children.  parent: the index of the thing that refers to it, or -1 for a root.
+
+    label: what follows the parent's path in this thing's path; of a root, its path.
+    """
 
     what: Any
     kind: Kind
@@ -60,31 +64,31 @@ class Thing(NamedTuple):
 
 
 class PythonState:
-    """All that can be reached from `roots`, (path, thing) each, now.
+    """A snapshot of everything that is reachable from `roots`, pairs of path and object.
 
-    registered: the modules whose weights and tensors a program finds again by name, by `id`.
-    NotImplementedError: more is reached than can be looked at in every call, or what hides whether it changed.
+    registered: the `id`s of the modules whose weights and tensor attributes a program looks up by name.
+    NotImplementedError: too much is reachable to be compared at every call, or an object does not tell whether it changed.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]] = (), *, registered: Collection[int] = ()) -> None:
         self.things: list[Thing] = []
         self.tensors: list[Tensor] = []
         self.looks: list[tuple] = []
-        """Of the tensors, and their strides."""
+        """The properties of `tensors`; `strides` has their strides."""
         self.strides: list[Any] = []
         self.fakes: list[tuple[str, Tensor]] = []
-        """Tensors of a capture, with their paths."""
+        """Fake tensors of a capture, with their paths."""
         self.generators: list[tuple[str, Any]] = []
         self.caches: list[tuple[str, Any]] = []
-        """Of functions, as functools.cache makes them."""
+        """Functions with a cache of functools, with their paths."""
         self.objects: list[Any] = []
         self.classes: list[type] = []
-        """Of the objects."""
+        """The classes of `objects`."""
         self.functions: dict[Any, list[Any]] = {}
-        """By their code."""
+        """Functions by their code."""
         self._registered = registered
         self._at: dict[int, Any] = {}
-        """The token of what was met, by its identity."""
+        """The token of each object that was reached, by its `id`."""
         self._tokens: list[Any] = []
         self._leaves: list[Any] = []
         self._arrays: list[tuple[np.ndarray, bytes, str]] = []
@@ -94,7 +98,7 @@ class PythonState:
             self.add(path, root)
 
     def add(self, path: str, root: Any) -> None:
-        """Another root, as it stands now; what was reached before stays as it stood then."""
+        """Add a root in its present state; the snapshot of what was reached before stays."""
         self._flat = None
         first = len(self.things)
         self._tokens.append(self._token(root, -1, path))
@@ -102,7 +106,7 @@ class PythonState:
             self._visit(first)
             first += 1
 
-    # ------------------------------------------------------------------------------------------ going through
+    # ------------------------------------------------------------------------------------------ traversal
 
     def _visit(self, number: int) -> None:
         what, kind, names, children, *_ = self.things[number]
@@ -133,7 +137,7 @@ class PythonState:
             self._tokens.append(self._token(child, number, name, renewed=is_member, members=members))
 
     def _token(self, thing: Any, parent: int, name: Any, *, renewed: bool = False, members: bool = False) -> Any:
-        """What a child is to a key; a thing is put down to be visited."""
+        """A child's entry in the key; a new thing is appended to `things`, to be visited."""
         kind = type(thing)
         if kind is str:
             return thing
@@ -191,21 +195,21 @@ class PythonState:
         self._tokens.append((array.dtype.str, array.shape, numbers))
         return token
 
-    # ------------------------------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------------------------------ comparison
 
     @property
     def key(self) -> tuple:
-        """Equal for states in which a forward finds the same."""
+        """A tuple that is equal for states with equal values."""
         return tuple(self._tokens)
 
     def holds(self) -> bool:
-        """Whether each thing still has the very children that it had."""
+        """Whether each thing still has the same children, by identity, and each array the same numbers."""
         if self._flat is None:
             self._flat = _Flat(self)
         return self._flat.holds() and all(array.tobytes() == numbers for array, numbers, _ in self._arrays)
 
     def changes(self) -> Iterator[str]:
-        """The paths of what is no more as it stood."""
+        """The paths of what has changed since the snapshot."""
         for number, (what, kind, names, children, *_) in enumerate(self.things):
             now, found = kind.read(what)
             if not _same(now, names) or not _same(found, children):
@@ -215,7 +219,7 @@ class PythonState:
                 yield path
 
     def restore(self) -> None:
-        """Put everything back as it stood."""
+        """Restore the state of the snapshot."""
         for what, kind, names, children, *_ in self.things:
             now, found = kind.read(what)
             if kind.write is not None and not (_same(now, names) and _same(found, children)):
@@ -224,7 +228,7 @@ class PythonState:
             array[...] = np.frombuffer(numbers, array.dtype).reshape(array.shape)
 
     def path(self, number: int) -> str:
-        """How code speaks of a thing."""
+        """The expression for a thing, as `Net.blocks[2].scale`."""
         labels = []
         while number >= 0:
             thing = self.things[number]
@@ -248,7 +252,7 @@ def _same(now: list[Any], then: list[Any]) -> bool:
 
 
 def _changed(kind: Kind, then: tuple[list, list], now: tuple[list, list]) -> str:
-    """The name of the first child that is another, was added or is gone."""
+    """The label of the first child that was replaced, added or removed."""
     if not then[0] and not now[0]:
         return ""
     before, after = ({id(name): (name, child) for name, child in zip(*found, strict=True)} for found in (then, now))
@@ -259,9 +263,9 @@ def _changed(kind: Kind, then: tuple[list, list], now: tuple[list, list]) -> str
 
 
 class _Flat:
-    """What `holds` compares, in a few lists; each refers to what it compares, so that no identity passes on.
+    """The contents of a state as a few flat lists, for `holds`.
 
-    Made when it is first asked for, of what was seen when the state was made.
+    The lists refer to the objects themselves, so that the `id` of none can be used again for another.
     """
 
     def __init__(self, state: PythonState) -> None:
@@ -301,7 +305,7 @@ _CONTAINERS = (DICT, MEMBERS, ORDERED, ROW, SET)
 
 
 def _sorted(things: Iterable[Thing], fits: Callable[[Thing], bool]) -> tuple[list[Thing], list[Thing]]:
-    """Those that fit, and the others."""
+    """The things that fit, and the others."""
     found: tuple[list[Thing], list[Thing]] = ([], [])
     for thing in things:
         found[not fits(thing)].append(thing)
@@ -309,7 +313,7 @@ def _sorted(things: Iterable[Thing], fits: Callable[[Thing], bool]) -> tuple[lis
 
 
 def _has_dict(thing: Thing) -> bool:
-    """Whether the entries of a dict are a thing's children."""
+    """Whether a thing's children are just the entries of a dict: itself, or its `__dict__`."""
     if thing.kind is not OBJECT:
         return thing.kind in (DICT, MEMBERS)
     own = getattr(thing.what, "__dict__", None)

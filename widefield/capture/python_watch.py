@@ -1,10 +1,10 @@
-"""What does Python code read and do while a module is captured, that no operation on tensors tells of?
+"""Finds the Python state that a forward reads while it is captured, besides the module's own attributes.
 
-The interpreter tells of every function that is called.  Of those that are neither torch's nor the standard library's, the names
-that their code reads (globals, closures, default arguments) are noted: what they stand for decides what the forward does, as
-what the module holds does.  Each is looked at before the function first runs, so that what the forward changes shows.
+A profile function (sys.setprofile) sees every call.  For functions outside of torch, NumPy, the standard library and widefield,
+it notes the names that their code reads: globals, closures, default arguments.  Each name enters the PythonState before the
+function first runs, so that changes by the forward are seen.
 
-Calls that seed a generator, ask the system for random bytes, or take a tensor's numbers into Python are noted as well.
+It also notes calls that seed a generator, ask the system for random bytes, or take a tensor's numbers into Python.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ _READS = {"tolist", "numpy"}
 
 
 def _is_of_the_collector(code: types.CodeType) -> bool:
-    """Whether it belongs to what the garbage collector calls, which may come at any time."""
+    """Whether it is a callback of the garbage collector, which may run at any time."""
     return any(getattr(callback, "__code__", None) is code for callback in gc.callbacks)
 
 
 @dataclass
 class Guards:
-    """On what a captured graph depends beside its module and the arguments: `places`, names and functions.
+    """What a captured graph depends on besides its module and arguments: `places`, names and functions that its code reads.
 
-    is_settled: whether the capture left Python's state as it found it; else it stands where the module's first call leaves it.
+    is_stable: whether the capture left the Python state unchanged; else the state is what the module's first call leaves.
     """
 
     places: dict[Any, None] = field(default_factory=dict)
-    is_settled: bool = True
+    is_stable: bool = True
 
 
 class _Paused:
-    """Inside, nobody looks on: torch's own work, which is a hundred times as much as the forward's."""
+    """Inside, the profile function is off: torch's dispatch makes a hundred times as many calls as the forward."""
 
     def __init__(self, watch: PythonWatch) -> None:
         self.watch, self.depth = watch, 0
@@ -77,30 +77,30 @@ class _Paused:
 
 
 class PythonWatch:
-    """`with watch:` around a forward.  state: what it could see before; found places are added to it as they are met.
+    """Watches a forward that runs in `with watch:`.
 
-    given: the arguments of the forward.
+    state: the state that the forward can read; names are added when they are found.  given: the forward's arguments.
     """
 
     def __init__(self, state: PythonState) -> None:
         self.state = state
         self.given: Any = None
         self.places: dict[Any, None] = {}
-        """Names and functions on which the forward depends, in the order in which they were met."""
+        """Names and functions that the forward depends on, in the order in which they were found."""
         self.seeds: list[str] = []
         """Calls that seed generators."""
         self.reads: list[Tensor] = []
         """Tensors whose numbers were taken into Python."""
         self.generators: list[tuple[str, Any, Any]] = []
-        """Of Python and NumPy, with where they stood; draws from torch's are operations of the graph."""
+        """Generators of Python and NumPy, with their states before; draws from torch's are operations of the graph."""
         self._seen: set[Any] = set()
         self._within: set[types.CodeType] = set()
-        """Code of functions that the code which ran makes itself."""
+        """Code of functions that are defined inside of functions that ran."""
         self.paused, self.is_on = _Paused(self), False
         self._other: Any = None
         self._error: BaseException | None = None
         for path, generator in (("Python's random", random._inst), ("numpy.random", np.random.mtrand._rand)):  # type: ignore
-            self.generators.append((path, generator, _standing(generator)))
+            self.generators.append((path, generator, _state_of(generator)))
         self._cached: dict[int, tuple[str, Any, int]] = {}
         self._find_generators()
 
@@ -108,7 +108,7 @@ class PythonWatch:
 
     def __enter__(self) -> PythonWatch:
         self._other, self.is_on = sys.getprofile(), True
-        if self._other is not None and not callable(self._other):  # cProfile's, which cannot be asked to look on
+        if self._other is not None and not callable(self._other):  # cProfile's profiler cannot be called from `look`
             self._other.disable()
         sys.setprofile(self.look)
         return self
@@ -123,9 +123,10 @@ class PythonWatch:
         if self._error is not None:
             raise self._error
 
-    # ------------------------------------------------------------------------------------------ looking on
+    # ------------------------------------------------------------------------------------------ the profile function
 
     def look(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        """The profile function of sys.setprofile."""
         try:
             if event == "call":
                 code = frame.f_code
@@ -133,7 +134,7 @@ class PythonWatch:
                     self._called(code, frame)
             elif event == "c_call":
                 self._called_c(argument)
-        except Exception as error:  # raised once the forward is done, which might catch it
+        except Exception as error:  # raised after the forward, which might catch it
             self._error = self._error or error
         if callable(self._other):
             self._other(frame, event, argument)
@@ -163,24 +164,24 @@ class PythonWatch:
             self._find_generators()
 
     def _find_generators(self) -> None:
-        """Generators and functions' caches that the state has come to reach, before the forward comes to them."""
-        for path, held in self.state.caches:
-            self._cached.setdefault(id(held), (path, held, held.cache_info().misses))
+        """Note the generators and functools caches that are newly in the state, before the forward uses them."""
+        for path, function in self.state.caches:
+            self._cached.setdefault(id(function), (path, function, function.cache_info().misses))
         known = {id(generator) for _, generator, _ in self.generators}
         for path, generator in self.state.generators:
             if id(generator) not in known and not isinstance(generator, torch.Generator):
-                self.generators.append((path, generator, _standing(generator)))
+                self.generators.append((path, generator, _state_of(generator)))
 
     def _functions(self, code: types.CodeType, frame: types.FrameType) -> list[Any]:
-        """The functions whose code runs: with the closure that the frame has, where it has one."""
+        """The functions with this code, and the frame's closure, that are not in the state yet."""
         known = [function for function in self.state.functions.get(code, ()) if _encloses(function, frame)]
         if known:
-            return []  # it was reached, and looked at
+            return []  # it is in the state already
         named = _by_name(code, frame.f_globals)
         if named is not None:
             return [named]
-        held = [thing for thing in gc.get_referrers(code) if isinstance(thing, types.FunctionType)]
-        return [function for function in held if _encloses(function, frame)] or held
+        functions = [thing for thing in gc.get_referrers(code) if isinstance(thing, types.FunctionType)]
+        return [function for function in functions if _encloses(function, frame)] or functions
 
     def _called_c(self, function: Any) -> None:
         name = getattr(function, "__name__", "")
@@ -193,35 +194,35 @@ class PythonWatch:
         elif name == "urandom":
             self.seeds.append("os.urandom()")
 
-    # ------------------------------------------------------------------------------------------ afterwards
+    # ------------------------------------------------------------------------------------------ after the forward
 
     def drawn(self) -> list[str]:
         """The generators of Python and NumPy that were drawn from."""
-        return [path for path, generator, state in self.generators if not _same(_standing(generator), state)]
+        return [path for path, generator, state in self.generators if not _same(_state_of(generator), state)]
 
     def cached(self) -> list[tuple[str, Tensor]]:
-        """Tensors of the capture that functools keeps as results of functions, with their paths."""
-        return [pair for path, held in self._filled() for pair in _results(path, held).fakes]
+        """Fake tensors of the capture in functools caches, with their paths."""
+        return [pair for path, function in self._filled() for pair in _results(path, function).fakes]
 
     def clear_caches(self) -> None:
-        """Let functools forget such results."""
-        for path, held in self._filled():
-            if _results(path, held).fakes:
-                held.cache_clear()
+        """Clear the functools caches that contain fake tensors."""
+        for path, function in self._filled():
+            if _results(path, function).fakes:
+                function.cache_clear()
 
     def _filled(self) -> list[tuple[str, Any]]:
-        return [(path, held) for path, held, misses in self._cached.values() if held.cache_info().misses != misses]
+        return [(path, function) for path, function, misses in self._cached.values() if function.cache_info().misses != misses]
 
     def roots(self) -> list[tuple[str, Any]]:
-        """The places that were found, with paths."""
+        """The names and functions that were found, with paths."""
         return roots_of(self.places)
 
     def put_back(self) -> None:
-        """Python's state and its generators' as they were before the forward."""
+        """Restore the Python state and the generators as they were before the forward."""
         self.state.restore()
         for _, generator, state in self.generators:
-            if not _same(_standing(generator), state):
-                _put(generator, state)
+            if not _same(_state_of(generator), state):
+                _set_state(generator, state)
 
 
 def roots_of(places: Iterable[Any]) -> list[tuple[str, Any]]:
@@ -230,9 +231,9 @@ def roots_of(places: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def _results(path: str, function: Any) -> PythonState:
-    """What functools keeps for a function."""
-    held = [thing for thing in gc.get_referents(function) if not callable(thing)]
-    return PythonState([(f"the cache of {path}", held)])
+    """The state of a function's functools cache."""
+    results = [thing for thing in gc.get_referents(function) if not callable(thing)]
+    return PythonState([(f"the cache of {path}", results)])
 
 
 @cache
@@ -243,19 +244,19 @@ def _is_foreign_file(filename: str) -> bool:
 
 
 def _encloses(function: Any, frame: types.FrameType) -> bool:
-    """Whether a function's closure is the one that a frame of it has."""
+    """Whether a function has the closure of a frame."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            held = cell.cell_contents
+            content = cell.cell_contents
         except ValueError:
             continue
-        if name != "__class__" and frame.f_locals.get(name) is not held:
+        if name != "__class__" and frame.f_locals.get(name) is not content:
             return False
     return True
 
 
 def _by_name(code: types.CodeType, space: dict[str, Any]) -> Any:
-    """The function or method that a namespace has under the name of the code; None where it is another."""
+    """The function or method of this code that a namespace has under the code's qualified name; None if there is none."""
     found: Any = None
     for part in code.co_qualname.split("."):
         found = space.get(part) if found is None else vars(found).get(part) if isinstance(found, type) else None
@@ -269,7 +270,7 @@ def _by_name(code: types.CodeType, space: dict[str, Any]) -> Any:
 
 
 def _names(code: types.CodeType, space: dict[str, Any]) -> Iterator[Name]:
-    """The globals that code names, and what it may name of Python modules among them or imported by it."""
+    """The globals that code reads, and the names that it may read in Python modules among these or imported by it."""
     names, imported = _globals_of(code)
     found = [Name(space, name) for name in names if name in space]
     yield from found
@@ -280,9 +281,9 @@ def _names(code: types.CodeType, space: dict[str, Any]) -> Iterator[Name]:
         if not isinstance(module, types.ModuleType) or is_foreign(module.__name__) or module in looked_at:
             continue
         looked_at.add(module)
-        held = [name for name in code.co_names if name in vars(module)]
-        yield from (Name(vars(module), name) for name in held)
-        modules += [vars(module)[name] for name in held]
+        read = [name for name in code.co_names if name in vars(module)]
+        yield from (Name(vars(module), name) for name in read)
+        modules += [vars(module)[name] for name in read]
 
 
 def _full_name(name: str, level: int, space: dict[str, Any]) -> str:
@@ -294,7 +295,7 @@ def _full_name(name: str, level: int, space: dict[str, Any]) -> str:
 
 @cache
 def _globals_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
-    """Global names; and Python modules that are imported as it runs, with how many packages up."""
+    """The global names in code, and the (name, level) of the imports in it."""
     names: dict[str, None] = {}
     imported, numbers = [], [0]
     for step in dis.get_instructions(code):
@@ -310,21 +311,21 @@ def _globals_of(code: types.CodeType) -> tuple[tuple[str, ...], tuple[tuple[str,
 # ---------------------------------------------------------------------------------------------- generators
 
 
-def _standing(generator: Any) -> Any:
-    """Where a generator of Python or NumPy stands, which no later draw changes; the system's own has no place."""
+def _state_of(generator: Any) -> Any:
+    """A copy of the state of a generator of Python or NumPy; None for the system's, which has no state."""
     if isinstance(generator, random.SystemRandom):
         return None
     return deepcopy(generator.getstate() if isinstance(generator, random.Random) else _source(generator).state)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two states of a generator, NumPy's being mappings with arrays in them, are the same."""
+    """Whether two states of a generator are equal; NumPy's are dicts with arrays."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
 
 
-def _put(generator: Any, state: Any) -> None:
+def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
     else:
@@ -332,5 +333,5 @@ def _put(generator: Any, state: Any) -> None:
 
 
 def _source(generator: Any) -> Any:
-    """What has the state of one of NumPy's generators."""
+    """The object with the state of a NumPy generator."""
     return getattr(generator, "bit_generator", getattr(generator, "_bit_generator", generator))

@@ -1,4 +1,4 @@
-"""Writes down the operations that torch's dispatcher sees while a module runs on tensors without pixels."""
+"""Dispatch modes that record the operations of a module as it runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from widefield.capture import autograd_gaps
 from widefield.capture.autograd_gaps import (
-    learns_from,
+    has_grad_fn,
     reaches,
     refuse_python_gradients,
     with_gradient_of,
     with_gradient_of_gamma,
     with_zero_gradient,
 )  # fmt: skip
-from widefield.capture.decompositions import APART, DRAWS
+from widefield.capture.decompositions import DECOMPOSITIONS, DRAWS
 from widefield.capture.fake_parameters import tensors_of
 from widefield.capture.ir import Node, Value
 from widefield.capture.python_watch import PythonWatch
@@ -45,7 +45,7 @@ aten = torch.ops.aten
 
 
 class Functional(FunctionalTensorMode):
-    """Torch's functionalization, which tells the recorder what an operation was before it was turned into a plain one."""
+    """torch's functionalization; it passes the recorder each in-place operation before that becomes a functional one."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class Functional(FunctionalTensorMode):
     def _dispatched(self, func: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
         if func is aten._linalg_check_errors.default:
             return self.recorder.check(*args, **kwargs or {})
-        types = tuple(kind for kind in types if kind is not nn.Parameter)  # one that the module does not know: a constant
-        self.recorder.settle((args, kwargs))
+        types = tuple(kind for kind in types if kind is not nn.Parameter)  # one that is not registered: a constant
+        self.recorder.sync_gradients((args, kwargs))
         first = args[0] if args and isinstance(args[0], FunctionalTensor) else None
         if first is None or not isinstance(func, OpOverload):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if not is_in_place(func):
-            return self._marked(func, first, super().__torch_dispatch__(func, types, args, kwargs))
+            return self._mark_views(func, first, super().__torch_dispatch__(func, types, args, kwargs))
         if getattr(first, "hidden", None) is not None:
             raise NotImplementedError(
                 f"{func} writes to {list(first.shape)} px that {first.hidden} shows, and a stream cannot tell what that is to "  # type: ignore
@@ -77,24 +77,24 @@ class Functional(FunctionalTensorMode):
         finally:
             self.recorder.written = None
 
-    def _marked(self, func: Any, first: Any, out: Any) -> Any:
-        """Views whose writes torch would turn into something else: of windows, and of what autograd no longer knows."""
-        is_hiding = func is aten.unfold.default or (func is aten.detach.default and self._is_pulled(first))
+    def _mark_views(self, func: Any, first: Any, out: Any) -> Any:
+        """Mark views through which writes would be recorded wrongly: overlapping windows, and detached tensors."""
+        is_hiding = func is aten.unfold.default or (func is aten.detach.default and self._has_gradient(first))
         hidden = str(func) if is_hiding else getattr(first, "hidden", None) if func.is_view else None
         if hidden is not None:
             for view in tree_leaves(out):
                 view.hidden = hidden
         return out
 
-    def _is_pulled(self, tensor: Any) -> bool:
+    def _has_gradient(self, tensor: Any) -> bool:
         return self.recorder.is_on and self.recorder.value_of(tensor).wants_grad and torch.is_grad_enabled()
 
 
 class Recorder(FakeTensorMode):
-    """Torch's fake tensors, and a list of the operations on them."""
+    """torch's fake tensor mode, which records the operations as `nodes`."""
 
     avoid_device_init = property(lambda self: False, lambda self, value: None)
-    """Else torch feigns a CUDA where there is none, and the first backward starts threads that no fork outlives."""
+    """Always false: else torch pretends to have CUDA, and the first backward starts threads, after which fork is unsafe."""
 
     def __init__(self, watch: PythonWatch, paths: ModulePaths) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -104,19 +104,19 @@ class Recorder(FakeTensorMode):
         self.constants: list[tuple[Value, Tensor]] = []
         self.is_on, self.depth = False, 0
         self.leaves: list[Tensor] = []
-        """What autograd gives gradients of."""
+        """Weights and inputs that require a gradient."""
         self.makers: dict[Value, Node] = {}
         self.used: set[Value] = set()
-        self.busy: list[Any] = []
-        """Operations that are being taken apart, perhaps into themselves."""
+        self.decomposing: list[Any] = []
+        """Operations that are being decomposed, perhaps into themselves."""
         self.written: tuple[Any, tuple[int, ...]] | None = None
-        """Of an operation in place: what it was, and the strides of what it writes to."""
+        """The in-place operation that runs, and the strides of the tensor that it writes to."""
 
         self._values: dict[int, tuple[Tensor, Value]] = {}
         self._count = 0
 
     def close(self) -> None:
-        """Forget what was recorded: tensors know this mode, which functional ones hold where no garbage collector looks."""
+        """Drop the references to tensors: they refer to this mode, in cycles that the garbage collector does not see."""
         self._values.clear()
         self.leaves.clear()
         self.makers.clear()
@@ -126,7 +126,7 @@ class Recorder(FakeTensorMode):
     # ------------------------------------------------------------------------------------------ values
 
     def source(self, like: Any, kind: str, name: str) -> Tensor:
-        """A fake tensor for a parameter, buffer or input."""
+        """A fake tensor for a parameter, buffer or input (a tensor, or a stand-in for one)."""
         strided = callable(getattr(like, "stride", None))
         strides = like.stride() if strided else torch.empty(tuple(like.shape), device="meta").stride()
         with torch.no_grad():
@@ -149,7 +149,7 @@ class Recorder(FakeTensorMode):
         return value
 
     def value_of(self, tensor: Tensor) -> Value:
-        """The value that a tensor of the run stands for; a real tensor is a constant of the module."""
+        """The value of a tensor of the run; a real tensor becomes a constant."""
         fake = _inner(tensor)
         if id(fake) not in self._values:
             value = self._remember(fake, "constant", str(len(self.constants)))
@@ -162,14 +162,14 @@ class Recorder(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out: Any
         kwargs = kwargs or {}
-        if self.is_on and self.depth == 0 and func in APART and func not in self.busy:
-            self.busy.append(func)
+        if self.is_on and self.depth == 0 and func in DECOMPOSITIONS and func not in self.decomposing:
+            self.decomposing.append(func)
             try:
                 with self:
-                    out = APART[func](*args, **kwargs)
-                return self._as_joined(func, args, kwargs, out) if func in _JOINS else out
+                    out = DECOMPOSITIONS[func](*args, **kwargs)
+                return self._in_kernel_order(func, args, kwargs, out) if func in _OWN_ORDER else out
             finally:
-                self.busy.pop()
+                self.decomposing.pop()
         if self.is_on and self.depth == 0:
             self._refuse_writes(func, args)
         self.depth += 1
@@ -187,8 +187,8 @@ class Recorder(FakeTensorMode):
             self._note(func, args, kwargs, out)
         return out
 
-    def _as_joined(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> Tensor:
-        """What an operation is made of may lie otherwise than what it makes by itself."""
+    def _in_kernel_order(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> Tensor:
+        """The result of a decomposition in the memory format of the operation's own kernel."""
         self.depth += 1
         try:
             made: Any = super().__torch_dispatch__(func, (), args, kwargs)
@@ -204,21 +204,21 @@ class Recorder(FakeTensorMode):
     def _note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         if current_graph_task_id() != -1:
             raise backward_inside(str(func))
-        if func is aten.copy.default:  # all that is left of a write once the tensor written to is a new one
+        if func is aten.copy.default:  # functionalization makes it of a write to a whole tensor
             func, args, kwargs = _copied, args[:2], {}
         given, named = tree_map(lambda leaf: self.value_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         results = list(out) if isinstance(out, (tuple, list)) else [out]
         outs = [self._made(result) if isinstance(result, Tensor) else None for result in results]
         node = Node(func, given, named, outs, isinstance(out, Tensor), torch.is_grad_enabled())
         node.draws = _draws(func, args, kwargs)
-        if not node.grad and getattr(func, "namespace", "aten") != "aten":  # torch calls custom operations without, either way
+        if not node.grad and getattr(func, "namespace", "aten") != "aten":  # torch runs custom operators under no_grad
             node.grad = True
         if self.written is not None and func not in _VIEWS:
             self._as_written(node, *self.written)
-        pulled = node.grad and any(value.wants_grad for value in node.reads) and func not in _STOPS and not node.draws
+        with_gradient = node.grad and any(value.wants_grad for value in node.reads) and func not in _STOPS and not node.draws
         for number, value in enumerate(outs):
             if value is not None and (number == 0 or func not in _FIRST_ALONE):
-                value.wants_grad = pulled and (value.dtype.is_floating_point or value.dtype.is_complex)
+                value.wants_grad = with_gradient and (value.dtype.is_floating_point or value.dtype.is_complex)
         self._add(node)
 
     def _add(self, node: Node) -> None:
@@ -228,37 +228,37 @@ class Recorder(FakeTensorMode):
         self.nodes.append(node)
 
     def _as_written(self, node: Node, func: Any, strides: tuple[int, ...]) -> None:
-        """Numbers are drawn in place in the order in which they lie in memory."""
+        """An in-place draw draws in the memory order of the tensor that it writes to."""
         if node.draws and node.op not in DRAWS:
             node.op = partial(_drawn, func, strides)
 
     # ------------------------------------------------------------------------------------------ gradients
 
-    def settle(self, tensors: Any) -> None:
-        """Take over what autograd knows of tensors before they are used: whether gradients go back from them."""
+    def sync_gradients(self, tensors: Any) -> None:
+        """Before tensors are used, update `wants_grad` of their values by what autograd says of them."""
         for tensor in tensors_of(tensors) if self.is_on and torch.is_grad_enabled() else ():
             if isinstance(tensor, FunctionalTensor):
-                self._settle(tensor)
+                self._sync_gradient(tensor)
 
-    def _settle(self, tensor: Any) -> Value:
+    def _sync_gradient(self, tensor: Any) -> Value:
         value = self.value_of(tensor)
-        learns = value.source == "made" and learns_from(tensor)
-        if value.source == "made" and value.wants_grad and not learns:
-            self._stop(tensor, value)
-        elif learns and not value.wants_grad:
-            self._pull(tensor, value)
+        has_gradient = value.source == "made" and has_grad_fn(tensor)
+        if value.source == "made" and value.wants_grad and not has_gradient:
+            self._stop_gradient(tensor, value)
+        elif has_gradient and not value.wants_grad:
+            self._restore_gradient(tensor, value)
         return self.value_of(tensor)
 
-    def _stop(self, tensor: Any, value: Value) -> None:
-        """No gradient goes back from here: torch has no derivative, or `detach_` came before."""
+    def _stop_gradient(self, tensor: Any, value: Value) -> None:
+        """Record that a tensor has no gradient: torch has no derivative for it, or it was detached in place."""
         maker = self.makers[value]
         if maker.is_single and value not in self.used:
             maker.grad = value.wants_grad = False
         else:
             self._replace(tensor, aten.detach.default, [value], wants_grad=False)
 
-    def _pull(self, tensor: Any, value: Value) -> None:
-        """A draw of which torch has a derivative."""
+    def _restore_gradient(self, tensor: Any, value: Value) -> None:
+        """Record the gradient of random numbers for which torch has a derivative."""
         maker = self.makers[value]
         if maker.draws:
             reads = [read for read in maker.reads if read.wants_grad]
@@ -272,7 +272,7 @@ class Recorder(FakeTensorMode):
             )
 
     def _replace(self, tensor: Any, op: Any, reads: list[Value], *, wants_grad: bool) -> None:
-        """From now on a tensor stands for what `op` gives."""
+        """Let a tensor stand for the result of a new node with `op`."""
         fake = _inner(tensor)
         value = self._remember(fake, "made", "")
         value.wants_grad = wants_grad
@@ -280,25 +280,25 @@ class Recorder(FakeTensorMode):
 
     @contextmanager
     def keeping_gradients(self, written: Any) -> Iterator[None]:
-        """Around a write while gradients are off: what is written to, and what it is a view of, keep their gradients."""
-        tensors = [] if torch.is_grad_enabled() or not self.is_on else [written, base_of(written)]
-        kept = [tensor for tensor in tensors if tensor is not None and learns_from(tensor)]
-        before = [self._settle(tensor) for tensor in kept]
+        """Around a write under no_grad: the tensor, and the base that it is a view of, keep their gradients."""
+        written_to = [] if torch.is_grad_enabled() or not self.is_on else [written, base_of(written)]
+        tensors = [tensor for tensor in written_to if tensor is not None and has_grad_fn(tensor)]
+        before = [self._sync_gradient(tensor) for tensor in tensors]
         yield
-        for tensor, value in zip(kept, before, strict=True):
+        for tensor, value in zip(tensors, before, strict=True):
             after = self.value_of(tensor)
             if after is not value and value.wants_grad:
                 self._replace(tensor, with_gradient_of, [after, value], wants_grad=True)
 
     def check(self, info: Tensor, api_name: str, *, is_matrix: bool) -> None:
-        """What an operation says of its success is looked at each time that it runs."""
+        """Let a linear-algebra operation check its `info` result each time that it runs."""
         value = self.value_of(info)
         if value in self.makers:
             node = self.makers[value]
             node.op = Checked(node.op, node.outs.index(value), api_name, is_matrix)
 
     def _made(self, result: Tensor) -> Value | None:
-        """The value that an operation makes; None where it gives back what it was given."""
+        """The value of a new result; None where an operation returns one of its arguments."""
         fake = _inner(result)
         return None if id(fake) in self._values else self._remember(fake)
 
@@ -324,18 +324,18 @@ def backward_inside(what: str) -> NotImplementedError:
 _STOPS = {aten.detach.default}
 """Operations whose results have no gradient."""
 _SCATTERS = {aten.slice_scatter.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default}
-"""Writes through views, which keep the order in memory; without pixels torch forgets that."""
+"""Writes through views, which keep the memory format; torch's fake implementations do not."""
 _FIRST_ALONE = {
     aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default, aten.cudnn_batch_norm.default, aten._batch_norm_with_update.default,
     aten._batch_norm_with_update_functional.default, aten._batch_norm_no_update.default, aten.native_layer_norm.default,
 }  # fmt: skip
-"""Norms of which torch gives no gradient to the statistics that they return."""
+"""Norms whose returned statistics have no gradient."""
 _VIEWS = {aten.slice.Tensor, aten.view.default, aten.permute.default, aten.expand.default, aten.alias.default}
 
 
 class Checked:
-    """An operation on matrices that raises torch's LinAlgError where its result `place` says that it failed."""
+    """A linear-algebra operation that raises torch's LinAlgError if its result number `place` says that it failed."""
 
     def __init__(self, op: Callable, place: int, api_name: str, is_matrix: bool) -> None:
         self.op, self.place, self.api_name, self.is_matrix = op, place, api_name, is_matrix
@@ -347,24 +347,24 @@ class Checked:
         return out
 
 
-_JOINS = {aten.stack.default, aten.repeat.default}
-"""Operations that lay out by themselves what they make."""
+_OWN_ORDER = {aten.stack.default, aten.repeat.default}
+"""Decomposed operations whose kernels choose the memory format of their result."""
 
 
 def _is_written(args: tuple, strides: tuple[int, ...], out: Tensor) -> bool:
-    """Whether an operation that stands for one in place gives what it would have written."""
+    """Whether `out` is the new content of the tensor that an in-place operation writes to."""
     if not args or not isinstance(args[0], Tensor) or out.stride() == strides:
         return False
     return args[0].shape == out.shape and args[0].stride() == strides
 
 
 def _drawn(op: Any, strides: tuple[int, ...], like: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A draw in place on new memory with the strides of what was written to."""
+    """An in-place draw into a new tensor with the strides of the one that was written to."""
     return op(torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device), *args, **kwargs)
 
 
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operation draws random numbers; NotImplementedError where it also computes something with a gradient."""
+    """Whether an operation draws random numbers.  NotImplementedError: attention that applies dropout in its kernel."""
     if func in DRAWS:
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
@@ -375,25 +375,24 @@ def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
     if named.get("dropout_p"):
         raise NotImplementedError(
             f"{func} drops {named['dropout_p']:.0%} of the attention inside of one kernel, whose draws cannot be had "
-            f"again; stream it "
-            "with torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or without dropout"
+            "again; stream it with torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or without dropout"
         )
     return False
 
 
 def _copied(like: Tensor, source: Tensor) -> Tensor:
-    """torch's `copy`, which has no derivative: the source's pixels in the shape, dtype and order in memory of another."""
+    """torch's `copy`, with a derivative: the source's numbers in the shape, dtype and memory format of `like`."""
     return with_zero_gradient(torch.empty_like(like).copy_(source), like)
 
 
 _DERIVATIVES: dict[Any, Callable] = {aten._standard_gamma.default: with_gradient_of_gamma}
-"""Of draws that have one which is not zero."""
+"""The derivatives of draws that are not zero."""
 POINTWISE = {_copied} | autograd_gaps.POINTWISE
-"""What is written down in place of torch's own operations, and gives each output pixel from the same pixel of its inputs."""
+"""Pointwise functions that are recorded in place of torch's operations."""
 
 
 def _inner(tensor: Tensor) -> Tensor:
-    """The fake tensor inside of a functional one, with all that was written to it."""
+    """The fake tensor inside of a functional one, after all writes to it."""
     if isinstance(tensor, FunctionalTensor):
         sync(tensor)
         return from_functional_tensor(tensor.elem)

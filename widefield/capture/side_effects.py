@@ -1,12 +1,12 @@
-"""What does a forward leave behind in Python's state, and may a graph of its operations stand for it then?
+"""What does a forward change in Python's state, and may a graph of its operations replace it?
 
-A graph draws with torch's generators, and writes to buffers; whatever else the forward does in Python happens in its capture
-alone.  So a forward that draws from another generator, or changes what Python holds in every call, is refused.  One that
-changes something in its first call alone, as a cache that it fills, may do so: the state is left as that call leaves it, with
-real tensors in place of those of the capture, and from there a second capture must change nothing.
+A graph draws with torch's generators and updates buffers.  Any other effect of the forward's code would happen in the capture
+only.  So a forward that draws from another generator, or that changes Python state in every call, is refused.  A forward may
+change state in its first call, for example to fill a cache: the state is then left as that call leaves it, with real tensors in
+place of the capture's fake ones, and a second capture must change nothing more.
 
-Tensors made from the input, from weights or from draws are not kept so.  Where a forward leaves one (`self.features = x`),
-`Gone` stands in its place, which the forward may overwrite in every call, and nobody may read.
+A tensor that depends on the input, on weights or on random numbers cannot be made real.  Where a forward stores one
+(`self.features = x`), a `Gone` is put in its place: the forward may overwrite it in every call, but using it raises an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _IN_WORDS = {"input": "its input", "weight": "its weights or buffers", "draw": "
 
 @dataclass(frozen=True)
 class Gone:
-    """In the place of a tensor that a forward left in Python's state; NotImplementedError, in words, from whatever uses it."""
+    """In place of a tensor that a forward stored in Python's state; any use of it raises NotImplementedError."""
 
     path: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ def _gone_in(arguments: Any) -> Gone:
 
 
 class Recorded(Protocol):
-    """A capture."""
+    """What is needed of a Recorder."""
 
     nodes: list[Node]
     constants: list[tuple[Value, Tensor]]
@@ -80,13 +80,16 @@ class Recorded(Protocol):
 
 
 def seen_by(module: nn.Module, roots: Sequence[tuple[str, Any]]) -> PythonState:
-    """What a forward of `module` can see.  roots: what it can see besides, with paths."""
+    """The state that a forward of `module` can read.  roots: other objects that it reads, with paths."""
     return PythonState([(name_of(module), module), *roots], registered={id(part) for part in module.modules()})
 
 
 @dataclass(frozen=True)
-class Left:
-    """State that a capture changed.  values: of its tensors that are in it, by identity, with the paths of what holds them."""
+class LeftState:
+    """State that a capture changed, as it left it.  paths: of the changes.
+
+    values: path and value of each fake tensor in the state, by its `id`.
+    """
 
     watch: PythonWatch
     state: PythonState
@@ -97,7 +100,7 @@ class Left:
 
     @torch.no_grad()
     def make_real(self) -> None:
-        """Put real tensors in the place of those of the capture, where they depend on constants alone."""
+        """Replace fake tensors by real ones if they depend on constants only, else by `Gone`."""
         real = {key: self._real(*found) for key, found in self.values.items()}
         for what, kind, names, children, *_ in self.state.things:
             swapped = [_swapped(child, real) for child in children]
@@ -105,7 +108,7 @@ class Left:
                 kind.write(what, names, swapped)
 
     def _real(self, path: str, value: Value) -> Tensor | Gone:
-        nodes = _behind(value, self.nodes)
+        nodes = _operations_of(value, self.nodes)
         source = _source(value, nodes)
         if source is not None:
             return Gone(path, value.shape, source)
@@ -117,10 +120,10 @@ class Left:
         return found[value]
 
 
-def left_by(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim: str) -> Left | None:
-    """What a capture changed, as the forward left it; None: nothing.
+def state_left_by(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim: str) -> LeftState | None:
+    """The state that a capture changed; None if it changed nothing.
 
-    NotImplementedError, with everything put back: a graph cannot stand for the forward.
+    NotImplementedError, after the state was restored: a graph cannot replace the forward.
     """
     try:
         _refuse_calls(module, watch, recorded, aim)
@@ -131,7 +134,7 @@ def left_by(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim: str)
         if not paths:
             return None
         after = seen_by(module, [(GIVEN, watch.given), *watch.roots()])
-        if after.key == watch.state.key:  # other objects, which say the same
+        if after.key == watch.state.key:  # other objects with equal values
             watch.put_back()
             return None
         given = next((path for path in paths if path.startswith(GIVEN)), None)
@@ -144,14 +147,14 @@ def left_by(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim: str)
         raise
     finally:
         watch.clear_caches()
-    nodes = [replace(node) for node in recorded.nodes]  # the graph's own are changed by what makes it shorter
-    return Left(watch, after, paths, values, nodes, recorded.constants)
+    nodes = [replace(node) for node in recorded.nodes]  # copies, since `link` changes the graph's own
+    return LeftState(watch, after, paths, values, nodes, recorded.constants)
 
 
-def settle(module: nn.Module, left: Left, again: Callable[[], Left | None], *, aim: str, keeps: bool) -> None:
-    """See that a second capture, from where the first leaves the state, changes nothing more; else refuse, all put back.
+def require_stable(module: nn.Module, left: LeftState, again: Callable[[], LeftState | None], *, aim: str, keeps: bool) -> None:
+    """NotImplementedError, after the state was restored, if a second capture changes the state once more.
 
-    again: gives what a capture leaves.  keeps: leave the state as the module's first call does.
+    again: captures once more.  keeps: leave the state as the module's first call does, else restore it.
     """
     try:
         left.make_real()
@@ -170,7 +173,6 @@ def settle(module: nn.Module, left: Left, again: Callable[[], Left | None], *, a
 
 
 def _refuse(module: nn.Module, aim: str, does: str, instead: str) -> NoReturn:
-    """A forward that a graph cannot stand for."""
     raise NotImplementedError(
         f"{name_of(module)} cannot be {aim}: its forward {does}, and a graph of its operations, which runs in place of its "
         f"code, would not; {instead}"
@@ -189,7 +191,7 @@ def _refuse_calls(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim
             module, aim, f"takes the numbers of a tensor of {list(watch.reads[0].shape)} into Python",
             "hold them as Python numbers, or compute with the tensor",
         )  # fmt: skip
-    known = {cdata(held) for _, held in watch.state.generators if isinstance(held, torch.Generator)}
+    known = {cdata(generator) for _, generator in watch.state.generators if isinstance(generator, torch.Generator)}
     for node in recorded.nodes:
         generator = node.generator if node.draws else None
         if generator is not None and cdata(generator) not in known:  # torch makes other objects for the same generator
@@ -197,23 +199,23 @@ def _refuse_calls(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim
 
 
 def _refuse_cached(module: nn.Module, watch: PythonWatch, recorded: Recorded, aim: str) -> None:
-    """What functools keeps of a function's results for the next call may depend on constants alone."""
+    """Tensors in functools caches may depend on constants only."""
     for path, fake in watch.cached():
         value = recorded.value_of(fake)
-        source = _source(value, _behind(value, recorded.nodes))
+        source = _source(value, _operations_of(value, recorded.nodes))
         if source is not None:
             _refuse(module, aim, f"keeps a tensor of {list(value.shape)} made from {source} in {path}", "compute it anew")
 
 
 def _source(value: Value, nodes: Sequence[Node]) -> str | None:
-    """What a value is made from besides constants, in words.  nodes: the operations behind it."""
+    """What a value depends on besides constants, in words, or None.  nodes: the operations that compute it."""
     sources = ["draw" for node in nodes if node.draws]
     sources += [read.source for read in (value, *(read for node in nodes for read in node.reads))]
     return next((_IN_WORDS[source] for source in sources if source in _IN_WORDS), None)
 
 
-def _behind(value: Value, nodes: Sequence[Node]) -> list[Node]:
-    """The operations that a value is made by, in order."""
+def _operations_of(value: Value, nodes: Sequence[Node]) -> list[Node]:
+    """The operations that compute a value, in order."""
     needed, found = {value}, []
     for node in reversed(nodes):
         if any(out in needed for out in node.outs):
@@ -230,7 +232,7 @@ def _swapped(child: Any, real: Mapping[int, Any]) -> Any:
 
 
 def _put_back_gone(state: PythonState) -> None:
-    """What stands in the place of tensors that a forward leaves in every call, where it left some again."""
+    """Restore each `Gone` that the forward has overwritten with a tensor once more."""
     for what, kind, names, children, *_ in state.things:
         if kind.write is not None and any(type(child) is Gone for child in children):
             now, found = kind.read(what)
@@ -242,12 +244,12 @@ def _put_back_gone(state: PythonState) -> None:
 
 
 def _put_back_torchs(state: PythonState) -> None:
-    """What torch's own layers and hooks make anew of their weights in every forward, and set as an attribute."""
+    """Restore attributes that torch's layers and hooks compute from their weights in every forward."""
     for thing in state.things:
         if thing.kind is OBJECT and isinstance(thing.what, nn.Module):
-            held = dict(zip(thing.names, thing.children, strict=True))
+            before = dict(zip(thing.names, thing.children, strict=True))
             names = list(RNN_MEMBERS) if isinstance(thing.what, nn.RNNBase) else []
             for hook in forward_pre_hooks_of(thing.what).values():
                 if type(hook).__module__.startswith("torch.nn.utils."):
                     names.append(weight_made_by(hook))
-            thing.what.__dict__.update({name: held[name] for name in names if name in held})
+            thing.what.__dict__.update({name: before[name] for name in names if name in before})

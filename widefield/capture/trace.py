@@ -1,8 +1,8 @@
-"""Follows a module once on tensors without pixels, and writes down every operation that torch's dispatcher sees.
+"""Captures a module: runs it once on fake tensors and records every operation that torch's dispatcher sees.
 
-The tensors are torch's fake ones: shapes, dtypes, devices and memory formats as in the whole run, no memory, any size.
-Operations in place are turned into plain ones on the way (torch calls it functionalization), and what they do to buffers
-becomes an update at the end.  Whatever depends on pixels' values cannot be followed, and is refused.
+torch's fake tensors have shapes, dtypes, devices and memory formats as in a real run, but no memory, so any size can be
+captured.  In-place operations become functional ones (torch's functionalization), and writes to buffers become updates at the
+end of the graph.  A forward that depends on the values of tensors cannot be captured and is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from widefield.capture.fake_parameters import (
 from widefield.capture.ir import Graph, Value, link
 from widefield.capture.python_watch import Guards, PythonWatch
 from widefield.capture.recorder import Functional, Recorder, backward_inside
-from widefield.capture.side_effects import GIVEN, Left, left_by, seen_by, settle
+from widefield.capture.side_effects import GIVEN, LeftState, require_stable, seen_by, state_left_by
 from widefield.module_paths import ModulePaths
 from widefield.private_torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from widefield.private_torch.pytree import tree_map
@@ -42,7 +42,7 @@ from widefield.tiled.memory_format import quiet
 
 aten = torch.ops.aten
 NO_MEMORY = "its data is not allocated yet"
-"""What torch says where its own code looks at the memory of a tensor without any."""
+"""Text of torch's error where its own code reads the memory of a fake tensor."""
 
 
 def trace(
@@ -55,28 +55,29 @@ def trace(
     aim: str = "streamed",
     guards: Guards | None = None,
 ) -> Graph:
-    """What `forward(*args, **kwargs)`, which runs `module`, does.
+    """The graph of `forward(*args, **kwargs)`, which runs `module`.
 
-    args, kwargs: the module's, with anything that has shape, dtype, device and requires_grad in place of a tensor.
-    likes: such things for weights by name, where the module holds parts of them alone.  aim: what for, in refusals.
-    guards: gets to know on what else the graph depends; None: it is only looked at, and leaves nothing behind.
-    NotImplementedError, in words, where what it does depends on pixels, has a gradient that only Python knows, or is done in
-    Python alone.
+    args, kwargs: the module's; objects with shape, dtype, device and requires_grad may stand in for tensors (see `Like`).
+    likes: such stand-ins for weights by name, where the module has only shards of them.
+    aim: why the module is captured, for error texts ("streamed").
+    guards: filled with what else the graph depends on; None: the Python state is restored after the capture.
+    NotImplementedError: the forward depends on values of tensors, has a torch.autograd.Function, or has effects in Python that
+    a graph cannot repeat.
     """
     prepare()
     found = Guards() if guards is None else guards
     captured = partial(_captured, module, forward, args, kwargs, likes, aim, found)
     graph, left = captured()
     if left is not None:
-        found.is_settled = False
-        settle(module, left, lambda: captured()[1], aim=aim, keeps=guards is not None)
+        found.is_stable = False
+        require_stable(module, left, lambda: captured()[1], aim=aim, keeps=guards is not None)
     return graph
 
 
 def _captured(
     module: nn.Module, forward: Callable, args: tuple, kwargs: dict, likes: Mapping[str, Any], aim: str, guards: Guards
-) -> tuple[Graph, Left | None]:
-    """The graph, and what the forward left behind in Python's state."""
+) -> tuple[Graph, LeftState | None]:
+    """The graph, and the Python state that the forward has changed."""
     refuse_scripts(module, aim)
     watch = PythonWatch(seen_by(module, []))
     recorder = Recorder(watch, ModulePaths(module))
@@ -93,7 +94,7 @@ def _captured(
 
 def _recorded(
     recorder: Recorder, module: nn.Module, forward: Callable, args: tuple, kwargs: dict, likes: Mapping[str, Any], aim: str
-) -> tuple[Graph, Left | None]:
+) -> tuple[Graph, LeftState | None]:
     weights = named_tensors(module)
     with _without_cudnn(), _without_draws_on_gpus(), recorder, Functional(recorder):
         fakes = {name: recorder.source(likes.get(name, tensor), "weight", name) for name, tensor in weights.items()}
@@ -106,12 +107,12 @@ def _recorded(
         stand_ins = {weights[name]: fake for name, fake in fakes.items()}
         out = _called(module, forward, stand_ins, fake_args, fake_kwargs, recorder.watch, aim)
         refuse_hidden(module, out, "returns")
-        recorder.settle(out)
+        recorder.sync_gradients(out)
         refuse_python_gradients(out)
         outputs = tree_map(lambda leaf: recorder.value_of(leaf) if isinstance(leaf, Tensor) else leaf, out)
         after = {name: recorder.value_of(fake) for name, fake in fakes.items()}
         inputs_after = [recorder.value_of(fake) for fake in given]
-        left = left_by(module, recorder.watch, recorder, aim)
+        left = state_left_by(module, recorder.watch, recorder, aim)
     made = {value.name: value for value in recorder.sources["weight"]}
     updates = {name: value for name, value in after.items() if value is not made[name]}
     _refuse_updates(module, updates, inputs_after, recorder.sources["input"], aim)
@@ -119,25 +120,23 @@ def _recorded(
 
 
 def _refuse_updates(module: nn.Module, updates: Collection[str], after: list[Value], inputs: list[Value], aim: str) -> None:
-    """Buffers may change in a forward; what the caller holds, or an optimizer, may not."""
+    """NotImplementedError if the forward writes to parameters or inputs; it may write to buffers."""
     weights = [name for name, _ in module.named_parameters() if name in updates]
     if weights:
         raise NotImplementedError(
-            f"{name_of(module)} cannot be {aim}: its forward writes to the parameter {weights[0]}; write to "
-            f"it after the "
+            f"{name_of(module)} cannot be {aim}: its forward writes to the parameter {weights[0]}; write to it after the "
             "optimizer's step, or make it a buffer"
         )
     if after != inputs:
         raise NotImplementedError(
-            f"{name_of(module)} cannot be {aim}: it writes in place to the tensor it is given, as "
-            f"ReLU(inplace=True) at its "
+            f"{name_of(module)} cannot be {aim}: it writes in place to the tensor it is given, as ReLU(inplace=True) at its "
             "start does; give it a copy, or leave inplace out there"
         )
 
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Inside, norms are torch's own: cuDNN's write to running statistics unseen.  Its other switches stay as they are."""
+    """Inside, cuDNN is off: its batch norm writes to running statistics without an operation for it."""
     was, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
     try:
         yield
@@ -147,8 +146,8 @@ def _without_cudnn() -> Iterator[None]:
 
 @contextmanager
 def _without_draws_on_gpus() -> Iterator[None]:
-    """Inside, nothing is drawn on this process's GPU: of an operation whose shapes torch does not know, as binomial, it asks a
-    run on zeros, which moves a GPU's generator."""
+    """Restores the GPU's generator afterwards: to find the shapes of some operations, such as binomial, torch runs them on
+    zeros, which draws."""
     state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     try:
         yield
@@ -158,7 +157,7 @@ def _without_draws_on_gpus() -> Iterator[None]:
 
 
 def without_autocast() -> ExitStack:
-    """Inside, autocast is off: its casts are operations of the graph already."""
+    """A context in which autocast is off, for running a graph: its casts are operations of the graph already."""
     stack = ExitStack()
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
@@ -175,31 +174,31 @@ def _called(
     watch: PythonWatch,
     aim: str,
 ) -> Any:
-    saved = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward)  # not those around, as checkpoint's
+    # These hooks replace the caller's, such as checkpoint's, and save nothing: an operation that saves its own result would
+    # be in a reference cycle that is never freed.
+    saved = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward)
     try:
         with quiet(), with_weights(module, fakes), without_weights_cache(), refusing_hooks(), saved, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # one that the module holds
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             with watch:
                 return forward(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _asks_for_values(module, str(error.func), aim) from error
     except RuntimeError as error:
-        if "does not require grad" in str(error):  # what it asks gradients of wants none in this call
+        if "does not require grad" in str(error):  # the forward calls backward on something without a gradient in this call
             raise backward_inside("of what it has computed so far") from error
         if NO_MEMORY not in str(error):
             raise
-        # torch's own code, which looks at a tensor's memory
         raise _asks_for_values(module, what="an operation", aim=aim) from error
 
 
 def _refuse_backward(_: Any) -> Tensor:
-    """Nothing is saved: an operation that saved its own result would be held by it, for ever."""
     raise backward_inside("of what it has computed so far")
 
 
 def _asks_for_values(module: nn.Module, what: str, aim: str) -> NotImplementedError:
     return NotImplementedError(
         f"{name_of(module)} cannot be {aim}: {what} in it asks for values of a tensor, on which shapes, branches or numbers of "
-        f"its forward depend (so does BatchNorm with momentum=None), and what is to be {aim} is laid out before there are any; "
+        f"its forward depend (so does BatchNorm with momentum=None), and what is to be {aim} is captured before there are any; "
         "take the parts before and after it alone"
     )

@@ -1,15 +1,15 @@
-"""Every message: who the ranks are, the groups they talk in, and what they send.
+"""All communication between ranks: the mesh, its process groups, and the messages.
 
-    mesh.py            the ranks and their axes; join and leave
-    meeting.py         the store that they meet at
-    devices.py         the device of a rank, and what carries its messages
-    process_groups.py  which groups of ranks a mesh wants
-    collectives.py     collectives by the names that this version of torch knows
-    point_to_point.py  messages from one rank to another, through the host's memory where gloo carries them between GPUs
-    halo.py            pixels from the ranks that hold them to those that want them, with its adjoint
-    failure.py         an error of one rank ends all of them, in words
-    stall_watch.py     which rank is missing, where a step does not end
-    timeline.py        how long a step's collectives took
+    mesh.py            the ranks and the axes of the mesh; join and leave
+    meeting.py         the store of the rendezvous
+    devices.py         the device of a rank, and the backend of its messages
+    process_groups.py  the process groups that a mesh needs
+    collectives.py     collectives under the same name in every version of torch
+    point_to_point.py  send and receive, through the host's memory where gloo serves GPUs
+    halo.py            pixels from the ranks that own them to the ranks that want them, and sums over ranks
+    failure.py         an error on one rank ends the run on all ranks, with its reason
+    stall_watch.py     which rank is missing when a step does not end
+    timeline.py        profiler traces, and how long a step's messages took
 
-Imports integers (geometry), the plan and plain values alone.
+Imports only geometry, plans and plain values.
 """

@@ -1,6 +1,6 @@
-"""Collectives under one name, whatever torch calls them, and how what they gave comes to the host.
+"""Collectives under one name in every version of torch, and an asynchronous copy of a result to the host.
 
-torch 2.14 renames `all_gather_into_tensor` and warns of the old name at every call; earlier releases know only that one.
+torch 2.14 renames `all_gather_into_tensor` and warns at every call of the old name; earlier releases have only the old one.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def all_gather_single(gathered: Tensor, part: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
-    """Write every rank's `part` into `gathered`, one after another in the group's order."""
+    """Concatenate every rank's `part` along dim 0 into `gathered`, in the order of the group's ranks."""
     return _ALL_GATHER(gathered, part, group=group, async_op=async_op)
 
 
-def copy_aside(tensor: Tensor, work: dist.Work | None) -> Callable[[], list[float]]:
-    """Copy a GPU's `tensor` to the host on a stream of its own, once `work` is done; what it gives waits for that alone."""
-    aside, done = torch.cuda.Stream(tensor.device), torch.cuda.Event()
-    aside.wait_stream(torch.cuda.current_stream(tensor.device))
+def copy_to_host_async(tensor: Tensor, work: dist.Work | None) -> Callable[[], list[float]]:
+    """Start to copy a GPU's `tensor` to the host once `work` is done; the function returned waits and gives the numbers.
+
+    The copy has a CUDA stream of its own, so the wait is not for kernels that are queued after this call.
+    """
+    copy_stream, done = torch.cuda.Stream(tensor.device), torch.cuda.Event()
+    copy_stream.wait_stream(torch.cuda.current_stream(tensor.device))
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    with torch.cuda.stream(aside):
+    with torch.cuda.stream(copy_stream):
         if work is not None:
             work.wait()
         host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(aside)
+        tensor.record_stream(copy_stream)
         done.record()
 
     def numbers() -> list[float]:

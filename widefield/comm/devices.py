@@ -1,8 +1,8 @@
-"""Which device is a rank's, and what carries its messages?
+"""Which device does a rank compute on, and which backend sends its messages?
 
-A rank has a GPU of its own and NCCL carries its messages; where there is no GPU it computes on the CPU and gloo carries them.
-NCCL takes one rank per GPU.  Ranks that are to share GPUs, as to try a plan of four ranks on one GPU, say so in the environment
-(RANKS_PER_GPU).  Then gloo carries all messages, through the host's memory, which is much slower.
+A rank has a GPU of its own and sends with NCCL; on a machine without GPUs it computes on the CPU and sends with gloo.
+NCCL allows one rank per GPU.  To let ranks share GPUs, for example to try a plan of four ranks on one GPU, set the environment
+variable that RANKS_PER_GPU names.  Then gloo sends all messages through the host's memory, which is much slower.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 import torch.distributed as dist
 
 RANKS_PER_GPU = "WIDEFIELD_RANKS_PER_GPU"
-"""Of the environment: how many ranks may share a GPU; 1 where it is not set."""
+"""Environment variable: how many ranks may share a GPU; 1 where it is not set."""
 
 
 def ranks_per_gpu() -> int:
-    """How many ranks may share a GPU; the same on every rank.  ValueError: no whole number from 1 on."""
-    said = os.environ.get(RANKS_PER_GPU, "1").strip()
-    if not (said.isascii() and said.isdigit() and int(said) > 0):
-        raise ValueError(f"{RANKS_PER_GPU}={said!r} is no number of ranks; set it to 1 or more, or leave it out")
-    return int(said)
+    """How many ranks may share a GPU.  ValueError: the environment variable is not a whole number of at least 1."""
+    setting = os.environ.get(RANKS_PER_GPU, "1").strip()
+    if not (setting.isascii() and setting.isdigit() and int(setting) > 0):
+        raise ValueError(f"{RANKS_PER_GPU}={setting!r} is no number of ranks; set it to 1 or more, or leave it out")
+    return int(setting)
 
 
 def device_of(rank: int, local_rank: int) -> torch.device:
-    """The GPU of the rank that is number `local_rank` on its machine, or the CPU where there is none.
+    """The GPU of the rank that is number `local_rank` on its machine, or the CPU where there is no GPU.
 
-    Sets this process's current GPU.  Ranks that share GPUs are dealt out in turns.
-    ValueError: more ranks than the machine's GPUs have room for.
+    Makes it this process's current GPU.  Ranks that share GPUs are assigned round-robin.
+    ValueError: the machine has more ranks than GPUs x ranks_per_gpu().
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -46,17 +46,17 @@ def device_of(rank: int, local_rank: int) -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """What `torch.distributed.init_process_group` is to send with, for tensors of either kind of memory."""
+    """The `backend` argument of `torch.distributed.init_process_group`: one backend for CPU tensors, one for the GPU's."""
     if device.type != "cuda":
         return "gloo"
     return "cpu:gloo,cuda:nccl" if ranks_per_gpu() == 1 else "cpu:gloo,cuda:gloo"
 
 
 def passes_the_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether what a group's ranks send from GPU to GPU goes through the host's memory, for gloo carries it."""
+    """Whether the group's messages between GPUs go through the host's memory, because gloo sends them."""
     return device.type == "cuda" and group is not None and "cuda:gloo" in dist.get_backend_config(group)
 
 
 def message_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Where a tensor of a rank on `device` lies as a message from one rank to another, for those who post it themselves."""
+    """The device on which a point-to-point message must be when torch, and not `point_to_point`, posts it."""
     return torch.device("cpu") if passes_the_host(group, device) else device

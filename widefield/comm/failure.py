@@ -1,11 +1,12 @@
-"""A rank fails: how do the others hear of it, and of what?
+"""An error on one rank ends the run on all ranks, and every rank says which rank failed and why.
 
-An error on one rank alone leaves the others waiting for its messages.  So it tells the store that the ranks met at, before it
-gives anything up, and a thread on each rank looks there five times a second, over a connection of its own.  The first to tell
-is the culprit: whatever else fails now fails upon that.  What the others raise names it and says why.
+An error on one rank leaves the others waiting for its messages.  So the rank first writes the error to the rendezvous store,
+before it closes anything.  On each rank a thread reads the store five times a second, over a connection of its own.  The first
+report counts: later errors on other ranks are its consequences.  The other ranks raise an error that names that rank and
+its reason.
 
-A rank whose main thread waits for a message comes back when the culprit closes its connections; NCCL's waits are aborted.  One
-that does not come back is ended.  A problem that ranks find out together (AgreedError) needs none of this.
+A rank that waits for a gloo message gets an error when the failed rank closes its connections; NCCL's waits are aborted here.
+A rank whose main thread still does not return is ended.  A problem that all ranks raise together (AgreedError) needs no report.
 """
 
 from __future__ import annotations
@@ -33,40 +34,41 @@ from widefield.refusal import FOLLOWED, is_ours
 
 POLL_SECONDS = 0.2
 HEARD_SECONDS = 1.0
-"""How long a rank that failed waits for the others to have heard of it before it goes."""
+"""How long a failed rank waits for the others to read its report before it exits."""
 LEAVE_SECONDS = 10.0
-"""How long a rank that has heard of a failure may take to come back from what it is at."""
+"""How long the main thread of a rank may take to leave the watched block after another rank's report was read."""
 MOST = 4000
-"""Characters of an error that are told."""
+"""Characters of an error that are reported."""
 _FAILED, _HEARD, _STOP = "failed", "heard", "stop"
+"""Keys of the store."""
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out waiting")
-"""What gloo and NCCL say where a peer is gone."""
+"""Texts in errors of gloo and NCCL where a peer is gone."""
 _watches = itertools.count()
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank failed, or is gone; the text names it and says why."""
+    """Another rank failed or is lost; the text says which, where that is known, and why."""
 
 
 class FailureWatch:
-    """Ends all ranks where one fails: `with FailureWatch(mesh) as watch:` around what they do together, on every rank.
+    """Ends all ranks if one fails: every rank runs the joint work in `with FailureWatch(mesh) as watch:`.
 
-    An error that leaves the block on one rank alone becomes a PeerFailedError on the others; its own goes on as it is.  An
-    AgreedError passes, for all are raising it.  On one rank this does nothing.
-    stuck: called from a thread with the text, where the main thread does not come back and the process is about to end.
+    An error that leaves the block on one rank is raised there unchanged, and becomes a PeerFailedError on the others.  An
+    AgreedError is raised as it is, since all ranks raise it.  On a single rank the watch does nothing.
+    stuck: called from a thread with the text when the main thread does not leave the block and the process is about to end.
     """
 
     def __init__(self, mesh: Mesh, *, stuck: Callable[[str], None] = lambda text: None) -> None:
         self.stuck, self.stops = stuck, False
-        """`stops`: whether some rank has asked all to come to an agreement soon."""
+        """`stops`: whether a rank has called `ask_to_stop`."""
         self._mesh, self._main = mesh, threading.main_thread().ident
         self._over = threading.Event()
-        self._words: str | None = None
-        """Of another rank's failure, once it is known."""
-        self._told = False
+        self._peer_failure: str | None = None
+        """The text of another rank's failure, once it is known."""
+        self._has_reported = False
         self._thread: threading.Thread | None = None
         if mesh.group is not None:
-            number = next(_watches)  # ranks make as many, so a failure that was told before is not taken for a new one
+            number = next(_watches)  # the same on every rank; an earlier watch's report is not taken for a new one
             self._store = dist.PrefixStore(f"widefield/failure/{number}", get_default_store().clone())
             self._thread = threading.Thread(target=self._watch, name="widefield failure watch", daemon=True)
 
@@ -79,10 +81,10 @@ class FailureWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
         try:
-            raised = None if error is None else self.tell(error)
+            raised = None if error is None else self.report(error)
             if raised is not error and raised is not None:
                 raise raised from error
-            if self._told:
+            if self._has_reported:
                 self._wait_until_heard()
         finally:
             self._over.set()
@@ -90,42 +92,45 @@ class FailureWatch:
                 self._thread.join(1.0)  # it is a daemon; a store that is gone may keep it longer
         return False
 
-    def tell(self, error: BaseException) -> BaseException:
-        """Tell the others of an error on this rank; what it is to raise: the error, or that another rank failed first."""
-        if self._thread is None or self._told or isinstance(error, (AgreedError, PeerFailedError)):
+    def report(self, error: BaseException) -> BaseException:
+        """Report an error on this rank to the others.  Returns what to raise here: `error`, or PeerFailedError.
+
+        PeerFailedError where another rank reported first, or where `error` only says that a connection to a rank was lost.
+        """
+        if self._thread is None or self._has_reported or isinstance(error, (AgreedError, PeerFailedError)):
             return error
         lost = _is_of_a_lost_peer(error)
-        words = _lost_in_words(error) if lost else in_words(error)
-        if self._words is None:  # whoever failed has told before its connections were closed
-            self._words = self._first_to_tell(words)
-        if self._words is not None:
-            return PeerFailedError(self._words)
-        self._told = True
-        return PeerFailedError(f"rank {self._mesh.rank} {words}") if lost else error
+        text = _lost_in_words(error) if lost else in_words(error)
+        if self._peer_failure is None:  # a failed rank reports before its connections are closed
+            self._peer_failure = self._report_first(text)
+        if self._peer_failure is not None:
+            return PeerFailedError(self._peer_failure)
+        self._has_reported = True
+        return PeerFailedError(f"rank {self._mesh.rank} {text}") if lost else error
 
     def ask_to_stop(self) -> None:
-        """Ask every rank to come to the next agreement soon: there is a problem to agree on."""
+        """Set `stops` on every rank: there is a problem to agree on (Mesh.agree)."""
         self.stops = True
         if self._thread is not None:
             self._store.set(_STOP, "1")
 
     # ------------------------------------------------------------------------------------------ the store
 
-    def _first_to_tell(self, words: str) -> str | None:
-        """Be the first to tell of a failure, or get the words of the rank that was."""
-        mine = json.dumps({"rank": self._mesh.rank, "text": words[:MOST]})
+    def _report_first(self, text: str) -> str | None:
+        """Write this rank's report unless there is one; the report of the rank that was first, None if that is this rank."""
+        mine = json.dumps({"rank": self._mesh.rank, "text": text[:MOST]})
         try:
-            return self._words_of(self._store.compare_set(_FAILED, "", mine))
-        except RuntimeError:  # the store went with the process that held it
+            return self._text_of(self._store.compare_set(_FAILED, "", mine))
+        except RuntimeError:  # the process that serves the store has ended
             return None
 
-    def _words_of(self, found: bytes) -> str | None:
-        """`rank 1 failed: ...`; None for this rank's own."""
-        told = json.loads(found)
-        return None if told["rank"] == self._mesh.rank else f"rank {told['rank']} {told['text']}"
+    def _text_of(self, found: bytes) -> str | None:
+        """`rank 1 failed: ...`; None for this rank's own report."""
+        report = json.loads(found)
+        return None if report["rank"] == self._mesh.rank else f"rank {report['rank']} {report['text']}"
 
     def _wait_until_heard(self) -> None:
-        """Leave the store and the connections open until the others know; a rank that is busy hears by its thread."""
+        """Keep the store and the connections open until the other ranks' threads have read the report."""
         deadline = time.monotonic() + HEARD_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -142,24 +147,24 @@ class FailureWatch:
             try:
                 self.stops = self.stops or self._store.check([_STOP])
                 if self._store.check([_FAILED]):
-                    words = self._words_of(self._store.get(_FAILED))
-                    if words is not None:
+                    text = self._text_of(self._store.get(_FAILED))
+                    if text is not None:
                         self._store.add(_HEARD, 1)
-                        self._hear(words)
+                        self._hear(text)
                     return
             except RuntimeError:
-                return  # the store is gone with the process that held it: whoever waits for that process finds out
+                return  # the process that serves the store has ended: a rank that waits for that process gets an error
 
-    def _hear(self, words: str) -> None:
-        self._words = words
+    def _hear(self, text: str) -> None:
+        self._peer_failure = text
         if self._mesh.device.type == "cuda":
             _abort_nccl(self._mesh.device)
         if self._over.wait(LEAVE_SECONDS):
             return
         place = place_of(sys._current_frames().get(self._main or 0))
-        self.stuck(words)
+        self.stuck(text)
         print(
-            f"widefield: rank {self._mesh.rank}: {words}\nwidefield: rank {self._mesh.rank} did not come back from {place} "
+            f"widefield: rank {self._mesh.rank}: {text}\nwidefield: rank {self._mesh.rank} did not come back from {place} "
             f"within {LEAVE_SECONDS:.0f} s and is ended",
             file=sys.stderr,
             flush=True,
@@ -168,13 +173,13 @@ class FailureWatch:
 
 
 def _abort_nccl(device: torch.device) -> None:
-    """End what this rank waits for on its GPU; gloo's waits end as the culprit's connections close."""
+    """Abort the NCCL collectives of this rank; gloo's waits end when the failed rank's connections close."""
     for group in list(c10d_world.pg_map):
         if passes_the_host(group, device):
             continue
         try:
             abort(group, device)
-        except RuntimeError:  # a group without GPUs, or one that is gone
+        except RuntimeError:  # a group without NCCL, or a destroyed one
             continue
 
 
@@ -182,7 +187,7 @@ def _abort_nccl(device: torch.device) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """`failed: KeyError: 'x' (at net.py:12 in forward)`; of what widefield itself says, `failed: ` and its words."""
+    """`failed: KeyError: 'x' (at net.py:12 in forward)`; for errors that widefield itself raises, `failed: ` and the text."""
     cause = cause_of(error)
     if isinstance(cause, (ValueError, NotImplementedError)) and is_ours(cause):
         return f"failed: {cause}"
@@ -193,7 +198,7 @@ def in_words(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error that others were raised from."""
+    """The first error of a chain of `raise ... from ...`."""
     passed = {id(error)}
     while error.__cause__ is not None and id(error.__cause__) not in passed:
         error = error.__cause__
@@ -203,13 +208,13 @@ def cause_of(error: BaseException) -> BaseException:
 
 def _is_of_a_lost_peer(error: BaseException) -> bool:
     cause = cause_of(error)
-    told = isinstance(cause, dist.DistError) or any(text in str(cause) for text in _LOST)
-    return isinstance(cause, RuntimeError) and told
+    is_connection = isinstance(cause, dist.DistError) or any(text in str(cause) for text in _LOST)
+    return isinstance(cause, RuntimeError) and is_connection
 
 
 def _lost_in_words(error: BaseException) -> str:
-    said = re.sub(r"^\[\S*\] ", "", str(cause_of(error))).split(". This is typically", maxsplit=1)[0]
+    message = re.sub(r"^\[\S*\] ", "", str(cause_of(error))).split(". This is typically", maxsplit=1)[0]
     return (
-        f"lost another rank, which has said nothing ({said}); it was killed, or its machine or the network is down: "
+        f"lost another rank, which reported no error ({message}); it was killed, or its machine or the network is down: "
         "see what its launcher and its system's log say"
     )

@@ -1,10 +1,11 @@
-"""Moves pixels between tiles: the only file that sends activations and their sums.
+"""Halo exchange: sends pixels between tiles, and sums between the ranks that share an image.
 
-Pixels go point to point, one packed message from each rank to each peer that wants some of its pixels, corners included;
-nobody else takes part.  Sums go through a collective over the ranks that cut what is summed.  Everything here runs below
-autograd: rules say what the backward operation reads, so no exchange needs a gradient of its own.
+Pixels go point to point: one packed message from each rank to each peer that wants some of its pixels, corners included.
+Other ranks take no part.  Sums go through a collective over the ranks along the axes that cut the summed dims.  Everything
+here runs below autograd: the rules say what the backward operation reads, so an exchange needs no gradient formula.
 
-Under `torch.compile` the same messages are operators of their own (`widefield::exchange`, `widefield::gather_sums`).
+Under `torch.compile` the same messages are custom operators (`widefield::exchange`, `widefield::gather_sums`,
+`widefield::add_sums`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from widefield.private_torch.dispatcher import EffectType, register_effectful_op
 from widefield.private_torch.process_groups import resolve_process_group
 
 Piece = tuple[Box, Tensor]
+"""Pixels and the box of the whole that they fill."""
 
 
 @dataclass
 class Traffic:
-    """What this rank has sent since `clear`: messages and bytes of pixels to peers, and of sums (bytes put in).
+    """What this rank has sent since `clear`: messages and bytes of pixels, and of sums (bytes of its own input to each).
 
-    draw_messages: those of 8 bytes in which ranks compare their generators.
+    draw_messages: 8-byte messages in which ranks compare the states of their random number generators.
     """
 
     pixel_messages: int = 0
@@ -38,7 +40,7 @@ class Traffic:
     sum_bytes: int = 0
     draw_messages: int = 0
     largest_share: float = 0.0
-    """Largest part of a tensor's pixels that this rank got from others in one exchange; near 1 is an all-gather."""
+    """Largest fraction of a wanted box that this rank received from others in one exchange; near 1 is an all-gather."""
 
     def clear(self) -> None:
         self.__init__()  # type: ignore[misc]
@@ -46,12 +48,12 @@ class Traffic:
 
 TRAFFIC = Traffic()
 LISTENERS: list[Callable[[str, Sequence[int] | None], None]] = []
-"""Who is told of each message: its group and, of one between two ranks, to whom by their places in it, None for all."""
+"""Functions called at each exchange with the group's name and the peers' ranks in the group; None for a collective."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One tensor's exchange as this rank sees it: it holds `owned`, wants `wanted`, and `route` says who sends what."""
+    """This rank's side of one tensor's exchange: it owns `owned` and wants `wanted`; `route` says what is sent and received."""
 
     owned: Box
     wanted: Box
@@ -64,7 +66,7 @@ class Move:
 
 
 def move_of(index: int, owned: Sequence[Box], wanted: Sequence[Box], sources: Sequence[Sequence[int]] | None = None) -> Move:
-    """The exchange in which rank r of the grid holds `owned[r]` and gets `wanted[r]`; see `route`."""
+    """The exchange, as rank `index` of the grid sees it, in which rank r owns `owned[r]` and gets `wanted[r]`; see `route`."""
     found = Move(owned[index], wanted[index], route(index, owned, wanted, sources))
     got = sum(_pixels(box) for box in (found.route.local, *(box for _, box in found.route.receives)))
     assert got == _pixels(wanted[index]), f"{got} px come for {wanted[index]} out of {owned}"
@@ -77,7 +79,7 @@ def _pixels(box: Box) -> int:
 
 @dataclass
 class Pending:
-    """Messages on their way; `wait` gives the pieces that came, a list per move."""
+    """Messages under way; `wait` gives the received pieces, a list per move."""
 
     shapes: list[list[tuple[int, Box]]]
     buffers: dict[int, Tensor]
@@ -93,12 +95,12 @@ class Pending:
         offset = dict.fromkeys(self.buffers, 0)
         pieces: list[list[Piece]] = []
         for receives, like in zip(self.shapes, self.like, strict=True):
-            pieces.append([(box, _cut_off(self.buffers[peer], offset, peer, box, like)) for peer, box in receives])
+            pieces.append([(box, _next_piece(self.buffers[peer], offset, peer, box, like)) for peer, box in receives])
         return pieces
 
 
-def _cut_off(buffer: Tensor, offset: dict[int, int], peer: int, box: Box, like: Tensor) -> Tensor:
-    """The next piece of a peer's buffer: bytes where moves were packed, else elements of the one tensor."""
+def _next_piece(buffer: Tensor, offset: dict[int, int], peer: int, box: Box, like: Tensor) -> Tensor:
+    """The next piece of a peer's buffer, which holds bytes where several moves were packed, else elements of one tensor."""
     size = size_of(box)
     count = torch.Size(size).numel()
     if buffer.dtype is torch.uint8 and like.dtype is not torch.uint8:
@@ -109,7 +111,7 @@ def _cut_off(buffer: Tensor, offset: dict[int, int], peer: int, box: Box, like: 
 
 
 def start(moves: Sequence[Move], tiles: Sequence[Tensor], group_name: str) -> Pending:
-    """Begin to exchange the tiles; every rank of the group calls it with its own view of the same moves."""
+    """Start the exchange of one tile per move; every rank of the group calls it with its own side of the same moves."""
     sends: dict[int, list[Tensor]] = {}
     sizes: dict[int, int] = {}
     packed = len(moves) > 1
@@ -139,7 +141,7 @@ def start(moves: Sequence[Move], tiles: Sequence[Tensor], group_name: str) -> Pe
 
 
 def _as_bytes(piece: Tensor) -> Tensor:
-    """A flat tensor's bytes.  (One element may say any stride, and torch takes it for contiguous.)"""
+    """A flat tensor's bytes.  (A tensor of one element counts as contiguous with any stride, but `view` wants stride 1.)"""
     whole = piece if piece.stride(0) == 1 else piece.clone(memory_format=torch.contiguous_format)
     return whole.view(torch.uint8)
 
@@ -154,16 +156,16 @@ def _count(moves: Sequence[Move], messages: dict[int, Tensor]) -> None:
 
 
 def _send(messages: dict[int, Tensor], buffers: dict[int, Tensor], group_name: str) -> list[dist.Work]:
-    """Post every message and buffer; peers are ranks of the group."""
+    """Post the sends of `messages` and the receives into `buffers`, both by the peer's rank in the group."""
     if not messages and not buffers:
         return []
-    for hear in LISTENERS:
-        hear(group_name, [*messages, *buffers])
+    for listener in LISTENERS:
+        listener(group_name, [*messages, *buffers])
     return point_to_point.exchange(messages, buffers, resolve_process_group(group_name))
 
 
 def assemble(move: Move, tile: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """The wanted box as one tensor: the tile itself, or a part of it, where that is all; else a copy from the pieces."""
+    """The wanted box as one tensor: a view of the tile where that contains the box, else a copy of tile and pieces."""
     if not pieces and holds(move.owned, move.wanted) and not is_empty(move.wanted):
         return tile if move.wanted == move.owned else tile[within(move.owned, move.wanted)]
     whole = _empty(tile, size_of(move.wanted))
@@ -175,30 +177,30 @@ def assemble(move: Move, tile: Tensor, pieces: Sequence[Piece]) -> Tensor:
 
 
 def _empty(tile: Tensor, size: tuple[int, ...]) -> Tensor:
-    """A new tensor whose dims lie in memory in the tile's order."""
+    """A new tensor with the tile's memory format."""
     if tile.is_contiguous():
         return tile.new_empty(size)
     return torch.empty_permuted(size, stride_order(tile.stride()), dtype=tile.dtype, device=tile.device)
 
 
 def gather(moves: Sequence[Move], tiles: Sequence[Tensor], group_name: str) -> list[Tensor]:
-    """Every move's wanted box, once its pieces have come."""
+    """Every move's wanted box; waits for the pieces."""
     if all(move.is_idle for move in moves):
         return [assemble(move, tile, ()) for move, tile in zip(moves, tiles, strict=True)]
     pieces = start(moves, tiles, group_name).wait()
     return [assemble(move, tile, got) for move, tile, got in zip(moves, tiles, pieces, strict=True)]
 
 
-def gather_sums(part: Tensor, ways: int, group_name: str) -> Tensor:
-    """(ways, ...) every rank's `part`, in the group's order."""
+def gather_sums(part: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    """Every rank's `part`, stacked in the group's order: (num_ranks, *part.shape)."""
     TRAFFIC.sum_messages += 1
     TRAFFIC.sum_bytes += part.numel() * part.element_size()
     operator = torch.ops.widefield.gather_sums if _is_traced(part) else _gather
-    return operator(part.contiguous(), ways, group_name)
+    return operator(part.contiguous(), num_ranks, group_name)
 
 
 def add_sums(part: Tensor, group_name: str) -> Tensor:
-    """`part` added up over the group, new."""
+    """The sum of `part` over the group, as a new tensor."""
     TRAFFIC.sum_messages += 1
     TRAFFIC.sum_bytes += part.numel() * part.element_size()
     operator = torch.ops.widefield.add_sums if _is_traced(part) else _add
@@ -206,24 +208,24 @@ def add_sums(part: Tensor, group_name: str) -> Tensor:
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    """Whether a compiler is looking on: then messages must be operators that it knows."""
+    """Whether torch.compile traces: then messages must be custom operators."""
     return type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter
 
 
-def _gather(part: Tensor, ways: int, group_name: str) -> Tensor:
-    for hear in LISTENERS:
-        hear(group_name, None)
-    parts = part.new_empty(ways * part.numel())
+def _gather(part: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    for listener in LISTENERS:
+        listener(group_name, None)
+    parts = part.new_empty(num_ranks * part.numel())
     collectives.all_gather_single(parts, part.reshape(-1), group=resolve_process_group(group_name))
-    return parts.view(ways, *part.shape)
+    return parts.view(num_ranks, *part.shape)
 
 
 def _add(part: Tensor, group_name: str) -> Tensor:
-    for hear in LISTENERS:
-        hear(group_name, None)
-    whole = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(whole, group=resolve_process_group(group_name))
-    return whole
+    for listener in LISTENERS:
+        listener(group_name, None)
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=resolve_process_group(group_name))
+    return total
 
 
 # ---------------------------------------------------------------------------------------------- operators for compilers
@@ -247,13 +249,13 @@ def _(
 
 
 @torch.library.custom_op("widefield::gather_sums", mutates_args=())
-def _gather_operator(part: Tensor, ways: int, group_name: str) -> Tensor:
-    return _gather(part, ways, group_name)
+def _gather_operator(part: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    return _gather(part, num_ranks, group_name)
 
 
 @_gather_operator.register_fake
-def _(part: Tensor, ways: int, group_name: str) -> Tensor:
-    return part.new_empty((ways, *part.shape))
+def _(part: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    return part.new_empty((num_ranks, *part.shape))
 
 
 @torch.library.custom_op("widefield::add_sums", mutates_args=())
@@ -267,5 +269,5 @@ def _(part: Tensor, group_name: str) -> Tensor:
 
 
 for _operator in ("exchange", "gather_sums", "add_sums"):
-    # Each rank compiles a graph of its own: none may drop a message that only its peer uses, nor change their order.
+    # Each rank compiles its own graph, so the compiler must not drop a message that only the peer uses, or reorder messages.
     register_effectful_op(f"widefield::{_operator}", EffectType.ORDERED)

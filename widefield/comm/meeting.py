@@ -1,8 +1,8 @@
-"""At which store do the ranks meet, the first time and again?
+"""The store through which ranks find each other, in a first rendezvous and in later ones.
 
-A process may train and then evaluate, and so meet the others twice.  The store is one for the whole process: it may be its
-launcher's, which keeps what was written at the first meeting, and where rank 0 serves it, another rank could come to the second
-meeting before the first store is gone.  So each meeting has a part of the store of its own.
+A process may train and then evaluate, and so open a process group twice.  It uses one store for both.  A launcher's store still
+has the keys of the first time; and where rank 0 serves the store, another rank could come to the second rendezvous before the
+first store is closed.  So each rendezvous has a key prefix of its own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import itertools
 import torch.distributed as dist
 
 _stores: dict[str, dist.Store] = {}
-"""By where it is."""
+"""By address, as host:port."""
 _meetings = itertools.count()
 
 
 def store_of_meeting(*, place: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    """The store for the meeting that begins now, at `place` (host:port, which the environment names too).
+    """The store for the rendezvous that begins now, at `place` (host:port; the environment has the same address).
 
-    Every rank calls it as often.  dist.DistError where the others do not come.
+    Every rank must call it equally often, since the calls number the key prefixes.
+    dist.DistError: the other ranks do not come within `timeout`.
     """
     if place not in _stores:
         _stores[place], _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))

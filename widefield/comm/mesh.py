@@ -1,7 +1,7 @@
-"""Who are the ranks of this run, and how do they agree?  A World from the launcher, a Mesh from a Plan.
+"""Who are the ranks of this run?  A World comes from the launcher, a Mesh from a Plan.
 
-Collectives here are the few that training needs beside the strategies' own.  On one rank no process group exists and
-every call returns at once.
+The collectives here are those that training needs besides the strategies' own.  On a single rank there is no process group,
+and every call returns at once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 
 class AgreedError(ValueError):
-    """A problem that every rank raises together; one rank's words are enough."""
+    """A problem that every rank raises with the same text, so one rank has to print it."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What the launcher says of this process: its rank among `size`, its place on its machine, where all meet."""
+    """What the launcher says of this process: its rank among `size`, its rank on its machine, the rendezvous address."""
 
     rank: int = 0
     size: int = 1
@@ -49,15 +49,16 @@ class World:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run, laid out by its plan: replicate outermost, then shard, space, channel, stage.
+    """The ranks of a run on the axes of its plan: replicate outermost, then shard, space, channel, stage.
 
-    `group` holds all ranks; None where there is one.  So does `checkpoint_group` (always gloo), for what a thread says while
-    training goes on and for parts of a model that rank 0 is sent.  `data_group` holds the ranks that have the same part of the
-    model (replicate x shard x space) and average its gradients; all ranks, where no rank has a part alone.  So does
-    `statistics_group`, for BatchNorm's small messages, which would wait behind gradient buckets of 25 MiB on the same group.
-    `channel_group` and `stage_group` hold the ranks along that axis, None where it is 1.  `copy_group` (gloo) holds the ranks
-    that share this one's images; None where a copy of the model is on one rank.
-    `devices` is torch's DeviceMesh with the axes of more than one rank, `space0`, `space1`, ... among them; None on one rank.
+    On a single rank every group is None.
+    group: all ranks.
+    checkpoint_group: all ranks, with gloo, for messages of a background thread and for parts of a model sent to rank 0.
+    data_group: the ranks with the same part of the model (replicate x shard x space), which average its gradients.
+    statistics_group: the same ranks, for BatchNorm's small messages, which would wait behind gradient buckets of 25 MiB.
+    channel_group, stage_group: the ranks along that axis; None where its size is 1.
+    copy_group: the ranks that share this rank's images, with gloo; None where a copy of the model is on one rank.
+    devices: torch's DeviceMesh of the axes of more than one rank, with `space0`, `space1`, ... for space.
     """
 
     plan: Plan
@@ -74,20 +75,20 @@ class Mesh:
     grid: Grid = Grid(())
     """The ranks that share this rank's images, cut in space."""
     shards: DeviceMesh | None = None
-    """The ranks of `data_group` as (replicate, shard x space), or (shard x space) where replicate is 1: weights are cut over
-    the last.  None where shard is 1."""
+    """The ranks of `data_group` as (replicate, shard x space), or (shard x space) where replicate is 1: weights are sharded
+    over the last axis.  None where shard is 1."""
     opened: bool = False
-    """Whether `join` opened the process group, so that `leave` closes it."""
+    """Whether `join` initialized torch.distributed, so that `leave` destroys its default group."""
     made: tuple[dist.ProcessGroup, ...] = ()
-    """The groups that `join` made for the plan's axes."""
+    """The groups that `join` made."""
     rows: list[Grid] = field(default_factory=list, compare=False)
-    """What `grid_of_rows` gives, once it was asked for."""
+    """The result of `grid_of_rows` after its first call."""
     further: list[dist.ProcessGroup] = field(default_factory=list, compare=False)
-    """Groups that came later, for `leave` to close."""
+    """Groups made after `join`, which `leave` destroys."""
     lent: list[tuple[dist.ProcessGroup, weakref.ref]] = field(default_factory=list, compare=False)
-    """Groups of the ranks of `data_group`, and who sends on each."""
+    """Groups made by `lend_group`, each with a weak reference to its borrower."""
     watch: Any = None
-    """The FailureWatch that tells ranks of each other's failures, where one is at work."""
+    """The running FailureWatch, or None."""
 
     @property
     def rank(self) -> int:
@@ -99,7 +100,7 @@ class Mesh:
 
     @property
     def reasons(self) -> list[str]:
-        """What there is to say of how ranks meet, a sentence each."""
+        """What a user should know of how the ranks communicate, a sentence each."""
         if not passes_the_host(self.group, self.device):
             return []
         return [
@@ -109,37 +110,37 @@ class Mesh:
 
     @property
     def copies(self) -> int:
-        """How many copies of the model there are: a sample belongs to one copy, whose ranks share it."""
+        """The number of data-parallel copies of the model; each sample belongs to one copy, whose ranks share it."""
         return self.plan.replicate * self.plan.shard
 
     @property
     def copy(self) -> int:
-        """Which copy this rank is of, from 0; ranks of one copy are neighbours."""
+        """The index of this rank's copy, from 0; the ranks of a copy are consecutive."""
         return self.world.rank * self.copies // self.world.size
 
     @property
     def is_first_of_copy(self) -> bool:
-        """Whether this rank is the first of its copy: it counts what every rank of the copy knows alike."""
+        """Whether this rank is the first of its copy: it counts what is the same on every rank of the copy."""
         return self.world.rank % (self.world.size // self.copies) == 0
 
     @property
     def data_size(self) -> int:
-        """How many ranks have the same part of the model: replicate x shard x space."""
+        """The size of `data_group`: replicate x shard x space."""
         return self.size // (self.plan.channel * self.plan.stage)
 
     @property
     def channel(self) -> int:
-        """This rank's place on the axis `channel`."""
+        """This rank's coordinate on the axis `channel`."""
         return self.world.rank // self.plan.stage % self.plan.channel
 
     @property
     def stage(self) -> int:
-        """This rank's place on the axis `stage`, the innermost."""
+        """This rank's coordinate on the axis `stage`, the innermost."""
         return self.world.rank % self.plan.stage
 
     @property
     def is_first_of_tile(self) -> bool:
-        """Whether this rank is the first of those that hold the same pixels: it counts what is in them."""
+        """Whether this rank is the first of those with the same pixels: it counts what is in them."""
         return self.channel == 0 and self.stage == 0
 
     @property
@@ -148,20 +149,20 @@ class Mesh:
         return self.world.rank == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add `tensor` up over all ranks, in place; the sum on every rank."""
+        """All-reduce: the sum of `tensor` over all ranks, in place."""
         if self.group is not None:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def mean_(self, tensor: Tensor) -> Tensor:
-        """The mean of `tensor` over the ranks that have the same part of the model, in place."""
+        """All-reduce: the mean of `tensor` over `data_group`, in place."""
         if self.data_group is not None:
             dist.all_reduce(tensor, group=self.data_group)
             tensor.div_(self.data_size)
         return tensor
 
     def least_of_copy(self, numbers: list[int]) -> list[int]:
-        """Number by number, the least that any rank has of those that share this one's images."""
+        """The elementwise minimum of `numbers` over the ranks that share this rank's images."""
         if self.copy_group is None:
             return numbers
         least = torch.tensor(numbers, dtype=torch.int64)
@@ -169,24 +170,24 @@ class Mesh:
         return least.tolist()
 
     def start_sum(self, tensor: Tensor) -> Callable[[], list[float]]:
-        """Begin to add `tensor` up over all ranks; the function given back waits and gives the sums as numbers.
+        """Start to sum `tensor` over all ranks; the function returned waits and gives the sums as Python numbers.
 
-        On a GPU the wait is for what was queued before this call, not for what is queued after it, so that a step's
-        loss can be looked at while its backward pass runs.
+        On a GPU the wait is only for kernels queued before this call, so that a step's loss can be read while its backward
+        pass runs.
         """
         work = None if self.group is None else dist.all_reduce(tensor, group=self.group, async_op=True)
         if tensor.device.type != "cuda":
             return lambda: (work.wait() if work is not None else None, tensor.tolist())[1]
-        return collectives.copy_aside(tensor, work)
+        return collectives.copy_to_host_async(tensor, work)
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` with that of the first of the ranks that have the same part of the model."""
+        """Overwrite `tensor` with that of the first rank of `data_group`."""
         if self.data_group is not None:
             dist.broadcast(tensor, group_src=0, group=self.data_group)
         return tensor
 
     def broadcast_all_(self, tensors: Sequence[Tensor]) -> None:
-        """`broadcast_` of each, in place whatever its order in memory, in few messages."""
+        """`broadcast_` of each tensor, of any memory format, in messages of up to BROADCAST_BYTES."""
         for run in _runs(tensors, BROADCAST_BYTES) if self.data_group is not None else ():
             flat = self.broadcast_(torch.cat([tensor.reshape(-1) for tensor in run]))
             for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
@@ -200,29 +201,30 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def lend_group(self, spec: Any) -> dist.ProcessGroup:
-        """A group of the ranks of `data_group` that nobody else sends on while `spec` lives; every rank calls it.
+    def lend_group(self, borrower: Any) -> dist.ProcessGroup:
+        """A group with the ranks of `data_group` that nobody else uses while `borrower` lives; every rank must call it.
 
-        Messages of two models, or of a model and its user, may come in another order on each rank; a group keeps order.
+        Within a group messages must have the same order on every rank; the messages of two models, or of a model and its
+        user's code, may be in another order on each rank.
         """
         idle = self._idle_everywhere()
         if not idle and len(self.lent) >= LENT_MOST:
-            gc.collect()  # models that hold themselves are there until then
+            gc.collect()  # frees dead borrowers that are in reference cycles
             idle = self._idle_everywhere()
         number = min(idle, default=len(self.lent))
         group = self.lent[number][0] if idle else process_groups.data_group(self.plan)
-        self.lent[number : number + 1] = [(group, weakref.ref(spec))]
+        self.lent[number : number + 1] = [(group, weakref.ref(borrower))]
         return group
 
     def _idle_everywhere(self) -> set[int]:
-        """Which of the groups nobody sends on, on any rank: ranks free memory at times of their own."""
+        """The groups whose borrower is dead on every rank: ranks free objects at different times."""
         idle = {number for number, (_, borrower) in enumerate(self.lent) if borrower() is None}
         return set.intersection(*self.gather_objects(idle))
 
     def grid_of_rows(self) -> Grid:
-        """The ranks that have the same part of the model as a grid: copies first, then those that share an image.
+        """The ranks of `data_group` as a grid: copies first, then the tiles of an image.
 
-        Every rank calls it, the first time to make its groups.
+        Every rank must call it: the first call makes the grid's groups.
         """
         if not self.rows:
             grid, made = process_groups.grid_of_rows(self.plan, self.grid, copy=self.copy)
@@ -231,29 +233,32 @@ class Mesh:
         return self.rows[0]
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank calls it."""
         if self.group is not None:
             dist.barrier(group=self.group)
 
     def agree(self, problem: str | None) -> None:
-        """Raise AgreedError on every rank if any rank has a problem, naming the first; so nobody waits for a dead peer."""
+        """Raise AgreedError on every rank if any rank has a problem; the text is that of the first such rank.
+
+        Every rank must call it.  So no rank waits for messages of a rank that has stopped.
+        """
         problems = [f"rank {rank}: {text}" if self.size > 1 else text
                     for rank, text in enumerate(self.gather_objects(problem)) if text is not None]  # fmt: skip
         if problems:
             raise AgreedError(problems[0])
 
     def call_to_agree(self) -> None:
-        """Ask all ranks to come to the next `agree` soon, for this rank has a problem."""
+        """Ask all ranks to call `agree` soon, because this rank has a problem."""
         if self.watch is not None:
             self.watch.ask_to_stop()
 
     @property
     def is_called_to_agree(self) -> bool:
-        """Whether a rank has asked for that; ranks hear of it at different times."""
+        """Whether a rank has called `call_to_agree`; other ranks notice it at different times."""
         return self.watch is not None and self.watch.stops
 
     def together(self, work: Callable[[], T]) -> T:
-        """`work()` on every rank; where a rank meets a ValueError or NotImplementedError, every rank raises AgreedError."""
+        """Call `work` on every rank; if it raises ValueError or NotImplementedError on any, every rank raises AgreedError."""
         problem, result = None, None
         try:
             result = work()
@@ -265,21 +270,21 @@ class Mesh:
         return result  # type: ignore[return-value]
 
 
-def device_of_words(group: dist.ProcessGroup) -> torch.device:
-    """Where the small messages of a group lie that are read at once: on the CPU, where the group takes these."""
+def control_device(group: dist.ProcessGroup) -> torch.device:
+    """The device for small tensors that ranks compare and read at once: the CPU where the group has a backend for it."""
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 LENT_MOST = 4
-"""Groups of a mesh before those are looked for whose models are gone."""
+"""Lent groups of a mesh from which on garbage is collected, to find idle ones, before another is made."""
 BROADCAST_BYTES = 2**28
-"""Of a message in which many tensors travel: torch's DDP has as many."""
+"""Largest message that packs several tensors, in bytes; torch's DDP uses the same size."""
 
 
 def _runs(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """Tensors of one dtype and device together, in order, up to so many bytes."""
+    """The tensors in groups of one dtype and device, each up to `most` bytes."""
     runs: list[list[Tensor]] = []
     for tensor in sorted(tensors, key=lambda each: (str(each.dtype), str(each.device))):
         run = runs[-1] if runs else []
@@ -291,11 +296,12 @@ def _runs(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
 
 
 def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0, device: torch.device | None = None) -> Mesh:
-    """Meet the other ranks and lay them out as `plan` says.  Call once per process; `leave` undoes it.
+    """Initialize torch.distributed and make the process groups of `plan`; every rank calls it.  `leave` undoes it.
 
+    A default process group that exists already is used as it is.  On a single rank nothing is initialized.
     device: what this rank computes on; by default its GPU, or the CPU where its machine has none.
-    ValueError before any message: the plan does not fit the number of ranks, or the meeting place has no address.
-    A process group that exists already is used as it is.
+    ValueError: the plan does not fit the number of ranks (before any message), the rendezvous address does not resolve, or
+        the other ranks do not come in time.
     """
     check(plan, ranks=world.size)
     device = device or device_of(world.rank, world.local_rank)
@@ -305,11 +311,11 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0, device: to
     if opened:
         _meet(world, device, timeout_seconds)
     before = set(c10d_world.pg_map)
-    mesh = _laid_out(plan, world, device)
+    mesh = _with_groups(plan, world, device)
     return replace(mesh, opened=opened, made=tuple(group for group in c10d_world.pg_map if group not in before))
 
 
-def _laid_out(plan: Plan, world: World, device: torch.device) -> Mesh:
+def _with_groups(plan: Plan, world: World, device: torch.device) -> Mesh:
     devices = process_groups.device_mesh(plan, device)
     return Mesh(
         plan,
@@ -329,7 +335,7 @@ def _laid_out(plan: Plan, world: World, device: torch.device) -> Mesh:
 
 
 def current_world() -> World | None:
-    """This process's place in the process group that exists already; None where there is none."""
+    """This process's rank in the default process group; None where torch.distributed is not initialized."""
     if not dist.is_initialized():
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -339,13 +345,13 @@ def current_world() -> World | None:
 
 
 def leave(mesh: Mesh) -> None:
-    """Close what `join` opened: the process group, or in one that was there already the groups that the plan's axes took."""
+    """Destroy what `join` made: the default process group, or only the mesh's own groups where the default one was there."""
     if not dist.is_initialized():
         return
     if mesh.shards is not None:
         from widefield.private_torch.dtensor import clear_sharding_prop_cache
 
-        clear_sharding_prop_cache()  # else what torch computes from DTensors on the next equal mesh would name this one
+        clear_sharding_prop_cache()  # it caches DeviceMeshes, and DTensors on the next equal mesh would get this one
     if mesh.opened:
         dist.destroy_process_group()
         return

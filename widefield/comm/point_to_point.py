@@ -1,9 +1,9 @@
-"""Messages from one rank to another, whatever carries them.
+"""Messages from one rank to another, over any backend.
 
-NCCL sends a GPU's tensors and gloo the host's.  Where gloo carries messages between GPUs, as for ranks that share one, its
-collectives copy to the host's memory and back by themselves; its `send` and `recv` do not, but hand a GPU's address to a
-socket, which ends the process (torch 2.14, ProcessGroupGloo).  So such messages are copied here.  Only stages of a pipeline,
-whose messages torch posts itself, give theirs on the `message_device` instead.
+NCCL sends tensors of a GPU and gloo those of the host.  Where ranks share a GPU, gloo also sends between GPUs.  Its collectives
+then copy to the host's memory and back; its `send` and `recv` do not: they pass a GPU's address to a socket, which ends the
+process (torch 2.14, ProcessGroupGloo).  So such messages are copied here.  The messages of pipeline stages are posted by torch
+itself; the stages put them on the `message_device`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from widefield.comm.devices import passes_the_host
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Begin to send each tensor of `sends` to its peer and to fill each of `receives` from its own; wait for what this gives.
+    """Start to send each tensor of `sends` to its peer and to receive each of `receives` from its peer.
 
-    Peers are ranks of the group.  The tensors are contiguous, and `sends` stay as they are until the wait.
+    sends, receives: contiguous tensors by the peer's rank in the group; unchanged until the works returned were waited for.
     """
     posts = [dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer) for peer, buffer in receives.items()]
     posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer, message in sends.items()]
-    return dist.batch_isend_irecv([_by_host(post) for post in posts])
+    return dist.batch_isend_irecv([_through_host(post) for post in posts])
 
 
 def send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
@@ -34,7 +34,7 @@ def send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
 
 
 def receive(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
-    """Fill `buffer`, which is contiguous, with what rank `peer` of the group sends; the buffer."""
+    """Fill the contiguous `buffer` with what rank `peer` of the group sends, and return it."""
     if not passes_the_host(group, buffer.device):
         dist.recv(buffer, group_src=peer, group=group)
         return buffer
@@ -43,27 +43,27 @@ def receive(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
     return buffer.copy_(host)
 
 
-def _by_host(post: dist.P2POp) -> dist.P2POp:
-    """The same message, which passes the host's memory where the group's messages must."""
+def _through_host(post: dist.P2POp) -> dist.P2POp:
+    """The same message, copied through the host's memory where the group's backend needs that."""
     if passes_the_host(post.group, post.tensor.device):
-        post.op = _sent if post.op is dist.isend else _received
+        post.op = _isend_from_host if post.op is dist.isend else _irecv_on_host
     return post
 
 
-def _sent(
+def _isend_from_host(
     tensor: Tensor, *, group: dist.ProcessGroup, tag: int = 0, group_dst: int | None = None, group_src: int | None = None
 ) -> dist.Work | None:
-    """As `isend`.  torch gives the peer as `group_src` to whatever is not `isend` itself."""
+    """`dist.isend`.  `batch_isend_irecv` passes the peer as `group_src` to any function that is not `isend` itself."""
     return dist.isend(tensor.detach().cpu(), group=group, tag=tag, group_dst=group_src if group_dst is None else group_dst)
 
 
-def _received(tensor: Tensor, *, group: dist.ProcessGroup, tag: int = 0, group_src: int) -> dist.Work:
+def _irecv_on_host(tensor: Tensor, *, group: dist.ProcessGroup, tag: int = 0, group_src: int) -> dist.Work:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return _Arrival(dist.irecv(host, group=group, tag=tag, group_src=group_src), host, tensor.detach())
 
 
 class _Arrival(dist.Work):
-    """A message that arrives in the host's memory; `wait` copies it to where it was to come."""
+    """A receive into the host's memory; `wait` copies it to the GPU's `target`."""
 
     def __init__(self, work: dist.Work | None, host: Tensor, target: Tensor) -> None:
         super().__init__()
@@ -72,5 +72,5 @@ class _Arrival(dist.Work):
     def wait(self, *args: Any) -> bool:
         assert self._work is not None, "a rank of the group receives"
         self._work.wait(*args)
-        self._target.copy_(self._host, non_blocking=True)  # torch's memory pool keeps the host's copy until this is done
+        self._target.copy_(self._host, non_blocking=True)  # torch's pinned-memory pool reuses `_host` only after the copy
         return True

@@ -1,6 +1,6 @@
-"""Which ranks send to each other?  The process groups of a plan's axes, of one model's parts, and of one image's tiles.
+"""The process groups of a plan: along its axes, over data-parallel ranks, over the tiles of an image.
 
-Making a group takes every rank of the run, in the same order, whether it is in the group or not.
+Every rank of the run must make every group, in the same order, whether it is in the group or not.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from widefield.plans import Plan
 
 
 def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    """The plan's axes of more than one rank: replicate, shard, space0, space1, ..., channel, stage."""
     sizes = {"replicate": plan.replicate, "shard": plan.shard} | {f"space{axis}": size for axis, size in enumerate(plan.space)}
     return _with_axes(device.type, sizes | {"channel": plan.channel, "stage": plan.stage})
 
 
 def _with_axes(device: str, sizes: dict[str, int]) -> DeviceMesh:
-    """A mesh with the axes of more than one rank: a process group of one would cost threads and sockets too."""
+    """A mesh without the axes of size 1, whose process groups would cost threads and sockets too."""
     large = {name: size for name, size in sizes.items() if size > 1}
     return init_device_mesh(device, tuple(large.values()), mesh_dim_names=tuple(large))
 
 
 def line(devices: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """The ranks along an axis, for messages between two of them: never the group of all ranks.
+    """The ranks along an axis, for point-to-point messages: never the group of all ranks.
 
-    Their messages would wait behind those of others there, and torch counts them among its collectives, of which a watch for
-    missing ranks expects that all ranks count alike.
+    In that group, messages would wait behind those of other ranks.  torch also counts them among the group's collectives, and
+    the StallWatch expects the same count on all ranks.
     """
     group = devices.get_group(axis) if devices.ndim > 1 else dist.new_group()
     assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is in no group along {axis}"
@@ -40,36 +41,36 @@ def line(devices: DeviceMesh, axis: str) -> dist.ProcessGroup:
 
 
 def shards_of(plan: Plan, devices: DeviceMesh) -> DeviceMesh:
-    """The mesh that weights are cut over; every rank makes its groups."""
+    """The mesh over which FSDP shards weights: (replicate, shard x space), or (shard x space) where replicate is 1."""
     tiles, inner = math.prod(plan.space), plan.channel * plan.stage
-    if tiles > 1:  # which share weights as well
+    if tiles > 1:  # ranks with tiles of one image share the weights too
         sizes = {"replicate": plan.replicate, "shard": plan.shard * tiles, "inner": inner}
         devices = _with_axes(devices.device_type, sizes)
     return devices["replicate", "shard"] if plan.replicate > 1 else devices["shard"]
 
 
 def data_group(plan: Plan) -> dist.ProcessGroup:
-    """A new group of the ranks that have the same part of the model as this one; every rank makes all of them."""
+    """A new group of the ranks that have the same part of the model as this one."""
     inner = plan.channel * plan.stage
     return group_among([list(range(part, plan.ranks, inner)) for part in range(inner)])
 
 
 def group_among(ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
-    """This rank's one of new groups of these ranks; every rank is in one of them, and makes all."""
+    """New groups with the given ranks; the one that this rank is in.  Every rank must be in one."""
     group, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
     assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is in none of {ranks}"
     return group
 
 
 def checkpoint_group() -> dist.ProcessGroup:
-    """A new group of all ranks for what checkpoints tell each other, on the CPU; a disk may keep it waiting for long."""
+    """A new gloo group of all ranks for checkpoints, with a timeout of 2 hours, since a disk may be slow."""
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
     assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is in no group of all ranks"
     return group
 
 
 def copy_group(plan: Plan, device: torch.device) -> dist.ProcessGroup | None:
-    """The ranks of this rank's copy of the model, for messages that are no GPU's; every rank makes all groups."""
+    """A gloo group of the ranks of this rank's copy of the model, for CPU tensors; None where that is one rank."""
     copies = plan.replicate * plan.shard
     if plan.ranks == copies:
         return None
@@ -81,7 +82,7 @@ def copy_group(plan: Plan, device: torch.device) -> dist.ProcessGroup | None:
 
 
 def grid_of(plan: Plan, devices: DeviceMesh, *, rank: int) -> Grid:
-    """The space axes of this rank's copy, with a process group for every set of them; every rank makes all groups."""
+    """The space axes of this rank's copy, with a process group for every set of axes."""
     grid = Grid(tuple(plan.space))
     if grid.size == 1:
         return grid
@@ -101,9 +102,9 @@ def grid_of(plan: Plan, devices: DeviceMesh, *, rank: int) -> Grid:
 
 
 def grid_of_rows(plan: Plan, tiles: Grid, *, copy: int) -> tuple[Grid, list[dist.ProcessGroup]]:
-    """The ranks that have the same part of the model as a grid, copies first, then those of `tiles`; and its new groups.
+    """The ranks that have the same part of the model as a grid, (copies, *tiles.sizes), and its new groups.
 
-    tiles: the ranks that share this rank's images.  copy: which copy of the model this rank is of.  Every rank calls it.
+    tiles: the ranks that share this rank's images.  copy: the index of this rank's copy of the model.
     """
     inner = plan.channel * plan.stage
     grid = Grid((plan.replicate * plan.shard, *tiles.sizes), copy * tiles.size + tiles.index)

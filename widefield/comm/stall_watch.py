@@ -1,8 +1,8 @@
-"""A step does not end: which rank is missing?  Every rank tells the store where it stands; rank 0 names those behind.
+"""Which rank is missing when a step does not end?  Every rank reports its progress; rank 0 names the ranks that are behind.
 
-A thread on each rank writes down, every few seconds: how many steps are done, how many collectives its groups have begun, and
-the line that the main thread is at.  It talks through the store that the ranks met at, over a connection of its own, so it
-gets through while every collective hangs.  Nothing is stopped: a rank that comes late is welcome.
+Every few seconds a thread on each rank writes to the rendezvous store: how many steps are done, how many collectives its groups
+have begun, and the line that the main thread is at.  It has a connection of its own, so it works while every collective
+hangs.  Nothing is stopped: the step ends once the late rank comes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _WAITING = (
     *(os.path.join(_PACKAGE, "comm", name) for name in ("halo.py", "mesh.py", "point_to_point.py")),
     os.path.join(_PACKAGE, "tiled", "sync_batch_norm.py"),
 )  # fmt: skip
-"""Files in which a rank waits for messages of others; the backward pass, too, stands still in one of them."""
+"""Files in which the main thread is while it waits for messages, in the forward or the backward pass."""
 
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank was when it last told: steps done, collectives begun, and the line of its main thread.
+    """A rank's last report: steps done, collectives begun, and the line of its main thread.
 
-    beat: how often it has told; one that stays the same is of a process that does not run.
+    beat: the number of reports so far; where it stays the same, the process does not run.
+    waits: whether the main thread waits for a message.
     """
 
     beat: int
@@ -48,11 +49,11 @@ class Stand:
 
 
 class StallWatch:
-    """Watches the steps of a training run from a thread; `with StallWatch(...):` around them, on every rank.
+    """Watches the steps of a training run from a thread; every rank runs the steps in `with StallWatch(...):`.
 
-    seconds: how long a step may take before rank 0 speaks; a run whose longest step was longer may take five times that.
-    at: steps done, and when (time.perf_counter) the step that runs now began; None between steps.
-    warn: what rank 0 does with the sentence; called from the thread.
+    seconds: rank 0 warns when a step takes longer than this, and longer than five times the longest step so far.
+    at: gives the number of steps done, and when (time.perf_counter) the current step began; None between steps.
+    warn: called on rank 0 with the sentence, from the thread.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class StallWatch:
         self._store = dist.PrefixStore("widefield/stall", get_default_store().clone())
         self._groups = [group for group in {mesh.group, mesh.data_group, mesh.statistics_group} if group is not None]
         self._begun = self._collectives()
-        """Before: ranks come here alike, whatever two of them said to each other so far."""
+        """Collectives begun before the watch; subtracted, since two ranks may have sent each other messages before."""
         self._main, self._over = threading.main_thread().ident, threading.Event()
         self._beat, self._longest, self._said, self._flagged = 0, 0.0, 0.0, False
         self._before: dict[int, int] = {}
-        """Beats by rank, and this rank's own under -1, when a late step was first seen."""
+        """Each rank's beat when a late step was first seen, and rank 0's own under -1."""
         self._thread = threading.Thread(target=self._watch, name="widefield stall watch", daemon=True)
 
     def __enter__(self) -> StallWatch:
@@ -89,10 +90,10 @@ class StallWatch:
             try:
                 self._look(done, taken)
             except RuntimeError:
-                return  # the store is gone, and so is the process that held it: the launcher says what became of it
+                return  # the process that serves the store has ended; the launcher says why
 
     def _look(self, step: int, taken: float) -> None:
-        """Tell where this rank stands; on rank 0, read where all do once one of them has been in a step for too long."""
+        """Report this rank's progress; on rank 0, read all reports once some rank's step takes too long."""
         self._beat += 1
         self._store.set(str(self._mesh.rank), json.dumps(asdict(self._stand(step))))
         late = taken > max(self._seconds, 5 * self._longest)
@@ -102,7 +103,7 @@ class StallWatch:
         found = self._read()
         if not self._before:
             self._before = {-1: self._beat, **{rank: stand.beat for rank, stand in found.items()}}
-        elif self._beat >= self._before[-1] + 3 and (not self._said or taken > 2 * self._said):  # all who run have told again
+        elif self._beat >= self._before[-1] + 3 and (not self._said or taken > 2 * self._said):  # all that run reported again
             frozen = [rank for rank, stand in found.items() if rank and self._before.get(rank) == stand.beat]
             self._said, self._before = max(taken, self._seconds), {}
             self._warn(sentence(found, ranks=self._mesh.size, frozen=frozen, seconds=taken, longest=self._longest))
@@ -125,12 +126,12 @@ class StallWatch:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether the innermost line of a thread is one that waits for messages."""
+    """Whether the innermost frame of a thread is in a file where ranks wait for messages."""
     return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
 
 
 def place_of(frame: FrameType | None) -> str:
-    """`models/net.py:12 in forward`: the innermost line of a thread that is not torch's own."""
+    """`models/net.py:12 in forward`: the innermost line of a thread outside of torch."""
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
     if frame is None:
@@ -147,7 +148,10 @@ def line_in_words(code: CodeType, line: int) -> str:
 
 
 def missing(found: dict[int, Stand], *, ranks: int, frozen: Sequence[int]) -> list[int]:
-    """The ranks that the others wait for: silent ones, else those behind, else those that do not wait; maybe none."""
+    """The ranks that the others wait for: those that do not report, else those behind, else those that do not wait.
+
+    Empty where none of these tells ranks apart.
+    """
     silent = sorted({*(rank for rank in range(ranks) if rank not in found), *frozen})
     if silent:
         return silent
@@ -160,7 +164,7 @@ def missing(found: dict[int, Stand], *, ranks: int, frozen: Sequence[int]) -> li
 
 
 def sentence(found: dict[int, Stand], *, ranks: int, frozen: Sequence[int], seconds: float, longest: float) -> str:
-    """What rank 0 says."""
+    """The warning of rank 0."""
     late = missing(found, ranks=ranks, frozen=frozen)
     step = min((stand.step for stand in found.values()), default=0) + 1
     before = f" (the longest before it took {longest:.1f} s)" if longest else ""
@@ -168,11 +172,11 @@ def sentence(found: dict[int, Stand], *, ranks: int, frozen: Sequence[int], seco
     there = {rank: f"rank {rank} is at {stand.place}" for rank, stand in found.items()}
     if not late:
         return f"{opening}. No rank is behind the others: {'; '.join(there.values())}"
-    words = {rank: there.get(rank, f"rank {rank} has not told of itself yet") for rank in late}
+    words = {rank: there.get(rank, f"rank {rank} has not reported yet") for rank in late}
     words |= {rank: f"rank {rank} does not answer; it was last seen at {found[rank].place}" for rank in frozen}
     waiting = next((text for rank, text in there.items() if rank not in late), None)
     others = f". The others wait: {waiting}" if waiting else ""
     return (
         f"{opening}. {len(late)} of {ranks} ranks {'has' if len(late) == 1 else 'have'} not arrived: "
-        f"{'; '.join(words.values())}{others}. The run goes on once they come; log.stall_seconds says when to tell"
+        f"{'; '.join(words.values())}{others}. The run goes on once they come; log.stall_seconds sets when to warn"
     )

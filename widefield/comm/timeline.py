@@ -1,7 +1,7 @@
-"""When was what computed and sent?  A Chrome trace of some steps, by torch's profiler, and what it says of communication.
+"""Chrome traces of some steps, recorded by torch's profiler, and the communication in them.
 
-Open `timeline-rank0.json` in https://ui.perfetto.dev or chrome://tracing: operations, and every collective as `gloo:all_reduce`
-(CPU) or `nccl:all_reduce` with its kernel (GPU).  Recording makes steps slower, so nothing is timed while it runs.
+Open `timeline-rank0.json` in https://ui.perfetto.dev or chrome://tracing.  It shows operations, and every collective as
+`gloo:all_reduce` (CPU) or `nccl:all_reduce` with its kernel (GPU).  Recorded steps are slower, so none of them is timed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _BYTES = {
 
 
 class Timeline:
-    """Records steps of a training run: `step()` where each begins, `close()` at the end.
+    """Records steps of a training run: call `step()` where each begins, and `close()` at the end.
 
-    Writes `timeline-rankR.json` once `steps` of them are over, or at `close`; the first `after` are left out, for they pay for
-    warm-up.  Every rank has its own, with its own clock.
+    Writes `timeline-rankR.json` after `steps` recorded steps, or at `close`.  The first `after` steps are not recorded, since
+    they include warm-up.  Every rank writes its own file, with times of its own clock.
     """
 
     def __init__(self, folder: Path, *, rank: int, after: int = 2, steps: int = 10) -> None:
@@ -39,7 +39,7 @@ class Timeline:
         self._mark: record_function | None = None
 
     def step(self) -> None:
-        """A step begins."""
+        """Mark the beginning of a step."""
         if self._begun == self._last:
             self.close()
         elif self._first <= self._begun < self._last:
@@ -52,7 +52,7 @@ class Timeline:
         self._begun += 1
 
     def close(self) -> None:
-        """Write what was recorded; a second call does nothing."""
+        """Write the trace; a second call does nothing."""
         self._close_mark()
         if self._profile is not None:
             self._profile.stop()
@@ -67,14 +67,14 @@ class Timeline:
 
 @contextmanager
 def recorded(path: Path) -> Iterator[None]:
-    """Record what this process does inside, into `path`."""
+    """Record a trace of the block into `path`."""
     with _profile() as recorder:
         yield
     _write(recorder, path)
 
 
 def _profile() -> profile:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it tells of its start, its end, and GPUs that are not there
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler prints its start, its end, and that there is no GPU
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     return profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
 
@@ -89,13 +89,13 @@ def _write(recorder: profile, path: Path) -> None:
 
 @dataclass(frozen=True)
 class MessageLog:
-    """What a rank said to others while it was recorded.
+    """The communication of a rank during a trace.
 
-    busy_seconds: how long at least one message or collective was under way, waiting for slower ranks included; most of it may
-        have gone on behind computation, so its share of the time is an upper bound on what communication costs.
-    handed_bytes: of the tensors that this rank handed to collectives and sends.  A ring all-reduce over p ranks moves
+    busy_seconds: how long at least one message or collective was under way, waits for slower ranks included.  Some of it may
+        overlap computation, so its share of the time is an upper bound on the cost of communication.
+    handed_bytes: of the tensors that this rank passed to collectives and sends.  A ring all-reduce over p ranks moves
         2 (p - 1) / p times as much over each rank's link, an all-gather p - 1 times.
-    messages: how many of each kind.
+    messages: their number by kind.
     """
 
     busy_seconds: float = 0.0
@@ -104,12 +104,12 @@ class MessageLog:
 
 
 def traffic_of(path: Path) -> MessageLog:
-    """What the Chrome trace at `path` says of communication."""
+    """The communication in the Chrome trace at `path`."""
     return traffic(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
 def traffic(events: Sequence[dict[str, Any]]) -> MessageLog:
-    """The same, of a trace's events: `gloo:*` are gloo's, `record_param_comms` and kernels are NCCL's."""
+    """The communication in a trace's events: `gloo:*` are gloo's, `record_param_comms` and kernels are NCCL's."""
     runs, count, handed = [], Counter[str](), 0
     for event in events:
         name, arguments = str(event.get("name", "")), event.get("args", {})

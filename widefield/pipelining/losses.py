@@ -1,4 +1,4 @@
-"""What a pass through the stages is to learn: of each micro-batch, its loss."""
+"""The loss of each micro-batch of a training pass."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from widefield.capture.ir import Graph, Value
 from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 LossOf = Callable[[Any, Any], Tensor]
+"""(output, target) to a loss that adds up over samples."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a pass is to learn: `rows` samples count.
+class BatchLoss:
+    """The loss of a batch of which the first `rows` samples count; later ones are padding.
 
-    scaled: makes of the loss what is differentiated.  dims: along which dim each output holds samples, where not all count.
+    scaled: from a loss to the tensor on which `backward` is called.
+    dims: the dim along which each output has samples, or None for none; needed where there is padding.
     """
 
     target: Any
@@ -30,7 +32,7 @@ class Job:
     dims: list[int | None] | None = None
 
     def loss(self, output: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one micro-batch: what is differentiated, and the detached loss.  positions: of its samples in the batch."""
+        """One micro-batch's scaled loss, and its detached loss.  positions: the indices of its samples in the batch."""
         start, size = int(positions[0]), len(positions)
         count = min(size, self.rows - start)
         if count <= 0:
@@ -42,8 +44,8 @@ class Job:
         return self.scaled(loss), loss.detach()
 
     def _first_of(self, output: Any, count: int, size: int) -> Any:
-        """The output for the first `count` of a micro-batch's `size` samples."""
-        assert self.dims is not None, "asked for where not all samples count"
+        """The output of the first `count` of a micro-batch's `size` samples."""
+        assert self.dims is not None, "needed where there is padding"
         leaves, spec = tree_flatten(output)
         pairs = zip(leaves, self.dims, strict=True)
         own = [leaf if dim is None else leaf.narrow(dim, 0, count * (leaf.shape[dim] // size)) for leaf, dim in pairs]
@@ -51,7 +53,7 @@ class Job:
 
 
 def dims_of_samples(graph: Graph, larger: Graph) -> list[int | None]:
-    """The dim along which each output holds samples, as the same model's graph for a larger batch tells; None for none."""
+    """The dim along which each output has samples, or None: the first whose size differs in the graph of a larger batch."""
     pairs = zip(tree_leaves(graph.outputs), tree_leaves(larger.outputs), strict=True)
     return [_differing(one.shape, more.shape) if isinstance(one, Value) else None for one, more in pairs]
 
@@ -61,7 +63,7 @@ def _differing(shape: Sequence[int], larger: Sequence[int]) -> int | None:
 
 
 def _of_samples(leaf: Any, first: int, last: int, count: int) -> Any:
-    """Of a target, the rows of some samples out of `count`, each of which may have several."""
+    """The rows of a target that belong to samples `first` to `last` of `count`; a sample may have several rows."""
     if not isinstance(leaf, Tensor) or not leaf.ndim:
         return leaf
     each = max(1, len(leaf) // count)

@@ -1,8 +1,8 @@
-"""Where is a model cut into stages?  Its operations stand in the order in which they run; a stage is a run of them.
+"""Where is a model cut into stages?  A stage is a run of consecutive operations of the model's graph.
 
-A cut stands between two operations.  What one stage makes and a later one reads crosses every cut between them.  A
-parameter belongs to one stage, so no cut stands between two operations that read it.  The choice is made once; in which stage
-a parameter lies (`Division.owner`) then says where to cut the operations of any other shape or mode.
+A cut is a place between two operations.  A value that a later stage reads crosses every cut in between.  A parameter belongs to
+one stage, so there is no cut between two operations that read it.  The partition is chosen once, for one shape; the stage of
+each parameter (`Partition.owner`) then says where the graph of any other shape or mode is cut.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from widefield.naming import did_you_mean
 Balance = Literal["time", "memory"]
 
 SLACK = 1.05
-"""A stage may take so much of the best split's longest stage, where fewer bytes travel for it."""
+"""The longest stage may cost this times that of the most balanced partition, where fewer bytes cross the cuts."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Which stage has which parameter or buffer, and what each stage costs; of one sample's shape.
+    """The stage of each parameter and buffer (`owner`, by name), and the cost of each stage for the captured shape.
 
     flops: of a forward.  weight_bytes: of parameters and of buffers that change.
-    crossing_bytes: what travels forward from each stage but the last to the next, with what is handed on to later ones.
-    begins: the module whose weight each stage but the first reads first.
+    crossing_bytes: sent forward across each cut, values for later stages included.
+    begins: for each stage but the first, the module whose weight it reads first.
     shared: buffers that never change and that several stages read; every rank has them.
     """
 
@@ -46,13 +46,14 @@ class Partition:
         return len(self.flops)
 
 
-def divide(
+def choose_partition(
     graph: Graph, stages: int, *, balance: Balance = "time", named: Sequence[str] = (), trained: frozenset[str] = frozenset()
 ) -> Partition:
-    """Cut `graph` into `stages` parts: with as equal cost as can be, or where the modules in `named` begin.
+    """Cut `graph` into `stages` stages: balanced by cost, or before the modules in `named` (fnmatch patterns).
 
+    balance: by FLOPs ("time") or by bytes of weights ("memory").
     trained: the names of parameters; other weights are buffers.
-    ValueError: there are fewer places to cut than it takes, or a name fits no module, or one that cannot begin a stage.
+    ValueError: there are too few places to cut, or a pattern fits no module or one that cannot begin a stage.
     """
     order = OpOrder(graph, trained | set(graph.updates))
     cuts = _named_cuts(order, named, stages) if named else _balanced_cuts(order, stages, balance)
@@ -65,13 +66,16 @@ def divide(
     return Partition(owner, flops, weights, crossing, begins, _shared(order, cuts))
 
 
-def cuts_of(graph: Graph, division: Partition) -> list[int]:
-    """Where `graph`, of any shape or mode, is cut: operations stay where their weights are."""
-    order = OpOrder(graph, frozenset(graph.weights) - division.shared)
+def cuts_of(graph: Graph, partition: Partition) -> list[int]:
+    """Where a graph of any shape or mode is cut, as indices of operations: each operation is in the stage of its weights.
+
+    NotImplementedError: the graph reads weights in another order than the one that was partitioned.
+    """
+    order = OpOrder(graph, frozenset(graph.weights) - partition.shared)
     cuts: list[int] = []
-    for stage in range(1, division.stages):
-        before = [at + 1 for name, at in order.last_read.items() if division.owner[name] < stage]
-        after = [at for name, at in order.first_read.items() if division.owner[name] >= stage]
+    for stage in range(1, partition.stages):
+        before = [at + 1 for name, at in order.last_read.items() if partition.owner[name] < stage]
+        after = [at for name, at in order.first_read.items() if partition.owner[name] >= stage]
         low, high = max([*before, *cuts, 0]), min(after, default=len(order.nodes))
         if low > high:
             raise NotImplementedError(
@@ -83,17 +87,17 @@ def cuts_of(graph: Graph, division: Partition) -> list[int]:
 
 
 class OpOrder:
-    """The operations of a graph in order, with what each costs and what crosses the place before it.
+    """The operations of a graph in order, with the cost of each and the bytes that cross a cut before it.
 
-    alone: the names of weights that one stage alone may have.
+    unshared: the names of weights that only one stage may have.
     """
 
-    def __init__(self, graph: Graph, alone: frozenset[str]) -> None:
+    def __init__(self, graph: Graph, unshared: frozenset[str]) -> None:
         self.nodes, self.graph = graph.nodes, graph
         self.at = {node: number for number, node in enumerate(graph.nodes)}
         self.flops = [_flops(node) for node in graph.nodes]
         self.free = free_values(graph)
-        self.first_read, self.last_read = _reads(graph, self.at, alone)
+        self.first_read, self.last_read = _reads(graph, self.at, unshared)
         self.weight_bytes = [0] * len(graph.nodes)
         for name, at in self.first_read.items():
             self.weight_bytes[at] += graph.weights[name].bytes
@@ -101,7 +105,7 @@ class OpOrder:
         self.is_open = self._open()
 
     def _crossing(self) -> list[int]:
-        """Bytes that cross the place before each operation, and the end."""
+        """The bytes that cross a cut before each operation, and one at the end."""
         change = [0] * (len(self.nodes) + 2)
         for value, last in _last_reads(self.graph, self.at).items():
             if value.source in ("weight", "constant") or value in self.free:
@@ -112,19 +116,19 @@ class OpOrder:
         return list(accumulate(change))[: len(self.nodes) + 1]
 
     def _open(self) -> list[bool]:
-        """Whether a cut may stand before each operation: no parameter is read on both sides."""
+        """Whether a cut is allowed before each operation, and at the end: no parameter is read on both sides."""
         change = [0] * (len(self.nodes) + 2)
         for name, first in self.first_read.items():
             change[first + 1] += 1
             change[self.last_read[name] + 1] -= 1
-        return [held == 0 for held in accumulate(change)]
+        return [crossed == 0 for crossed in accumulate(change)]
 
     def lightest(self, low: int, high: int) -> int:
-        """Of the places from `low` to `high`, the first that the fewest bytes cross."""
+        """The place from `low` to `high` that the fewest bytes cross; the first of several."""
         return min(range(low, high + 1), key=lambda place: (self.crossing[place], place))
 
     def places(self) -> list[int]:
-        """The best place before each operation that begins to read weights, first to last, the very first left out."""
+        """The candidate cuts: the lightest allowed place before each operation but the first that reads a weight first."""
         reading = sorted({*self.first_read.values(), *self.last_read.values()})
         firsts, found = set(self.first_read.values()), []
         for before, at in pairwise(reading):
@@ -133,13 +137,13 @@ class OpOrder:
         return found
 
     def module_from(self, place: int) -> str:
-        """The module whose weight is read first from `place` on; the weight itself, where the model holds it."""
+        """The module whose weight is the first that is newly read from `place` on; of the model's own, the weight's name."""
         name = min((at, name) for name, at in self.first_read.items() if at >= place)[1]
         return name.rpartition(".")[0] or name
 
 
 def free_values(graph: Graph) -> set[Value]:
-    """What depends on neither images nor weights, as numbers of positions: every stage makes it for itself."""
+    """The values that depend on neither inputs nor weights, such as position indices; every stage computes its own."""
     free = {value for value, _ in graph.constants}
     for node in graph.nodes:
         if not node.draws and all(value in free for value in node.reads):
@@ -148,28 +152,28 @@ def free_values(graph: Graph) -> set[Value]:
 
 
 def _flops(node: Node) -> float:
-    """Of a forward; pointwise operations count one per number."""
+    """FLOPs of a forward; an operation that `flops_of` counts as 0 has one per number of its result."""
     out = next((out for out in node.outs if out is not None), None)
     if out is None:
         return 0.0
     return flops_of(node) or float(math.prod(out.shape))
 
 
-def _reads(graph: Graph, at: Mapping[Node, int], alone: frozenset[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """The first and the last operation that reads each weight in `alone`; what makes a buffer's next value reads it too."""
+def _reads(graph: Graph, at: Mapping[Node, int], unshared: frozenset[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """The first and the last operation that reads each weight in `unshared`, or computes a buffer's new value."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for name, value in graph.weights.items():
         maker = graph.updates[name].maker if name in graph.updates else None
         makers = [] if maker is None else [maker]
         places = [at[node] for node in [*value.users, *makers] if node in at]
-        if places and name in alone:
+        if places and name in unshared:
             first[name], last[name] = min(places), max(places)
     return first, last
 
 
 def _last_reads(graph: Graph, at: Mapping[Node, int]) -> dict[Value, int]:
-    """The last operation that reads each value; the end, for what the model returns."""
+    """The last operation that reads each value; the end for what the model returns."""
     last: dict[Value, int] = {}
     for number, node in enumerate(graph.nodes):
         last.update(dict.fromkeys(node.reads, number))
@@ -207,7 +211,7 @@ def _balanced_cuts(order: OpOrder, stages: int, balance: Balance) -> list[int]:
 def _best(
     ends: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The cuts 0 < c1 < ... < ends - 1 that make the joined cost of the stages least, and that cost."""
+    """The least joined cost of the stages, and the cuts 0 < c1 < ... < ends - 1 that give it (dynamic programming)."""
     best: list[tuple[float, tuple[int, ...]]] = [(cost(0, end) if end else math.inf, ()) for end in range(ends)]
     for stage in range(1, stages):
         best = [
@@ -241,7 +245,7 @@ def _named_cuts(order: OpOrder, named: Sequence[str], stages: int) -> list[int]:
 
 
 def _cut_before(order: OpOrder, pattern: str) -> int:
-    """The place where the first module that `pattern` fits begins to read weights."""
+    """The lightest place before the first operation that reads a weight of a module that `pattern` fits."""
     modules = {module: None for name in order.graph.weights for module in _modules_of(name)}
     fitting = {module for module in modules if fnmatchcase(module, pattern)}
     if not fitting:
@@ -266,7 +270,7 @@ def _cut_before(order: OpOrder, pattern: str) -> int:
 
 
 def _modules_of(name: str) -> Iterator[str]:
-    """The modules that a parameter lies in, outermost first."""
+    """The modules that contain a parameter, outermost first."""
     parts = name.split(".")[:-1]
     return (".".join(parts[: end + 1]) for end in range(len(parts)))
 
@@ -281,7 +285,7 @@ def _shared(order: OpOrder, cuts: Sequence[int]) -> frozenset[str]:
 
 
 def _owners(order: OpOrder, cuts: Sequence[int]) -> dict[str, int]:
-    """The stage of every parameter and buffer; what nobody reads lies with the one before it by name."""
+    """The stage of every parameter and buffer; one that no operation reads goes with the one before it."""
     owner: dict[str, int] = {}
     stage = 0
     for name, value in order.graph.weights.items():

@@ -1,8 +1,8 @@
-"""Which operations of a model look at several samples at once?  Found out without pixels, before a batch is cut up.
+"""Which operations of a model mix samples?  Found on meta tensors, before a batch is divided into micro-batches.
 
-The graph runs on tensors of torch's meta device whose batch lies on two ranks that cannot talk to each other.  Where the rules
-of tiles want to send something, samples meet; where there is no rule, they may.  What takes some samples out of a batch, as its
-first one, takes others out of a part of the batch, and counts with these.
+The graph runs on meta tensors whose batch dim is cut over a pretended grid of two ranks that cannot communicate.  An operation
+mixes samples if its tile rule tries to send a message, and may mix them if it has no rule.  An operation that selects samples,
+such as the first one, counts as well: in a micro-batch it would select others.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from widefield.private_torch.pytree import tree_leaves
 from widefield.tiled.sample_mixing import PRODUCTS, ROW_BY_ROW, VIEWS, may_mix, name_of, tells_samples_apart
 from widefield.tiled.tensor import TiledTensor, wrap
 
-_APART = Grid((2,), 0, (((0,), "ranks that cannot talk"),))
+_NO_GROUP = Grid((2,), 0, (((0,), "ranks that cannot talk"),))
+"""Two ranks without a process group; this one is the first."""
 
 
 def where_samples_meet(graph: Graph) -> list[str]:
-    """The operations, by torch's names, each once; none where no input has two samples."""
+    """Torch's names of the operations that mix or select samples, each once; empty where no input has two samples."""
     rows = max((value.shape[0] for value in graph.inputs if value.shape), default=0)
     if rows < 2:
         return []
     known = {value: _cut(value, 0) if value.shape and value.shape[0] == rows else _plain(value) for value in graph.inputs}
     found: dict[str, None] = {}
     inner: Inner = {}
-    numbers = dict(graph.constants)  # and what is made of them alone, as of the batch's size
+    numbers = dict(graph.constants)  # and the values computed from constants only, such as from the batch's size
     with torch.no_grad():
         for node in graph.nodes:
             if node.op is BATCH_NORM_OVER and type(known.get(node.reads[0])) is not TiledTensor:
@@ -48,17 +49,17 @@ def where_samples_meet(graph: Graph) -> list[str]:
                 if out is None:
                     continue
                 shown = _viewed(out, node, known, inner) if name_of(node.op) in VIEWS and reads_samples else None
-                tells = type(tensor) is TiledTensor or isinstance(tensor, Tensor) and isinstance(node.op, OpOverload)
-                known[out] = shown if shown is not None else tensor if tells else _after(out, node, known, rows)
+                is_made = type(tensor) is TiledTensor or isinstance(tensor, Tensor) and isinstance(node.op, OpOverload)
+                known[out] = shown if shown is not None else tensor if is_made else _after(out, node, known, rows)
                 _pass_on(out, node, inner)
     return list(found)
 
 
 def where_counts_enter(graph: Graph, other: Graph) -> list[str]:
-    """The first operation that is given other numbers for so many samples than for the `other` graph's; none, or its name.
+    """The name of the first operation that has other numbers as arguments than in `other`, captured for another batch size.
 
-    Looked at is what goes through numbers one by one.  How torch copies and multiplies depends on sizes, and whether it adds a
-    bias apart.
+    Empty if there is none: the model does not compute with the number of samples.  Only pointwise and filling operations are
+    compared: how torch copies, multiplies and adds a bias depends on sizes in any case.
     """
     ours, theirs = ([node for node in each.nodes if _is_counted(node)] for each in (graph, other))
     for (value, one), (_, two) in zip(graph.constants, other.constants, strict=False):
@@ -83,25 +84,25 @@ def _is_counted(node: Node) -> bool:
 
 
 def _numbers_in(node: Node) -> list[Any]:
-    """What an operation is given besides tensors and, as lists, sizes."""
+    """The arguments that are single numbers: neither tensors nor, as lists, sizes."""
     given = (*node.args, *node.kwargs.values())
     return [leaf for leaf in given if isinstance(leaf, (bool, int, float, complex))]
 
 
 Inner = dict[Value, tuple[int, int]]
-"""Of values whose rows along a dim are so many others times samples, as after (tokens, samples, channels) is viewed as rows of
-channels: that dim, and how many.  They are held as if samples came first, which is all the same to what takes row by row."""
+"""(dim, others) of values in which a dim joins `others` x samples, as where (tokens, samples, channels) is viewed as rows of
+channels.  Their tensors are cut as if samples came first in the dim, which makes no difference to row-by-row operations."""
 
 
 def _viewed(out: Value, node: Node, known: dict[Value, Tensor], inner: Inner) -> Tensor | None:
-    """A view that makes such rows, or makes dims of them again; None of any other."""
+    """The result of a view that joins samples with dims before them (see Inner), or splits them again; None for others."""
     x = node.reads[0]
-    held, first = known[x], next((n for n, (a, b) in enumerate(zip(x.shape, out.shape, strict=False)) if a != b), 0)
+    tensor, first = known[x], next((n for n, (a, b) in enumerate(zip(x.shape, out.shape, strict=False)) if a != b), 0)
     if x in inner:
         dim, others = inner[x]
         splits = first == dim and out.ndim > dim + 1 and out.shape[dim] == others and not x.shape[dim] % others
         return _cut(out, dim + 1) if splits else None
-    batch = next((dim for dim, cut in enumerate(held.tile_layout.cuts) if cut is not None), 0)  # type: ignore[attr-defined]
+    batch = next((dim for dim, cut in enumerate(tensor.tile_layout.cuts) if cut is not None), 0)  # type: ignore[attr-defined]
     others = math.prod(x.shape[first:batch])
     if first >= batch or others == 1 or first >= out.ndim or out.shape[first] != others * x.shape[batch]:
         return None
@@ -110,7 +111,7 @@ def _viewed(out: Value, node: Node, known: dict[Value, Tensor], inner: Inner) ->
 
 
 def _pass_on(out: Value, node: Node, inner: Inner) -> None:
-    """Row by row, rows stay what they are."""
+    """Give the entry in `inner` of what a row-by-row operation reads to its result."""
     by_row = torch.Tag.pointwise in getattr(node.op, "tags", ()) or name_of(node.op) in ROW_BY_ROW | PRODUCTS
     for x in node.reads if by_row else ():
         if x in inner and out not in inner and out.ndim > inner[x][0] and out.shape[inner[x][0]] == x.shape[inner[x][0]]:
@@ -118,11 +119,11 @@ def _pass_on(out: Value, node: Node, inner: Inner) -> None:
 
 
 def _run(node: Node, known: dict[Value, Tensor], rows: int, found: dict[str, None]) -> list[Any] | None:
-    """What the operation gives; None where it wanted to send something, or picked some of the samples."""
+    """The operation's results; None if it tried to send a message, has no rule, or selected some of the samples."""
     args, kwargs = node.filled(iter([known[value] if value in known else _plain(value) for value in node.reads]))
     try:
         made = node.op(*args, **kwargs)
-    except Exception:  # of ranks that cannot talk, or of an operation without a rule
+    except Exception:  # there is no process group to send in, or no rule for the operation
         if may_mix(node.op, args):
             found[name_of(node.op)] = None
         return None
@@ -135,7 +136,7 @@ def _run(node: Node, known: dict[Value, Tensor], rows: int, found: dict[str, Non
 
 
 def _look_for_numbers(node: Node, known: dict[Value, Tensor], numbers: dict[Value, Tensor], found: dict[str, None]) -> None:
-    """Note an operation that tells samples apart by their number in the batch."""
+    """Note in `found` an operation that treats samples differently by their index in the batch."""
     args, _ = node.filled(iter([numbers.get(value, known.get(value)) for value in node.reads]))
     if tells_samples_apart(node.op, args):
         found[name_of(node.op)] = None
@@ -147,21 +148,21 @@ def _made_of(node: Node, numbers: dict[Value, Tensor]) -> dict[Value, Tensor]:
 
 
 def _leaves(node: Node, made: Any) -> list[Any]:
-    """What a node gives, one for each of its outs."""
+    """A node's results, one for each of its `outs`."""
     return [made] if node.is_single else tree_leaves(made, is_leaf=lambda leaf: leaf is None)
 
 
 def _has_every_sample(tensor: TiledTensor, rows: int) -> bool:
-    """Whether each sample has as many rows along the dim that is cut, first those of the first half."""
+    """Whether the cut dim has equally many rows for every sample and is cut in the middle."""
     cuts = [(cut.bounds, extent) for cut, extent in zip(tensor.tile_layout.cuts, tensor.shape, strict=True) if cut is not None]
     each = [extent // rows for _, extent in cuts]
     return all(n > 0 and bounds == (0, n * (rows // 2), n * rows) for n, (bounds, _) in zip(each, cuts, strict=True))
 
 
 def _after(out: Value, node: Node, known: dict[Value, Tensor], rows: int) -> Tensor:
-    """A result that was not made: with rows for samples, where the operation read some and the sizes say so."""
+    """A stand-in for a result that could not be computed: cut along the dim that can have the samples, by its size."""
     if node.op is BATCH_NORM_OVER and out is not node.outs[0]:
-        return _plain(out)  # running statistics, of as many channels as it may be
+        return _plain(out)  # running statistics: their channels may be as many as the samples
     layouts = [known[value].tile_layout for value in node.reads if value in known and type(known[value]) is TiledTensor]
     dims = [0] if layouts else []
     dims += [dim for layout in layouts for dim, cut in enumerate(layout.cuts) if cut is not None]
@@ -175,7 +176,7 @@ def _plain(value: Value) -> Tensor:
 
 
 def _cut(value: Value, dim: int) -> Tensor:
-    """The first half of the samples, as the first of two ranks has it."""
+    """The first rank's half of a value that is cut along `dim`."""
     rows = value.shape[dim]
     cuts = [Cut((0,), (0, rows // 2, rows)) if each == dim else None for each in range(value.ndim)]
-    return wrap(_plain(value).narrow(dim, 0, rows // 2).contiguous(), layout_of(value.shape, tuple(cuts), _APART))
+    return wrap(_plain(value).narrow(dim, 0, rows // 2).contiguous(), layout_of(value.shape, tuple(cuts), _NO_GROUP))

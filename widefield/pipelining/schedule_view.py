@@ -1,8 +1,8 @@
-"""In what order does each rank work on which micro-batch?  As data, for people to look at; torch's schedules run the same.
+"""In what order does each rank work on the micro-batches?  As data for reports; torch's schedules run in the same order.
 
-`F3` is the forward of micro-batch 3 and `B3` its backward, which takes two slots; with `zero_bubble` it is split into `I3`, the
-gradient of the stage's input, and `W3`, that of its weights, of a slot each.  Where a rank has several stages, `F3` of the
-second is `F3'`, and so on.  An empty slot is idle.
+`F3` is the forward of micro-batch 3, in one slot, and `B3` its backward, in two.  With `zero_bubble` the backward is split into
+`I3`, the gradient of the stage's input, and `W3`, the gradient of its weights, in one slot each.  Where a rank has several
+stages, `F3` of its second stage is `F3'`, and so on.  An empty slot is idle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 @dataclass(frozen=True)
 class Action:
-    """kind: F forward, B backward, I and W its two halves.  stage: of all stages, from 0."""
+    """kind: F forward, B backward, I and W the backward's two halves.  stage: among all stages, from 0."""
 
     kind: str
     stage: int
@@ -29,7 +29,7 @@ class Action:
 
 
 def orders(schedule: Kind, ranks: int, micro_batches: int) -> list[list[Action]]:
-    """What each rank does, in order."""
+    """Each rank's actions, in order."""
     if schedule == "gpipe" or (schedule == "1f1b" and micro_batches < ranks):
         return [_gpipe(rank, micro_batches) for rank in range(ranks)]
     if schedule == "1f1b":
@@ -57,9 +57,9 @@ def _in_rounds(rank: int, ranks: int, micro_batches: int, schedule: Kind) -> lis
     a_round = micro_batches // max(1, micro_batches // ranks)
     total = here * micro_batches
     warm = min(total, (here - 1) * a_round + (1 if splits else 2) * (ranks - 1 - rank))
-    forwards = _turns("F", lambda step: step // a_round % here, rank, ranks)
-    backwards = _turns("I" if splits else "B", lambda step: here - 1 - step // a_round % here, rank, ranks)
-    weights = _turns("W", lambda step: here - 1 - step // a_round % here, rank, ranks)
+    forwards = _actions("F", lambda step: step // a_round % here, rank, ranks)
+    backwards = _actions("I" if splits else "B", lambda step: here - 1 - step // a_round % here, rank, ranks)
+    weights = _actions("W", lambda step: here - 1 - step // a_round % here, rank, ranks)
     found = [next(forwards) for _ in range(warm)]
     for step in range(total):
         if step < total - warm:
@@ -70,8 +70,8 @@ def _in_rounds(rank: int, ranks: int, micro_batches: int, schedule: Kind) -> lis
     return found + [next(weights) for _ in range(min(rank, total) if splits else 0)]
 
 
-def _turns(kind: str, chunk_of: Callable[[int], int], rank: int, ranks: int) -> Iterator[Action]:
-    """A rank's actions of a kind: each of its stages takes micro-batches in order."""
+def _actions(kind: str, chunk_of: Callable[[int], int], rank: int, ranks: int) -> Iterator[Action]:
+    """A rank's actions of a kind: each of its stages takes micro-batches in order.  chunk_of: which of its stages at a step."""
     done: dict[int, int] = {}
     step = 0
     while True:
@@ -81,7 +81,7 @@ def _turns(kind: str, chunk_of: Callable[[int], int], rank: int, ranks: int) -> 
 
 
 def schedule_grid(schedule: Kind, ranks: int, micro_batches: int) -> list[list[str]]:
-    """What each rank does in each slot, `""` where it waits, when all stages take equally long and messages no time."""
+    """[rank][slot]: the action's name, or `""` if idle, if all stages take the same time and messages take none."""
     left = orders(schedule, ranks, micro_batches)
     stages = ranks * STAGES_PER_RANK[schedule]
     ends: dict[Action, int] = {}
@@ -100,7 +100,7 @@ def schedule_grid(schedule: Kind, ranks: int, micro_batches: int) -> list[list[s
 
 
 def _before(action: Action, stages: int) -> Sequence[Action]:
-    """What must be over before an action begins, on other ranks or this one."""
+    """The actions, on this rank or others, that must end before this one begins."""
     kind, stage, number = action.kind, action.stage, action.micro_batch
     if kind == "F":
         return [Action("F", stage - 1, number)] if stage else []
@@ -114,5 +114,5 @@ def _name(action: Action, ranks: int) -> str:
 
 
 def idle_share(grid: Sequence[Sequence[str]]) -> float:
-    """The bubble: what share of all slots nobody works in."""
+    """The bubble: the fraction of idle slots."""
     return sum(not slot for row in grid for slot in row) / sum(map(len, grid))

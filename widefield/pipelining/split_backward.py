@@ -1,9 +1,10 @@
-"""Torch's stages with gradients that weights own, and with a backward in two halves that gives all weights theirs.
+"""torch's pipeline stages with three faults of their gradients mended.
 
-The first half is what the stage before waits for, the second the gradients of the weights.  Torch's halves go from a stage's
-inputs up and from its weights up, until they meet.  Weights that meet no way to an input that learns, as behind a `detach`, got
-no gradient, in silence; a gradient that repeats one number could not be added to; and weights that meet several ways could be
-taken twice, as the order of a set fell.
+The zero-bubble schedule splits a backward in two halves: first the gradients of the stage's inputs, for which the stage before
+waits, then those of its weights.  torch finds the halves by walking the autograd graph from the inputs and from the weights
+until both walks meet.  Weights that meet no path to an input with a gradient, as behind a `detach`, silently got none.  Weights
+that meet several paths could be counted twice, depending on the order of a set.  A gradient with stride 0 could not be
+accumulated into.  In all schedules, a weight's gradient could share memory with a message; see OwningStage.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from widefield.private_torch.pipelining import stage_backward
 
 
 class OwningStage(PipelineStage):
-    """A stage whose weights own the memory of their gradients.
+    """A stage whose weights' gradients share no memory with messages.
 
-    Autograd gives a weight that is turned, joined to a token or added to an image a view of the gradient that came from the
-    next stage, into which the next pass receives, or of the one that goes to the stage before, which may be under way while
-    the next micro-batch adds to it.
+    Where a weight is permuted, concatenated or added to an image, autograd's gradient for it may be a view of a message: of the
+    gradient received from the next stage, whose buffer the next pass overwrites, or of the one sent to the stage before, which
+    may be under way while the next micro-batch is added.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sent: set[int] = set()
-        """Where gradients lie that were received or sent in this pass."""
+        """Storage addresses of the gradients that were received or sent in this pass."""
 
     def end_pass(self) -> None:
+        """Forget the messages of the pass; call it after each."""
         self._sent.clear()
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
@@ -50,10 +52,10 @@ class OwningStage(PipelineStage):
 
 
 class SplitStage(OwningStage):
-    """A stage whose backward is split where that gives all weights their gradients; elsewhere its first half is all of it."""
+    """A stage whose backward is split if the two halves give all weights their gradients; else the first half does it all."""
 
     _is_split: bool | None = None
-    """Known from the first micro-batch on, since all run the same operations."""
+    """Found in the first micro-batch; all micro-batches run the same operations."""
 
     def _backward(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool) -> Any:
         if backward_type == "input":
@@ -65,7 +67,7 @@ class SplitStage(OwningStage):
                 return stage_backward(outputs[0] if grads is None else outputs, grads, inputs), []  # one loss, or outputs
         found = super()._backward(backward_type, bwd_kwargs, last_backward)
         if backward_type == "input":
-            return found[0], united(found[1] or [])
+            return found[0], merge_groups(found[1] or [])
         if backward_type == "weight":
             for weight in self.submod.parameters():
                 if weight.grad is not None and 0 in weight.grad.stride():
@@ -74,34 +76,35 @@ class SplitStage(OwningStage):
 
 
 def _memory_of(tensor: Tensor) -> set[int]:
-    """Where its numbers lie; of a tensor of ours, those of what it holds."""
+    """The addresses of a tensor's storages; a wrapper subclass has those of its inner tensors."""
     if type(tensor) is Tensor:
         return {tensor.untyped_storage().data_ptr()}
     return set().union(*(_memory_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]))
 
 
-def united(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of weights that share a weight or a place where they meet a way to an input, as one each.
+def merge_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge those of torch's parameter groups that share a parameter or an intermediate node, so that none is counted twice.
 
-    params: of a group.  intermediates: the places.  grads: what each place got, in the same order.
+    A group is a dict: `params`; `intermediates`, the autograd nodes where their paths meet those of inputs; `grads`, the
+    gradients that these nodes got.
     """
-    apart: list[tuple[set, dict[Node, Any]]] = []
+    disjoint: list[tuple[set, dict[Node, Any]]] = []
     for group in groups:
         params, met = set(group["params"]), dict(zip(group["intermediates"], group["grads"], strict=True))
-        for other in [other for other in apart if not (params.isdisjoint(other[0]) and met.keys().isdisjoint(other[1]))]:
-            apart.remove(other)
+        for other in [other for other in disjoint if not (params.isdisjoint(other[0]) and met.keys().isdisjoint(other[1]))]:
+            disjoint.remove(other)
             params, met = other[0] | params, other[1] | met
-        apart.append((params, met))
-    return [{"params": params, "intermediates": [*met], "grads": [*met.values()]} for params, met in apart]
+        disjoint.append((params, met))
+    return [{"params": params, "intermediates": [*met], "grads": [*met.values()]} for params, met in disjoint]
 
 
 def _all_lead_to(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:
     """Whether the gradient of each output reaches an input."""
     targets = {_node_of(tensor) for tensor in inputs if isinstance(tensor, Tensor) and tensor.requires_grad}
-    return all(_leads_to(_node_of(output), targets) for output in outputs if _learns(output))
+    return all(_leads_to(_node_of(output), targets) for output in outputs if _has_gradient(output))
 
 
-def _learns(output: Any) -> bool:
+def _has_gradient(output: Any) -> bool:
     return isinstance(output, GradientEdge) or isinstance(output, Tensor) and output.requires_grad
 
 

@@ -1,4 +1,4 @@
-"""The module of one stage: this rank's parameters under their own names, and a run of the model's operations."""
+"""One stage as a module: its part of the model's operations, with its parameters under their names in the model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from widefield.capture.ir import Value
 from widefield.capture.trace import without_autocast
 from widefield.geometry.layout import Layout
 from widefield.pipelining.stage_parts import StageGraph
-from widefield.pipelining.wire import off_wire, on_wire, together, wire_meta, with_zeros_for
+from widefield.pipelining.wire import as_one_node, off_wire, on_wire, wire_meta, with_zeros_for
 from widefield.private_torch.modules import buffers_of, modules_of, parameters_of
 from widefield.tiled.api import as_tile
 
 
 class StageModule(nn.Module):
-    """Stage `stage` of `stages`.  The first takes the model's inputs and the last gives its outputs; others talk by wire.py.
+    """Stage `stage` of `stages`.  The first takes the model's inputs, the last returns its outputs; see wire.py for the rest.
 
-    weights: the model's own parameters and buffers, by name.  splits: its backward runs in two halves.
-    device: where the stage computes.  wire: where lies what comes in from another stage and goes out to one.
-    layouts: how values that lie in tiles are cut; what comes in and goes out are this rank's parts of them.
+    weights: the model's parameters and buffers, by name, which the stage shares.
+    device: where the stage computes.  wire: the device of tensors received from another stage or sent to one.
+    splits: whether the backward runs in two halves.
+    layouts: the layout of each value that is tiled; the stage receives and sends this rank's tiles.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class StageModule(nn.Module):
             _put(self, name, tensor)
 
     def metas(self, like: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Tensors without memory like what comes in and goes out.  like: this rank's parts of the model's inputs."""
+        """Meta tensors like the stage's inputs and outputs.  like: meta tensors of this rank's tiles of the model's inputs."""
         takes = like if self.is_first else self._wire_metas(self.part.takes)
         metas = [torch.empty_permuted(v.shape, v.order, dtype=v.dtype, device="meta") for v in self.part.gives if self.is_last]
         return takes, tuple(metas) if self.is_last else self._wire_metas(self.part.gives)
@@ -62,37 +63,37 @@ class StageModule(nn.Module):
         taken = [take(tensor.to(self.device), value, self.layouts.get(value)) for tensor, value in pairs]
         with without_autocast():
             gives = self.part.run(self.weights, taken)
-        idle = [t for t, v in zip(given, values, strict=True) if not v.wants_grad or v in self.part.unpulled]
-        idle = [] if self.is_first else idle
+        unused = [t for t, v in zip(given, values, strict=True) if not v.wants_grad or v in self.part.without_gradient]
+        unused = [] if self.is_first else unused
         if self.is_last:
-            return self._returned(gives, idle)
+            return self._returned(gives, unused)
         sent = [on_wire(tensor, value, self.layouts.get(value)) for tensor, value in zip(gives, self.part.gives, strict=True)]
-        sent[0] = with_zeros_for(sent[0], idle)
-        sent = [tensor.to(self.wire) for tensor in together(sent)]
-        # Torch detaches in place what it still has of these after the first half; the second may want it, as a ReLU's output.
+        sent[0] = with_zeros_for(sent[0], unused)
+        sent = [tensor.to(self.wire) for tensor in as_one_node(sent)]
+        # torch detaches the sent tensors in place after the first half; the second may need them, such as a ReLU's output.
         return tuple(tensor.clone() for tensor in sent) if self.splits else tuple(sent)
 
-    def _returned(self, gives: Iterable[Tensor], idle: list[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors that the model returns, in a row: torch's schedules know no other nest of them."""
+    def _returned(self, gives: Iterable[Tensor], unused: list[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors that the model returns, as a flat tuple, the only form that torch's schedules take."""
         found = list(gives)
         first = next((place for place, value in enumerate(self.part.gives) if value.wants_grad), None)
         if first is not None:
-            found[first] = with_zeros_for(found[first], idle)
-        # Torch detaches them in place, but for views, before the second half, which may want what the loss saved of them.
+            found[first] = with_zeros_for(found[first], unused)
+        # torch detaches outputs that are no views in place before the second half, which may need what the loss saved.
         return tuple(tensor.view_as(tensor) if self.splits else tensor for tensor in found)
 
 
 def _tiled(tensor: Tensor, value: Value, layout: Layout | None) -> Tensor:
-    """An input of the model, of which `tensor` is this rank's part."""
+    """The model's input of which `tensor` is this rank's tile."""
     return tensor if layout is None else as_tile(tensor, layout)
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Register a parameter or buffer under its name in the model, which has dots."""
+    """Register a parameter or buffer under its qualified name, with a plain module for each part of it."""
     *owners, last = name.split(".")
     for owner in owners:
         if owner not in modules_of(module):
             modules_of(module)[owner] = nn.Module()
         module = modules_of(module)[owner]  # type: ignore[assignment]
-    held: dict[str, Any] = parameters_of(module) if isinstance(tensor, nn.Parameter) else buffers_of(module)
-    held[last] = tensor
+    registry: dict[str, Any] = parameters_of(module) if isinstance(tensor, nn.Parameter) else buffers_of(module)
+    registry[last] = tensor

@@ -1,7 +1,7 @@
-"""What one stage does: its run of operations, what it is handed, and what it hands on.
+"""The part of a graph that one stage runs, with the values that it receives and sends.
 
-A value that a later stage reads travels from neighbour to neighbour, through the stages between, as an input and an output of
-theirs: torch's pipelines know no other way.  So the long skip of a U-Net costs its bytes once per cut that it crosses.
+torch's pipelines send only from each stage to the next.  So a value that a later stage reads passes through the stages between,
+as an input and an output of each.  A long skip connection of a U-Net costs its bytes once per cut that it crosses.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from widefield.private_torch.pytree import tree_leaves
 
 @dataclass(frozen=True)
 class StageGraph:
-    """takes: values from the stage before, or the model's inputs.  gives: values for the next one, or what the model returns.
+    """A stage's operations.  takes: values from the stage before, or the model's inputs.
 
-    weights: those that it reads.  updates: what buffers of these become.
-    unpulled: those of `takes` that ask for a gradient and get none in this stage.
+    gives: values for the next stage, or what the model returns.
+    weights: the parameters and buffers that it reads, by name.  updates: the new values of buffers, by name.
+    constants: the constants that it reads, and where the module has them.
+    without_gradient: those of `takes` that want a gradient and get none in this stage.
+    draws: whether an operation draws random numbers.
     """
 
     program: Program
@@ -34,15 +37,15 @@ class StageGraph:
     weights: Mapping[str, Value]
     constants: Mapping[Value, Constant]
     updates: Mapping[str, Value]
-    unpulled: frozenset[Value]
+    without_gradient: frozenset[Value]
     draws: bool
 
     def run(self, weights: Mapping[str, Tensor], taken: Sequence[Tensor], *, updates: bool = True) -> list[Tensor]:
-        """The values that it gives; buffers of `weights` that change are written to afterwards, with `updates`."""
+        """The values of `gives`, from those of `takes`; with `updates`, buffers in `weights` are updated afterwards."""
         found = dict(zip(self.takes, taken, strict=True))
         found |= {value: constant.now() for value, constant in self.constants.items()}
         for name, value in self.weights.items():
-            # The next micro-batch writes to the buffer before this one's backward, which may look at it.
+            # The next micro-batch writes to the buffer before this one's backward, which may read it.
             found[value] = weights[name].clone() if name in self.updates else weights[name]
         self.program.run(found)
         with torch.no_grad():
@@ -51,29 +54,32 @@ class StageGraph:
         return [found[value] for value in self.gives]
 
 
-def parts_of(graph: Graph, division: Partition, cuts: Sequence[int], constants: Mapping[Value, Constant]) -> list[StageGraph]:
-    """Every stage's part of a graph.  cuts: before which operations.  constants: where the module holds the graph's."""
+def parts_of(graph: Graph, partition: Partition, cuts: Sequence[int], constants: Mapping[Value, Constant]) -> list[StageGraph]:
+    """Every stage's part of a graph.  cuts: the indices of the operations that begin the later stages.
+
+    constants: where the module has the graph's constants.
+    """
     ends = [0, *cuts, len(graph.nodes)]
     free = free_values(graph)
     runs = [_with_free(graph.nodes[a:b], graph, free) for a, b in pairwise(ends)]
     wanted = [value for value in dict.fromkeys(tree_leaves(graph.outputs)) if isinstance(value, Value)]
-    _stop_gradients(graph, _pulled(graph.nodes, wanted))
+    _stop_gradients(graph, _with_gradient(graph.nodes, wanted))
     taken = _taken(graph, runs, wanted, free)
     parts = []
     for stage, nodes in enumerate(runs):
         gives = wanted if stage == len(runs) - 1 else taken[stage + 1]
-        parts.append(_part(graph, division, stage, nodes, taken[stage], gives, constants))
+        parts.append(_part(graph, partition, stage, nodes, taken[stage], gives, constants))
     return parts
 
 
-def _stop_gradients(graph: Graph, pulled: set[Value]) -> None:
-    """No gradient is sent back for what no output learns from: zeros would be a gradient where one device has none."""
+def _stop_gradients(graph: Graph, with_gradient: set[Value]) -> None:
+    """Clear `wants_grad` of values on which no output depends: a stage would send zeros, where one device gives None."""
     for value in (out for node in graph.nodes for out in node.outs if out is not None):
-        value.wants_grad = value.wants_grad and value in pulled
+        value.wants_grad = value.wants_grad and value in with_gradient
 
 
 def _taken(graph: Graph, runs: Sequence[Sequence[Node]], wanted: Sequence[Value], free: set[Value]) -> list[list[Value]]:
-    """What each stage takes from the one before: all that it or a later stage reads, and that was made before it."""
+    """What each stage receives from the one before: the values that it or a later stage reads and that were made before it."""
     taken, needed = [], set(wanted)
     sent = set(graph.inputs)
     sent.update(out for node in graph.nodes for out in node.outs if out is not None and out not in free)
@@ -85,7 +91,7 @@ def _taken(graph: Graph, runs: Sequence[Sequence[Node]], wanted: Sequence[Value]
 
 
 def _with_free(nodes: Sequence[Node], graph: Graph, free: set[Value]) -> list[Node]:
-    """A stage's operations, with those of other stages that depend on nothing and that it reads from."""
+    """A stage's operations, with those of other stages that make input-independent values which it reads."""
     needed = {value for node in nodes for value in node.reads if value in free}
     needed.update(value for value in graph.results if value in free)
     extra: set[Node] = set()
@@ -99,7 +105,7 @@ def _with_free(nodes: Sequence[Node], graph: Graph, free: set[Value]) -> list[No
 
 def _part(
     graph: Graph,
-    division: Partition,
+    partition: Partition,
     stage: int,
     nodes: Sequence[Node],
     takes: Sequence[Value],
@@ -109,8 +115,8 @@ def _part(
     reads = {value for node in nodes for value in node.reads}
     reads.update(gives)
     weights = {name: value for name, value in graph.weights.items() if value in reads}
-    updates = {name: value for name, value in graph.updates.items() if division.owner[name] == stage}
-    pulled = _pulled(nodes, gives)
+    updates = {name: value for name, value in graph.updates.items() if partition.owner[name] == stage}
+    with_gradient = _with_gradient(nodes, gives)
     return StageGraph(
         program=Program(nodes, [*gives, *updates.values()]),
         takes=tuple(takes),
@@ -118,15 +124,15 @@ def _part(
         weights=weights,
         constants={value: constant for value, constant in constants.items() if value in reads},
         updates=updates,
-        unpulled=frozenset(value for value in takes if value.wants_grad and value not in pulled),
+        without_gradient=frozenset(value for value in takes if value.wants_grad and value not in with_gradient),
         draws=any(node.draws for node in nodes),
     )
 
 
-def _pulled(nodes: Sequence[Node], gives: Sequence[Value]) -> set[Value]:
-    """The values from which a gradient may come to one that is given."""
-    pulled = {value for value in gives if value.wants_grad}
+def _with_gradient(nodes: Sequence[Node], gives: Sequence[Value]) -> set[Value]:
+    """The values that get a gradient from those of `gives`."""
+    found = {value for value in gives if value.wants_grad}
     for node in reversed(nodes):
-        if any(out in pulled for out in node.outs if out is not None):
-            pulled.update(value for value in node.reads if value.wants_grad)
-    return pulled
+        if any(out in found for out in node.outs if out is not None):
+            found.update(value for value in node.reads if value.wants_grad)
+    return found

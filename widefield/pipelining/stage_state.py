@@ -1,4 +1,4 @@
-"""What a rank has of a model that is dealt out over stages: its own stages' weights; of the others, names and shapes."""
+"""A rank's weights in a pipeline: those of its own stages; those of other stages are meta tensors with name and shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from widefield import sharded_state
-from widefield.capture.fake_parameters import named_tensors
+from widefield.capture.fake_parameters import Like, named_tensors
 from widefield.comm.mesh import Mesh
 from widefield.private_torch.modules import buffers_of, parameters_of
 from widefield.tiled.partial_gradient import part_of_mean
@@ -19,66 +19,71 @@ from widefield.tiled.partial_gradient import part_of_mean
 
 @dataclass(frozen=True)
 class OnOneStage:
-    """One rank of the axis `stage` has all of a tensor; `is_here` on that one.  On the others it is a tensor on `meta`."""
+    """ShardSpec of a tensor that is on one rank of the axis `stage`, where `is_here`; on the others it is a meta tensor."""
 
     shape: tuple[int, ...]
     num_shards: int
     is_here: bool
     within: sharded_state.ShardSpec | None = None
-    """How the ranks that have this stage share the tensor; None where each has all of it."""
+    """How the ranks with this stage shard the tensor over the axis `channel`; None where each has all of it."""
 
-    def whole(self, part: Tensor, turn: int) -> Tensor | None:
-        """The tensor where it lies; it needs no message between stages."""
+    def whole(self, part: Tensor, receiver: int) -> Tensor | None:
+        """The full tensor on a rank with its stage; there is no message between stages."""
         if not self.is_here:
             return None
-        return part if self.within is None else self.within.whole(part, turn)
+        return part if self.within is None else self.within.whole(part, receiver)
 
     def part(self, whole: Tensor) -> Tensor:
-        """The tensor itself where it belongs, else one without memory."""
+        """The tensor, or this rank's shard of it, with its stage; a meta tensor elsewhere."""
         mine = whole if self.within is None else self.within.part(whole)
         return mine if self.is_here else mine.to("meta")
 
 
+def likes_of(model: nn.Module, device: torch.device) -> dict[str, Like]:
+    """Shape, dtype and strides of every parameter and buffer, with `device`; to be recorded before `free_other_stages`."""
+    return {name: Like.of(tensor, device) for name, tensor in named_tensors(model).items()}
+
+
 @torch.no_grad()
 def free_other_stages(model: nn.Module, names: frozenset[str], mesh: Mesh) -> None:
-    """Leave this rank the parameters and buffers in `names`; the others keep their names and shapes, and no memory."""
-    before, told, put = sharded_state.registered(model), {}, {}
+    """Keep the parameters and buffers in `names`; replace all others by meta tensors, which have no memory."""
+    before, specs, metas = sharded_state.registered(model), {}, {}
     for name, tensor in named_tensors(model).items():
         within = before.get(name)
-        shape, ways = (tuple(tensor.shape), 1) if within is None else (within.shape, within.num_shards)
-        told[name] = OnOneStage(shape, ways * mesh.plan.stage, name in names, within)
+        shape, num_shards = (tuple(tensor.shape), 1) if within is None else (within.shape, within.num_shards)
+        specs[name] = OnOneStage(shape, num_shards * mesh.plan.stage, name in names, within)
         if name not in names:
-            put[tensor] = _without_memory(tensor)
+            metas[tensor] = _to_meta(tensor)
     for part in model.modules():
-        for held in (parameters_of(part), buffers_of(part)):
-            held.update({name: put[tensor] for name, tensor in held.items() if tensor is not None and tensor in put})  # type: ignore
-    sharded_state.register(model, told)
+        for owned in (parameters_of(part), buffers_of(part)):
+            owned.update({name: metas[tensor] for name, tensor in owned.items() if tensor is not None and tensor in metas})  # type: ignore
+    sharded_state.register(model, specs)
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
-    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+def _to_meta(tensor: Tensor) -> Tensor:
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
 @torch.no_grad()
-def agree(model: nn.Module, mesh: Mesh) -> None:
-    """Weights and buffers become those of the first copy, on every rank that has them."""
+def broadcast_weights(model: nn.Module, mesh: Mesh) -> None:
+    """Overwrite the parameters and buffers of this rank's stages with those of the first rank of `mesh.data_group`."""
     mesh.broadcast_all_([tensor for tensor in named_tensors(model).values() if not tensor.is_meta])
 
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[Tensor], mesh: Mesh, bucket_mib: float) -> None:
-    """The mean of every gradient over the ranks with the same stage, in buckets of that size, all under way at once.
+    """Replace every gradient by its mean over the ranks with the same stage, in concurrent all-reduces of `bucket_mib`.
 
-    Later stages are done with their backwards first, so their messages travel while the earlier ones compute.
+    Later stages finish their backwards first, so their messages overlap the computation of earlier stages.
     """
     if mesh.data_group is None or mesh.data_size == 1:
         return
-    under_way, learning = [], [p for p in parameters if p.grad is not None]
-    for parameter in learning:
-        if type(parameter.grad) is not Tensor:  # of a weight that meets every token, as positions do
+    under_way, trained = [], [p for p in parameters if p.grad is not None]
+    for parameter in trained:
+        if type(parameter.grad) is not Tensor:  # a PartialGradient or, of a position embedding, a TiledTensor
             parameter.grad = part_of_mean(parameter.grad)
-    for bucket in _buckets([p.grad for p in learning], int(bucket_mib * 2**20)):
+    for bucket in _buckets([p.grad for p in trained], int(bucket_mib * 2**20)):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         under_way.append((bucket, flat, dist.all_reduce(flat, group=mesh.data_group, async_op=True)))
     for bucket, flat, work in under_way:
@@ -89,7 +94,7 @@ def average_gradients(parameters: Iterable[Tensor], mesh: Mesh, bucket_mib: floa
 
 
 def _buckets(gradients: list[Tensor], most: int) -> list[list[Tensor]]:
-    """Gradients of one dtype, in order, up to `most` bytes together."""
+    """The gradients in groups of one dtype, in order, each up to `most` bytes."""
     by_kind: dict[torch.dtype, list[list[Tensor]]] = {}
     for gradient in gradients:
         buckets = by_kind.setdefault(gradient.dtype, [[]])

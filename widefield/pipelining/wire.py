@@ -1,9 +1,9 @@
-"""How a value travels between stages: contiguous, in the order in which it lies in memory, as a float that wants a gradient.
+"""How a value is sent to another stage: contiguous, its dims in memory order, as a float tensor that requires a gradient.
 
-Torch's pipelines send a gradient back for everything that they sent on, and older ones take every input for a float that wants
-one.  So a value without gradient (indices of a pooling, a mask) travels as the float whose bits it is, and gets zeros back.
+torch's pipelines send a gradient back for every tensor that they sent, and older releases treat every input as a float that
+requires one.  So a value without gradient (pooling indices, a mask) is sent as a float with the same bits, and gets zeros back.
 
-On tiles in space each rank sends its own tile to the rank that has the same place in the next stage.
+With tiles in space each rank sends its tile to the rank with the same tile in the next stage.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from widefield.tiled.redistribute import inverse
 from widefield.tiled.tensor import TiledTensor
 
 _FLOATS = {2: torch.float16, 4: torch.float32, 8: torch.float64}
-"""Floats by their bytes."""
+"""Floating-point dtypes by their size in bytes."""
 
 
 def wire_dtype(value: Value) -> torch.dtype:
-    """What a value travels as."""
+    """The dtype in which a value is sent."""
     if value.dtype.is_floating_point or value.dtype.is_complex:
         return value.dtype
     return _FLOATS.get(value.dtype.itemsize, torch.float16)
 
 
 def wire_meta(value: Value, layout: Layout | None = None) -> Tensor:
-    """A tensor without memory like what travels.  layout: how a value in tiles is cut; None for a plain one."""
+    """A meta tensor like what is sent.  layout: that of a tiled value; None for a plain one."""
     sizes = value.shape if layout is None else layout.tile_shape
     shape = [sizes[dim] for dim in value.order]
     return torch.empty(shape, dtype=wire_dtype(value), device="meta", requires_grad=True)
 
 
 def on_wire(tensor: Tensor, value: Value, layout: Layout | None = None) -> Tensor:
-    """What is sent of a value.  A leaf, where the value has no gradient."""
+    """Pack a value to be sent.  If it has no gradient, the result is a leaf of autograd."""
     assert (type(tensor) is TiledTensor) == (layout is not None), f"{value} was to come {layout or 'plain'}"
     tensor = tensor if layout is None else own_tile(tensor, layout)
     packed = tensor if value.order == tuple(range(tensor.ndim)) else tensor.permute(value.order)
@@ -50,13 +50,13 @@ def on_wire(tensor: Tensor, value: Value, layout: Layout | None = None) -> Tenso
     packed = packed.detach()
     if packed.dtype.is_floating_point or packed.dtype.is_complex:
         return packed.requires_grad_(torch.is_grad_enabled())
-    narrow = packed.dtype.itemsize == 1  # bytes are exact in float16, and no float that trains is as narrow
+    narrow = packed.dtype.itemsize == 1  # float16 represents all bytes exactly; there is no trainable dtype of one byte
     packed = packed.to(torch.float16) if narrow else packed.view(wire_dtype(value))
     return packed.requires_grad_(torch.is_grad_enabled())
 
 
 def off_wire(tensor: Tensor, value: Value, layout: Layout | None = None) -> Tensor:
-    """The value that was sent as `tensor`."""
+    """Unpack a received value."""
     received = _unpacked(tensor, value)
     return received if layout is None else as_tile(received, layout)
 
@@ -71,7 +71,7 @@ def _unpacked(tensor: Tensor, value: Value) -> Tensor:
 
 
 class _Received(torch.autograd.Function):
-    """A received tensor with its dims in place; its gradient goes back contiguous, as messages are."""
+    """A received tensor with its dims in their own order; the gradient is sent back packed and contiguous."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, order: Sequence[int]) -> Tensor:
@@ -84,11 +84,11 @@ class _Received(torch.autograd.Function):
 
 
 def with_zeros_for(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """`output`, through which `inputs` get a gradient of zeros: each must have one to send back."""
-    return _Joined.apply(output, *inputs) if inputs and torch.is_grad_enabled() else output
+    """`output`, with a backward that gives `inputs` gradients of zeros, since a stage sends one back for each input."""
+    return _WithZeros.apply(output, *inputs) if inputs and torch.is_grad_enabled() else output
 
 
-class _Joined(torch.autograd.Function):
+class _WithZeros(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
         ctx.likes = [torch.empty_like(tensor, device="meta") for tensor in inputs]
@@ -101,16 +101,16 @@ class _Joined(torch.autograd.Function):
         return grad, *zeros
 
 
-def together(values: Sequence[Tensor]) -> list[Tensor]:
-    """The values, as what one node of autograd gives: its backward begins when the gradients of all are there.
+def as_one_node(values: Sequence[Tensor]) -> list[Tensor]:
+    """The values as outputs of a single autograd node, whose backward runs once all their gradients are there.
 
-    Else a GPU's thread begins with whichever came first, which may be another one on each rank that has a tile of them; their
-    messages would be mixed up.
+    Otherwise autograd's thread of a GPU starts with the gradient that comes first.  That may be another one on each rank with a
+    tile of the values, and the order of halo messages would differ between ranks.
     """
-    return list(_Together.apply(*values)) if len(values) > 1 and torch.is_grad_enabled() else list(values)
+    return list(_OneNode.apply(*values)) if len(values) > 1 and torch.is_grad_enabled() else list(values)
 
 
-class _Together(torch.autograd.Function):
+class _OneNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)

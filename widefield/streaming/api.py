@@ -1,4 +1,4 @@
-"""`stream`: makes a module run tile after tile.  The same module comes back, parameter names unchanged."""
+"""`stream`: makes a module run tile after tile.  It returns the same module, with the same parameter names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from widefield.streaming.fallbacks import refusal_of
 from widefield.streaming.fusion import CompiledRegions
 from widefield.streaming.runner import Runner
 from widefield.streaming.schedule import TileSchedule
-from widefield.streaming.spatial import ALONE, SpatialStream
+from widefield.streaming.spatial import SINGLE_RANK, SpatialStream
 from widefield.streaming.storage.memory_pool import Pool
 from widefield.streaming.storage.offload_buffer import PLACES
 from widefield.streaming.tile_planner import TracedOps, units_of
@@ -47,27 +47,26 @@ def stream(
     compile: bool = False,
     strict: bool = False,
 ) -> nn.Module:
-    """Make `module` run tile after tile, with the numbers of the whole run: outputs, gradients, buffers.
+    """Make `module` run tile after tile, with the outputs, gradients and buffers of a run on the whole image.
 
-    Its forward runs without saving what is inside; its backward runs each tile again.  So the memory that a step takes is
-    that of one tile and of what is kept between segments (statistics of a BatchNorm, say, need every tile before the next
-    layer).
+    The forward saves no activations inside of a segment, and the backward runs each tile again.  So a step takes the memory of
+    one tile and of the tensors between segments (a BatchNorm, for example, needs all tiles before its output can be used).
 
-    module: from tensors to tensors, image-like or vectors; the same object comes back, names, hooks and `state_dict` unchanged.
-        It is followed once for each shape of its inputs, on tensors without pixels: hooks and prints of modules inside of it
-        run then alone.
-    tiles: into how many tiles each image dim is cut, as (4, 4); the last dims of every input that has more dims than these.
-    memory: what a step may take on the device, as "6GiB": tiles, unless given, and what is kept are chosen for it.
-    keep: where values are kept between segments: "device", "host" (the CPU's memory) or "file"; None: on the device, or where
-        `memory` allows it, which leaves on the device what it has room for.  folder: of such files; None: the system's for
-        temporary files.
+    module: from tensors to tensors, images or vectors; it is returned as the same object, with its names, hooks and
+        `state_dict`.  It is captured on fake tensors once for each shape of its inputs; hooks and prints of its submodules run
+        in the capture only.
+    tiles: the number of tiles along each image dim, as (4, 4).  Image dims are the last dims of an input with more dims.
+    memory: how much memory a step may take on the device, as "6GiB" or bytes.  From this, the tiles, unless given, and what is
+        stored between segments are chosen.
+    keep: where tensors are stored between segments: "device", "host" (the CPU's memory) or "file".  None: on the device or,
+        with `memory`, where they fit.  folder: the folder of such files; None: the system's for temporary files.
     compile: compile runs of pointwise operations with torch.compile, for tiles of any size at once.
-    strict: refuse a module of which some operation would run on the whole image, since no rule cuts it; else it does, and
-        `widefield.parallel.parallelize.fallbacks(module)` names it, its part of the module and its bytes.
-    Inputs may be tensors, `widefield.from_reader(...)`, or tensors cut over ranks: then each rank streams its tile.
-    Errors: ValueError for sizes that cannot be; NotImplementedError, at the first call, where what the module does depends on
-        pixels' values, or has a gradient that only Python knows, or, with `strict`, where an operation would run whole.
-        Gradients of gradients are refused by torch.
+    strict: raise if an operation would run on the whole image, because no rule cuts it; else
+        `widefield.parallel.parallelize.fallbacks(module)` lists such operations, their place in the module and their bytes.
+    Inputs may be tensors, `widefield.from_reader(...)`, or tiled tensors: then each rank streams its tile.
+    Errors: ValueError for impossible sizes.  NotImplementedError, at the first call, if the module depends on values of
+        tensors, has a torch.autograd.Function or, with `strict`, if an operation would run on the whole image; and in a
+        backward with create_graph=True.
     """
     _check(module, tiles, memory, keep)
     wrap_class(module, Streamed)
@@ -86,10 +85,10 @@ def _check(module: Any, tiles: Sequence[int] | None, memory: str | int | None, k
         raise ValueError(f"this {type(module).__name__} is streamed already; build it anew to stream it otherwise")
     refuse_scripts(module, "streamed")
     for name, part in module.named_modules():
-        if "_widefield_flow" in vars(part):
+        if "_widefield_override" in vars(part):
             raise ValueError(
                 f"{f'its part {name}' if name else 'this ' + type(part).__name__} is cut by channels or into stages, whose "
-                "ranks hold parts of its weights, and a stream would take them for the whole; set mesh.channel=1 and "
+                "ranks have shards of its weights, and a stream would take them for full weights; set mesh.channel=1 and "
                 "mesh.stage=1, or leave out widefield.stream"
             )
     if tiles is None and memory is None:
@@ -103,7 +102,7 @@ def _check(module: Any, tiles: Sequence[int] | None, memory: str | int | None, k
 
 
 class Stream:
-    """How a module is streamed, and the programs made for what it was given so far."""
+    """The settings of a streamed module, and its programs so far.  A copy or a pickle has the settings only."""
 
     def __init__(
         self,
@@ -119,9 +118,9 @@ class Stream:
         self.known: ProgramCache[PreparedStream] = ProgramCache()
         self.pool = Pool(folder)
         self.reasons: list[str] = []
-        """What was chosen for the last new shape of inputs, a sentence each."""
+        """What was chosen for the last new shape of inputs and why, a sentence each."""
         self.fallbacks: list[Fallback] = []
-        """The operations of it that do not run in tiles, which the reasons name, too."""
+        """The operations of it that do not run in tiles; the reasons name them too."""
 
     def __deepcopy__(self, memo: dict) -> Stream:
         return Stream(self.tiles, self.memory, self.keep, self.folder, self.compiles, self.strict)
@@ -130,10 +129,10 @@ class Stream:
         return {**self.__dict__, "known": ProgramCache(), "pool": Pool(self.folder)}
 
     def program(self, module: nn.Module, args: tuple, kwargs: dict) -> PreparedStream:
-        """What to run for these arguments."""
-        return self.known.get(module, args, kwargs, partial(self._made, module, args, kwargs))
+        """The program for these arguments, captured and planned if it is not known yet."""
+        return self.known.get(module, args, kwargs, partial(self._prepared, module, args, kwargs))
 
-    def _made(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards) -> PreparedStream:
+    def _prepared(self, module: nn.Module, args: tuple, kwargs: dict, guards: Guards) -> PreparedStream:
         forward = super(Streamed, module).forward  # type: ignore[misc]
         graph = trace(module, forward, args, kwargs, guards=guards)
         tensors = tensors_of((args, kwargs))
@@ -161,7 +160,7 @@ class Stream:
 
 
 class PreparedStream(NamedTuple):
-    """A program, by which ranks it runs, and where values are kept."""
+    """A schedule, the ranks that run it, and where it stores tensors; `room`: bytes of these that stay on the device."""
 
     program: TileSchedule
     spatial: SpatialStream
@@ -176,13 +175,13 @@ def _cuts_of(tensor: Any) -> Cuts | None:
 
 
 def _extents_of(tensors: Sequence[Any]) -> tuple[int, ...]:
-    """The pixels of the largest input, or of this rank's tile of it."""
+    """The extents of the largest input's image dims, or of this rank's tile of it."""
     shapes = [tuple(t.tile_layout.tile_shape if type(t) is TiledTensor else t.shape)[2:] for t in tensors if len(t.shape) > 2]
     return max(shapes, key=math.prod, default=(1,))
 
 
 def _bytes_of(memory: str | int) -> int:
-    """6GiB, 512MiB or a number of bytes as bytes; ValueError for anything else."""
+    """A size such as 6GiB, or a number of bytes, in bytes.  ValueError: it is neither."""
     if not isinstance(memory, int):
         return read_memory(memory)
     if memory < 1:
@@ -191,26 +190,26 @@ def _bytes_of(memory: str | int) -> int:
 
 
 def _grid_of(tensors: Sequence[Any]) -> Grid:
-    """The ranks that hold the inputs in tiles."""
-    return next((tensor.tile_layout.grid for tensor in tensors if type(tensor) is TiledTensor), ALONE)
+    """The grid of ranks over which the inputs are tiled."""
+    return next((tensor.tile_layout.grid for tensor in tensors if type(tensor) is TiledTensor), SINGLE_RANK)
 
 
 class Streamed(Wrapping):
-    """Put before a module's own class by `stream`.  A copy or a pickle is streamed, too."""
+    """Put before a module's own class by `stream`.  Copies and pickles are streamed too."""
 
     COPIED, PREFIX = ("_stream",), "Streamed"
     _stream: Stream
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(self._in_turns)(args, kwargs)
-        return self._in_turns(args, kwargs)
+            return torch.compiler.disable(self._run_tiles)(args, kwargs)
+        return self._run_tiles(args, kwargs)
 
-    def _in_turns(self, args: tuple, kwargs: dict) -> Any:
+    def _run_tiles(self, args: tuple, kwargs: dict) -> Any:
         refuse_hidden(self, (args, kwargs), "is given")
         tensors = tensors_of((args, kwargs))
         if any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]  # somebody follows the module that this one is a part of
+            return super().forward(*args, **kwargs)  # type: ignore[misc]  # a module that contains this one is being captured
         made = self._stream.program(self, args, kwargs)
         program, spatial = made.program, made.spatial
         graph, weights = program.graph, named_tensors(self)
@@ -235,12 +234,12 @@ class Streamed(Wrapping):
 
 
 def _wrapped(results: dict[Value, Tensor], run: Runner) -> dict[Value, Tensor]:
-    """In space, tiled tensors of what this rank has; alone, what there is."""
+    """The results as tiled tensors, if the image is tiled in space."""
     return {value: _out(tensor, value, run) for value, tensor in results.items()}
 
 
 def _out(tensor: Tensor, value: Value, run: Runner) -> Tensor:
-    if run.spatial.is_alone:
+    if run.spatial.is_single_rank:
         return tensor
     if value in run.layouts:
         return wrap(tensor, run.spatial.in_space(run.layouts[value]))
@@ -248,7 +247,7 @@ def _out(tensor: Tensor, value: Value, run: Runner) -> Tensor:
 
 
 def _in(grad: Tensor, value: Value, run: Runner) -> Tensor:
-    """A gradient of a result as this rank's pixels of it."""
+    """This rank's tile of the gradient of a result."""
     grad = full_value(grad)
     if type(grad) is not TiledTensor:
         return grad
@@ -268,7 +267,7 @@ class _StreamedFunction(torch.autograd.Function):
         found = _wrapped(run.forward(), run)
         results = {value: found[value].detach() for value in ctx.outs}
         again = [results[value] for value in run.read_again]
-        ctx.save_for_backward(*tensors, *others, *again)  # so that torch notices where one is written to before the backward
+        ctx.save_for_backward(*tensors, *others, *again)  # torch then raises if one is written to before the backward
         ctx.mark_non_differentiable(*(result for value, result in results.items() if not value.wants_grad))
         ctx.set_materialize_grads(False)
         return tuple(results.values())
@@ -277,14 +276,13 @@ class _StreamedFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "the gradients of a stream have no gradients themselves (create_graph=True was given), for it runs "
-                "its tiles without "
-                "history; take gradient penalties of a copy that is not streamed, on crops"
+                "the gradients of a stream have no gradients themselves (create_graph=True was given), for it runs its tiles "
+                "without history; take gradient penalties of a copy that is not streamed, on crops"
             )
         tensors, run = ctx.saved_tensors, ctx.run
         if run.is_spent:
             raise RuntimeError(
-                "a stream's backward was asked for twice; it frees what it kept, with retain_graph=True too: run the "
+                "a stream's backward was called twice; it frees what it has stored, also with retain_graph=True: run the "
                 "forward again"
             )
         run.is_spent = True
@@ -292,14 +290,14 @@ class _StreamedFunction(torch.autograd.Function):
         with without_autocast():
             gradient = run.backward(grad_of)
         found = [gradient(value) for value in ctx.wanting]
-        reached = _reached(run, grad_of)  # with a gradient of zero where no pixel brings one
+        reached = _reached(run, grad_of)  # these get zeros where no tile gives them a gradient
         found = [_zeros(v, run) if grad is None and v in reached else grad for v, grad in zip(ctx.wanting, found, strict=True)]
         pairs = zip(found, tensors, ctx.wanting, strict=False)
         return None, None, None, *(_like(grad, tensor, value, run) for grad, tensor, value in pairs)
 
 
 def _reached(run: Runner, results: Iterable[Value]) -> set[Value]:
-    """The values that these results depend on with a gradient."""
+    """The values that get a gradient from these results."""
     reached = {value for value in results if value.wants_grad}
     for node in reversed(run.program.graph.nodes):
         if node.grad and any(out in reached for out in node.outs):
@@ -313,7 +311,7 @@ def _zeros(value: Value, run: Runner) -> Tensor:
 
 
 def _like(grad: Tensor | None, tensor: Tensor, value: Value, run: Runner) -> Tensor | None:
-    """A gradient of the kind that its tensor is; a weight's is this rank's part."""
+    """A gradient wrapped as its tensor is; that of a weight is a PartialGradient."""
     if grad is None:
         return None
     if type(tensor) is not TiledTensor:

@@ -1,4 +1,4 @@
-"""Into how many tiles, what is kept, and where?  Chosen by arithmetic before anything runs, with the reasons in words."""
+"""Chooses the number of tiles, what is stored between segments, and where; by arithmetic, with the reasons in words."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from widefield.streaming.search import KeepPlan, KeepSearch
 from widefield.streaming.tile_planner import TracedOps
 
 TILE_LEAST = 32
-"""Pixels that a tile has along each dim at least, where tiles are chosen."""
+"""The least pixels along each dim of a tile whose size is chosen here."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Tiles along the longest dim that are tried."""
+"""Numbers of tiles along the longest dim that are tried."""
 HOPELESS = 3
-"""How many times the budget a program may take for others to be looked for that keep more or less."""
+"""A program that takes more than this times the budget is not improved by storing more or less."""
 
 
 @dataclass
 class Choice:
-    """program: what to run, in `tiles`.  place: where what is kept lies, but for `room` bytes, which fit on the device.
+    """program: what to run, in `tiles`.  place: where tensors are stored, but for `room` bytes, which fit on the device.
 
-    reasons: sentences for people.  fallbacks: the operations that do not run in these tiles, which the reasons name as well.
+    reasons: sentences for users.  fallbacks: the operations that do not run in these tiles; the reasons name them too.
     """
 
     program: TileSchedule
@@ -52,14 +52,14 @@ def choose(
     by_windows: Collection[int] = (),
     ranks: int = 1,
 ) -> Choice:
-    """What to run for a graph.
+    """Choose what to run for a graph.
 
-    tiles: how many along each image dim; None: as few as fit `budget`, the bytes that a step may take on the device.
-    place: where values are kept; None: on the device if they fit, else in the host's memory, else in a file.
-    fixed: bytes that are there anyway, as weights and their gradients.  trains: whether a backward follows.
-    read(tiles): how the graph's operations run in so many tiles.  extents: of the image that a rank holds, in pixels.
-    by_windows: which inputs, by their number, a Reader gives, so that they are not in memory.  ranks: how many share the image.
-    Errors: ValueError where nothing fits, with what the least would be and of what it consists.
+    tiles: the number along each image dim; None: as few as fit `budget`, the bytes that a step may take on the device.
+    place: where tensors are stored; None: on the device if they fit, else in the host's memory, else in a file.
+    fixed: bytes of other tensors on the device, such as weights and their gradients.  trains: whether a backward follows.
+    read(tiles): plans the graph's operations for so many tiles.  extents: of the image dims on one rank, in pixels.
+    by_windows: the indices of inputs that are a WindowedImage, and so not in memory.  ranks: the number that share the image.
+    ValueError: nothing fits; the text says what the least would be and of what it consists.
     """
     if tiles is None and budget is None:
         raise ValueError(
@@ -69,11 +69,11 @@ def choose(
     setting = Setting(trains, place or "device", fixed, inputs, ranks)
     search = _Search(graph, read, setting, budget, _places(graph, place, budget))
     grids = [tiles] if tiles is not None else list(grids_of(extents or extents_of(graph)))
-    grid, where, way, units = search.first(grids)
-    program = program_of(graph, units, frozenset(way.cut), frozenset(way.again))
-    room = 0 if where == "device" or budget is None else max(0, budget - way.estimate.peak)
-    reasons, fallbacks = reasons_of(program, grid, where, way, room), fallbacks_of(units)
-    return Choice(program, grid, where, way.estimate, room, [*reasons, *in_words(fallbacks)], fallbacks)
+    grid, where, plan, units = search.first(grids)
+    program = program_of(graph, units, frozenset(plan.cut), frozenset(plan.again))
+    room = 0 if where == "device" or budget is None else max(0, budget - plan.estimate.peak)
+    reasons, fallbacks = reasons_of(program, grid, where, plan, room), fallbacks_of(units)
+    return Choice(program, grid, where, plan.estimate, room, [*reasons, *in_words(fallbacks)], fallbacks)
 
 
 def _places(graph: Graph, place: str | None, budget: int | None) -> list[str]:
@@ -85,13 +85,13 @@ def _places(graph: Graph, place: str | None, budget: int | None) -> list[str]:
 
 
 def extents_of(graph: Graph) -> tuple[int, ...]:
-    """The image's pixels: those of the largest input, less batch and channels."""
+    """The extents of the image dims of the largest input, without batch and channels."""
     image = max(graph.inputs, key=lambda value: (value.ndim > 2, value.bytes), default=None)
     return image.shape[2:] if image is not None and image.ndim > 2 else (1,)
 
 
 def grids_of(extents: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Numbers of tiles per dim, growing: tiles near square, of 32 px at least.
+    """Numbers of tiles per dim, in growing order: tiles are nearly square, and at least 32 px long.
 
     >>> list(grids_of((100, 300)))
     [(1, 1), (1, 2), (1, 3), (1, 4), (2, 6), (3, 8)]
@@ -110,9 +110,9 @@ Found = tuple[tuple[int, ...], str, KeepPlan, TracedOps]
 
 @dataclass
 class _Search:
-    """least: of all that was tried, the estimate with the smallest peak, and its tiles and place.
+    """least: of all plans tried, the estimate with the smallest peak, with its tiles and place.
 
-    floor: the estimate with the least that is there whatever the tiles.
+    floor: of all plans tried, the estimate with the smallest `rest`.
     """
 
     graph: Graph
@@ -120,12 +120,12 @@ class _Search:
     setting: Setting
     budget: int | None
     places: Sequence[str]
-    habits: SavedTensorCache = field(default_factory=SavedTensorCache)
+    cache: SavedTensorCache = field(default_factory=SavedTensorCache)
     least: tuple[Estimate, tuple[int, ...], str] | None = None
     floor: Estimate | None = None
 
     def first(self, grids: Sequence[tuple[int, ...]]) -> Found:
-        """The fastest of the coarsest tiles that fit and of those up to twice as fine.  ValueError: nothing fits."""
+        """The fastest plan with the coarsest tiles that fit, or tiles up to twice as fine.  ValueError: nothing fits."""
         found: list[Found] = []
         for grid in grids:
             if found and max(grid) > 2 * max(found[0][0]):
@@ -140,47 +140,47 @@ class _Search:
         return min(found, key=lambda one: one[2].cost)
 
     def _in(self, grid: tuple[int, ...]) -> Found | None:
-        """The best way with these tiles, at the first place where one fits."""
+        """The fastest plan with these tiles, in the first place where one fits; None if none does."""
         units = self.read(grid)
-        drafts = PlanMemo(self.graph, units)
+        memo = PlanMemo(self.graph, units)
         for place in self.places:
-            ways = KeepSearch(drafts, Estimator(self.graph, replace(self.setting, place=place), self.habits))
-            way = self._best(ways, grid, place)
-            if way is not None:
-                return grid, place, way, units
+            keep_search = KeepSearch(memo, Estimator(self.graph, replace(self.setting, place=place), self.cache))
+            plan = self._best(keep_search, grid, place)
+            if plan is not None:
+                return grid, place, plan, units
         return None
 
-    def _best(self, ways: KeepSearch, grid: tuple[int, ...], place: str) -> KeepPlan | None:
+    def _best(self, keep_search: KeepSearch, grid: tuple[int, ...], place: str) -> KeepPlan | None:
         if self.budget is None:
-            room = ways.base.together + ways.base.estimate.work
-            return min((ways.base, *ways.with_more(room)), key=lambda way: way.cost)
-        peak = ways.base.estimate.peak
-        if self.floor is None or ways.base.estimate.rest < self.floor.rest:
-            self.floor = ways.base.estimate
-        if ways.base.estimate.rest > self.budget:
+            room = keep_search.base.together + keep_search.base.estimate.work
+            return min((keep_search.base, *keep_search.with_more(room)), key=lambda plan: plan.cost)
+        peak = keep_search.base.estimate.peak
+        if self.floor is None or keep_search.base.estimate.rest < self.floor.rest:
+            self.floor = keep_search.base.estimate
+        if keep_search.base.estimate.rest > self.budget:
             return None
-        tried = [ways.base, *(ways.with_more(None) if peak <= HOPELESS * self.budget else [])]
-        tried += ways.with_less() if self.budget < peak <= HOPELESS * self.budget else []
-        for way in tried:
-            if self.least is None or way.estimate.peak < self.least[0].peak:
-                self.least = way.estimate, grid, place
-        fitting = [way for way in tried if way.estimate.peak <= self.budget]
-        return min(fitting, key=lambda way: way.cost, default=None)
+        tried = [keep_search.base, *(keep_search.with_more(None) if peak <= HOPELESS * self.budget else [])]
+        tried += keep_search.with_less() if self.budget < peak <= HOPELESS * self.budget else []
+        for plan in tried:
+            if self.least is None or plan.estimate.peak < self.least[0].peak:
+                self.least = plan.estimate, grid, place
+        fitting = [plan for plan in tried if plan.estimate.peak <= self.budget]
+        return min(fitting, key=lambda plan: plan.cost, default=None)
 
 
 # ---------------------------------------------------------------------------------------------- in words
 
 
-def reasons_of(program: TileSchedule, tiles: tuple[int, ...], place: str, way: KeepPlan, room: int = 0) -> list[str]:
+def reasons_of(program: TileSchedule, tiles: tuple[int, ...], place: str, plan: KeepPlan, room: int = 0) -> list[str]:
     """What was chosen and what it takes, a sentence each."""
-    found = way.estimate
+    found = plan.estimate
     parts = [f"{bytes_text(found.work)} one tile's work", _kept_text(program, place, found, room), _rest_text(found)]
-    said = [
+    sentences = [
         f"{_times(tiles)} tiles{_tile_text(program, tiles)}: {bytes_text(found.peak)} at most, of which {', '.join(parts)}",
         f"predicted {found.slowdown:.2f} times the time of a run without tiles",
     ]
-    said += [f"kept so that halos end there: {name_of(value)} ({bytes_text(value.bytes)})" for value in way.cut]
-    return said + [f"made again rather than kept: {name_of(value)} ({bytes_text(value.bytes)})" for value in way.again]
+    sentences += [f"kept so that halos end there: {name_of(value)} ({bytes_text(value.bytes)})" for value in plan.cut]
+    return sentences + [f"made again rather than kept: {name_of(value)} ({bytes_text(value.bytes)})" for value in plan.again]
 
 
 def _tile_text(program: TileSchedule, tiles: tuple[int, ...]) -> str:
@@ -205,7 +205,7 @@ def _times(numbers: Sequence[int]) -> str:
 
 
 def name_of(value: Value) -> str:
-    """The part of the module and the operation that made a value; in the module's own forward the operation and its shape."""
+    """The submodule and operation that made a value, as `up.2's conv`; without a submodule, the operation and its shape."""
     maker = value.maker
     if maker is None:
         return f"{value.source} of {_times(value.shape)}"

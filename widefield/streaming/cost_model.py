@@ -1,7 +1,7 @@
-"""What does a program take?  Bytes and relative time, by arithmetic on its boxes; nothing runs.
+"""The memory in bytes and the relative time of a schedule, by arithmetic on its boxes; nothing runs.
 
-Time is counted in bytes: those that an operation reads and writes, and its floating-point operations as the bytes that memory
-gives meanwhile.  Of the turns of a segment a few are looked at, which stand for those like them.
+Time is expressed in bytes: those that an operation reads and writes, plus its FLOPs as the bytes that memory transfers in the
+same time.  Of a segment's tiles only the samples are counted, each for those that it represents.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from widefield.capture.flops import flops_per_number, is_transposed
 from widefield.capture.ir import Graph, Node, Value
 from widefield.geometry.box import size_of
-from widefield.streaming.memory_simulator import box_bytes, is_known, made_bytes, work_bytes
+from widefield.streaming.memory_simulator import box_bytes, has_stored_result, made_bytes, work_bytes
 from widefield.streaming.saved_tensors import SavedTensorCache
-from widefield.streaming.schedule import FusedRegion, Stage, TileSchedule, Turn
+from widefield.streaming.schedule import FusedRegion, Stage, StreamedTile, TileSchedule
 from widefield.streaming.tile_ops import TileOp
 from widefield.streaming.tile_planner import TracedOp
 
@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Machine:
-    """flops_per_byte: floating-point operations in the time in which memory gives a byte.  step_bytes: the bytes that it gives
-    while a stream begins an operation.  far: how many times slower than memory each place is where values are kept."""
+    """flops_per_byte: FLOPs in the time in which memory transfers a byte.  step_bytes: bytes that memory transfers in the time
+    in which a stream launches an operation.  far: how many times slower than memory each place of storage is."""
 
     flops_per_byte: float
     step_bytes: int
@@ -37,26 +37,26 @@ MACHINES = {
     "cpu": Machine(8, 1 << 20, {"device": 0, "host": 0, "file": 1}),
     "cuda": Machine(40, 1 << 28, {"device": 0, "host": 60, "file": 600}),
 }
-"""Orders of magnitude, as only ratios of times are used; a device that is not named is taken for a GPU.
+"""Orders of magnitude, as only ratios of times are used; a device that is not listed counts as a GPU.
 
-cpu: by 24 runs of four nets of 0.6 and 1 million pixels in 4 to 64 tiles, on one core of an AMD EPYC with torch 2.15; what
-comes out is within 24 % of the measured ratio to a run without tiles, 13 % in the root mean square.  file: on a disk that the
-system keeps in memory, by a U-Net of 4 million pixels in 16 tiles (1.23 here, 1.18 to 1.24 measured).
-cuda: by the numbers of a data-center GPU, 140 TFLOP/s and 3.5 TB/s beside 60 GB/s to the host; not measured.
+cpu: from 24 runs of four nets of 0.6 and 1 million pixels in 4 to 64 tiles, on one core of an AMD EPYC with torch 2.15; the
+estimated ratio to a run without tiles is within 24 % of the measured one, 13 % in the root mean square.  file: from a U-Net of
+4 million pixels in 16 tiles, on a disk that the system caches in memory (1.23 estimated, 1.18 to 1.24 measured).
+cuda: from the data sheet of a data-center GPU, 140 TFLOP/s and 3.5 TB/s, with 60 GB/s to the host; not measured.
 """
 
 WEIGHT_READS = 3
-"""How often a weight moves for one that is counted: a kernel brings it into an order of its own first."""
+"""How often a weight is read per operation: a kernel first copies it into a memory format of its own."""
 WHOLE_STEP = 0.25
-"""What an operation costs to begin without tiles, as a share of what it costs in a stream."""
+"""The cost of launching an operation without tiles, as a fraction of that in a stream."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked for: whether a backward follows, where values are kept, and what is there anyway.
+    """What an estimate depends on besides the schedule: whether a backward follows, and where values are stored.
 
-    fixed: bytes that are there all the time.  by_windows: inputs that a Reader gives.
-    ranks: how many share the image, each with its tile.  sampled: a few turns stand for all of a segment.
+    fixed: bytes of other tensors on the device.  by_windows: inputs that are a WindowedImage.
+    ranks: the number that share the image, each with its tile.  sampled: count only the samples of a segment, else all tiles.
     """
 
     trains: bool = True
@@ -69,14 +69,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes at most at a time, and time; of a training step, or of a forward alone.
+    """The largest number of bytes at any time, and the time, of a training step or of a forward.
 
-    peak: of all on the device; kept values and their gradients are a part of it where the device is their place.
-    fixed: what was said to be there.  inputs: those in memory.  weights: the gradients of weights that a backward gathers.
-    outputs: the module's, with what comes back as their gradients and with the sums that these are put in.
-    kept, grads: values between segments and their gradients, outputs apart; together: both at one time.
-    work: of the turn that takes most, or of what runs once.
-    cost: of the program, ideal: of a run without tiles; in bytes that memory could give in that time.
+    peak: on the device; with kept values and their gradients if they are stored there.
+    fixed: as in Setting.  inputs: those in memory.  weights: the gradients of weights that a backward computes.
+    outputs: the module's outputs, their gradients, and the buffers in which these are summed.
+    kept, grads: values between segments and their gradients, without outputs; together: both at one time.
+    work: of the tile that takes most, plus values of units that run once.
+    cost: the time of the schedule, ideal: of a run without tiles; in bytes that memory could transfer in that time.
     """
 
     peak: int
@@ -93,25 +93,30 @@ class Estimate:
 
     @property
     def rest(self) -> int:
-        """What is there whatever the tiles."""
+        """The bytes that do not depend on the tiles."""
         return self.fixed + self.inputs + self.weights + self.outputs
 
     @property
     def slowdown(self) -> float:
-        """Time, as a multiple of that of a run without tiles."""
+        """The time as a multiple of that of a run without tiles."""
         return self.cost / max(self.ideal, 1.0)
 
 
 def estimate(program: TileSchedule, setting: Setting) -> Estimate:
-    """What `program` takes."""
+    """The estimate of one schedule."""
     return Estimator(program.graph, setting).estimate(program)
 
 
 class Estimator:
-    """`estimate` for several programs of one graph; what they have in common is worked out once."""
+    """Estimates several schedules of one graph; segments that they share are counted once."""
 
-    def __init__(self, graph: Graph, setting: Setting, habits: SavedTensorCache | None = None) -> None:
-        self.graph, self.setting, self.habits, self.results = graph, setting, habits or SavedTensorCache(), set(graph.results)
+    def __init__(self, graph: Graph, setting: Setting, cache: SavedTensorCache | None = None) -> None:
+        self.graph, self.setting, self.cache, self.results = (
+            graph,
+            setting,
+            cache or SavedTensorCache(),
+            set(graph.results),
+        )
         device = device_of(graph)
         self.machine = MACHINES.get(device, MACHINES["cuda"])
         self.is_here = setting.place == "device" or (setting.place == "host" and device == "cpu")
@@ -121,13 +126,15 @@ class Estimator:
         self._figures: dict[Node, tuple[float, int]] = {}
 
     def estimate(self, program: TileSchedule) -> Estimate:
-        setting, lives, cost = self.setting, Liveness(program, self.setting.trains, self.is_here), self.cost(program)
+        setting, liveness, cost = self.setting, Liveness(program, self.setting.trains, self.is_here), self.cost(program)
         inputs = sum(value.bytes for value in self.graph.inputs if value not in setting.by_windows) // setting.ranks
         weights = sum(value.bytes for value in self.graph.weights.values() if value.wants_grad) if setting.trains else 0
         works = [max((self._work(segment) for segment in stage.segments), default=0) for stage in program.stages]
         works += works[::-1] if setting.trains else []
-        work = [turn + once for turn, once in zip(works, lives.once, strict=True)]
-        kept, grads, outputs = ([size // setting.ranks for size in sizes] for sizes in (lives.kept, lives.grads, lives.outputs))
+        work = [tile + once for tile, once in zip(works, liveness.once, strict=True)]
+        kept, grads, outputs = (
+            [size // setting.ranks for size in sizes] for sizes in (liveness.kept, liveness.grads, liveness.outputs)
+        )
         between = [a + b for a, b in zip(kept, grads, strict=True)]
         here = [w + o + (b if self.is_here else 0) for w, o, b in zip(work, outputs, between, strict=True)]
         return Estimate(
@@ -151,8 +158,8 @@ class Estimator:
 
     def together(self, program: TileSchedule) -> int:
         """The bytes of kept values and their gradients, as in `Estimate`."""
-        lives = Liveness(program, self.setting.trains, self.is_here)
-        return max(a + b for a, b in zip(lives.kept, lives.grads, strict=True)) // self.setting.ranks
+        liveness = Liveness(program, self.setting.trains, self.is_here)
+        return max(a + b for a, b in zip(liveness.kept, liveness.grads, strict=True)) // self.setting.ranks
 
     def _ideal(self, program: TileSchedule) -> float:
         segments = [segment for stage in program.stages for segment in stage.segments]
@@ -162,41 +169,42 @@ class Estimator:
 
     # ------------------------------------------------------------------------------------------ segments
 
-    def _samples(self, segment: FusedRegion) -> list[tuple[Turn, float]]:
-        everyone = [(place, 1.0) for place in range(len(segment.turns))]
-        return [(segment.turns[place], count) for place, count in (segment.samples if self.setting.sampled else everyone)]
+    def _samples(self, segment: FusedRegion) -> list[tuple[StreamedTile, float]]:
+        everyone = [(place, 1.0) for place in range(len(segment.tiles))]
+        return [(segment.tiles[place], count) for place, count in (segment.samples if self.setting.sampled else everyone)]
 
     def _work(self, segment: FusedRegion) -> int:
-        """The bytes of the largest turn."""
+        """The bytes of the largest tile."""
         if segment not in self._works:
             goes_back = self.setting.trains and _goes_back(segment)
-            turns = [turn for turn, _ in self._samples(segment)]
+            tiles = [tile for tile, _ in self._samples(segment)]
             sizes = [
-                work_bytes(turn, self.habits, self.results, is_copy=not self.is_here, goes_back=goes_back) for turn in turns
+                work_bytes(tile, self.cache, self.results, is_copy=not self.is_here, goes_back=goes_back) for tile in tiles
             ]
             self._works[segment] = max(sizes, default=0)
         return self._works[segment]
 
     def _time(self, segment: FusedRegion) -> float:
-        """The time of all turns."""
+        """The time of all tiles."""
         if segment not in self._times:
             goes_back = self.setting.trains and _goes_back(segment)
-            self._times[segment] = sum(count * self._turn(turn, goes_back) for turn, count in self._samples(segment))
+            self._times[segment] = sum(count * self._tile(tile, goes_back) for tile, count in self._samples(segment))
         return self._times[segment]
 
-    def _turn(self, turn: Turn, goes_back: bool) -> float:
-        read = sum(box_bytes(value, box) for value, box in turn.sources.items())
-        kept = sum(box_bytes(value, box) for value, box in turn.kept.items())
-        moved = 3 * read + 2 * kept if goes_back else read + kept  # windows twice, what they add to, the gradients that come
+    def _tile(self, tile: StreamedTile, goes_back: bool) -> float:
+        read = sum(box_bytes(value, box) for value, box in tile.sources.items())
+        kept = sum(box_bytes(value, box) for value, box in tile.kept.items())
+        # In the backward: the windows once more, the gradients added to them, and the gradients of kept values.
+        moved = 3 * read + 2 * kept if goes_back else read + kept
         time = self.machine.far[self.setting.place] * moved
-        for unit, step in (*turn.steps, *turn.parts):
-            spared = goes_back and is_known(unit, step, turn, self.results)
+        for unit, step in (*tile.steps, *tile.parts):
+            spared = goes_back and has_stored_result(unit, step, tile, self.results)
             time += (self._passes(unit) - spared if goes_back else 1) * self._step(unit, step)
         return time
 
     def _step(self, unit: TracedOp, step: TileOp) -> float:
         """The time of one forward of an operation on a box."""
-        if self.habits.of(unit, step).shows:
+        if self.cache.of(unit, step).shows:
             return 0.0
         moved = made_bytes(unit, step) + self.machine.step_bytes
         moved += sum(_read_bytes(value, box_bytes(value, box)) for value, box in zip(unit.reads, step.reads, strict=True))
@@ -210,14 +218,14 @@ class Estimator:
             moved = sum(_read_bytes(v, v.bytes) for v in unit.reads) + sum(v.bytes for v in unit.outs if v is not None)
             moved += round(WHOLE_STEP * self.machine.step_bytes)
             time = self._moved(unit.node, moved, 0 if value is None else math.prod(value.shape))
-            self._wholes[unit] = 0.0 if self.habits.is_view(unit) else time
+            self._wholes[unit] = 0.0 if self.cache.is_view(unit) else time
         return self._wholes[unit]
 
     def _moved(self, node: Node, moved: int, pixels: int) -> float:
         return moved + self._figures_of(node)[0] * pixels / self.machine.flops_per_byte
 
     def _passes(self, unit: TracedOp, *, is_ideal: bool = False) -> int:
-        """How often an operation runs in a step, its backward counted as so many forwards; ideally it runs forward once."""
+        """How many forwards an operation costs in a step, with its backward and, unless ideal, its recomputation."""
         return (1 if is_ideal else 2) + self._figures_of(unit.node)[1] if self.setting.trains else 1
 
     def _figures_of(self, node: Node) -> tuple[float, int]:
@@ -235,7 +243,7 @@ def _read_bytes(value: Value, size: int) -> int:
 
 
 def _goes_back(segment: FusedRegion) -> bool:
-    """Whether the backward runs a segment's turns."""
+    """Whether the backward runs a segment's tiles again."""
     targets = [*segment.kept, *(out for unit in segment.parts for out in unit.outs if out is not None)]
     return any(value.wants_grad for value in targets)
 
@@ -244,21 +252,21 @@ def _goes_back(segment: FusedRegion) -> bool:
 
 
 def _backwards(node: Node) -> int:
-    """Forwards that the backward of an operation is worth: of a product, one for each factor whose gradient is wanted."""
+    """The cost of an operation's backward, in forwards: of a product, one for each factor that needs a gradient; else 2."""
     if not any(out is not None and out.wants_grad for out in node.outs):
         return 0
     return sum(value.wants_grad for value in node.reads[:2]) if flops_per_number(node) else 2
 
 
-# ---------------------------------------------------------------------------------------------- what is there when
+# ---------------------------------------------------------------------------------------------- liveness
 
 
 class Liveness:
-    """From when until when values are kept.  Moments are the stages, forward and, where it trains, then backward.
+    """The bytes that are live at each moment.  Moments are the stages of the forward and, in training, of the backward.
 
-    kept, grads: bytes of values and of their gradients at each moment, outputs apart.  once: values from what runs once, and
-    what its backward takes, all of a stage together.  outputs: those made by then; in the backward with the gradients that
-    come for them and, where is_here, the sums that these are put in.
+    kept, grads: of kept values and of their gradients, without outputs.  once: of results of units that run once, and of what
+    their backward takes.  outputs: of the outputs made by then; in the backward with their gradients and, where is_here, the
+    buffers in which these are summed.
     """
 
     def __init__(self, program: TileSchedule, trains: bool, is_here: bool) -> None:
@@ -290,7 +298,7 @@ class Liveness:
         self._add_grad(value, made)
 
     def _add_grad(self, value: Value, made: int) -> None:
-        """From the last stage that reads a value to that which makes it, back."""
+        """A gradient lives from the backward of the last stage that reads the value to that of the stage that makes it."""
         if self.trains and value.wants_grad and value in self._last:
             self._add(self.grads, self._back(self._last[value]), self._back(made), value.bytes)
 
@@ -309,8 +317,8 @@ class Liveness:
                 self._add(self.once, made, self._last.get(value, made) if goes else self.count, value.bytes)
                 self._add_grad(value, made)
         if self.trains:
-            pulled = [v for v in (*unit.outs, *(unit.reads[n] for n in unit.wide)) if v is not None and v.wants_grad]
-            self._add(self.once, self._back(made), self._back(made), sum(value.bytes for value in pulled))
+            with_gradient = [v for v in (*unit.outs, *(unit.reads[n] for n in unit.wide)) if v is not None and v.wants_grad]
+            self._add(self.once, self._back(made), self._back(made), sum(value.bytes for value in with_gradient))
 
 
 def _read_by(stage: Stage) -> list[Value]:

@@ -1,6 +1,7 @@
-"""Runs of pointwise operations in a turn, each compiled into one kernel; the rest runs as it is.
+"""Compiles runs of pointwise operations of a tile into one kernel each.
 
-What depends on where a tile lies (windows, pools, sums) would be compiled anew for every tile, so torch's own kernels run it.
+Operations that depend on a tile's position (windows, pooling, sums) would be compiled anew for every tile, so they run with
+torch's own kernels.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch.fx import GraphModule
 
 from widefield.capture.ir import Value
 from widefield.private_torch.dispatcher import OpOverload
-from widefield.streaming.regions import Env, arguments, as_wanted
-from widefield.streaming.schedule import Turn
+from widefield.streaming.regions import Env, arguments, detached_unless_wanted
+from widefield.streaming.schedule import StreamedTile
 from widefield.streaming.tile_ops import TileOp
 from widefield.streaming.tile_planner import TracedOp
 
 
 @dataclass
 class FusedOps:
-    """Steps that run as one: what they read from outside, and what of their results is wanted after them."""
+    """Steps that run as one kernel.  drop: the values that no later step of the tile reads."""
 
     steps: list[tuple[TracedOp, TileOp]]
     drop: list[Value] = field(default_factory=list)
@@ -37,10 +38,10 @@ class FusedOps:
         return {out: step.outs[n] for unit, step in self.steps for n, out in enumerate(unit.outs) if out is not None}
 
 
-def runs_of(turn: Turn) -> list[FusedOps]:
-    """The steps of a turn, those joined that can be compiled together."""
+def runs_of(tile: StreamedTile) -> list[FusedOps]:
+    """The steps of a tile, grouped into runs that can be compiled together."""
     found: list[FusedOps] = []
-    for (unit, step), drop in zip(turn.steps, turn.drop, strict=True):
+    for (unit, step), drop in zip(tile.steps, tile.drop, strict=True):
         if found and _joins(found[-1], unit, step):
             found[-1].steps.append((unit, step))
             found[-1].drop += drop
@@ -50,11 +51,11 @@ def runs_of(turn: Turn) -> list[FusedOps]:
 
 
 def _joins(run: FusedOps, unit: TracedOp, step: TileOp) -> bool:
-    """Whether a step is of the kind of the run before it, and reads what that makes just as it makes it."""
+    """Whether a step is pointwise, as the run before it, on the same box, and reads the run's results uncropped."""
     first, before = run.steps[0]
-    alike = all(_is_simple(u) for u in (first, unit)) and first.node.grad == unit.node.grad and before.outs[0] == step.outs[0]
+    matches = all(_is_simple(u) for u in (first, unit)) and first.node.grad == unit.node.grad and before.outs[0] == step.outs[0]
     made = run.made()
-    return alike and all(made[v] == box for v, box in zip(unit.reads, step.reads, strict=True) if v in made)
+    return matches and all(made[v] == box for v, box in zip(unit.reads, step.reads, strict=True) if v in made)
 
 
 def _is_simple(unit: TracedOp) -> bool:
@@ -62,13 +63,13 @@ def _is_simple(unit: TracedOp) -> bool:
 
 
 class CompiledRegions:
-    """The compiled runs of one program."""
+    """The compiled runs of one program, compiled at their first use."""
 
     def __init__(self) -> None:
         self.known: dict[tuple, tuple[Callable, list[tuple[int, int]], list[Value]]] = {}
 
     def __call__(self, run: FusedOps, env: Env, small: Any) -> None:
-        """Run the steps and put what is wanted of them into `env`."""
+        """Run the steps and put the results that are read later into `env`."""
         wanted = [value for value in run.made() if value not in run.drop]
         key = (*(unit for unit, _ in run.steps), *wanted)
         if key not in self.known:
@@ -80,11 +81,11 @@ class CompiledRegions:
             tensors += [arguments(unit, step, env, small, [n])[0] for n in reads]
         boxes = run.made()
         for value, result in zip(outs, call(*tensors), strict=True):
-            env[value] = (as_wanted(value, result), boxes[value])
+            env[value] = (detached_unless_wanted(value, result), boxes[value])
 
 
 def _compiled(units: Sequence[TracedOp], wanted: Sequence[Value]) -> tuple[Callable, list[tuple[int, int]], list[Value]]:
-    """One function of what the units read from outside: (unit, place) each; it gives the wanted values."""
+    """A compiled function that returns the wanted values, and its arguments as (unit, argument number) pairs."""
     graph, made, places = FxGraph(), {}, []
     for number, unit in enumerate(units):
         reads = []

@@ -1,8 +1,8 @@
-"""Runs a program on real tensors: forward tile after tile without history, backward tile after tile with it.
+"""Runs a schedule on real tensors, tile after tile: the forward without autograd, the backward with it.
 
-In the backward a turn runs again from its windows of the kept values, with gradients on, torch's autograd goes back through
-it, and what comes out is added: to the gradients of the windows, where they overlap, of weights and of small values.
-A convolution whose result was kept is not run again.
+The backward runs each tile again, from its windows of the kept values, with gradients enabled, and calls autograd on it.  The
+resulting gradients are added up: those of windows where they overlap, those of weights and of small values over all tiles.  (A
+small value is one that is not tiled, such as a statistic.)  A convolution whose result was kept is not run again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of
 from widefield.streaming.fusion import CompiledRegions, FusedOps, runs_of
-from widefield.streaming.regions import Env, Region, all_of, arguments, as_wanted, merged, taken, window
-from widefield.streaming.schedule import FusedRegion, Stage, TileSchedule, Turn
+from widefield.streaming.regions import Env, Region, all_of, arguments, crop, detached_unless_wanted, leaf_window, merged
+from widefield.streaming.schedule import FusedRegion, Stage, StreamedTile, TileSchedule
 from widefield.streaming.spatial import SpatialStream
 from widefield.streaming.storage.memory_pool import Pool
 from widefield.streaming.storage.offload_buffer import ByteBudget, OffloadBuffer
@@ -26,12 +26,11 @@ from widefield.streaming.tile_planner import TracedOp, asks_shape_alone
 
 
 class Runner:
-    """One forward and, where asked for, its backward.
+    """One forward of a schedule and, with `keeps`, its backward.
 
-    given: the tensor, or Reader, of every input, weight and constant.  tiled: those of which a rank has its own pixels alone.
-    keeps: whether a backward will follow.  place: where values and gradients are kept between segments, but for `room`
-        bytes of them, which fit on the device; pool: which gives the memory.
-    fused: compiled runs of pointwise operations; None: nothing is compiled.
+    given: the tensor, or WindowedImage, of every input, weight and constant.  tiled: those of which a rank has only its tile.
+    place: where values and gradients are stored between segments, but for `room` bytes, which fit on the device.
+    pool: where their memory comes from.  fused: compiled runs of pointwise operations; None: nothing is compiled.
     """
 
     def __init__(
@@ -64,23 +63,23 @@ class Runner:
             elif value in tiled:
                 self.stores[value] = Region(OffloadBuffer.of(tensor.detach()), spatial.own_box(self.layouts[value]))
             else:
-                self.stores[value] = Region(OffloadBuffer.of(tensor.detach()), all_of(value), is_alike=True)
+                self.stores[value] = Region(OffloadBuffer.of(tensor.detach()), all_of(value), is_replicated=True)
 
     def _new(self, value: Value, box: Box | None = None) -> Region:
         box = self.spatial.own_box(self.layouts[value]) if box is None else box
-        is_result = value in self.results  # and the user's
+        is_result = value in self.results  # the caller gets it, so it is on the device and not from the pool
         place, pool = ("device", None) if is_result else (self.place, self.pool)
-        kept = OffloadBuffer(size_of(box), value.dtype, value.device, place, value.order, pool, self.room)
-        return Region(kept, box)
+        buffer = OffloadBuffer(size_of(box), value.dtype, value.device, place, value.order, pool, self.room)
+        return Region(buffer, box)
 
     # ------------------------------------------------------------------------------------------ forward
 
     def forward(self) -> dict[Value, Tensor]:
-        """What outlives the run: outputs, in space this rank's pixels of them, and what buffers become."""
+        """The graph's results: outputs, of which this rank has its tile, and new values of buffers."""
         with torch.no_grad():
             for number, stage in enumerate(self.program.stages):
                 for unit in stage.once:
-                    self.spatial.see(unit)
+                    self.spatial.check_generators(unit)
                     assert unit.call is not None
                     self._put(unit, unit.call([self._whole(unit, n) for n in range(len(unit.reads))]))
                 for segment in stage.segments:
@@ -90,7 +89,7 @@ class Runner:
 
     @property
     def read_again(self) -> list[Value]:
-        """Results that the backward reads."""
+        """The results that the backward reads."""
         sources = {value for stage in self.program.stages for segment in stage.segments for value in segment.sources}
         sources |= {value for stage in self.program.stages for unit in stage.once for value in unit.reads}
         return [value for value in self.program.graph.results if value in sources]
@@ -104,7 +103,7 @@ class Runner:
     def _put(self, unit: TracedOp, results: Sequence[Any]) -> None:
         for out, result in zip(unit.outs, results, strict=True):
             if out is not None and out in self.layouts:
-                self.stores[out] = Region(OffloadBuffer.of(result), all_of(out), is_alike=True)
+                self.stores[out] = Region(OffloadBuffer.of(result), all_of(out), is_replicated=True)
             elif out is not None:
                 self.small[out] = result
 
@@ -115,14 +114,14 @@ class Runner:
             return torch.empty_permuted(value.shape, value.order, dtype=value.dtype, device=value.device)
         if value not in self.layouts:
             return self.small[value]
-        if number not in unit.wide:  # without pixels: only what it is like is asked
+        if number not in unit.wide:  # without pixels: the unit reads only its shape and dtype
             shape = [0 if cut is not None else n for n, cut in zip(value.shape, self.layouts[value].cuts, strict=True)]
             return torch.empty(shape, dtype=value.dtype, device=value.device)
         return self._all_of(value, self.stores[value])
 
     def _all_of(self, value: Value, store: Any) -> Tensor:
-        """Every pixel, on every rank."""
-        if isinstance(store, Region) and not store.is_alike and not self.spatial.is_alone:
+        """All pixels, on every rank."""
+        if isinstance(store, Region) and not store.is_replicated and not self.spatial.is_single_rank:
             return self.spatial.whole(self.layouts[value], store.all())
         return store.read(all_of(value))
 
@@ -130,61 +129,61 @@ class Runner:
         sources = self._sources(segment)
         parts: dict[TracedOp, list[Tensor]] = {unit: [] for unit in segment.parts}
         self.stores.update({value: self._new(value) for value in segment.kept})
-        for turn in self.spatial.local(segment.turns):
-            env: Env = {value: (sources[value].read(box), box) for value, box in turn.sources.items()}
-            self._steps(turn, env, self.small)
-            for value, box in turn.kept.items():
-                self.stores[value].write(box, taken(*env[value], box))
-            for unit, step in turn.parts:
+        for tile in self.spatial.local(segment.tiles):
+            env: Env = {value: (sources[value].read(box), box) for value, box in tile.sources.items()}
+            self._steps(tile, env, self.small)
+            for value, box in tile.kept.items():
+                self.stores[value].write(box, crop(*env[value], box))
+            for unit, step in tile.parts:
                 parts[unit].append(step.call(arguments(unit, step, env, self.small))[0])
         for unit, found in parts.items():
-            self.parts[unit] = self.spatial.gather_parts(unit, segment.turns, torch.stack(found))
+            self.parts[unit] = self.spatial.gather_parts(unit, segment.tiles, torch.stack(found))
             total = unit.outs[0]
             assert total is not None
             self.small[total] = merged(unit, self.parts[unit])
 
     def _sources(self, segment: FusedRegion) -> dict[Value, Any]:
-        """What the turns of a segment read from: kept values, where ranks want pixels of others with those fetched."""
+        """The regions that the tiles of a segment read: kept values, with the pixels that are fetched from other ranks."""
         found = {value: self.stores[value] for value in segment.sources}
-        if self.spatial.is_alone:
+        if self.spatial.is_single_rank:
             return found
         pairs = []
         for value, store in found.items():
-            wanted = self.spatial.wanted(value, segment.turns)
-            if isinstance(store, Region) and not store.is_alike and not self.spatial.is_at_hand(self.layouts[value], wanted):
+            wanted = self.spatial.wanted(value, segment.tiles)
+            if isinstance(store, Region) and not store.is_replicated and not self.spatial.is_local(self.layouts[value], wanted):
                 pairs.append((value, wanted))
         moves = [(self.layouts[value], wanted, found[value].all()) for value, wanted in pairs]
         for (value, wanted), tensor in zip(pairs, self.spatial.fetch(moves) if moves else [], strict=True):
             found[value] = Region(OffloadBuffer.of(tensor), wanted[self.spatial.grid.index])
         return found
 
-    def _steps(self, turn: Turn, env: Env, small: Any) -> None:
+    def _steps(self, tile: StreamedTile, env: Env, small: Any) -> None:
         again = torch.is_grad_enabled()
-        for run in runs_of(turn) if self.fused is not None else map(FusedOps, ([pair] for pair in turn.steps), turn.drop):
+        for run in runs_of(tile) if self.fused is not None else map(FusedOps, ([pair] for pair in tile.steps), tile.drop):
             with torch.set_grad_enabled(again and run.steps[0][0].node.grad):
                 if self.fused is not None and not run.is_one:
                     self.fused(run, env, small)
                 else:
-                    self._step(turn, *run.steps[0], env, small, again)
+                    self._step(tile, *run.steps[0], env, small, again)
             for value in run.drop:
                 env.pop(value, None)
 
-    def _step(self, turn: Turn, unit: TracedOp, step: TileOp, env: Env, small: Any, again: bool) -> None:
+    def _step(self, tile: StreamedTile, unit: TracedOp, step: TileOp, env: Env, small: Any, again: bool) -> None:
         tensors, out = arguments(unit, step, env, small), unit.outs[0]
-        if again and step.known is not None and self._is_at_hand(turn, out) and turn.kept[out] == step.outs[0]:
-            results: list[Any] = [step.known(self.stores[out].read(turn.kept[out]), tensors)]
+        if again and step.known is not None and self._is_stored(tile, out) and tile.kept[out] == step.outs[0]:
+            results: list[Any] = [step.known(self.stores[out].read(tile.kept[out]), tensors)]
         else:
             results = step.call(tensors)
         for value, result, box in zip(unit.outs, results, step.outs, strict=True):
             if value is not None and box is not None:
-                env[value] = (as_wanted(value, result), box)
+                env[value] = (detached_unless_wanted(value, result), box)
 
-    def _is_at_hand(self, turn: Turn, value: Value | None) -> bool:
-        """Whether a turn of the backward may read what the forward kept; results belong to the user by then."""
-        return value in turn.kept and value not in self.results
+    def _is_stored(self, tile: StreamedTile, value: Value | None) -> bool:
+        """Whether a tile of the backward may read the stored result; the caller may have changed results of the graph."""
+        return value in tile.kept and value not in self.results
 
     def _forget(self, stage: int) -> None:
-        """What no later stage reads goes, where no backward follows."""
+        """Free the values that no later stage reads, if no backward follows."""
         if self.keeps:
             return
         for value in list(self.stores):
@@ -195,9 +194,9 @@ class Runner:
     # ------------------------------------------------------------------------------------------ backward
 
     def backward(self, grads: Mapping[Value, Tensor]) -> Callable[[Value], Tensor | None]:
-        """From the gradients of outputs to a function that gives those of inputs and weights.
+        """From the gradients of outputs, a function that gives the gradients of inputs and weights, or None.
 
-        In space a weight's gradient is this rank's part times the number of ranks, so that the mean over ranks is the whole.
+        With several ranks a weight's gradient is this rank's part times their number, so that the mean over ranks is exact.
         """
         self.grads: dict[Value, Tensor] = {}
         self.parts_of_grads: dict[Value, Tensor] = {}
@@ -232,7 +231,7 @@ class Runner:
             self.grad_buffers[value].add(box, grad)
 
     def _leaf(self, value: Value) -> Tensor:
-        """A small value or weight with a gradient of its own, which `_flush` takes in."""
+        """A small value or weight as a leaf, whose gradient `_flush` collects."""
         if not value.wants_grad:
             return self.small[value]
         if value not in self.leaves:
@@ -240,9 +239,9 @@ class Runner:
         return self.leaves[value]
 
     def _flush(self, segment: FusedRegion | None) -> None:
-        """Gradients of small values; those that a segment's turns made are a part of them only."""
+        """Collect the gradients of small values; those from a segment's tiles are this rank's part."""
         leaves, self.leaves = self.leaves, {}
-        if segment is None or self.spatial.is_alone:
+        if segment is None or self.spatial.is_single_rank:
             for value, leaf in leaves.items():
                 if leaf.grad is not None:
                     self._add(value, leaf.grad, None)
@@ -256,8 +255,8 @@ class Runner:
             self._add(made[n], total, None)
         for value, grad in zip(made, grads, strict=True):
             if value.source != "made" and grad is not None:
-                held = self.parts_of_grads.get(value)
-                self.parts_of_grads[value] = grad if held is None else held + grad
+                before = self.parts_of_grads.get(value)
+                self.parts_of_grads[value] = grad if before is None else before + grad
 
     def _backward_segment(self, segment: FusedRegion) -> None:
         of_parts = {unit: self._part_grads(unit, segment) for unit in segment.parts}
@@ -265,20 +264,20 @@ class Runner:
         if not wanted and all(part_grad is None for part_grad in of_parts.values()):
             return
         sources, small = self._sources(segment), _Leaves(self)
-        around = self._around(segment)
-        known = {unit: self.spatial.own_parts(unit, segment.turns, self.parts[unit]) for unit in segment.parts}
+        around = self._halo_buffers(segment)
+        known = {unit: self.spatial.own_parts(unit, segment.tiles, self.parts[unit]) for unit in segment.parts}
         count = dict.fromkeys(segment.parts, 0)
         with torch.enable_grad():
-            for turn in self.spatial.local(segment.turns):
-                env: Env = {v: (window(v, sources[v].read(box)), box) for v, box in turn.sources.items()}
+            for tile in self.spatial.local(segment.tiles):
+                env: Env = {v: (leaf_window(v, sources[v].read(box)), box) for v, box in tile.sources.items()}
                 leaves = {value: tensor for value, (tensor, _) in env.items() if tensor.requires_grad}
-                self._steps(turn, env, small)
+                self._steps(tile, env, small)
                 outs, grads = [], []
                 for value in wanted:
-                    if value in turn.kept and env[value][0].requires_grad:
-                        outs.append(taken(*env[value], turn.kept[value]))
-                        grads.append(self.grad_buffers[value].read(turn.kept[value]))
-                for unit, step in turn.parts:
+                    if value in tile.kept and env[value][0].requires_grad:
+                        outs.append(crop(*env[value], tile.kept[value]))
+                        grads.append(self.grad_buffers[value].read(tile.kept[value]))
+                for unit, step in tile.parts:
                     part_grad = of_parts[unit]
                     if part_grad is not None:
                         tensors, own = arguments(unit, step, env, small), known[unit][count[unit]]
@@ -293,29 +292,30 @@ class Runner:
                 for value, leaf in leaves.items():
                     if leaf.grad is not None:
                         into = around.get(value)
-                        self._add(value, leaf.grad, turn.sources[value]) if into is None else into.add(
-                            turn.sources[value], leaf.grad
+                        self._add(value, leaf.grad, tile.sources[value]) if into is None else into.add(
+                            tile.sources[value], leaf.grad
                         )
-        self._send_home(segment, around)
+        self._add_halo_gradients(segment, around)
         self._flush(segment)
 
-    def _around(self, segment: FusedRegion) -> dict[Value, Region]:
-        """In space, where the gradients of the pixels that this rank's windows hold are added up before they go home."""
-        if self.spatial.is_alone:
+    def _halo_buffers(self, segment: FusedRegion) -> dict[Value, Region]:
+        """With several ranks, buffers for the gradients of the pixels that this rank's windows read, its halo included."""
+        if self.spatial.is_single_rank:
             return {}
-        boxes = {v: self.spatial.wanted(v, segment.turns)[self.spatial.grid.index] for v in segment.sources if v.wants_grad}
+        boxes = {v: self.spatial.wanted(v, segment.tiles)[self.spatial.grid.index] for v in segment.sources if v.wants_grad}
         return {value: self._new(value, box) for value, box in boxes.items()}
 
-    def _send_home(self, segment: FusedRegion, around: Mapping[Value, Region]) -> None:
-        pairs = [(self.layouts[v], self.spatial.wanted(v, segment.turns), region.all()) for v, region in around.items()]
-        for value, pieces in zip(around, self.spatial.send_home(pairs) if pairs else [], strict=True):
+    def _add_halo_gradients(self, segment: FusedRegion, around: Mapping[Value, Region]) -> None:
+        """Send the gradients of halos to the ranks that own these pixels, and add those received."""
+        pairs = [(self.layouts[v], self.spatial.wanted(v, segment.tiles), region.all()) for v, region in around.items()]
+        for value, pieces in zip(around, self.spatial.send_back(pairs) if pairs else [], strict=True):
             if value not in self.grad_buffers:
                 self.grad_buffers[value] = self._new(value)
             for box, piece in pieces:
                 self._add(value, piece, box)
 
     def _part_grads(self, unit: TracedOp, segment: FusedRegion) -> Tensor | None:
-        """The gradients of this rank's parts of a sum."""
+        """The gradients of this rank's parts of a reduction; None if its total has none."""
         total = unit.outs[0]
         assert total is not None
         part_grad = self.grads.pop(total, None)
@@ -324,14 +324,14 @@ class Runner:
         with torch.enable_grad():
             parts = self.parts[unit].detach().requires_grad_()
             (found,) = torch.autograd.grad(merged(unit, parts), parts, self.spatial.add_up_over_copies(unit, part_grad))
-        return self.spatial.own_parts(unit, segment.turns, found)
+        return self.spatial.own_parts(unit, segment.tiles, found)
 
     def _backward_once(self, stage: Stage) -> None:
-        """All units of a stage that run once, together: their results have their gradients by now."""
+        """The backward of all units of a stage that run once; the gradients of their results are complete."""
         units = self._with_gradient(stage.once)
         made = {out for unit in units for out in unit.outs if out is not None}
         env: dict[Value, Tensor] = {}
-        wholes: dict[Value, Tensor] = {}
+        full: dict[Value, Tensor] = {}
         small = _Leaves(self)
         with torch.enable_grad():
             for unit in units:
@@ -345,25 +345,25 @@ class Runner:
                     elif number not in unit.wide:
                         tensors.append(self._whole(unit, number))
                     else:
-                        if value not in wholes:
-                            wholes[value] = window(value, self._whole(unit, number))
-                        tensors.append(wholes[value])
+                        if value not in full:
+                            full[value] = leaf_window(value, self._whole(unit, number))
+                        tensors.append(full[value])
                 with torch.set_grad_enabled(unit.node.grad):
                     results = unit.call(tensors)
                 pairs = zip(unit.outs, results, strict=True)
-                env.update({out: as_wanted(out, result) for out, result in pairs if out is not None})
+                env.update({out: detached_unless_wanted(out, result) for out, result in pairs if out is not None})
             outs = [value for value, tensor in env.items() if tensor.requires_grad and self._has_grad(value)]
             grads = [self._take_grad(value) for value in outs]
             if outs:
                 torch.autograd.backward([env[value] for value in outs], grads)
-        for value, leaf in wholes.items():
+        for value, leaf in full.items():
             if leaf.grad is not None:
                 box = self.spatial.own_box(self.layouts[value])
-                self._add(value, taken(leaf.grad, all_of(value), box), box)
+                self._add(value, crop(leaf.grad, all_of(value), box), box)
         self._flush(None)
 
     def _with_gradient(self, units: Sequence[TracedOp]) -> list[TracedOp]:
-        """Those from whose results a gradient goes back, and those that they read from; draws stay as they were."""
+        """The units whose results have a gradient, and those whose results they read; draws are not run again."""
         found: list[TracedOp] = []
         needed: set[Value] = set()
         for unit in reversed(units):
@@ -383,7 +383,7 @@ class Runner:
         return self.grads.pop(value)
 
     def _forget_backward(self, stage: int) -> None:
-        """Kept values and gradients that no earlier stage wants go."""
+        """Free the kept values and gradients that no earlier stage needs."""
         for value, made in self.program.kept.items():
             for stores in (self.stores, self.grad_buffers):
                 if made >= stage and value in stores:
@@ -391,7 +391,7 @@ class Runner:
 
 
 class _Leaves:
-    """Small values and weights, each the one leaf that gathers its gradient."""
+    """Small values and weights as leaves, the same leaf at each access."""
 
     def __init__(self, run: Runner) -> None:
         self.run = run

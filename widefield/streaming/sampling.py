@@ -1,4 +1,4 @@
-"""Which turns make what, and which few of them stand for all?  Counted in pixels, for grids of thousands of turns."""
+"""Which tiles of a segment compute something, and which few of them represent all?  For grids of thousands of tiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from widefield.streaming.tile_planner import TracedOp
 
 
 class TileSampling:
-    """The turns of a virtual grid, and what they make of values that are laid out on it."""
+    """The tiles of a virtual grid, and the pixels that each makes of the values with a layout on it."""
 
     def __init__(self, grid: Grid, layouts: Mapping[Value, Layout]) -> None:
         self.grid, self.layouts = grid, layouts
@@ -21,27 +21,28 @@ class TileSampling:
         inside = [[min(at, size - 1 - at) for at in range(size)] for size in grid.sizes]
         self._depths = _rows(inside)
 
-    def turns(self, kept: Sequence[Value], parts: Sequence[TracedOp]) -> list[int]:
-        """Those that make something of these values to keep, or parts of these sums."""
+    def tiles(self, kept: Sequence[Value], parts: Sequence[TracedOp]) -> list[int]:
+        """The numbers of the tiles that make pixels of the values in `kept` or a part of the sums in `parts`."""
         made = [self._pixels_of(self.layouts[value]) for value in kept] + [self._first(unit.axes) for unit in parts]
         return [number for number, found in enumerate(zip(*made, strict=True)) if any(found)]
 
-    def samples(self, turns: Sequence[int], kept: Sequence[Value], parts: Sequence[TracedOp]) -> list[tuple[int, float]]:
-        """Of turns that lie along as many edges of the image the place of one, and how many of it they amount to.
+    def samples(self, tiles: Sequence[int], kept: Sequence[Value], parts: Sequence[TracedOp]) -> list[tuple[int, float]]:
+        """For each group of tiles with the same number of inner axes: the index of one tile, and the size of the group.
 
-        It is the largest, and of those alike the one farthest from the edges, whose halos are the largest.
+        The tile is the largest and, of several, the one farthest from the image's edges, which has the largest halos.  The size
+        is the pixels of the group divided by those of this tile.
         """
         summed = [value for unit in parts for value in unit.reads if value in self.layouts]
         sizes = [self._pixels_of(self.layouts[value]) for value in (*kept, *summed)]
-        alike: dict[int, list[tuple[int, int, int]]] = {}
-        for place, number in enumerate(turns):
+        groups: dict[int, list[tuple[int, int, int]]] = {}
+        for place, number in enumerate(tiles):
             depths = self._depths[number]
             pixels = sum(found[number] for found in sizes)
-            alike.setdefault(sum(depth > 0 for depth in depths), []).append((pixels, sum(depths), -place))
-        return [(-max(found)[2], sum(pixels for pixels, *_ in found) / max(1, max(found)[0])) for found in alike.values()]
+            groups.setdefault(sum(depth > 0 for depth in depths), []).append((pixels, sum(depths), -place))
+        return [(-max(found)[2], sum(pixels for pixels, *_ in found) / max(1, max(found)[0])) for found in groups.values()]
 
     def _pixels_of(self, layout: Layout) -> list[int]:
-        """What each turn makes: of turns that would make the same the first does."""
+        """The pixels that each tile makes; of tiles that would make the same pixels, only the first does."""
         if layout not in self._pixels:
             self._pixels[layout] = self._counted(layout)
         return self._pixels[layout]
@@ -58,7 +59,7 @@ class TileSampling:
         return [whole * math.prod(at) for at in _rows(lengths)]
 
     def _first(self, axes: Sequence[int]) -> list[int]:
-        """1 for each turn that stands first along all other axes, else 0."""
+        """1 for each tile with coordinate 0 on all axes but `axes`, else 0."""
         key = tuple(axes)
         if key not in self._firsts:
             rows = [[1] * size if axis in key else [1, *[0] * (size - 1)] for axis, size in enumerate(self.grid.sizes)]
@@ -67,7 +68,7 @@ class TileSampling:
 
 
 def _rows(numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """For every place of a grid, in its order, what each axis has there."""
+    """For every place of a grid, in order, the number that each axis has there."""
     found: list[tuple[int, ...]] = [()]
     for along in numbers:
         found = [(*before, number) for before in found for number in along]

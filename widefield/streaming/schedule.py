@@ -1,8 +1,9 @@
-"""In which order units run, what is kept between them, and which boxes every turn reads and makes.
+"""In which order units run, which values are stored between them, and which boxes each tile reads and makes.
 
-Units fall into stages.  What is summed over all pixels in one stage is known in the next, and so is every value that is wanted
-whole, or that is kept so as not to be made again.  In a stage first run the units that run once, then its segments: units
-that run together, tile after tile, from kept values to kept values.  What a segment needs and what is not kept it makes again.
+Units are assigned to stages.  A reduction over all pixels that is computed in one stage is available in the next; so is a value
+that is needed whole, or that is stored so that it is not recomputed.  A stage runs its units that run once, then its segments.
+A segment is a set of units that run together, tile after tile, from stored values to stored values.  It recomputes what it
+needs and what is not stored.  ("Kept" values are those stored between segments.)
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from widefield.streaming.tile_planner import TracedOp, TracedOps
 
 
 @dataclass
-class Turn:
-    """One tile of a segment.
+class StreamedTile:
+    """One tile of a segment.  number: its place on the virtual grid.
 
-    sources: the box that is read of each kept value.  steps: what runs, in order.
-    kept: the box that it makes of each value to keep.  parts: the sums it has a part in, with the step that gives the part.
-    drop[n]: values that nothing after step n needs.
+    sources: the box that it reads of each kept value.  steps: what runs, in order.
+    kept: the box that it makes of each value to keep.  parts: reductions, with the step that computes the tile's part.
+    drop[n]: values that are not read after step n.
     """
 
     number: int
@@ -39,26 +40,26 @@ class Turn:
 
 
 STEPS_MOST = 1 << 16
-"""How many steps of a segment's turns are kept; of more, each turn is worked out anew when it runs."""
+"""The largest number of steps in a segment whose tiles are kept in memory; otherwise each is planned anew when it runs."""
 
 
-class TurnSequence(Sequence[Turn]):
-    """The turns of a segment, worked out when they are asked for.  numbers: their places on the virtual grid."""
+class StreamedTiles(Sequence[StreamedTile]):
+    """The tiles of a segment, planned when they are asked for.  numbers: their places on the virtual grid."""
 
-    def __init__(self, numbers: Sequence[int], make: Callable[[int], Turn], steps: int) -> None:
+    def __init__(self, numbers: Sequence[int], make: Callable[[int], StreamedTile], steps: int) -> None:
         self.numbers, self._make = tuple(numbers), make
-        self._made: dict[int, Turn] | None = {} if steps * len(self.numbers) <= STEPS_MOST else None
+        self._made: dict[int, StreamedTile] | None = {} if steps * len(self.numbers) <= STEPS_MOST else None
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     @overload
-    def __getitem__(self, place: int) -> Turn: ...
+    def __getitem__(self, place: int) -> StreamedTile: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Turn]: ...
+    def __getitem__(self, place: slice) -> list[StreamedTile]: ...
 
-    def __getitem__(self, place: int | slice) -> Turn | list[Turn]:
+    def __getitem__(self, place: int | slice) -> StreamedTile | list[StreamedTile]:
         if isinstance(place, slice):
             return [self[at] for at in range(*place.indices(len(self)))]
         number = self.numbers[place]
@@ -71,35 +72,37 @@ class TurnSequence(Sequence[Turn]):
 
 @dataclass(eq=False)
 class FusedRegion:
-    """Units that run together, turn after turn, from `sources`, which are kept, to values to keep and parts of sums.
+    """A segment: units that run together, tile after tile, from the kept values in `sources` to those in `kept` and to `parts`.
 
-    samples: of turns that lie along as many edges of the image the largest, and how many of it they amount to.
+    samples: indices of a few tiles that represent all, with the number of tiles that each stands for; see TileSampling.
     """
 
     units: list[TracedOp]
     kept: list[Value]
     parts: list[TracedOp]
     sources: list[Value]
-    turns: Sequence[Turn]
+    tiles: Sequence[StreamedTile]
     samples: list[tuple[int, float]] = field(default_factory=list)
 
     @cached_property
     def reads(self) -> list[Value]:
-        """All that its units read."""
+        """All values that its units read, kept ones and others."""
         return list(dict.fromkeys(value for unit in (*self.units, *self.parts) for value in unit.reads))
 
 
 @dataclass
 class Stage:
+    """once: units that run once, on the whole.  segments: units that run tile after tile, after these."""
+
     once: list[TracedOp] = field(default_factory=list)
     segments: list[FusedRegion] = field(default_factory=list)
 
 
 @dataclass
 class TileSchedule:
-    """stages: what to run.  layouts: of the values that are cut.  kept: those that are kept, with the stage that makes each.
+    """stages: what to run.  layouts: of the tiled values.  kept: the kept values, with the stage that makes each.
 
-    last: the last stage that reads a kept value in the forward.
+    last: the last stage that reads each value in the forward.
     """
 
     graph: Graph
@@ -114,18 +117,18 @@ class TileSchedule:
 
 
 def program_of(graph: Graph, units: TracedOps, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> TileSchedule:
-    """Lay the units out.
+    """Build the schedule of the units.
 
-    cut: values to keep and read again though they could be had in the same segment, so that halos end there.
-    again: values to make again where a later stage wants them, beside those that take few cheap operations.
+    cut: values to keep though they could be used in the same segment, so that halos end there.
+    again: values to recompute in later stages, besides those that take few cheap operations.
     """
     return PlanMemo(graph, units, False).program(cut, again)
 
 
 class PlanMemo:
-    """Programs of the same units that keep different values; what they have in common is worked out once.
+    """Builds schedules of the same units that keep different values; equal segments are built once.
 
-    remembers: whether turns have steps in common, too, which takes memory.
+    remembers: whether equal steps of tiles are built once too, which takes memory.
     """
 
     def __init__(self, graph: Graph, units: TracedOps, remembers: bool = True) -> None:
@@ -133,15 +136,16 @@ class PlanMemo:
         self.maker = {out: unit for unit in self.units for out in unit.outs if out is not None}
         self.place = {unit: number for number, unit in enumerate(self.units)}
         self.grid = next((layout.grid for layout in self.layouts.values()), Grid(()))
-        self.shares = TileSampling(self.grid, self.layouts)
+        self.sampling = TileSampling(self.grid, self.layouts)
         self._segments: dict[tuple, FusedRegion] = {}
         self._steps: dict[tuple, TileOp] = {}
 
     def program(self, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> TileSchedule:
+        """The schedule for these choices; see `program_of`."""
         return _SchedulePlan(self, cut, again).program()
 
     def is_there(self, value: Value) -> bool:
-        """Whether a value is whole from the start or once its stage begins: inputs, and what units that run once make."""
+        """Whether a value is whole before the segments of its stage run: inputs, and results of units that run once."""
         unit = self.maker.get(value)
         return unit is None or unit.call is not None
 
@@ -150,31 +154,31 @@ class PlanMemo:
     def segment(
         self, units: Set[TracedOp], kept: Sequence[Value], parts: Sequence[TracedOp], sources: Set[Value]
     ) -> FusedRegion:
-        """The segment of these units; the same object for the same ones."""
+        """The segment of these units; the same object for equal arguments."""
         key = (frozenset(units), tuple(kept), tuple(parts), frozenset(sources))
         if key not in self._segments:
             ordered = sorted(units, key=self.place.__getitem__)
-            numbers = self.shares.turns(kept, parts)
-            make = partial(self._turn, ordered, tuple(kept), tuple(parts), frozenset(sources))
-            turns = TurnSequence(numbers, make, len(ordered) + len(parts))
+            numbers = self.sampling.tiles(kept, parts)
+            make = partial(self._tile, ordered, tuple(kept), tuple(parts), frozenset(sources))
+            tiles = StreamedTiles(numbers, make, len(ordered) + len(parts))
             first = sorted(sources, key=lambda value: value.number)
             self._segments[key] = FusedRegion(
-                ordered, list(kept), list(parts), first, turns, self.shares.samples(numbers, kept, parts)
+                ordered, list(kept), list(parts), first, tiles, self.sampling.samples(numbers, kept, parts)
             )
         return self._segments[key]
 
     def _kept_box(self, value: Value, number: int) -> Box | None:
-        """What a turn makes of a value to keep."""
+        """The box that a tile makes of a value to keep; None if another tile makes it."""
         layout = self.layouts[value]
         box = layout.box_of(number)
         return box if _is_first(self.grid, number, layout.axes) and not is_empty(box) else None
 
-    # ------------------------------------------------------------------------------------------ turns
+    # ------------------------------------------------------------------------------------------ tiles
 
-    def _turn(
-        self, units: Sequence[TracedOp], kept: Sequence[Value], parts: Sequence[TracedOp], held: Set[Value], number: int
-    ) -> Turn:
-        turn = Turn(number)
+    def _tile(
+        self, units: Sequence[TracedOp], kept: Sequence[Value], parts: Sequence[TracedOp], stored: Set[Value], number: int
+    ) -> StreamedTile:
+        tile = StreamedTile(number)
         needs: dict[Value, list[Box]] = {}
         sources: dict[Value, list[Box]] = {}
 
@@ -183,29 +187,29 @@ class PlanMemo:
                 if box is None:
                     box = tuple(Interval(0, extent) for extent in value.shape)
                 if value in self.layouts and not is_empty(box):
-                    (sources if value in held else needs).setdefault(value, []).append(box)
+                    (sources if value in stored else needs).setdefault(value, []).append(box)
 
         for value in kept:
             box = self._kept_box(value, number)
             if box is not None:
-                turn.kept[value] = box
+                tile.kept[value] = box
                 needs.setdefault(value, []).append(box)
         for unit in parts:
             if _is_first(self.grid, number, unit.axes):
                 step = self._step((unit, number), partial(_made, unit.part, number))
-                turn.parts.append((unit, step))
+                tile.parts.append((unit, step))
                 want(step, unit)
         for unit in reversed(units):
             wanted = {n: union(needs[out]) for n, out in enumerate(unit.outs) if out is not None and out in needs}
             wanted = {n: box for n, box in wanted.items() if not is_empty(box)}
             if wanted:
                 step = self._step((unit, *wanted.items()), partial(_made, unit.step, wanted))
-                turn.steps.append((unit, step))
+                tile.steps.append((unit, step))
                 want(step, unit)
-        turn.steps.reverse()
-        turn.sources = {value: union(boxes) for value, boxes in sources.items()}
-        turn.drop = _drops(turn)
-        return turn
+        tile.steps.reverse()
+        tile.sources = {value: union(boxes) for value, boxes in sources.items()}
+        tile.drop = _drops(tile)
+        return tile
 
     def _step(self, key: tuple, make: Callable[[], TileOp]) -> TileOp:
         if not self.remembers:
@@ -216,14 +220,14 @@ class PlanMemo:
 
 
 AGAIN_MOST = 6
-"""Pointwise operations up to which a value is made again rather than kept."""
+"""The largest number of pointwise operations for which a value is recomputed rather than kept."""
 
 
 class _SchedulePlan:
-    """One program: which stage everything falls into, and what is kept."""
+    """Builds one schedule: assigns units to stages, and chooses the kept values."""
 
-    def __init__(self, drafts: PlanMemo, cut: Set[Value], again: Set[Value]) -> None:
-        self.drafts, self.units, self.layouts = drafts, drafts.units, drafts.layouts
+    def __init__(self, memo: PlanMemo, cut: Set[Value], again: Set[Value]) -> None:
+        self.memo, self.units, self.layouts = memo, memo.units, memo.layouts
         self.cut, self.again = cut, again
         self.stage: dict[Value, int] = {}
         self.unit_stage: dict[TracedOp, int] = {}
@@ -238,18 +242,18 @@ class _SchedulePlan:
                 stages[self.unit_stage[unit]].once.append(unit)
         for number, stage in enumerate(stages):
             stage.segments = self._segments(number)
-        return TileSchedule(self.drafts.graph, self.layouts, stages, self.kept, _last_reads(stages))
+        return TileSchedule(self.memo.graph, self.layouts, stages, self.kept, _last_reads(stages))
 
     # ------------------------------------------------------------------------------------------ stages
 
     def _find_stages(self) -> None:
-        drawn, maker = 0, self.drafts.maker
+        drawn, maker = 0, self.memo.maker
         for unit in self.units:
             stage = 0
             for number, value in enumerate(unit.reads):
                 if value not in maker or (unit.node.draws and value in self.layouts and number not in unit.wide):
                     continue
-                later = not self.drafts.is_there(value) and (number in unit.wide or value in self.cut)
+                later = not self.memo.is_there(value) and (number in unit.wide or value in self.cut)
                 stage = max(stage, self.stage[value] + later)
             if unit.node.draws:
                 stage = drawn = max(stage, drawn)
@@ -261,18 +265,18 @@ class _SchedulePlan:
     # ------------------------------------------------------------------------------------------ what is kept
 
     def _find_kept(self) -> None:
-        results = set(self.drafts.graph.results)
+        results = set(self.memo.graph.results)
         for unit in self.units:
             for out in unit.outs:
                 if out is not None and out in self.layouts and unit.step is not None and (out in results or out in self.cut):
                     self.kept[out] = self.stage[out]
             for number in unit.wide:
                 value = unit.reads[number]
-                if not self.drafts.is_there(value):
+                if not self.memo.is_there(value):
                     self.kept[value] = self.stage[value]
         for unit in self.units:
             for value in self._tiled_reads(unit):
-                is_later = not self.drafts.is_there(value) and self.stage[value] < self.unit_stage[unit]
+                is_later = not self.memo.is_there(value) and self.stage[value] < self.unit_stage[unit]
                 if is_later and value not in self.again and self._cost(value) > AGAIN_MOST:
                     self.kept[value] = self.stage[value]
 
@@ -280,10 +284,10 @@ class _SchedulePlan:
         return [v for n, v in enumerate(unit.reads) if v in self.layouts and n not in unit.wide and unit.call is None]
 
     def _cost(self, value: Value) -> float:
-        """Operations that make a value from what is kept; infinite where one of them is no cheap one."""
-        if self.drafts.is_there(value) or value in self.kept:
+        """The number of operations that compute a value from kept values; infinite if one of them is not cheap."""
+        if self.memo.is_there(value) or value in self.kept:
             return 0
-        unit = self.drafts.maker[value]
+        unit = self.memo.maker[value]
         if not (unit.is_pointwise or unit.step is not None and unit.reads[0].name == "total"):
             return float("inf")
         return 1 + sum(self._cost(read) for read in unit.reads if read in self.layouts)
@@ -301,14 +305,14 @@ class _SchedulePlan:
             kept = [goal.target for goal in group if isinstance(goal.target, Value)]
             parts = [goal.target for goal in group if isinstance(goal.target, TracedOp)]
             units = set().union(*(goal.units for goal in group))
-            found.append(self.drafts.segment(units, kept, parts, set().union(*(goal.sources for goal in group))))
+            found.append(self.memo.segment(units, kept, parts, set().union(*(goal.sources for goal in group))))
         return found
 
     def _is_source(self, value: Value, stage: int) -> bool:
-        return self.drafts.is_there(value) or (value in self.kept and self.kept[value] < stage)
+        return self.memo.is_there(value) or (value in self.kept and self.kept[value] < stage)
 
     def _closure(self, values: Iterable[Value], stage: int) -> tuple[set[TracedOp], set[Value]]:
-        """The units that make these values from what is kept before the stage, and what they read of that."""
+        """The units that compute these values from values kept before the stage, and the kept values that they read."""
         found: set[TracedOp] = set()
         sources: set[Value] = set()
         stack = [value for value in values if value in self.layouts]
@@ -316,7 +320,7 @@ class _SchedulePlan:
             value = stack.pop()
             if self._is_source(value, stage):
                 sources.add(value)
-            elif (unit := self.drafts.maker[value]) not in found:
+            elif (unit := self.memo.maker[value]) not in found:
                 found.add(unit)
                 stack += [read for read in unit.reads if read in self.layouts]
         return found, sources
@@ -324,7 +328,7 @@ class _SchedulePlan:
 
 @dataclass
 class _Goal:
-    """Something to make in a stage, the units that make it, and the kept values that these read."""
+    """A value or reduction to compute in a stage, the units that compute it, and the kept values that these read."""
 
     target: Value | TracedOp
     units: set[TracedOp]
@@ -332,7 +336,7 @@ class _Goal:
 
 
 def _made(make: Any, argument: Any) -> TileOp:
-    assert make is not None, "a unit without a way to run in turns is among those of a segment"
+    assert make is not None, "a unit that cannot run in tiles is among those of a segment"
     return make(argument)
 
 
@@ -346,9 +350,9 @@ def _last_reads(stages: Sequence[Stage]) -> dict[Value, int]:
     return last
 
 
-def _is_first(grid: Grid, turn: int, axes: Collection[int]) -> bool:
-    """Whether a turn stands first along all other axes: one of several turns that would make the same."""
-    return all(at == 0 for axis, at in enumerate(grid.coordinate(turn)) if axis not in axes)
+def _is_first(grid: Grid, tile: int, axes: Collection[int]) -> bool:
+    """Whether a tile has coordinate 0 on all axes but `axes`: of several tiles that would make the same, one does."""
+    return all(at == 0 for axis, at in enumerate(grid.coordinate(tile)) if axis not in axes)
 
 
 def _together(goals: Sequence[_Goal]) -> list[list[_Goal]]:
@@ -361,11 +365,11 @@ def _together(goals: Sequence[_Goal]) -> list[list[_Goal]]:
     return groups
 
 
-def _drops(turn: Turn) -> list[list[Value]]:
-    """After which step each value that no later one reads goes."""
-    needed = set(turn.kept) | {v for unit, _ in turn.parts for v in unit.reads}
+def _drops(tile: StreamedTile) -> list[list[Value]]:
+    """For each step, the values that no later step reads."""
+    needed = set(tile.kept) | {v for unit, _ in tile.parts for v in unit.reads}
     drops: list[list[Value]] = []
-    for unit, _ in reversed(turn.steps):
+    for unit, _ in reversed(tile.steps):
         here = {v for v in (*unit.reads, *unit.outs) if v is not None} - needed
         drops.append(list(here))
         needed |= here

@@ -1,7 +1,7 @@
-"""Which values are worth keeping, so that halos end there, and which are cheaper made again?  A search by estimates.
+"""Which values should be stored between segments, so that halos end there, and which recomputed?  A search by estimates.
 
-Two paths lead away from a program that keeps what it must: along one more and more is kept, along the other less and less.
-They do not depend on how much memory there is; that decides only how far along a path to go.
+Two greedy paths start from the program that stores what it must: along one each program stores one value more, along the other
+one less.  The paths do not depend on the memory budget, which only decides how far along a path to go.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from widefield.streaming.tile_ops import TileOp
 from widefield.streaming.tile_planner import TracedOp
 
 GAIN_LEAST = 0.005
-"""Share of the time that one more kept value must save."""
+"""The fraction of the time that one more stored value must save."""
 STEPS_MOST = 16
-"""How far along a path the search goes."""
+"""The largest number of steps along a path."""
 
 
 @dataclass(frozen=True)
 class KeepPlan:
-    """A program.  cut, again: what it keeps, and makes again, of its own accord.  cost, together: as in `Estimate`."""
+    """A program and the choices that it follows from: values that it stores (`cut`) or recomputes (`again`) without need.
+
+    cost, together: as in `Estimate`.
+    """
 
     program: TileSchedule
     estimator: Estimator
@@ -46,17 +49,20 @@ class KeepPlan:
 
 
 class KeepSearch:
-    """The programs of the same units that differ in what they keep."""
+    """Programs of the same units that differ in what they store."""
 
-    def __init__(self, drafts: PlanMemo, estimator: Estimator) -> None:
-        self.drafts, self.estimator = drafts, estimator
-        self.base = self._way((), ())
+    def __init__(self, memo: PlanMemo, estimator: Estimator) -> None:
+        self.memo, self.estimator = memo, estimator
+        self.base = self._plan((), ())
 
-    def _way(self, cut: tuple[Value, ...], again: tuple[Value, ...]) -> KeepPlan:
-        return KeepPlan(self.drafts.program(frozenset(cut), frozenset(again)), self.estimator, cut, again)
+    def _plan(self, cut: tuple[Value, ...], again: tuple[Value, ...]) -> KeepPlan:
+        return KeepPlan(self.memo.program(frozenset(cut), frozenset(again)), self.estimator, cut, again)
 
     def with_more(self, room: int | None) -> list[KeepPlan]:
-        """Each keeps one more value than the one before: that which saves the most time per byte.  room: for what is kept."""
+        """Plans that each store one value more than the one before: that which saves the most time per byte.
+
+        room: the bytes that stored values and their gradients may take; None: any.
+        """
 
         def worth(before: KeepPlan, after: KeepPlan) -> float:
             if room is not None and after.together > room:
@@ -65,58 +71,62 @@ class KeepSearch:
             return gain / max(1, after.together - before.together) if gain >= GAIN_LEAST * before.cost else 0.0
 
         moves = list(dict.fromkeys(self._read_with_halo()))
-        return self._path(moves, lambda way, value: self._way((*way.cut, value), way.again), worth)
+        return self._path(moves, lambda plan, value: self._plan((*plan.cut, value), plan.again), worth)
 
     def with_less(self) -> list[KeepPlan]:
-        """Each makes one more value again than the one before: that which spares the most bytes per time."""
+        """Plans that each recompute one value more than the one before: that which saves the most bytes per time."""
 
         def worth(before: KeepPlan, after: KeepPlan) -> float:
             return (before.estimate.peak - after.estimate.peak) / max(1.0, after.cost - before.cost)
 
-        results, wide = set(self.drafts.graph.results), {unit.reads[n] for unit in self.drafts.units for n in unit.wide}
+        results, wide = set(self.memo.graph.results), {unit.reads[n] for unit in self.memo.units for n in unit.wide}
         moves = [value for value in self.base.program.kept if value not in results and value not in wide]
-        return self._path(moves, lambda way, value: self._way(way.cut, (*way.again, value)), worth)
+        return self._path(moves, lambda plan, value: self._plan(plan.cut, (*plan.again, value)), worth)
 
     def _path(
-        self, moves: Iterable[Value], taken: Callable[[KeepPlan, Value], KeepPlan], worth: Callable[[KeepPlan, KeepPlan], float]
+        self, moves: Iterable[Value], apply: Callable[[KeepPlan, Value], KeepPlan], worth: Callable[[KeepPlan, KeepPlan], float]
     ) -> list[KeepPlan]:
-        """Greedy.  What is worth nothing at first is left out; other moves are looked at again once they come first."""
+        """The plans along a greedy path.  Moves of no worth at the start are dropped; others are valued again when they come
+        first in the queue."""
         here = self.base
         found: list[KeepPlan] = []
         queue: list[tuple[float, int, Value, KeepPlan, int]] = []
         for order, value in enumerate(moves):
-            way = taken(here, value)
-            if worth(here, way) > 0:
-                queue.append((-worth(here, way), order, value, way, 0))
+            plan = apply(here, value)
+            if worth(here, plan) > 0:
+                queue.append((-worth(here, plan), order, value, plan, 0))
         heapq.heapify(queue)
         while queue and len(found) < STEPS_MOST:
-            _, order, value, way, at = heapq.heappop(queue)
+            _, order, value, plan, at = heapq.heappop(queue)
             if at == len(found):
-                here = way
-                found.append(way)
+                here = plan
+                found.append(plan)
                 continue
-            way = taken(here, value)
-            if worth(here, way) > 0:
-                heapq.heappush(queue, (-worth(here, way), order, value, way, len(found)))
+            plan = apply(here, value)
+            if worth(here, plan) > 0:
+                heapq.heappush(queue, (-worth(here, plan), order, value, plan, len(found)))
         return found
 
     # ------------------------------------------------------------------------------------------ candidates
 
     def _read_with_halo(self) -> Iterator[Value]:
-        """What is read through windows with a halo, or where that came from without one, if that is not larger; and joints."""
+        """Candidates: values that are read with a halo, and single values through which a segment's computation passes.
+
+        In place of each, the value that it was computed from pixel by pixel, if that takes no more memory.
+        """
         for stage in self.base.program.stages:
             for segment in stage.segments:
                 made = {out for unit in segment.units for out in unit.outs}
-                for value in (*_with_halo(segment), *_joints(segment, self.drafts)):
+                for value in (*_with_halo(segment), *_joints(segment, self.memo)):
                     origin = self._origin(value, made)
                     if origin in made and origin not in segment.kept:
                         yield origin
 
     def _origin(self, value: Value, made: set) -> Value:
-        """The value of which this one is made pixel by pixel: a convolution's own result, if kept, spares its second run."""
+        """The value from which this one is computed pixel by pixel: if a convolution's result is stored, it runs only once."""
         while value in made:
-            unit = self.drafts.maker[value]
-            before = [read for read in unit.reads if read in self.drafts.layouts]
+            unit = self.memo.maker[value]
+            before = [read for read in unit.reads if read in self.memo.layouts]
             if len(before) != 1 or not _is_pixelwise(unit, value, before[0]) or before[0] not in made:
                 break
             (value,) = before
@@ -124,14 +134,14 @@ class KeepSearch:
 
 
 def _is_pixelwise(unit: TracedOp, value: Value, before: Value) -> bool:
-    """Whether a unit gives each pixel from the same one, of a value that takes no more memory."""
+    """Whether a unit computes each pixel from the same pixel of `before`, and `before` takes no more memory."""
     if unit.step is None or before.bytes > value.bytes or before.shape[2:] != value.shape[2:]:
         return False
     return unit.is_pointwise or "norm" in str(unit.node.op)
 
 
 def _with_halo(segment: FusedRegion) -> list[Value]:
-    """Values of which some step reads more pixels than its share of the result has."""
+    """Values of which a step reads a larger fraction than it makes of its result."""
     found = []
     for unit, step in _largest(segment):
         for value, box in zip(unit.reads, step.reads, strict=True):
@@ -145,20 +155,20 @@ def _with_halo(segment: FusedRegion) -> list[Value]:
 
 
 def _largest(segment: FusedRegion) -> list[tuple[TracedOp, TileOp]]:
-    """The steps of the turn that has the most neighbours."""
-    turns = [segment.turns[place].steps for place, _ in segment.samples]
-    return max(turns, key=lambda steps: sum(len(i) for _, step in steps for box in step.reads if box for i in box), default=[])
+    """The steps of the sampled tile that reads the most."""
+    tiles = [segment.tiles[place].steps for place, _ in segment.samples]
+    return max(tiles, key=lambda steps: sum(len(i) for _, step in steps for box in step.reads if box for i in box), default=[])
 
 
-def _joints(segment: FusedRegion, drafts: PlanMemo) -> list[Value]:
-    """Values through which everything goes: once they are made, nothing that came before is read any more."""
+def _joints(segment: FusedRegion, memo: PlanMemo) -> list[Value]:
+    """Values after which nothing computed before is read any more."""
     last = {value: n for n, unit in enumerate(segment.units) for value in unit.reads}
     last.update(dict.fromkeys(segment.kept, len(segment.units)))
     last.update({value: len(segment.units) for unit in segment.parts for value in unit.reads})
     found: list[Value] = []
     live: set[Value] = set()
     for n, unit in enumerate(segment.units):
-        live |= {value for value in (*unit.reads, *unit.outs) if value in drafts.layouts and last.get(value, -1) > n}
+        live |= {value for value in (*unit.reads, *unit.outs) if value in memo.layouts and last.get(value, -1) > n}
         live = {value for value in live if last[value] > n}
         found += list(live) if len(live) == 1 else []
     return found

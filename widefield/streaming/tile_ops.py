@@ -1,4 +1,4 @@
-"""One operation in one turn: the boxes that it reads and makes, and what runs; from a rule asked for these very boxes."""
+"""One operation on one tile: the boxes that it reads and makes, and what runs, from its rule for these boxes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ NEW: dict[Any, int] = {
     aten.new_empty.default: 1, aten.new_zeros.default: 1, aten.new_ones.default: 1, aten.new_full.default: 1,
     aten.empty.memory_format: 0, aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0,
 }  # fmt: skip
-"""Operations that make a tensor of one value, or none, and which of their arguments is its size."""
+"""Operations that make a tensor of one number, or an empty one, and the index of their size argument."""
 
 
 @dataclass(frozen=True)
 class TileOp:
-    """One operation in one turn.
+    """One operation on one tile.
 
-    reads: for each tensor argument the box of it that is wanted, None: the whole.  outs: the box that comes of each result.
-    call: from these tensors to the results.
-    known: from the one result, where it is at hand, and the tensors to that result with its gradient; None: it must be run.
+    reads: the box that it reads of each tensor argument; None: the whole.  outs: the box that it makes of each result.
+    call: from the tensors to the results.
+    known: from a stored result and the tensors to the same result with its autograd history, without computing it again; None
+        if that is not possible.
     """
 
     reads: list[Box | None]
@@ -54,12 +55,12 @@ def call_whole(node: Node, tensors: list[Tensor]) -> list[Any]:
 
 
 def union(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all of these."""
+    """The smallest box that contains all of these."""
     return tuple(hull(list(intervals)) for intervals in zip(*boxes, strict=True))
 
 
 def broadcast_box(shape: Sequence[int], extents: Sequence[int], box: Box) -> Box:
-    """What an operand of `extents` gives to `box` of a result of `shape`."""
+    """The box of a broadcast operand of shape `extents` that `box` of a result of shape `shape` reads."""
     missing = len(shape) - len(extents)
     return tuple(
         box[missing + dim] if extent == shape[missing + dim] else Interval(0, extent) for dim, extent in enumerate(extents)
@@ -103,11 +104,11 @@ def windowed_step(node: Node, d: Windowed, needs: dict[int, Box]) -> TileOp:
     )
 
 
-def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> TileOp:
-    """A turn's own pixels' part of a sum."""
-    mine = [None if layout is None else _at(layout, turn) for layout in layouts]
+def part_step(node: Node, layouts: Sequence[Layout | None], tile: int) -> TileOp:
+    """The part of a reduction from a tile's own pixels."""
+    mine = [None if layout is None else _at(layout, tile) for layout in layouts]
     d = description_of(node, mine)
-    assert isinstance(d, Reduced), f"{node.op} gave {d!r} in turn {turn}"
+    assert isinstance(d, Reduced), f"{node.op} gave {d!r} in tile {tile}"
     reads = _read_boxes(d, len(node.reads))
     numbers = [meta.number for meta in d.reads]
     known = d.attach_grad
@@ -119,13 +120,13 @@ def part_step(node: Node, layouts: Sequence[Layout | None], turn: int) -> TileOp
     )
 
 
-def _at(layout: Layout, turn: int) -> Layout:
-    grid = Grid(layout.grid.sizes, turn)
+def _at(layout: Layout, tile: int) -> Layout:
+    grid = Grid(layout.grid.sizes, tile)
     return layout_of(layout.shape, layout.cuts, grid)
 
 
 def _read_boxes(d: Local | Reduced, count: int) -> list[Box | None]:
-    """The box of each tensor argument, as `to_layout` would bring it; None: as it is."""
+    """The box of each tensor argument that the rule's operation needs; None: the whole."""
     layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
     assert layout is not None
     boxes: list[Box | None] = [None] * count
@@ -136,12 +137,12 @@ def _read_boxes(d: Local | Reduced, count: int) -> list[Box | None]:
     return boxes
 
 
-# ---------------------------------------------------------------------------------------------- rules that go by boxes
+# ---------------------------------------------------------------------------------------------- local and reduced rules
 
 
 @dataclass(frozen=True)
 class _Link:
-    """How an axis cuts one tensor: on `dim`, of which `ratio` pixels go with one of the first argument's; or by a reach."""
+    """How an axis of the grid cuts a tensor: on `dim`, by `ratio` pixels per pixel of the first tensor, or by a window."""
 
     dim: int
     ratio: Fraction
@@ -159,9 +160,10 @@ class _Link:
 
 
 class Boxed:
-    """A Local or Reduced rule, asked anew for the box of every turn.
+    """A Local or Reduced rule, which is asked anew for the box of every tile.
 
-    links[tensor][axis]: how the axis cuts each argument and each result, by the pixels of the first argument that it cuts.
+    reads[n][axis], outs[n][axis]: how the axis cuts argument or result n, relative to the first tensor that it cuts.
+    extents[axis]: the pixels of that tensor.
     """
 
     def __init__(self, node: Node, layouts: list[Layout | None], layout: Layout, out_layouts: list[Layout | None]) -> None:
@@ -173,7 +175,7 @@ class Boxed:
 
     @classmethod
     def of(cls, node: Node, layouts: list[Layout | None], d: Local | Reduced) -> Boxed | None:
-        """None where the rule moves a cut, or where results are not cut in step with what is read."""
+        """None if the rule moves a cut, or if results are not cut in proportion to what is read."""
         layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
         assert layout is not None
         if (
@@ -189,7 +191,7 @@ class Boxed:
         unread = {n for n, lay in enumerate(layouts) if lay is not None} - {meta.number for meta in d.reads}
         if unread:
             return None
-        made = cls(node, layouts, layout, _out_layouts(d, layout, len(node.outs)))
+        made = cls(node, layouts, layout, _out_layouts(d, layout))
         return made if made._link(d) else None
 
     def _link(self, d: Local | Reduced) -> bool:
@@ -214,7 +216,7 @@ class Boxed:
         return True
 
     def _intervals(self, needs: dict[int, Box]) -> dict[int, Interval]:
-        """Per axis, the pixels of the first argument that all needs take."""
+        """For each axis, the pixels of the first tensor that `needs` read."""
         wanted: dict[int, list[Interval]] = {axis: [] for axis in self.extents}
         for number, box in needs.items():
             for axis in self.extents:
@@ -227,7 +229,7 @@ class Boxed:
             found[axis] = Interval(around.start // unit * unit, stop)
         return found
 
-    def _asked(self, intervals: dict[int, Interval]) -> Local | Reduced:
+    def _description(self, intervals: dict[int, Interval]) -> Local | Reduced:
         grid = Grid((3,) * len(self.layout.grid.sizes), sum(3**n for n in range(len(self.layout.grid.sizes))))
         layouts = []
         for value, links, layout in zip(self.node.reads, self.reads, self.layouts, strict=True):
@@ -241,8 +243,8 @@ class Boxed:
         return d
 
     def step(self, needs: dict[int, Box]) -> TileOp:
-        """The operation on the box that `needs` ask of its results."""
-        d = self._asked(self._intervals(needs))
+        """The operation that makes the boxes in `needs`, by result number."""
+        d = self._description(self._intervals(needs))
         layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
         numbers = [meta.number for meta in d.reads]
 
@@ -256,8 +258,8 @@ class Boxed:
         return TileOp(_read_boxes(d, len(self.node.reads)), self._boxes(d, layout), call)
 
     def finish_step(self, needs: dict[int, Box]) -> TileOp:
-        """The end of a reduction; its first tensor is the total."""
-        d = self._asked(self._intervals(needs))
+        """The end of a reduction on one tile; its first tensor is the total."""
+        d = self._description(self._intervals(needs))
         assert isinstance(d, Reduced) and d.finish is not None
         layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
         finish = d.finish
@@ -267,17 +269,17 @@ class Boxed:
             lambda tensors: results(finish(tensors[0], *tensors[1:])),
         )
 
-    def settled(self, tensors: list[Tensor]) -> list[Any]:
-        """What a reduction gives once, from the total: its arguments come without pixels."""
+    def reduced_outputs(self, tensors: list[Tensor]) -> list[Any]:
+        """The results of a reduction that are not cut, from the total; the arguments have no pixels."""
         total, *given = tensors
         return self._without_pixels(given, total)
 
-    def alone(self, tensors: list[Tensor]) -> list[Any]:
-        """What a rule without a sum gives once."""
+    def uncut_outputs(self, tensors: list[Tensor]) -> list[Any]:
+        """The results that are not cut of a rule that reduces no cut dim."""
         return self._without_pixels(tensors, None)
 
     def _without_pixels(self, given: list[Tensor], total: Tensor | None) -> list[Any]:
-        d = self._asked(dict.fromkeys(self.extents, Interval(0, 0)))
+        d = self._description(dict.fromkeys(self.extents, Interval(0, 0)))
         assert isinstance(d, Reduced)
         for number, (layout, box) in enumerate(zip(self.layouts, _read_boxes(d, len(given)), strict=True)):
             if layout is None and box is not None:
@@ -287,10 +289,10 @@ class Boxed:
         return results(d.finish(total, *given) if d.finish is not None else total)
 
     def _boxes(self, d: Local | Reduced, layout: Any) -> list[Box | None]:
-        return [None if out is None else out.box for out in _out_layouts(d, layout, len(self.node.outs))]
+        return [None if out is None else out.box for out in _out_layouts(d, layout)]
 
 
-def _out_layouts(d: Local | Reduced, layout: Layout, count: int) -> list[Layout | None]:
+def _out_layouts(d: Local | Reduced, layout: Layout) -> list[Layout | None]:
     if isinstance(d, Local):
         return [layout_of(tuple(shape), cuts or (None,) * len(shape), layout.grid) for shape, cuts in d.outs(layout)]
     return [

@@ -1,8 +1,8 @@
-"""How each operation is run tile after tile: the rules of tiles in space, read for one turn at a time.
+"""How each operation runs tile after tile, by the same rules as tiles in space.
 
-A virtual grid has a place for every turn, and a value's layout on it says which pixels are whose.  A rule is asked once with
-these layouts to learn which axes of the grid an operation can be cut along; then again for the very box that a turn needs,
-which with its halo is larger than what the turn owns.  What no rule can cut runs on the whole, and says why.
+A virtual grid has a place for every tile in time, and a value's layout on it says which pixels belong to which tile.  A rule is
+asked once with these layouts, to find the axes of the grid along which an operation can be cut.  It is asked again for the box
+that a tile needs, which with its halo is larger than what the tile owns.  An operation that no rule cuts runs on the whole.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ POINTWISE = SAME_PIXELS | recorder.POINTWISE | {aten.fill.Scalar, aten.fill.Tens
 
 @dataclass(eq=False)
 class TracedOp:
-    """Something to run: `reads` and `outs` as a Node's, `node` what it comes from.
+    """A unit of a schedule: an operation, or a part of one.  `reads` and `outs` are as those of a Node; `node` is its origin.
 
-    A unit with `step` runs in every turn; one with `part` in those that differ along `axes`, and what it gives is merged over
-    them; any other runs once.
-    wide: which of the reads it wants whole though they are cut, so that they have to be kept.
-    why: what keeps it from running in turns along all axes along which its reads are cut; "" for one that does.
+    A unit with `step` runs for every tile.  One with `part` runs for the tiles that differ along `axes`, and `merge` reduces
+    their results.  One with `call` runs once.
+    wide: the numbers of the reads that are cut but needed whole, so that they have to be kept.
+    why: why it does not run in tiles along all axes along which its reads are cut; "" if it does.
     """
 
     node: Node
@@ -69,14 +69,14 @@ class TracedOp:
 
 @dataclass
 class TracedOps:
-    """All that is to be run, in order, and on the virtual grid the layout of each value that is cut."""
+    """All units, in order, and the layout on the virtual grid of each value that is cut."""
 
     units: list[TracedOp] = field(default_factory=list)
     layouts: dict[Value, Layout] = field(default_factory=dict)
 
 
 def units_of(graph: Graph, grid: Grid, inputs: Mapping[Value, Layout]) -> TracedOps:
-    """How to run `graph` in a turn per place of `grid`; inputs: how those are cut that are."""
+    """Plan how to run `graph` in the tiles of the virtual grid.  inputs: the layouts of inputs that are cut."""
     found = TracedOps(layouts=dict(inputs))
     _GraphReader(graph, grid, found).read()
     return found
@@ -113,7 +113,7 @@ class _GraphReader:
     # ------------------------------------------------------------------------------------------ kinds of units
 
     def _once(self, node: Node, layouts: list[Layout | None], why: str = "") -> None:
-        """On the whole, once; results of the shape of a cut argument are cut as that is."""
+        """Add a unit that runs once, on the whole; results with the shape of a cut argument get its layout."""
         reads = node.reads
         wide = frozenset(n for n, layout in enumerate(layouts) if layout is not None and layout.is_cut)
         if asks_shape_alone(node) or node.op in NEW:
@@ -125,7 +125,7 @@ class _GraphReader:
         self.found.units.append(TracedOp(node, reads, node.outs, call=partial(call_whole, node), wide=wide, why=why))
 
     def _is_large(self, out: Value | None) -> bool:
-        """Whether a tensor has enough pixels on its last dims for every turn."""
+        """Whether the last dims of a tensor are long enough to be cut into all tiles."""
         sizes = self.grid.sizes
         return (
             out is not None
@@ -134,7 +134,7 @@ class _GraphReader:
         )
 
     def _new(self, node: Node) -> None:
-        """A tensor of one value, of which every turn makes its own part."""
+        """Add a unit that makes a tensor of one number, tile by tile."""
         (out,), sizes = node.outs, self.grid.sizes
         assert out is not None
         first = out.ndim - len(sizes)
@@ -148,11 +148,11 @@ class _GraphReader:
         self._cut(node.outs, [layout] * len(node.outs))
         step = partial(pointwise_step, node, out.shape)
         self.found.units.append(
-            TracedOp(node, node.reads, node.outs, step=step, is_pointwise=True, wide=self._wide(node, layouts, layout))
+            TracedOp(node, node.reads, node.outs, step=step, is_pointwise=True, wide=self._wide(layouts, layout))
         )
 
-    def _wide(self, node: Node, layouts: Sequence[Layout | None], out: Layout) -> frozenset[int]:
-        """Reads that are cut along an axis along which the result is not."""
+    def _wide(self, layouts: Sequence[Layout | None], out: Layout) -> frozenset[int]:
+        """The numbers of reads that are cut along an axis along which the result is not."""
         cut = {n: set(lay.axes) for n, lay in enumerate(layouts) if lay is not None}
         return frozenset(n for n, axes in cut.items() if axes - set(out.axes))
 
@@ -162,7 +162,7 @@ class _GraphReader:
                 self.found.layouts[out] = layout
 
     def _by_rule(self, node: Node, layouts: list[Layout | None]) -> str | None:
-        """Cut along as many axes as the rule allows; where along none, why not along all of them."""
+        """Add units for an operation that are cut along as many axes as its rule allows; if along none, the reason why."""
         used = sorted({axis for layout in layouts if layout is not None for axis in layout.axes})
         why, first = "", len(self.found.units)
         for count in range(len(used), 0, -1):
@@ -187,8 +187,8 @@ class _GraphReader:
         if isinstance(d, Local) or (isinstance(d, Reduced) and not _cut_dims(d, axes)):
             return self._boxed(node, given, kept, d)
         if isinstance(d, Reduced) and d.by_parts and _cut_dims(d, axes) == axes:
-            boxed = description_of(node, [None if layout is None else _alone(layout) for layout in kept])
-            if isinstance(boxed, Windowed):  # few tiles are read through windows, many would be merged
+            boxed = description_of(node, [None if layout is None else _halves(layout) for layout in kept])
+            if isinstance(boxed, Windowed):  # for two tiles the rule needs windows and no reduction
                 return self._windowed(node, given, kept, boxed)
             return self._gathered(node, given, kept, d)
         return False
@@ -205,7 +205,7 @@ class _GraphReader:
         }:  # type: ignore
             return False
         self._cut(node.outs, layouts)
-        wide = self._wide(node, given, layouts[0])
+        wide = self._wide(given, layouts[0])
         self.found.units.append(TracedOp(node, node.reads, node.outs, step=partial(windowed_step, node, d), wide=wide))
         return True
 
@@ -220,10 +220,10 @@ class _GraphReader:
         if any(small) and not isinstance(d, Reduced):
             return False
         if any(small):
-            self.found.units.append(TracedOp(node, node.reads, small, call=boxed.alone))
+            self.found.units.append(TracedOp(node, node.reads, small, call=boxed.uncut_outputs))
         self._cut(node.outs, layouts)
         first = next(layout for layout in layouts if layout is not None and layout.is_cut)
-        self.found.units.append(TracedOp(node, node.reads, node.outs, step=boxed.step, wide=self._wide(node, given, first)))
+        self.found.units.append(TracedOp(node, node.reads, node.outs, step=boxed.step, wide=self._wide(given, first)))
         return True
 
     def _gathered(self, node: Node, given: list, kept: list[Layout | None], d: Reduced) -> bool:
@@ -239,7 +239,7 @@ class _GraphReader:
                 part=partial(part_step, node, kept),
                 merge=d.merge,
                 axes=tuple(boxed.extents),
-                wide=self._wide(node, given, boxed.layout),
+                wide=self._wide(given, boxed.layout),
             )
         )
         layouts = boxed.out_layouts
@@ -249,14 +249,14 @@ class _GraphReader:
             for out, lay in zip(node.outs, layouts, strict=True)
         ]
         if any(out is not None for out in small):
-            self.found.units.append(TracedOp(node, [total, *node.reads], small, call=boxed.settled))
+            self.found.units.append(TracedOp(node, [total, *node.reads], small, call=boxed.reduced_outputs))
         if any(out is not None for out in large):
             self._cut(node.outs, layouts)
             self.found.units.append(TracedOp(node, [total, *node.reads], large, step=boxed.finish_step))
         return True
 
     def _uncut(self, node: Node, layouts: Sequence[Layout | None]) -> list[Value | None]:
-        """The results that are wanted and that no axis cuts."""
+        """The results that are not cut."""
         return [None if layout is not None and layout.is_cut else out for out, layout in zip(node.outs, layouts, strict=True)]
 
     def _new_value(self, node: Node) -> Value:
@@ -273,16 +273,16 @@ class _GraphReader:
 
 
 def _no_turns(d: Description) -> str:
-    """Why what a rule says cannot be done tile after tile."""
+    """Why an operation whose rule says `d` cannot run tile after tile."""
     if isinstance(d, Reduced) and not d.by_parts:
-        return "what it makes of all pixels cannot be put together from tiles' parts"
+        return "its reduction over all pixels cannot be merged from tiles' parts"
     if isinstance(d, (Local, Reduced, Windowed)):
         return "its rule moves cuts to other dims, or cuts nothing of its result"
-    return f"its rule ({type(d).__name__}) is for tiles in space alone"
+    return f"its rule ({type(d).__name__}) is for tiles in space only"
 
 
 def asks_shape_alone(node: Node) -> bool:
-    """Whether a draw reads no value of its first argument, as one in place and one like a tensor do."""
+    """Whether a draw reads only the shape and memory format of its argument, as in-place draws and `rand_like` do."""
     return node.draws and len(node.reads) == 1 and (isinstance(node.op, partial) or node.op in LIKE)
 
 
@@ -290,11 +290,11 @@ LIKE: set[Any] = {
     aten.bernoulli.p, aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
     torch.ops.widefield.dropout_mask.default,
 }  # fmt: skip
-"""Draws that ask their first argument for its shape and order in memory alone."""
+"""Draws that read only the shape and memory format of their first argument."""
 
 
 def _only(layout: Layout | None, axes: Sequence[int]) -> Layout | None:
-    """The layout with the cuts along `axes` alone; None where none is left."""
+    """The layout with only the cuts along `axes`; None if none is left."""
     if layout is None:
         return None
     left = layout_of(
@@ -303,15 +303,15 @@ def _only(layout: Layout | None, axes: Sequence[int]) -> Layout | None:
     return left if left.is_cut else None
 
 
-def _alone(layout: Layout) -> Layout:
-    """One turn's tile as one of two that a tensor is cut into."""
+def _halves(layout: Layout) -> Layout:
+    """The layout of two tiles, the first as long as before."""
     grid = Grid((2,) * len(layout.grid.sizes))
     halves = [None if cut is None else Cut(cut.axes, (0, cut.bounds[1], cut.bounds[-1])) for cut in layout.cuts]
     return layout_of(layout.shape, tuple(halves), grid)
 
 
 def _cut_dims(d: Reduced, axes: set[int]) -> set[int]:
-    """The axes along which the dims that are summed are cut."""
+    """The axes that cut the reduced dims."""
     layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
     assert layout is not None
     return {axis for dim in d.dims if (cut := layout.cuts[dim]) is not None for axis in cut.axes}

@@ -1,17 +1,17 @@
-"""Channels cut over ranks: tensor parallelism for any model, found by following its data from layer to layer.
+"""Tensor parallelism: the channels of a captured model are sharded over ranks, for any model.
 
-A convolution or a linear layer is cut by its outputs (every rank computes some channels from all inputs) or by its inputs
-(every rank computes all channels from some inputs, and what they have is added up).  One after the other they need no message
-between them: what lies there, norms and activations among it, runs on each rank's channels alone.
+A convolution or linear layer is sharded by its outputs (each rank computes some output channels from all inputs) or by its
+inputs (each rank computes partial sums of all output channels from some inputs, and the sums are all-reduced).  A layer sharded
+by outputs followed by one sharded by inputs needs no message in between: norms and activations run on each rank's channels.
 
-    placement.py       which part of a whole's dim each rank holds, and what views, slices and joins make of it
-    op_strategy.py     what it takes to say how an operation runs on parts
-    rule_strategies.py what the rules of `ops/` say of a tensor that is cut along one dim
-    sharding_rules.py  how layers with weights can be cut; views.py: views, slices, joins of any set of indices
-    lookahead.py       what lies behind a layer that might give a part
-    search.py          which strategy each operation of a model takes, by bytes sent, weights left whole and work done twice
+    placement.py       which indices of a dim each rank has; through views, slices and concatenations
+    op_strategy.py     OpStrategy: how one operation runs on shards
+    rule_strategies.py the strategies that follow from the tile rules in `ops/`
+    sharding_rules.py  the other strategies: layers with weights, pointwise operations; views.py: views, slices, concatenations
+    lookahead.py       into which heads or groups later operations split a dim
+    search.py          chooses a strategy for each operation, by bytes sent, replicated weights and replicated work
     collectives.py     the messages, each with its adjoint
-    runtime.py         runs a model so
+    runtime.py         runs a model on its shards
 
-Imports captures, tiled tensors and messages.
+Imports capture, tiled and comm.
 """

@@ -1,7 +1,13 @@
-"""The messages of ranks that share channels, each with its adjoint.
+"""Collectives over the channel axis, each with its adjoint as backward.
 
-A tensor is whole (every rank has it, and its gradient is whole too), entered (every rank has it, and each brings a part of its
-gradient), a part (each rank has some channels), or a sum in parts.
+They convert between the placements of op_strategy.py:
+
+    CopyToRanks      whole -> whole with a partial gradient; backward ReduceFromRanks
+    ReduceFromRanks  partial -> whole; backward CopyToRanks
+    ScatterToRanks   whole -> shard; backward GatherFromRanks
+    GatherFromRanks  shard -> whole; backward ScatterToRanks
+
+Tensors may be tiled in space as well: then each rank exchanges its tile's channels.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from widefield.tiled.tensor import TiledTensor, wrap
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks of a channel axis: this one's place among them, and their process group."""
+    """The channel axis: this rank's coordinate, the number of ranks, and their process group."""
 
     rank: int
     size: int
@@ -35,9 +41,9 @@ class Ranks:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """A part as ranks exchange it.  `fetch` gives the whole of what each has, `keep` what this rank has of a whole.
+    """Conversions between a full tensor and its shards.
 
-    order: the dims of what they give, from the outermost in memory to the innermost; None: row-major.
+    order: the dims of the results, from the outermost in memory to the innermost; None: row-major.
     """
 
     part: Shard
@@ -45,26 +51,26 @@ class Exchange:
     order: tuple[int, ...] | None = None
 
     @cached_property
-    def _places(self) -> Tensor | None:
-        """Where the whole's indices are when all ranks' stand one after another."""
+    def _positions(self) -> Tensor | None:
+        """The position of each index of the full dim in the concatenation of all shards; None where that is in order."""
         return None if self.part.is_in_order else torch.from_numpy(self.part.order)
 
     @cached_property
-    def _own(self) -> Tensor | slice:
-        indices = self.part.held[self.ranks.rank]
+    def _own_indices(self) -> Tensor | slice:
+        indices = self.part.indices[self.ranks.rank]
         first, last = int(indices[0]), int(indices[-1])
         return slice(first, last + 1) if last - first + 1 == len(indices) else torch.from_numpy(indices)
 
-    def keep(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole, in memory of its own."""
-        dim, own = self.part.dim, self._own
+    def take_shard(self, whole: Tensor) -> Tensor:
+        """This rank's shard of a full tensor, contiguous in `order`; sends nothing."""
+        dim, own = self.part.dim, self._own_indices
         if isinstance(own, slice):
-            return _laid(whole.narrow(dim, own.start, own.stop - own.start), self.order)
-        return _laid(whole.index_select(dim, own.to(whole.device)), self.order)
+            return _in_memory_order(whole.narrow(dim, own.start, own.stop - own.start), self.order)
+        return _in_memory_order(whole.index_select(dim, own.to(whole.device)), self.order)
 
-    def fetch(self, own: Tensor) -> Tensor:
-        """The whole, from every rank's part."""
-        dim, counts = self.part.dim, [len(indices) for indices in self.part.held]
+    def gather(self, own: Tensor) -> Tensor:
+        """The full tensor, by an all-gather of every rank's shard (padded to the largest)."""
+        dim, counts = self.part.dim, [len(indices) for indices in self.part.indices]
         most = max(counts)
         padded = own.movedim(dim, 0).contiguous()
         if len(padded) < most:
@@ -73,27 +79,27 @@ class Exchange:
         collectives.all_gather_single(gathered, padded, group=self.ranks.group)
         if min(counts) < most:
             gathered = torch.cat([gathered[n * most : n * most + count] for n, count in enumerate(counts)])
-        if self._places is not None:
-            gathered = gathered.index_select(0, self._places.to(gathered.device))
-        return _laid(gathered.movedim(0, dim), self.order)
+        if self._positions is not None:
+            gathered = gathered.index_select(0, self._positions.to(gathered.device))
+        return _in_memory_order(gathered.movedim(0, dim), self.order)
 
 
 @dataclass(frozen=True, eq=False)
-class Sum:
-    """What ranks add up, each laid out in `order` first: layers of one channel may lay out otherwise what they make."""
+class Reduction:
+    """An all-reduce of tensors in the same memory `order`: a layer with one channel on a rank may give another order there."""
 
     ranks: Ranks
     order: tuple[int, ...] | None = None
 
-    def total(self, own: Tensor) -> Tensor:
-        """What all have together, new."""
+    def all_reduce(self, own: Tensor) -> Tensor:
+        """The sum over the ranks, as a new tensor."""
         order = self.order or tuple(range(own.ndim))
         total = own.detach().permute(order).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.ranks.group)
         return total.permute(inverse(order))
 
 
-def _laid(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+def _in_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return tensor.contiguous() if order is None else tensor.permute(order).contiguous().permute(inverse(order))
 
 
@@ -101,14 +107,14 @@ def _laid(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 
 def _tile_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: what is done with it here is linear, so a part of a gradient serves as well."""
+    """A tensor's local tile; of a PartialGradient its part, since everything done with it here is linear."""
     if type(tensor) is PartialGradient:
         return tensor.part
     return tensor.local if type(tensor) is TiledTensor else tensor
 
 
 def _whole_along(tensor: Tensor, dim: int) -> Tensor:
-    """The tensor with every row of `dim` on this rank: pixels that a model makes channels of may lie in tiles."""
+    """The tensor with `dim` uncut: a model may make channels of pixels, which are cut into tiles."""
     if type(tensor) is not TiledTensor or tensor.tile_layout.cuts[dim] is None:
         return tensor
     note_gathered(tensor, "channels", "its channels are made of pixels that lie in tiles")
@@ -118,7 +124,7 @@ def _whole_along(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _like(tile: Tensor, tensor: Tensor, part: Shard | None) -> Tensor:
-    """A tile of the kind that `tensor` is, with the channels of a whole or of this rank's part."""
+    """`tile`, wrapped as `tensor` is.  part: the shard that the tile has of the channels; None for all."""
     if type(tensor) is PartialGradient:
         return partial_of(tile, tensor.grid)
     if type(tensor) is not TiledTensor:
@@ -130,72 +136,72 @@ def _like(tile: Tensor, tensor: Tensor, part: Shard | None) -> Tensor:
 
 
 def _on_equal_cuts(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """The tensor, of which all ranks that share channels have the same tile; one small message.
+    """The tensor with the same tile on all ranks of the channel axis; they compare their cuts by a small all-gather.
 
-    Where a cut lies can depend on how many channels a rank has, as behind a view that joins them with pixels: then every
-    tile is the whole from here on.
+    The cuts can depend on the number of channels of a rank, as after a view that joins channels with pixels.  Where they
+    differ, the tensor is gathered and is no longer cut.
     """
     if type(tensor) not in (TiledTensor, PartialGradient) or ranks.size == 1 or _tile_of(tensor).is_meta:
         return tensor
     cuts = tensor.tile_layout.cuts if type(tensor) is TiledTensor else ()
     mine = torch.tensor([zlib.crc32(f"{type(tensor).__name__} {cuts}".encode())], device=_tile_of(tensor).device)
-    told = mine.new_empty(ranks.size)
-    collectives.all_gather_single(told, mine, group=ranks.group)
-    if bool((told == mine).all()):
+    hashes = mine.new_empty(ranks.size)
+    collectives.all_gather_single(hashes, mine, group=ranks.group)
+    if bool((hashes == mine).all()):
         return tensor
     tensor = full_value(tensor)
     note_gathered(tensor, "channels", "the ranks that share its channels cut its pixels at other places")
     return wrap(whole_of(tensor), uncut(tuple(tensor.shape), tensor.tile_layout.grid))
 
 
-def _kept(tensor: Tensor, exchange: Exchange) -> Tensor:
-    """This rank's part of a whole, tile by tile."""
+def _scatter(tensor: Tensor, exchange: Exchange) -> Tensor:
+    """This rank's shard of a full tensor, which may be tiled."""
     tensor = _whole_along(tensor, exchange.part.dim)
-    return _like(exchange.keep(_tile_of(tensor)), tensor, exchange.part)
+    return _like(exchange.take_shard(_tile_of(tensor)), tensor, exchange.part)
 
 
-def _fetched(tensor: Tensor, exchange: Exchange) -> Tensor:
-    """The whole of every rank's part, tile by tile."""
+def _gather(tensor: Tensor, exchange: Exchange) -> Tensor:
+    """The full tensor from every rank's shard, which may be tiled."""
     tensor = _on_equal_cuts(_whole_along(tensor, exchange.part.dim), exchange.ranks)
-    return _like(exchange.fetch(_tile_of(tensor)), tensor, exchange.part)
+    return _like(exchange.gather(_tile_of(tensor)), tensor, exchange.part)
 
 
 # ---------------------------------------------------------------------------------------------- with gradients
 
 
 class CopyToRanks(torch.autograd.Function):
-    """Whole to entered: nothing forward, the ranks' gradients are added up."""
+    """The identity; backward all-reduces the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, adding: Sum) -> Tensor:
-        ctx.adding = adding
+    def forward(ctx: Any, tensor: Tensor, reduction: Reduction) -> Tensor:
+        ctx.reduction = reduction
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ReduceFromRanks.apply(grad, ctx.adding), None
+        return ReduceFromRanks.apply(grad, ctx.reduction), None
 
 
 class ReduceFromRanks(torch.autograd.Function):
-    """A sum in parts to the whole; the gradient of each part is the whole's."""
+    """All-reduces partial sums; backward is the identity."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, adding: Sum) -> Tensor:
-        ctx.adding, tensor = adding, _on_equal_cuts(tensor, adding.ranks)
-        return _like(adding.total(_tile_of(tensor)), tensor, None)
+    def forward(ctx: Any, tensor: Tensor, reduction: Reduction) -> Tensor:
+        ctx.reduction, tensor = reduction, _on_equal_cuts(tensor, reduction.ranks)
+        return _like(reduction.all_reduce(_tile_of(tensor)), tensor, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return CopyToRanks.apply(grad, ctx.adding), None
+        return CopyToRanks.apply(grad, ctx.reduction), None
 
 
 class ScatterToRanks(torch.autograd.Function):
-    """Whole to part; the parts' gradients are gathered."""
+    """Takes this rank's shard; backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return _kept(tensor, exchange)
+        return _scatter(tensor, exchange)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -203,12 +209,12 @@ class ScatterToRanks(torch.autograd.Function):
 
 
 class GatherFromRanks(torch.autograd.Function):
-    """Part to whole; each rank takes its part of the gradient."""
+    """All-gathers the shards; backward takes this rank's shard of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return _fetched(tensor, exchange)
+        return _gather(tensor, exchange)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

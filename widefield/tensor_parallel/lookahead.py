@@ -1,4 +1,4 @@
-"""What do the operations behind a value make of one of its dims: heads, groups, halves?"""
+"""Into what do later operations split a dim of a value: heads, groups, halves?  Such dims must be sharded along these."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from widefield.tensor_parallel.views import moved_to
 aten = torch.ops.aten
 
 AHEAD = 48
-"""How many operations are looked at behind a layer that might give a part."""
+"""How many operations after a layer are looked at, to choose its output's shards."""
 MOVES = (
     aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default,
     aten.clone.default, aten._to_copy.default, aten.detach.default,
 )  # fmt: skip
+"""Operations that only move dims, copy or cast."""
 VIEWS = (aten.view.default, aten._unsafe_view.default)
-"""Operations that show or cast a tensor."""
 
 
 def shapes_behind(value: Value, dim: int, at: Mapping[Node, int]) -> Iterator[tuple[int, ...]]:
-    """Shapes that the operations behind a value see its dim as: heads, groups, halves."""
+    """The shapes into which later operations split a dim, as (heads, channels per head), breadth first over AHEAD operations.
+
+    at: the index of each node in the graph.
+    """
     queue: list[tuple[int, int, Node, Value, int]] = [(at[user], n, user, value, dim) for n, user in enumerate(value.users)]
     for number in range(AHEAD):
         if number >= len(queue):
@@ -40,7 +43,7 @@ def shapes_behind(value: Value, dim: int, at: Mapping[Node, int]) -> Iterator[tu
 
 def _shapes_at(user: Node, seen: Value, dim: int) -> Iterator[tuple[int, ...]]:
     extent, out = seen.shape[dim], user.outs[0]
-    is_channels = dim == 1 and seen is user.args[0]  # pixels and samples are in no group
+    is_channels = dim == 1 and seen is user.args[0]  # groups divide channels, not pixels or samples
     if user.op is aten.native_group_norm.default:
         if is_channels:
             yield user.args[6], extent // user.args[6]
@@ -69,7 +72,7 @@ def _split_of(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> Iter
 
 
 def _follow_dim(user: Node, seen: Value, out: Value, dim: int) -> int | None:
-    """Where a dim is after an operation that leaves it as it is."""
+    """The dim of the result that is `dim` of the input; None where the operation does not keep it."""
     if user.op in MOVES and user.reads[0] is seen:
         return moved_to(user, dim)
     if out.ndim == seen.ndim and out.shape[dim] == seen.shape[dim]:

@@ -1,4 +1,4 @@
-"""What an OpStrategy is: how one operation can run where ranks have parts of its tensors."""
+"""OpStrategy: how one operation can run where its tensors are sharded over the channel axis."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from widefield.capture.ir import Node, Value
 from widefield.tensor_parallel.placement import Shard, split_along
 
 
-class Replication(Enum):
-    """What a tensor is on the ranks, if it is no Shard."""
+class Unsharded(Enum):
+    """The placements of a tensor on the ranks of the channel axis that are no Shard."""
 
     WHOLE = "whole"
-    """Every rank has it, and its whole gradient."""
-    ENTERED = "entered"
-    """Every rank has it, and brings a part of its gradient."""
-    SUM = "sum"
-    """What all ranks have must be added up."""
+    """Every rank has the tensor and its whole gradient."""
+    PARTIAL_GRADIENT = "partial gradient"
+    """Every rank has the tensor; its gradient is the sum of all ranks' gradients."""
+    PARTIAL = "partial"
+    """The tensor is the sum of all ranks' tensors."""
 
 
-WHOLE, ENTERED, SUM = Replication.WHOLE, Replication.ENTERED, Replication.SUM
-Placement = Replication | Shard
+WHOLE, PARTIAL_GRADIENT, PARTIAL = Unsharded.WHOLE, Unsharded.PARTIAL_GRADIENT, Unsharded.PARTIAL
+Placement = Unsharded | Shard
 
 
 @dataclass
 class OpStrategy:
-    """wants: what the values that are read must be; others whole, or entered where there is a part among them.
+    """One way to run an operation.  wants: the placements of the values that it reads; see `want` for others.
 
-    outs: of the results, in order.  args, op: what to run on a rank's tensors instead of the node's own, by rank.
-    bias: a value that is added to the first result along `bias_dim`, once that is added up.
+    outs: the placements of its results, in order.
+    args, op: what a rank runs instead of the node's own arguments (`args(rank)`) and operation.
+    bias: a value that is added to the first result along `bias_dim` after that is all-reduced.
     """
 
     wants: dict[Value, Placement]
@@ -41,22 +42,24 @@ class OpStrategy:
     bias_dim: int = 0
 
     def want(self, value: Value) -> Placement:
-        has_parts = any(isinstance(layout, Shard) for layout in (*self.wants.values(), *self.outs))
-        return self.wants.get(value, ENTERED if has_parts or SUM in self.outs else WHOLE)
+        """The placement in which a value is read.  By default PARTIAL_GRADIENT if the work is sharded, else WHOLE."""
+        is_sharded = any(isinstance(placement, Shard) for placement in (*self.wants.values(), *self.outs))
+        return self.wants.get(value, PARTIAL_GRADIENT if is_sharded or PARTIAL in self.outs else WHOLE)
 
 
 @dataclass
-class Cutter:
-    """Of how many ranks, and which parts of a new whole's dim are worth a try."""
+class Candidates:
+    """The number of ranks, and `shards(value, dim)`: the shards worth trying for a dim of a new value."""
 
     size: int
-    tried: Callable[[Value, int], list[Shard]] = field(default=lambda value, dim: [])
+    shards: Callable[[Value, int], list[Shard]] = field(default=lambda value, dim: [])
 
 
 Given = Mapping[Value, Shard]
-Rule = Callable[[Node, Given, Cutter], Iterator[OpStrategy]]
+"""The shards in which values are available."""
+Rule = Callable[[Node, Given, Candidates], Iterator[OpStrategy]]
 
 
-def even(value: Value, dim: int, cutter: Cutter) -> list[Shard]:
-    """A dim dealt out in even runs, where there is something for each rank."""
-    return [Shard(dim, split_along((value.shape[dim],), 0, cutter.size))] if value.shape[dim] >= cutter.size else []
+def even(value: Value, dim: int, candidates: Candidates) -> list[Shard]:
+    """The dim sharded in even consecutive runs, as a list of one; empty where the dim is shorter than the number of ranks."""
+    return [Shard(dim, split_along((value.shape[dim],), 0, candidates.size))] if value.shape[dim] >= candidates.size else []

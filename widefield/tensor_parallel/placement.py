@@ -1,6 +1,6 @@
-"""Which indices of one dim of a whole each rank of the channel axis holds.
+"""Which indices of a dim of a tensor each rank of the channel axis has.
 
-The indices are a set, not an interval: of queries, keys and values in one tensor a rank holds its heads of each.
+They are a set, not an interval: where one tensor has queries, keys and values, a rank has its heads of each.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from functools import cached_property
 import numpy as np
 
 MOST = 1 << 22
-"""Elements of the dims that a view joins or splits, beyond which it is not looked at."""
+"""Largest number of elements in the dims that a view joins or splits for which its shards are computed."""
 
 
 class Shard:
-    """Rank r holds `held[r]`, ascending, of dim `dim`; every index is held by one rank."""
+    """Rank r has the ascending `indices[r]` of dim `dim`; every index is on one rank."""
 
-    def __init__(self, dim: int, held: Sequence[np.ndarray]) -> None:
-        self.dim, self.held = dim, tuple(np.asarray(indices, dtype=np.int64) for indices in held)
+    def __init__(self, dim: int, indices: Sequence[np.ndarray]) -> None:
+        self.dim, self.indices = dim, tuple(np.asarray(some, dtype=np.int64) for some in indices)
 
     @cached_property
     def _key(self) -> tuple:
-        return self.dim, *(indices.tobytes() for indices in self.held)
+        return self.dim, *(indices.tobytes() for indices in self.indices)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shard) and self._key == other._key
@@ -32,47 +32,47 @@ class Shard:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"Part(dim {self.dim}, {[len(indices) for indices in self.held]})"
+        return f"Shard(dim {self.dim}, {[len(indices) for indices in self.indices]})"
 
     @property
     def extent(self) -> int:
-        """Of the whole's dim."""
-        return sum(len(indices) for indices in self.held)
+        """The length of the full dim."""
+        return sum(len(indices) for indices in self.indices)
 
     def on(self, dim: int) -> Shard:
         """The same indices of another dim."""
-        return Shard(dim, self.held)
+        return Shard(dim, self.indices)
 
     def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Of what a rank holds of a whole."""
-        return (*whole[: self.dim], len(self.held[rank]), *whole[self.dim + 1 :])
+        """The shape of a rank's shard of a tensor of shape `whole`."""
+        return (*whole[: self.dim], len(self.indices[rank]), *whole[self.dim + 1 :])
 
     @cached_property
     def order(self) -> np.ndarray:
-        """For each index of the whole, where it is when all ranks' indices stand one after another."""
-        return np.argsort(np.concatenate(self.held), kind="stable")
+        """The position of each index of the full dim in the concatenation of all ranks' indices."""
+        return np.argsort(np.concatenate(self.indices), kind="stable")
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether the ranks' indices one after another are the whole's."""
-        return bool((np.concatenate(self.held) == np.arange(self.extent)).all())
+        """Whether the concatenation of all ranks' indices is 0, 1, 2, ..."""
+        return bool((np.concatenate(self.indices) == np.arange(self.extent)).all())
 
 
-def split_along(shape: Sequence[int], axis: int, ways: int) -> list[np.ndarray]:
-    """Indices of a dim that is seen as `shape`, dealt out in even runs of `axis`.
+def split_along(shape: Sequence[int], axis: int, num_shards: int) -> list[np.ndarray]:
+    """The indices of each shard of a flattened dim of `shape` that is divided evenly along `axis`.
 
     >>> [indices.tolist() for indices in split_along((3, 4), 1, 2)]
     [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
     """
     indices = np.arange(math.prod(shape)).reshape(shape)
-    return [np.sort(some.reshape(-1)) for some in np.array_split(indices, ways, axis=axis)]
+    return [np.sort(some.reshape(-1)) for some in np.array_split(indices, num_shards, axis=axis)]
 
 
 def viewed(part: Shard, before: Sequence[int], after: Sequence[int]) -> Shard | None:
-    """The part that it is once a tensor of shape `before` is viewed as `after`; None where that is no part of one dim.
+    """The shard after a tensor of shape `before` is viewed as `after`; None where no single dim is sharded.
 
-    >>> viewed(Part(1, split_along((4,), 0, 2)), (2, 4, 3), (2, 2, 2, 3))
-    Part(dim 1, [1, 1])
+    >>> viewed(Shard(1, split_along((4,), 0, 2)), (2, 4, 3), (2, 2, 2, 3))
+    Shard(dim 1, [1, 1])
     """
     block = _block_with(part.dim, before, after)
     if block is None:
@@ -82,20 +82,20 @@ def viewed(part: Shard, before: Sequence[int], after: Sequence[int]) -> Shard | 
     if math.prod(inner) > MOST:
         return None
     numbers = np.arange(math.prod(inner)).reshape(inner)
-    held: list[np.ndarray] = []
+    found_indices: list[np.ndarray] = []
     dims: set[int] = set()
-    for indices in part.held:
+    for indices in part.indices:
         flat = np.sort(np.take(numbers, indices, axis=part.dim - first).reshape(-1))
         found = _one_dim_of(flat, outer)
         if found is None:
             return None
         dims.add(found[0])
-        held.append(found[1])
-    return Shard(start + dims.pop(), held) if len(dims) == 1 else None
+        found_indices.append(found[1])
+    return Shard(start + dims.pop(), found_indices) if len(dims) == 1 else None
 
 
 def _one_dim_of(flat: np.ndarray, shape: tuple[int, ...]) -> tuple[int, np.ndarray] | None:
-    """The dim of `shape` and its indices that give these elements, all indices of the other dims taken."""
+    """The dim of `shape`, and its indices, that select these elements, with all indices of the other dims."""
     places = [np.unique(place) for place in np.unravel_index(flat, shape)]
     short = [dim for dim, (place, extent) in enumerate(zip(places, shape, strict=True)) if len(place) != extent]
     if len(short) > 1 or math.prod(len(place) for place in places) != len(flat):
@@ -104,7 +104,7 @@ def _one_dim_of(flat: np.ndarray, shape: tuple[int, ...]) -> tuple[int, np.ndarr
 
 
 def _block_with(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """The fewest neighbouring dims around `dim` that a view turns into neighbouring dims with as many elements."""
+    """The smallest run of dims around `dim` that a view turns into a run of dims with as many elements."""
     i = j = 0
     while i < len(before) and j < len(after):
         first, start, sizes = i, j, [before[i], after[j]]
@@ -122,23 +122,23 @@ def _block_with(dim: int, before: Sequence[int], after: Sequence[int]) -> tuple[
 
 
 def sliced(part: Shard, start: int, stop: int, step: int = 1) -> Shard | None:
-    """What each rank has of indices start, start + step, ... of the part's dim; None where some rank has none."""
-    held = []
-    for indices in part.held:
-        kept = indices[(indices >= start) & (indices < stop)]
-        held.append((kept[(kept - start) % step == 0] - start) // step)
-    return Shard(part.dim, held) if all(len(indices) for indices in held) else None
+    """The shard of the slice start:stop:step along the sharded dim; None where a rank has no index of it."""
+    found = []
+    for indices in part.indices:
+        within = indices[(indices >= start) & (indices < stop)]
+        found.append((within[(within - start) % step == 0] - start) // step)
+    return Shard(part.dim, found) if all(len(indices) for indices in found) else None
 
 
 def joined(parts: Sequence[Shard]) -> Shard:
-    """The part of tensors joined along the dim that they are cut in."""
+    """The shard of a concatenation along the dim in which all tensors are sharded."""
     starts = np.cumsum([0, *(part.extent for part in parts)])
-    ranks = range(len(parts[0].held))
-    held = [np.concatenate([part.held[rank] + start for part, start in zip(parts, starts, strict=False)]) for rank in ranks]
-    return Shard(parts[0].dim, held)
+    ranks = range(len(parts[0].indices))
+    found = [np.concatenate([part.indices[rank] + start for part, start in zip(parts, starts, strict=False)]) for rank in ranks]
+    return Shard(parts[0].dim, found)
 
 
 def in_groups(part: Shard, groups: int) -> Shard | None:
-    """Which of a dim's even, neighbouring groups each rank holds; None where a rank holds a part of one."""
+    """Which of the even groups of a dim each rank has, as a Shard of dim 0; None where a rank has only a part of one."""
     found = viewed(part.on(0), (part.extent,), (groups, part.extent // groups))
     return found if found is not None and found.dim == 0 else None

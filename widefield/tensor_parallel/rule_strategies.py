@@ -1,8 +1,8 @@
-"""Which dims does an operation treat index by index?  Its rule in `ops/` says: the dims that may be cut without a message.
+"""The sharding strategies that follow from the tile rules in `ops/`: along which dims are the indices independent?
 
-A rule is asked what it makes of a tensor whose dim is cut in two.  Where the results are cut at the same indices, and nothing
-has to move, the operation itself, with its own arguments, gives each rank its part.  So pooling, resizing, padding, softmax,
-norms over pixels, sums over other dims, attention by heads and batched products run on parts as their rules are written.
+A rule is asked about a tensor with one dim cut in two.  If the results are cut at the same indices, and no message is needed,
+the dim can be sharded: each rank runs the same operation, with the same arguments, on its shard.  This gives the strategies of
+pooling, resizing, padding, softmax, norms over pixels, reductions over other dims, attention by heads and batched products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from widefield.capture.ir import Node, Value
 from widefield.capture.node_rules import Refused, description_of, rule_of
 from widefield.geometry.layout import Cut, Cuts, Grid, Layout, layout_of
 from widefield.rules import Description, Local, Meta, Reduced, ShardedProduct, Tile, Windowed
-from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, Given, OpStrategy, Placement
+from widefield.tensor_parallel.op_strategy import PARTIAL, PARTIAL_GRADIENT, WHOLE, Candidates, Given, OpStrategy, Placement
 from widefield.tiled.redistribute import first_cut, following_cuts
 
 GRID = Grid((2,))
@@ -25,9 +25,9 @@ GRID = Grid((2,))
 
 @dataclass(frozen=True)
 class Independent:
-    """An operation's tensor arguments and results, in order: the dim of each that is cut; None: it is whole.
+    """The sharded dim of each tensor argument and each result of an operation, in order; None where it is not sharded.
 
-    adds: the result is a sum of what the ranks give.
+    adds: the result is the sum of the ranks' results.
     """
 
     reads: tuple[int | None, ...]
@@ -38,8 +38,8 @@ class Independent:
 _FOUND: WeakKeyDictionary[Node, dict[tuple[Value, int], Independent | None]] = WeakKeyDictionary()
 
 
-def by_rule(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """The operation on parts of one of its arguments, where its rule lets that dim be cut."""
+def by_rule(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
+    """The strategies in which one argument stays sharded as it is, where the operation's rule allows that."""
     for value in dict.fromkeys(node.reads):
         part = given.get(value)
         found = None if part is None else independent(node, value, part.dim)
@@ -47,13 +47,13 @@ def by_rule(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
             continue
         wants: dict[Value, Placement] = {}
         for read, dim in zip(node.reads, found.reads, strict=True):
-            wants[read] = ENTERED if dim is None else part.on(dim)
+            wants[read] = PARTIAL_GRADIENT if dim is None else part.on(dim)
         outs: list[Placement] = [WHOLE if dim is None else part.on(dim) for dim in found.outs]
-        yield OpStrategy(wants, [SUM] if found.adds else outs)
+        yield OpStrategy(wants, [PARTIAL] if found.adds else outs)
 
 
 def independent(node: Node, value: Value, dim: int) -> Independent | None:
-    """What goes along with a cut of one dim of an argument; None where the rule wants the dim whole, or moves the cut."""
+    """The sharded dims of all arguments and results if one argument is sharded along `dim`; None where that cannot be."""
     known = _FOUND.setdefault(node, {})
     if (value, dim) not in known:
         known[value, dim] = _asked(node, value, dim)
@@ -61,7 +61,7 @@ def independent(node: Node, value: Value, dim: int) -> Independent | None:
 
 
 def refusal_of(node: Node, value: Value, dim: int) -> str | None:
-    """The words in which the rule refuses an argument that is cut along a dim; None where it does not."""
+    """The text with which the rule refuses an argument that is cut along a dim; None where it does not."""
     d = None if rule_of(node) is None or value.shape[dim] < 2 else _described(node, _halves(node, value, dim))
     return d.why if isinstance(d, Refused) else None
 
@@ -84,7 +84,7 @@ def _halved(extent: int) -> Cut:
 
 
 def _halves(node: Node, value: Value, dim: int) -> list[Layout | None]:
-    """The layouts of the arguments where one is cut in two along a dim, and the others are whole."""
+    """The layouts of the arguments if one is cut in two along a dim; None for the others."""
     cuts = tuple(_halved(extent) if d == dim else None for d, extent in enumerate(value.shape))
     return [layout_of(value.shape, cuts, GRID) if read is value else None for read in node.reads]
 
@@ -92,7 +92,7 @@ def _halves(node: Node, value: Value, dim: int) -> list[Layout | None]:
 def _described(node: Node, layouts: Sequence[Layout | None]) -> Description | Refused:
     try:
         return description_of(node, layouts)
-    except ValueError as error:  # sizes that torch takes and tiles do not; on the whole torch decides
+    except ValueError as error:  # sizes that only the full tensor can have
         return Refused(str(error))
 
 
@@ -153,7 +153,7 @@ def _first_layout(d: Local | Reduced) -> Layout:
 
 
 def _along(node: Node, d: Local | Reduced, layout: Layout) -> tuple[int | None, ...]:
-    """The cut dim of each argument that is brought to the layout of the first, by broadcasting."""
+    """The cut dim of each argument, from the layout of the first one by broadcasting."""
     dims: dict[int, int | None] = {}
     for number, meta in enumerate(d.reads):
         at = layout if d.layouts is None else d.layouts[number]
@@ -176,9 +176,9 @@ def _dim(cuts: Cuts) -> int | None:
 
 
 def _keeps(node: Node, layouts: Sequence[Layout | None], found: Independent, cut: Cut) -> bool:
-    """Whether the cut stays where it is in the argument that has it, and every result has it, of the same extent."""
+    """Whether the argument keeps its cut, and every result is cut in a dim of the same extent."""
     stays = all(layout is None or dim == _dim(layout.cuts) for layout, dim in zip(layouts, found.reads, strict=True))
-    if found.adds:  # of a sum with an addend every rank would add it
+    if found.adds:  # an argument that is not sharded would be added by every rank
         return stays and len(node.outs) == 1 and None not in found.reads
     given = [(out, dim) for out, dim in zip(node.outs, found.outs, strict=False) if out is not None]
     extent = cut.bounds[-1]
@@ -186,7 +186,7 @@ def _keeps(node: Node, layouts: Sequence[Layout | None], found: Independent, cut
 
 
 def _runs_on_parts(node: Node, found: Independent, cut: Cut) -> bool:
-    """Whether the operation with its own arguments, none of which may be the extent of that dim, makes a part of a part."""
+    """Whether the operation, with its own arguments, maps shards to shards: an argument could be the extent of the dim."""
     part = cut.bounds[1]
 
     def shape(value: Value, dim: int | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Runs a module on ranks that share its channels."""
+"""Runs a module whose channels are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from widefield.capture.trace import trace
 from widefield.geometry.strides import stride_order
 from widefield.tensor_parallel.collectives import Exchange, Ranks
 from widefield.tensor_parallel.placement import Shard
-from widefield.tensor_parallel.search import Chosen, choose
+from widefield.tensor_parallel.search import ShardedGraph, choose
 from widefield.tiled.redistribute import dense_strides
 from widefield.tiled.rng import compare_generators
 
 
 class TensorParallelForward(ForwardOverride):
-    """parts: of every weight of which each rank holds a part, by name.  shapes, strides: its own, on the whole."""
+    """The forward of a module with sharded channels; shards the module's weights when it is made.
+
+    shards: of every sharded weight, by name.  shapes, strides: of every full weight and buffer, by name.
+    """
 
     def __init__(self, module: nn.Module, ranks: Ranks, like: Like, device: torch.device) -> None:
         self.device = device
         self.ranks, self.shapes = ranks, {name: tuple(t.shape) for name, t in named_tensors(module).items()}
         self.strides = {name: dense_strides(tensor) for name, tensor in named_tensors(module).items()}
-        self.parts: dict[str, Shard] = {}
+        self.shards: dict[str, Shard] = {}
         self.known: ProgramCache[GraphProgram] = ProgramCache()
-        self.parts = dict(self._chosen(module, (like,), {}, None).stored)
-        self._cut(module)
-        self.first = self._chosen(module, (like,), {}, self.parts)
-        """What was chosen for a batch like `like`, its weights being held as they are."""
+        self.shards = dict(self._capture(module, (like,), {}, None).shards)
+        self._shard_weights(module)
+        self.initial = self._capture(module, (like,), {}, self.shards)
+        """The sharded graph for a batch like `like`."""
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """What the module returns, on every rank of the axis."""
@@ -56,35 +59,35 @@ class TensorParallelForward(ForwardOverride):
         likes: Mapping[str, Any] = MappingProxyType({}),
         guards: Guards | None = None,
     ) -> Graph:
-        """What this rank runs for these arguments, on its parts of the weights.  likes: of weights that are not here.
+        """The graph that this rank runs for these arguments, on its shards of the weights.
 
-        guards: see `trace`.
+        likes: stand-ins for weights on other ranks (stages), by name.  guards: see `trace`.
         """
-        return self._chosen(module, args, kwargs, self.parts, likes, guards).graph
+        return self._capture(module, args, kwargs, self.shards, likes, guards).graph
 
     def exchanges(self) -> dict[str, Exchange]:
-        """How a weight's parts become the whole and the other way, of every weight that is cut."""
-        return {name: Exchange(part, self.ranks, stride_order(self.strides[name])) for name, part in self.parts.items()}
+        """The Exchange of every sharded weight, by name."""
+        return {name: Exchange(part, self.ranks, stride_order(self.strides[name])) for name, part in self.shards.items()}
 
-    def _chosen(
+    def _capture(
         self,
         module: nn.Module,
         args: tuple,
         kwargs: dict,
-        stored: dict[str, Shard] | None,
+        shards: dict[str, Shard] | None,
         likes: Mapping[str, Any] = MappingProxyType({}),
         guards: Guards | None = None,
-    ) -> Chosen:
-        held = {**named_tensors(module), **likes}
-        wholes = {name: Like.whole(held[name], self.shapes[name], self.strides[name]) for name in self.parts}
-        likes = {**likes, **wholes}
+    ) -> ShardedGraph:
+        local = {**named_tensors(module), **likes}
+        full = {name: Like.whole(local[name], self.shapes[name], self.strides[name]) for name in self.shards}
+        likes = {**likes, **full}
         forward = super(OverriddenModule, module).forward if isinstance(module, OverriddenModule) else module.forward  # type: ignore[misc]
         graph = trace(module, forward, args, kwargs, likes=likes, aim="cut by channels", guards=guards)
-        return choose(graph, self.ranks, stored)
+        return choose(graph, self.ranks, shards)
 
     @torch.no_grad()
-    def _cut(self, module: nn.Module) -> None:
-        """Leave this rank its part of each weight; the parameters stay the objects they were."""
-        held = named_tensors(module)
+    def _shard_weights(self, module: nn.Module) -> None:
+        """Replace the data of each sharded weight by this rank's shard; the parameters stay the same objects."""
+        weights = named_tensors(module)
         for name, exchange in self.exchanges().items():
-            held[name].data = exchange.keep(held[name].detach()).clone()
+            weights[name].data = exchange.take_shard(weights[name].detach()).clone()

@@ -1,8 +1,8 @@
-"""How can one operation run on ranks that have parts of its tensors?
+"""Sharding rules: the strategies with which each operation can run on sharded tensors.
 
-Here are layers whose weights are cut with their image, pointwise operations and masks; views of any set of indices are in
-views.py.  For all others the rule in `ops/` decides (rule_strategies.py).  Without a strategy it runs on wholes, which is
-always right; what is gathered for that is reported with its bytes (`Chosen.fallbacks`).
+Here are the rules of layers whose weights are sharded with their image, of pointwise operations and of masks; those of views
+are in views.py.  For all other operations the tile rule in `ops/` decides (rule_strategies.py).  An operation without any runs
+on full tensors, with the same numbers; what is gathered for it is reported with its bytes (`ShardedGraph.fallbacks`).
 """
 
 from __future__ import annotations
@@ -17,31 +17,41 @@ from widefield.capture.ir import Node, Value
 from widefield.capture.node_rules import rule_of
 from widefield.capture.recorder import POINTWISE
 from widefield.tensor_parallel import views
-from widefield.tensor_parallel.op_strategy import ENTERED, SUM, WHOLE, Cutter, Given, OpStrategy, Placement, Rule, even
+from widefield.tensor_parallel.op_strategy import (
+    PARTIAL,
+    PARTIAL_GRADIENT,
+    WHOLE,
+    Candidates,
+    Given,
+    OpStrategy,
+    Placement,
+    Rule,
+    even,
+)
 from widefield.tensor_parallel.placement import Shard, in_groups
 from widefield.tensor_parallel.rule_strategies import by_rule, refusal_of
 
 aten = torch.ops.aten
 
 
-def strategies_of(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """All strategies of a node where the values in `given` are parts; that on wholes comes last."""
+def strategies_of(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
+    """The strategies of a node, if the values in `given` are available as these shards; the last one takes full tensors."""
     rule = _rule_of(node)
     parts = {value: given[value] for value in node.reads if value in given}
     if rule is not None:
-        yield from rule(node, parts, cutter)
+        yield from rule(node, parts, candidates)
     yield OpStrategy({}, [WHOLE] * len(node.outs))
 
 
-def why_whole(node: Node, value: Value, part: Shard, cutter: Cutter) -> str:
-    """Why an operation reads the whole of a value of which ranks hold parts."""
+def why_whole(node: Node, value: Value, part: Shard, candidates: Candidates) -> str:
+    """Why an operation reads the full tensor of a sharded value."""
     if _rule_of(node) is None:
         return "no file in ops/ has a rule for it"
     if (refusal := refusal_of(node, value, part.dim)) is not None:
         return f"its rule refuses: {refusal.partition(';')[0]}"
-    if len(list(strategies_of(node, {value: part}, cutter))) == 1:
+    if len(list(strategies_of(node, {value: part}, candidates))) == 1:
         return f"its rule wants dim {part.dim} whole"
-    return "its rule has no cheaper way to run on the parts that there are"
+    return "its rule has no cheaper strategy for the shards that there are"
 
 
 def _rule_of(node: Node) -> Rule | None:
@@ -53,10 +63,10 @@ def _rule_of(node: Node) -> Rule | None:
     return by_rule if rule_of(node) is not None else None
 
 
-# ---------------------------------------------------------------------------------------------- pixel by pixel
+# ---------------------------------------------------------------------------------------------- pointwise
 
 
-def _pointwise(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _pointwise(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     out = next(out for out in node.outs if out is not None)
     for value in dict.fromkeys(node.reads):
         if value in given:
@@ -67,49 +77,49 @@ def _pointwise(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]
 
 
 def _aligned(node: Node, out: Value, part: Shard) -> dict[Value, Placement]:
-    """What each operand of a broadcasting operation must be for the result to be a part."""
+    """The placement of each operand of a broadcasting operation whose result has the shard `part`."""
     wants: dict[Value, Placement] = {}
     for value in node.reads:
         dim = part.dim - (out.ndim - value.ndim)
-        wants[value] = part.on(dim) if dim >= 0 and value.shape[dim] == out.shape[part.dim] else ENTERED
+        wants[value] = part.on(dim) if dim >= 0 and value.shape[dim] == out.shape[part.dim] else PARTIAL_GRADIENT
     return wants
 
 
 # ---------------------------------------------------------------------------------------------- layers with weights
 
 
-def _convolution(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _convolution(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     x, weight, bias, *_, transposed, _, groups = node.args
     out = node.outs[0]
     assert out is not None
     inputs, outputs = (0, 1) if transposed else (1, 0)
-    if x is weight:  # it can be but one part
+    if x is weight:  # one value cannot have two placements
         return
     if groups > 1:
-        yield from _grouped(node, given, cutter)
+        yield from _grouped(node, given, candidates)
         return
-    for part in cutter.tried(out, 1) if x not in given else []:
-        yield OpStrategy({x: ENTERED, weight: part.on(outputs), **_if(bias, part.on(0))}, [part])
-    held = [given[x]] if x in given and given[x].dim == 1 else []
-    for part in held or even(x, 1, cutter):
+    for part in candidates.shards(out, 1) if x not in given else []:
+        yield OpStrategy({x: PARTIAL_GRADIENT, weight: part.on(outputs), **_if(bias, part.on(0))}, [part])
+    parts = [given[x]] if x in given and given[x].dim == 1 else []
+    for part in parts or even(x, 1, candidates):
         args = (x, weight, None, *node.args[3:])
-        yield OpStrategy({x: part, weight: part.on(inputs)}, [SUM], lambda _, args=args: args, bias=bias, bias_dim=1)
+        yield OpStrategy({x: part, weight: part.on(inputs)}, [PARTIAL], lambda _, args=args: args, bias=bias, bias_dim=1)
 
 
-def _grouped(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _grouped(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     x, weight, bias, *_, groups = node.args
     out = node.outs[0]
     assert out is not None
-    held = [given[x]] if x in given and given[x].dim == 1 else []
-    for part in held or cutter.tried(x, 1):
+    parts = [given[x]] if x in given and given[x].dim == 1 else []
+    for part in parts or candidates.shards(x, 1):
         whole = in_groups(part, groups)
         if whole is None:
             continue
-        of_out = Shard(1, [_channels(indices, out.shape[1] // groups) for indices in whole.held])
-        of_weight = Shard(0, [_channels(indices, weight.shape[0] // groups) for indices in whole.held])
+        of_out = Shard(1, [_channels(indices, out.shape[1] // groups) for indices in whole.indices])
+        of_weight = Shard(0, [_channels(indices, weight.shape[0] // groups) for indices in whole.indices])
 
         def args(rank: int, whole: Shard = whole) -> tuple:
-            return (*node.args[:8], len(whole.held[rank]))
+            return (*node.args[:8], len(whole.indices[rank]))
 
         yield OpStrategy({x: part, weight: of_weight, **_if(bias, of_out.on(0))}, [of_out], args)
 
@@ -118,47 +128,49 @@ def _channels(groups: Any, each: int) -> Any:
     return (groups[:, None] * each + torch.arange(each).numpy()).reshape(-1)
 
 
-def _if(value: Value | None, layout: Placement) -> dict[Value, Placement]:
-    return {} if value is None else {value: layout}
+def _if(value: Value | None, placement: Placement) -> dict[Value, Placement]:
+    return {} if value is None else {value: placement}
 
 
-def _matrix(x: Value, weight: Value, bias: Value | None, node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _matrix(
+    x: Value, weight: Value, bias: Value | None, node: Node, given: Given, candidates: Candidates
+) -> Iterator[OpStrategy]:
     """(..., C) times (C, K), and a bias of (K)."""
     out, last = node.outs[0], x.ndim - 1
     assert out is not None
-    if x is weight:  # it can be but one part
+    if x is weight:  # one value cannot have two placements
         return
     if x in given and given[x].dim < last:
         yield OpStrategy({x: given[x]}, [given[x]])
         return
-    for part in cutter.tried(out, last) if x not in given else []:
-        yield OpStrategy({x: ENTERED, weight: part.on(1), **_if(bias, part.on(0))}, [part])
-    for part in [given[x]] if x in given else even(x, last, cutter):
+    for part in candidates.shards(out, last) if x not in given else []:
+        yield OpStrategy({x: PARTIAL_GRADIENT, weight: part.on(1), **_if(bias, part.on(0))}, [part])
+    for part in [given[x]] if x in given else even(x, last, candidates):
         op = linear if bias is not None else None
         args = (x, weight) if bias is not None else None
         given_args = None if args is None else (lambda _, args=args: args)
-        yield OpStrategy({x: part, weight: part.on(0)}, [SUM], given_args, op, bias=bias, bias_dim=last)
+        yield OpStrategy({x: part, weight: part.on(0)}, [PARTIAL], given_args, op, bias=bias, bias_dim=last)
 
 
-def _linear(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _linear(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     x, weight, *bias = node.args
-    yield from _matrix(x, weight, bias[0] if bias else None, node, given, cutter)
+    yield from _matrix(x, weight, bias[0] if bias else None, node, given, candidates)
 
 
-def _addmm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _addmm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     bias, x, weight = node.args
     if not node.kwargs and bias.ndim == 1:
-        yield from _matrix(x, weight, bias, node, given, cutter)
+        yield from _matrix(x, weight, bias, node, given, candidates)
 
 
-def _mm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    yield from _matrix(*node.args, None, node, given, cutter)
+def _mm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
+    yield from _matrix(*node.args, None, node, given, candidates)
 
 
 # ---------------------------------------------------------------------------------------------- norms with weights
 
 
-def _batch_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _batch_norm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     x, *others = node.args[:5]
     if x in given and given[x].dim == 1:
         part = given[x].on(0)
@@ -167,7 +179,7 @@ def _batch_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy
         )
 
 
-def _group_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
+def _group_norm(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
     """x (N, C, ...), weight, bias, N, C, pixels, groups, eps."""
     x, weight, bias, count, channels, pixels, groups, eps = node.args
     part = given.get(x)
@@ -176,19 +188,19 @@ def _group_norm(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy
         return
 
     def args(rank: int) -> tuple:
-        return x, weight, bias, count, len(part.held[rank]), pixels, len(whole.held[rank]), eps
+        return x, weight, bias, count, len(part.indices[rank]), pixels, len(whole.indices[rank]), eps
 
     wants = {x: part, **_if(weight, part.on(0)), **_if(bias, part.on(0))}
     yield OpStrategy(wants, [part, whole.on(1), whole.on(1)], args)
 
 
-# ---------------------------------------------------------------------------------------------- draws
+# ---------------------------------------------------------------------------------------------- random numbers
 
 
-def _mask(node: Node, given: Given, cutter: Cutter) -> Iterator[OpStrategy]:
-    """A mask that is drawn for the whole on every rank, alike, and so one device's; or what is filled with one number.
+def _mask(node: Node, given: Given, candidates: Candidates) -> Iterator[OpStrategy]:
+    """A mask drawn for the full tensor, the same on every rank as on one device; or a tensor filled with one number.
 
-    Chance is drawn in the whole's order in memory.
+    Random numbers are drawn in memory order, so the tensor has the memory format of the full one.
     """
     x, out = node.args[0], node.outs[0]
     if x not in given or out is None:
@@ -234,4 +246,4 @@ RULES: dict[Any, Rule] = {
         _mask,
     ),
 }  # fmt: skip
-"""Operations that have weights to be cut with the image, views of any set of indices, and draws."""
+"""The rules of layers with weights, views and masks, by operation."""

@@ -44,7 +44,7 @@ def _sums_over(model: nn.Module, mesh: Mesh) -> Sums:
 
     def sums(numbers: Mapping[Tensor, Sequence[Tensor]], count: int) -> dict[Tensor, Tensor]:
         by_name = {names[parameter]: given for parameter, given in numbers.items()}
-        found = sharded_state.sums_of_wholes(model, mesh, by_name, count=count, num_shards=steppers)
+        found = sharded_state.sum_over_shards(model, mesh, by_name, count=count, steppers=steppers)
         return {parameter: found[name] for parameter, name in names.items()}
 
     return sums

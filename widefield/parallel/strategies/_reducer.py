@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from widefield.comm.mesh import device_of_words
+from widefield.comm.mesh import control_device
 from widefield.parallel.strategies._buckets import Bucket, BucketLayout, GradientOrder, expected_order, make_buckets
 from widefield.private_torch.autograd import current_autograd_node, queue_callback, will_engine_execute_node
 from widefield.private_torch.pytree import tree_leaves
@@ -198,7 +198,7 @@ class Reducer:
         RuntimeError, on every rank, where they differ.
         """
         mine = [zlib.crc32(self._key()) % 2**20, self.optimizer_steps % 2**20]
-        sums = torch.tensor([*mine, *(value * value for value in mine)], dtype=torch.int64, device=device_of_words(self.group))
+        sums = torch.tensor([*mine, *(value * value for value in mine)], dtype=torch.int64, device=control_device(self.group))
         dist.all_reduce(sums, group=self.group)
         trained, steps, trained_squared, steps_squared = sums.tolist()
         size = self.group.size()
@@ -218,7 +218,7 @@ class Reducer:
     def has(self) -> Tensor:
         """For each parameter 1 where it has a gradient on this rank, else 0; an int64 tensor to be summed over ranks."""
         has = [parameter.grad is not None for parameter in self.parameters]
-        return torch.tensor(has, dtype=torch.int64, device=device_of_words(self.group))
+        return torch.tensor(has, dtype=torch.int64, device=control_device(self.group))
 
     def keep_message(self, work: Any, message: Tensor) -> None:
         self._last_message = work, message

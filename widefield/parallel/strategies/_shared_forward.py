@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from widefield.capture.containers import refuse_hidden
 from widefield.comm import collectives
-from widefield.comm.mesh import Mesh, device_of_words
+from widefield.comm.mesh import Mesh, control_device
 from widefield.parallel.inactive import is_inactive, on_rows, real_buffers
 from widefield.parallel.strategies._forward_route import Compiled
 from widefield.parallel.strategies._forward_state import ForwardState
@@ -126,11 +126,11 @@ class SharedForward:
         """
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
         found = [extent // count if count and extent % count == 0 else 0 for shape in shapes for extent in shape]
-        many = torch.tensor([len(found), -len(found)], device=device_of_words(self.group))
+        many = torch.tensor([len(found), -len(found)], device=control_device(self.group))
         dist.all_reduce(many, dist.ReduceOp.MAX, group=self.group)
         if many.sum():
             return [None] * len(leaves)
-        of_ranks = torch.tensor(found, device=device_of_words(self.group))
+        of_ranks = torch.tensor(found, device=control_device(self.group))
         dist.all_reduce(of_ranks, dist.ReduceOp.MAX, group=self.group)
         rest = iter(of_ranks.tolist())
         each = [[next(rest) for _ in shape] for shape in shapes]
@@ -138,7 +138,7 @@ class SharedForward:
 
     def _on_any_rank(self, holds: bool) -> bool:
         """Whether `holds` on any rank.  RuntimeError: not all ranks call this within PATIENCE_SECONDS."""
-        found = torch.tensor([int(holds)], device=device_of_words(self.group))
+        found = torch.tensor([int(holds)], device=control_device(self.group))
         work = dist.all_reduce(found, group=self.group, async_op=True)
         try:
             work.wait(datetime.timedelta(seconds=PATIENCE_SECONDS))
@@ -248,7 +248,7 @@ class SharedForward:
 
         others: a checksum of the arguments that are no samples, which must be the same on all copies.
         """
-        tiles, device = self.mesh.grid.size, device_of_words(self.group)
+        tiles, device = self.mesh.grid.size, control_device(self.group)
         shapes = [tuple(sample.shape[1:]) for sample in samples]
         mine = torch.tensor([count, zlib.crc32(str(shapes).encode()), others], dtype=torch.int64, device=device)
         of_ranks = mine.new_empty(self.group.size(), 3)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from widefield.comm import collectives
-from widefield.comm.mesh import device_of_words
+from widefield.comm.mesh import control_device
 from widefield.private_torch.autograd import current_graph_task_id, queue_callback
 from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
 from widefield.private_torch.modules import backward_hooks_of, parameters_of
@@ -145,7 +145,7 @@ class UnitCalls:
 
     def _compare(self, name: str) -> None:
         size = self.group.size()
-        device = device_of_words(self.group)
+        device = control_device(self.group)
         mine = torch.tensor([zlib.crc32(name.encode())], device=device)
         marks = torch.empty(size, dtype=torch.int64, device=device)
         work = collectives.all_gather_single(marks, mine, group=self.group, async_op=True)
@@ -224,7 +224,7 @@ class UnitCalls:
         """Set gradients to None that were sent though no rank had one.  without: parameters that had none before."""
         self._backward, used, self.used = None, self.used, set()
         trained = [name for name, parameter in self.shards.items() if parameter.requires_grad]
-        has = torch.tensor([name in used for name in trained], dtype=torch.int64, device=device_of_words(self.group))
+        has = torch.tensor([name in used for name in trained], dtype=torch.int64, device=control_device(self.group))
         dist.all_reduce(has, group=self.group)
         for name, count in zip(trained, has.tolist(), strict=True):
             if not count and name in without:

@@ -19,7 +19,7 @@ from widefield.quantity import bytes_text
 from widefield.sharded_state import register
 from widefield.tensor_parallel.collectives import Exchange, Ranks
 from widefield.tensor_parallel.runtime import TensorParallelForward
-from widefield.tensor_parallel.search import Chosen
+from widefield.tensor_parallel.search import ShardedGraph
 
 AXIS = "channel"
 PHASE = Phase.SPLIT
@@ -65,7 +65,7 @@ def apply(
     install_shard(model, override)
     exchanges = override.exchanges()
     register(model, {name: ChannelShardSpec(override.shapes[name], exchange) for name, exchange in exchanges.items()})
-    return [_in_words(override.first, mesh.plan.channel, _weight_bytes(model) / max(1, whole)), *override.first.fallbacks]
+    return [_in_words(override.initial, mesh.plan.channel, _weight_bytes(model) / max(1, whole)), *override.initial.fallbacks]
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class ChannelShardSpec:
     def num_shards(self) -> int:
         return self.exchange.ranks.size
 
-    def whole(self, part: Tensor, turn: int) -> Tensor | None:
-        whole = self.exchange.fetch(part.detach())
-        return whole if self.exchange.ranks.rank == turn % self.num_shards else None
+    def whole(self, part: Tensor, receiver: int) -> Tensor | None:
+        whole = self.exchange.gather(part.detach())
+        return whole if self.exchange.ranks.rank == receiver % self.num_shards else None
 
     def part(self, whole: Tensor) -> Tensor:
-        return self.exchange.keep(whole)
+        return self.exchange.take_shard(whole)
 
 
 def _weight_bytes(model: nn.Module) -> int:
@@ -101,15 +101,16 @@ def _broadcast_start(model: nn.Module, mesh: Mesh) -> None:
             tensor.copy_(start)
 
 
-def _in_words(chosen: Chosen, size: int, share: float) -> str:
+def _in_words(chosen: ShardedGraph, size: int, share: float) -> str:
     counts = Counter(chosen.layers.values())
     kinds = {"outputs": "by their outputs", "inputs": "by their inputs", "groups": "by their groups", "whole": "left whole"}
     kinds_in_words = ", ".join(f"{counts[kind]} {words}" for kind, words in kinds.items() if counts[kind])
-    flops = chosen.whole_flops + chosen.cut_flops
-    replicated = chosen.whole_flops / flops if flops else 0.0
+    flops = chosen.replicated_flops + chosen.sharded_flops
+    replicated = chosen.replicated_flops / flops if flops else 0.0
     return (
         f"channels: {size} ranks share {len(chosen.layers)} layers, {kinds_in_words}; each holds {share:.0%} of the weights, "
-        f"replicates {replicated:.0%} of the work, and sends {bytes_text(chosen.sent)} of activations and gradients in a pass"
+        f"replicates {replicated:.0%} of the work, and sends {bytes_text(chosen.sent_bytes)} of activations and gradients in a "
+        "pass"
     )
 
 

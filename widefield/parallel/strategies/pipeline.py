@@ -23,8 +23,8 @@ from widefield.parallel.strategies import Case, Choices, Phase
 from widefield.parallel.strategies._buckets import bucket_mib
 from widefield.parallel.strategies.data import _conv_net, synchronize
 from widefield.pipelining import stage_state
-from widefield.pipelining.partition import Partition, divide
-from widefield.pipelining.runtime import PipelineForward, batchwise, refuse_batchwise, remembered
+from widefield.pipelining.partition import Partition, choose_partition
+from widefield.pipelining.runtime import PipelineForward, batchwise, refuse_batchwise
 from widefield.pipelining.sample_mixing import where_counts_enter, where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, schedule_grid
 from widefield.plans import Plan
@@ -73,21 +73,23 @@ def apply(
     plan, most = mesh.plan, max(mesh.gather_objects(len(sample)))  # copies may have unequal batches, and must cut the same
     reasons = synchronize(model, mesh) if mesh.copies > 1 else []
     override = PipelineForward(model, mesh, micro_batches=1)
-    override.likes = remembered(model, mesh.device)
+    override.likes = stage_state.likes_of(model, mesh.device)
     graph, why = _micro_batch(override, model, sample, most)
     _refuse_compiled(plan, model)
     randomness = _stage_randomness(plan) if any(node.draws for node in graph.nodes) else []
     trained = frozenset(name for name, _ in model.named_parameters())
-    division = divide(graph, override.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained)
+    partition = choose_partition(
+        graph, override.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained
+    )
     measured: list[str] = []
     if mesh.data_size > 1:
         override.bucket_mib, measured = bucket_mib(model, mesh)
-    override.division = mesh.gather_objects(division)[0]  # ranks with unequal parts of channels count unequal costs
-    stage_state.agree(model, mesh)
-    stage_state.free_other_stages(model, _mine(override, override.division), mesh)
+    override.partition = mesh.gather_objects(partition)[0]  # ranks with unequal parts of channels count unequal costs
+    stage_state.broadcast_weights(model, mesh)
+    stage_state.free_other_stages(model, _mine(override, override.partition), mesh)
     manage(parameter for parameter in model.parameters() if not parameter.is_meta)
     install_shard(model, override)
-    reasons += _cuts_in_words(override.division, override)
+    reasons += _cuts_in_words(override.partition, override)
     return [*reasons, *why, *_bubble(plan, override.micro_batches), *measured, *randomness]
 
 
@@ -214,9 +216,9 @@ def _stage_randomness(plan: Plan) -> list[str]:
     return ["dropout: every stage draws for itself, so masks are not one device's"]
 
 
-def _mine(override: PipelineForward, division: Partition) -> frozenset[str]:
-    mine = {name for name, stage in division.owner.items() if override.rank_of(stage) == override.mesh.stage}
-    return frozenset(mine | division.shared)
+def _mine(override: PipelineForward, partition: Partition) -> frozenset[str]:
+    mine = {name for name, stage in partition.owner.items() if override.rank_of(stage) == override.mesh.stage}
+    return frozenset(mine | partition.shared)
 
 
 def _micro_batches(model: nn.Module, graph: Graph, plan: Plan, counted: list[str]) -> tuple[int, Choices]:
@@ -262,13 +264,13 @@ def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------- in words
 
 
-def _cuts_in_words(division: Partition, override: PipelineForward) -> list[str]:
-    flops, weights = (_shares(costs) for costs in (division.flops, division.weight_bytes))
-    sent = [f"{size / 2**20:.3g} MiB" for size in division.crossing_bytes]
+def _cuts_in_words(partition: Partition, override: PipelineForward) -> list[str]:
+    flops, weights = (_shares(costs) for costs in (partition.flops, partition.weight_bytes))
+    sent = [f"{size / 2**20:.3g} MiB" for size in partition.crossing_bytes]
     plan = override.mesh.plan
     how = "as pipeline.stages says" if plan.pipeline.stages else f"balanced by {plan.pipeline.balance}"
     return [
-        f"stages: cut before {', '.join(division.begins)}, {how}; stage by stage {flops} of the operations and {weights} of "
+        f"stages: cut before {', '.join(partition.begins)}, {how}; stage by stage {flops} of the operations and {weights} of "
         f"the weights' bytes; {', '.join(sent)} of a micro-batch cross the cuts forward, and as much back, skips to later "
         "stages included",
         f"averages: {override.mesh.data_size} ranks have each stage and average its gradients after its last micro-batch",

@@ -1,1 +1,4 @@
-"""Where what a stream keeps between tiles lies: memory, files, an image's own file.  Imports integers alone."""
+"""Where tensors between segments are stored, in memory or in files, and images that are read by windows.
+
+Imports only geometry and the wording of names.
+"""

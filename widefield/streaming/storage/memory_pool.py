@@ -1,8 +1,8 @@
-"""Where does the memory of whole tensors come from, and who has it next?
+"""A pool of host memory and of files, for tensors that are stored between segments.
 
-What a system asks for pages that are touched first is many times what a copy into them costs: they are found, filled with
-zeros, in a file given a place on the disk, and on a virtual machine fetched from its host.  So a `Pool` hands on what was used
-before, from one tensor to the next and from one step to the next.
+The first touch of a page costs many times what a copy into it does: the system finds a page, fills it with zeros, allocates
+disk space for a file and, on a virtual machine, gets memory from its host.  So a `Pool` reuses memory from tensor to tensor and
+from step to step.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import torch
 from torch import Tensor
 
 HUGE_BYTES = 2 << 20
-"""The largest page: where a file's lie so, one comes whole with the first byte that is touched, and has to go whole."""
+"""The size of a huge page: where a file is cached in these, a page is mapped and dropped as a whole."""
 HOST_WASTE = 1.25
-"""Memory is asked for within a budget, so that large blocks must not go to small tensors.  Of a disk there is more."""
+"""A tensor in the host's memory gets no block of more than this times its size, since memory is planned within a budget."""
 
 _DROP: int | None = getattr(mmap, "MADV_DONTNEED", None)
 _FREE: int | None = getattr(mmap, "MADV_FREE", None)
 _HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _POPULATE_WRITE: int | None = 23 if sys.platform == "linux" else None
-"""Make pages ready to be written to, all at once and not each as it is first touched (Linux 5.14)."""
+"""madvise: prepare pages for writing all at once, not each at its first touch (Linux 5.14)."""
 
 
 class Block:
-    """Memory of a process, zeros at first: its own, of large pages where the system has such, or that of a file without a name.
+    """A memory map, zeros at first: anonymous memory, with huge pages where there are, or a file without a name.
 
-    folder: of the file, "": the system's for temporary files; None: no file.
-    Errors: OSError, in words, where the file does not fit or cannot be made.
+    folder: of the file; "": the system's for temporary files; None: no file.
+    OSError: the file does not fit on the disk or cannot be made.
     """
 
     def __init__(self, size_bytes: int, folder: str | None) -> None:
@@ -54,24 +54,24 @@ class Block:
                 self.map = mmap.mmap(file.fileno(), size_bytes)
         except OSError as error:
             raise OSError(
-                f"no file of {size_bytes:,} bytes, to keep a tensor in, can be made in {folder}: {error.strerror or error}; "
+                f"no file of {size_bytes:,} bytes, to store a tensor, can be made in {folder}: {error.strerror or error}; "
                 "make room there, name a folder on a disk that has it, or keep tensors on the host"
             ) from error
 
     def make_ready(self, start: int, stop: int) -> None:
-        """Before these bytes of a file are written to; without it they could be, at many times the cost."""
+        """Prepare these bytes of a file for writing; without it, writing costs many times more."""
         self._advise(_POPULATE_WRITE, start, stop)
 
     def drop(self, start: int, stop: int) -> None:
-        """Take these bytes of a file out of what this process holds; the system keeps them while it has memory to spare."""
+        """Remove these bytes of a file from the process's resident memory; the system may still cache them."""
         self._advise(_DROP, start // HUGE_BYTES * HUGE_BYTES, min(-(-stop // HUGE_BYTES) * HUGE_BYTES, self.bytes))
 
     def rest(self) -> None:
-        """While nobody has this memory, the system may take of it what it needs for others; a file's it may at any time."""
+        """Allow the system to reclaim this memory while it is idle; a file's pages it can reclaim at any time."""
         self._advise(_FREE, 0, self.bytes)
 
     def _advise(self, advice: int | None, start: int, stop: int) -> None:
-        """A system that does not know the advice goes on as it is."""
+        """Call madvise; does nothing where the system does not know the advice."""
         if advice is not None:
             start = start // mmap.PAGESIZE * mmap.PAGESIZE
             with contextlib.suppress(OSError):
@@ -79,10 +79,10 @@ class Block:
 
 
 def _reserve(file: int, size_bytes: int) -> None:
-    """Give a file its size and room on the disk: memory that finds the disk full later kills the process without a word."""
+    """Set a file's size and allocate its disk space: a disk that is full at a later write kills the process with SIGBUS."""
     try:
         os.posix_fallocate(file, 0, size_bytes)
-    except (AttributeError, OSError) as error:  # macOS has no such function, some file systems no such thing
+    except (AttributeError, OSError) as error:  # macOS does not have the function, and some file systems do not support it
         if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
         disk = os.fstatvfs(file)
@@ -92,10 +92,10 @@ def _reserve(file: int, size_bytes: int) -> None:
 
 
 class FreeList:
-    """Blocks of one kind: those that tensors have, and those that wait for the next.
+    """Blocks of one kind, in use or idle.
 
-    folder: as of `Block`.  most_idle: bytes that wait at most.
-    most_waste: a tensor is not given a block of more than so many times its size.
+    folder: as of `Block`.  most_idle: the largest number of idle bytes.
+    most_waste: a tensor gets no block of more than this times its size.
     """
 
     def __init__(self, folder: str | None, most_idle: float = math.inf, most_waste: float = math.inf) -> None:
@@ -109,7 +109,7 @@ class FreeList:
         return sum(block.bytes for block in self.idle)
 
     def take(self, size_bytes: int) -> tuple[Block, Tensor]:
-        """A block of so many bytes or more, and all of it as one tensor; it comes back when nobody has that memory any more."""
+        """A block of at least so many bytes, and a uint8 tensor of all of it; it becomes idle once no tensor refers to it."""
         self._sort_back()
         fitting = [block for block in self.idle if size_bytes <= block.bytes <= self.most_waste * size_bytes]
         if fitting:
@@ -124,7 +124,7 @@ class FreeList:
         return block, torch.from_numpy(array)
 
     def _come_back(self, block: Block) -> None:
-        """At any time, from any thread."""
+        """Called by the garbage collector, at any time and from any thread."""
         block.rest()
         self._back.append(block)
 
@@ -137,7 +137,7 @@ class FreeList:
             self.idle.pop(0)
 
     def _new(self, size_bytes: int) -> Block:
-        """All together never become more than tensors had at one time; what waits goes for that, the longest waiting first."""
+        """A new block; first drops idle blocks, the oldest first, so that all blocks stay within the peak of those in use."""
         most = max(self.most_used, self.used + size_bytes)
         while self.idle and self.used + self.idle_bytes + size_bytes > most:
             self.idle.pop(0)
@@ -151,10 +151,10 @@ class FreeList:
 
 
 class Pool:
-    """The blocks of tensors in the CPU's memory, and of those in files of `folder`; None: the system's for such, often /tmp.
+    """The free lists of host memory and of files in `folder`; None: the system's folder for temporary files, often /tmp.
 
-    It holds no more than its tensors had at one time, and of files that wait no more than half of the machine's memory: what
-    the system no longer holds in memory would have to be read before it can be written to.
+    The pool is never larger than the peak of its tensors.  Idle files take at most half of the machine's memory: pages that the
+    system no longer caches would have to be read from the disk before they are written.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:

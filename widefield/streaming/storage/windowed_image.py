@@ -1,4 +1,4 @@
-"""An image that lies in a file, or is made by a function: read window by window, as a streamed module asks for it."""
+"""An image in a file, or computed by a function, that a streamed module reads window by window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from widefield.geometry.box import Box, is_empty, size_of, within
-from widefield.streaming.storage.offload_buffer import all_of, awaited, beside, check_inside, copy_stream_to, shown, to_device
+from widefield.streaming.storage.offload_buffer import (
+    all_of,
+    check_inside,
+    copy_stream_to,
+    on_stream,
+    shown,
+    to_device,
+    wait_for_copy,
+)
 
 
 def from_reader(
@@ -19,15 +27,15 @@ def from_reader(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> WindowedImage:
-    """An image that is never in memory whole: in a file, or made by a function.  A streamed module takes it as a tensor.
+    """An image that is never in memory as a whole, as an input of a streamed module: from a file, or from a function.
 
-    read(window): the pixels of a window, as a torch tensor or a numpy array of the window's size.  `window` has a slice with
-        start and stop per dim of the whole, so it indexes whatever can be indexed.  It is asked for windows that overlap,
-        for some more than once, and must give the same pixels each time.
-    shape: the whole's, as (batch, channels, height, width).  dtype, device: what the module shall see.
-    Cost: one call per tile and pass; on a GPU what was read travels beside what it computes.
-    Errors: ValueError, when a window is read, where what comes has another size than the window or a dtype with values that
-        `dtype` does not have, as float64 for float32.
+    read(window): returns the pixels of a window, as a torch tensor or a numpy array of the window's size.  `window` is a tuple
+        of slices with start and stop, one per dim of the whole, so an array can be indexed with it.  Windows overlap, and some
+        are read more than once; each time the pixels must be the same.
+    shape: of the whole, as (batch, channels, height, width).  dtype, device: of the tensors that the module gets.
+    Cost: one call per tile and pass; copies to a GPU overlap its computation.
+    ValueError: here for bad arguments; when a window is read, if the result has another size than the window, or a dtype with
+        values that `dtype` cannot represent, such as float64 for float32.
 
     Pixels in a raw file, in one of tifffile's zarr stores (height, width, channels), and in a raster of bands:
 
@@ -53,7 +61,7 @@ def from_reader(
 
 
 class WindowedImage:
-    """A whole that a function reads, window by window; `from_reader` makes it."""
+    """What `from_reader` returns: an image whose windows a function reads."""
 
     def __init__(self, read: Callable[..., Any], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self._read, self.shape, self.dtype, self.device = read, shape, dtype, device
@@ -75,7 +83,7 @@ class WindowedImage:
         return self.shape if dim is None else self.shape[dim]
 
     def read(self, box: Box) -> Tensor:
-        """The pixels of a box, on the device, in the dtype; never to be written to.  ValueError as `from_reader` says."""
+        """The pixels of a box, as `dtype` on `device`; not to be written to.  ValueError: see `from_reader`."""
         check_inside(box, self.shape)
         if is_empty(box):
             return torch.empty(size_of(box), dtype=self.dtype, device=self.device)
@@ -83,9 +91,9 @@ class WindowedImage:
         copy_stream = copy_stream_to(self.device, "up")
         if copy_stream is None or pixels.device.type != "cpu":
             return pixels.to(self.device, self.dtype)
-        with beside(copy_stream):
+        with on_stream(copy_stream):
             there = to_device(pixels, self.device, tuple(range(pixels.ndim)))
-        return awaited(there, copy_stream).to(self.dtype)
+        return wait_for_copy(there, copy_stream).to(self.dtype)
 
     def _checked(self, given: Any, box: Box) -> Tensor:
         tensor = _as_tensor(given)
@@ -107,7 +115,7 @@ class WindowedImage:
 
 
 def keeps_values(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether every value of one dtype is a value of the other.
+    """Whether the dtype `wanted` can represent every value of the dtype `given`.
 
     >>> [keeps_values(torch.uint8, wanted) for wanted in (torch.bfloat16, torch.int8)], keeps_values(torch.int64, torch.float64)
     ([True, False], False)
@@ -122,20 +130,20 @@ def keeps_values(given: torch.dtype, wanted: torch.dtype) -> bool:
         return b is not None and b.eps <= a.eps and b.max >= a.max
     low, high = torch.iinfo(given).min, torch.iinfo(given).max
     if is_float:
-        return max(-low, high) <= 2 / torch.finfo(wanted).eps  # up to 2 ** digits no whole number is left out
+        return max(-low, high) <= 2 / torch.finfo(wanted).eps  # all integers up to 2 ** digits are exact
     return torch.iinfo(wanted).min <= low and high <= torch.iinfo(wanted).max
 
 
 def _as_tensor(given: Any) -> Tensor | None:
-    """A tensor of what a reader gave; None where it is neither tensor nor array of numbers."""
+    """The result of a reader as a tensor; None if it is neither a tensor nor an array of numbers."""
     if isinstance(given, Tensor):
         return given.detach()
-    if not isinstance(given, np.ndarray) or isinstance(given, np.ma.MaskedArray):  # a mask would be lost without a word
+    if not isinstance(given, np.ndarray) or isinstance(given, np.ma.MaskedArray):  # a mask would be lost silently
         return None
-    array = given.astype(given.dtype.newbyteorder("="), copy=False)  # a TIFF's numbers may begin with the other byte
+    array = given.astype(given.dtype.newbyteorder("="), copy=False)  # a TIFF may have the other byte order
     try:
         if not array.flags.writeable or any(stride < 0 or stride % array.itemsize for stride in array.strides):
-            array = array.copy()  # torch has no tensors that are only read, run backwards, or lie between other numbers
+            array = array.copy()  # torch has no read-only tensors, negative strides, or strides of part of an element
         return torch.from_numpy(array)
     except TypeError:
         return None
