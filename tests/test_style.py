@@ -155,6 +155,23 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
+OLD_NAMES = {
+    "alike", "is_alike", "alone", "run_alone", "homes", "home", "keep_up", "brought", "on_layout", "recut", "own",
+    "laid", "become", "turns", "placed_again", "settle", "settled", "receiver", "draws_of", "room", "lane", "raised",
+    "shelf", "stand_ins", "executed", "flow", "lay", "way", "ways", "ways_of", "drafts", "habits", "lives", "ledger",
+    "slope", "holding", "holder", "tell", "told", "wholes", "absent", "division", "rehearse", "spare", "ghost", "story",
+    "party",
+}  # fmt: skip
+"""What classes and functions were called before they had the words of the field, see docs/log.md, 2026-11-24."""
+
+
+def old_names(name: str, text: str) -> Iterator[str]:
+    """Classes and functions under names that only we would understand."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name.strip("_").lower() in OLD_NAMES:
+            yield f"{node.lineno}: {node.name}"
+
+
 OF_OTHERS = {
     "_exit", "_getframe", "_current_frames", "_lru_cache_wrapper", "_inst", "_fields",  # Python's
     "_rand", "_bit_generator",  # NumPy's
@@ -210,6 +227,8 @@ PLANTED = {
     "held = module._parameters": private_torch,
     "seen = tensor._nobody_has_seen_this": private_torch,
     "getattr(model, '_compiled_call_impl', None)": private_torch,
+    "class Turns: pass": old_names,
+    "def _brought(): pass": old_names,
 }
 FINE = (
     "import torch\nmodel.eval()\ntorch.save(1, 'x')\nimport torch.nn\nraise ValueError('a' f'{3}')\naten._softmax.default(x)\n"
@@ -233,7 +252,10 @@ def test_the_launcher_may_use_torchs_launcher_and_no_more():
 # ---------------------------------------------------------------------------------------------- the source
 
 
-CHECKS = [torch_distributed, strings_apart, long_functions, long_files, rooms_without_a_noun, code_from_files, private_torch]
+CHECKS = [
+    torch_distributed, strings_apart, long_functions, long_files, rooms_without_a_noun, code_from_files, private_torch,
+    old_names,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -73,7 +73,7 @@ def bench(request: BenchRequest, say: Callable[[str], None] = print) -> int:
     ranks = request.ranks or gpus or min(4, cores)
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks))
     known = candidates(ranks, gpus=gpus, cores=1 if "OMP_NUM_THREADS" in os.environ else cores)
-    tried = chosen(request.plans, [*known, *_own(request, config, known, ranks)])
+    tried = chosen(request.plans, [*known, *_recipes_own(request, config, known, ranks)])
     out = _folder(request.out)
     replace_text(out / "config.yaml", to_yaml(config))
     what = f"{config.model.name} on {config.data.name}: {len(tried)} plans on up to {ranks} ranks"
@@ -90,7 +90,7 @@ def bench(request: BenchRequest, say: Callable[[str], None] = print) -> int:
     return _write_results(result, out, say)
 
 
-def _own(request: BenchRequest, config: RunConfig, known: list[Candidate], ranks: int) -> list[Candidate]:
+def _recipes_own(request: BenchRequest, config: RunConfig, known: list[Candidate], ranks: int) -> list[Candidate]:
     """The recipe's own plan as a candidate, unless it is one of `known`."""
     own = plan_of(config, ranks_asked_for(config) or 1)
     overrides = [f"mesh.{axis}={own.space if axis == 'space' else size}" for axis, size in own.axes.items()]

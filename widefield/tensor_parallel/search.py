@@ -66,10 +66,10 @@ def choose(graph: Graph, ranks: Ranks, shards: Mapping[str, Shard] | None = None
 
     shards: of weights that are sharded already, by name; None: the search chooses how weights are sharded.
     """
-    return _Search(graph, ranks, shards).run()
+    return _ShardingSearch(graph, ranks, shards).run()
 
 
-class _Search:
+class _ShardingSearch:
     def __init__(self, graph: Graph, ranks: Ranks, shards: Mapping[str, Shard] | None) -> None:
         self.graph, self.ranks, self.is_free = graph, ranks, shards is None
         self.shards: dict[str, Shard] = dict(shards or {})
