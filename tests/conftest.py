@@ -1,5 +1,6 @@
 """What every test module shares: the ranks end with the session, and a busy machine is no failure of a property."""
 
+import signal
 from collections.abc import Iterator
 
 import devices
@@ -10,6 +11,12 @@ from hypothesis import settings
 
 settings.register_profile("widefield", deadline=None)
 settings.load_profile("widefield")
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, which a shell makes its background jobs ignore: tests send it, and what they start inherits this."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup() -> None:

@@ -87,7 +87,7 @@ def turn_of(call: Call, tensors: Sequence[Tensor], bounds: Bounds, index: int) -
     args, kwargs = (tree_map(described, part, is_leaf=is_given) for part in (call.args, call.kwargs))
     description = RULES[call.op](*args, **kwargs)
     assert isinstance(description, Reduced), f"{call.name} gave {description!r}"
-    at = description.at or [first_cut(description.reads).layout] * len(description.reads)
+    at = description.layouts or [first_cut(description.reads).layout] * len(description.reads)
     tiles = list(tensors)
     for meta, layout in zip(description.reads, at, strict=True):
         tiles[meta.number] = tiles[meta.number] if layout is None else to_layout(tensors[meta.number], layout)

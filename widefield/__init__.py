@@ -8,7 +8,7 @@ loss = F.cross_entropy(model(x), y, reduction="sum") * mesh.copies / samples_of_
 loss.backward()                              # every p.grad is the whole batch's gradient, on every rank
 
 wf.train("digits", run="runs/one")                       # what `widefield train` does, on the ranks of this script
-wf.train(recipe, model=net, data=(train_set, eval_set))  # with one's own objects
+wf.train(recipe, model=net, data=(train_set, eval_set))  # with your own objects
 wf.evaluate("runs/one")
 wf.predict("runs/one", "scan.png")
 print(wf.plan("digits", "mesh.shard=4"))
@@ -59,7 +59,7 @@ _DOOR = {
     "window": "tiled.api",
     "write_report": "report",
 }
-"""Each public name and the module it lives in; imported when first asked for, so that `import widefield` costs nothing."""
+"""Each public name and its module, which is imported at the first access, so that `import widefield` is cheap."""
 
 __all__ = [
     "Mesh",

@@ -3,9 +3,8 @@
 Each does what the verb does, on the ranks that the script was started on: one process, or those of torchrun, Slurm, MPI.
 Where the script runs on several ranks, every rank calls the function, with equal arguments.
 
-A function starts no ranks.  The command can, since each of its ranks is the command again; ranks of a script would have to run
-the script again from its first line, to have the objects that it passes.  So a plan that needs more ranks than there are is
-refused, with the line that starts them.
+The functions start no ranks, since these would have to run the script again from its first line to have its objects.  So a plan
+that needs more ranks than there are is refused, with the command that starts them.
 """
 
 from __future__ import annotations
@@ -52,15 +51,15 @@ def train(
 ) -> Outcome:
     """Train as `widefield train` does: `wf.train("recipe.yaml", "optimizer.lr=0.2", run="runs/one")`.
 
-    config: a recipe, see Config.  overrides: `key=value` as on the command line.  run: the run folder, where a run that
-        stopped goes on; a fresh numbered one under runs/ where None, which several ranks cannot agree on.
+    config: a recipe, see Config.  overrides: `key=value`, as on the command line.
+    run: the run folder; a run that stopped there is resumed.  None: a new numbered one under runs/, on one rank only.
     model: a module in place of `model.name`.  A copy is trained; at the end the module gets the run's weights, on every rank.
     data: two map-style datasets in place of `data.name`, to train on and to evaluate; see widefield.data.map_style.
-    task: the name of one, `package.module:callable`, or a Task in place of `task.name`.
-    classes: names or number of the classes of `data`; the first dataset's attribute `classes` where None.
+    task: a name, `package.module:callable`, or a Task in place of `task.name`.
+    classes: the names or the number of the classes of `data`; None: the first dataset's attribute `classes`.
     trust: let a recipe in a run folder name code of its own.
-    Gives how the run ended; a run that was interrupted has a status of its own and no error.
-    ValueError and NotImplementedError: as the command says them, on every rank, before any message between ranks.
+    Returns how the run ended; an interrupted run raises nothing, see `reason` and `status`.
+    ValueError, NotImplementedError: those of the command, on every rank, before any message between ranks.
     """
     given, keys = _given(model, data, task, classes), _keys(overrides, model, data, task)
     read = _read(config, keys, run=run, trust=trust)
@@ -85,10 +84,10 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a run's weights as `widefield evaluate` does: every image of the evaluation split exactly once.
 
-    model, data, task, classes: as for `train`, whose run folder holds no more of them than names; the model's weights stay
-        as they are.  data: the pair, or the dataset to evaluate alone.
+    model, data, task, classes: objects that were passed to `train` must be passed again, since the run folder has only their
+        names.  data: the pair, or only the dataset to evaluate.  The weights of `model` are not changed.
     weights: a .safetensors file in place of the run's own.  trust: let the run folder name code of its own.
-    ValueError: an object that the run was trained with is not passed again, and as the command says.
+    ValueError: an object is missing; and those of the command.
     """
     refuse_unused(overrides)
     given = _given(model, data if data is None or _is_pair(data) else (data, data), task, classes)
@@ -108,15 +107,15 @@ def predict(
     weights: str | Path | None = None,
     trust: bool = False,
 ) -> list[Answer]:
-    """What a run's model says of images, as `widefield predict`; an answer for each, in their order.
+    """Predict images with a run's model as `widefield predict` does; returns an Answer for each, in their order.
 
-    images: one or several paths, PIL images, or tensors (C, H, W) as the run's dataset gives them.
-    top: how many classes to name.  model, task: those the run was trained with, where they were passed then.
+    images: one or several paths, PIL images, or tensors (C, H, W) with the dtype and channels of the run's dataset.
+    top: how many classes to return.  model, task: as passed to `train`.  weights, trust: as for `evaluate`.
     """
-    alone = isinstance(images, str | Path | Image.Image) or (isinstance(images, Tensor) and images.ndim == 3)
+    is_single = isinstance(images, str | Path | Image.Image) or (isinstance(images, Tensor) and images.ndim == 3)
     return predict_images(
         existing_folder(run),
-        [images] if alone else list(images),
+        [images] if is_single else list(images),
         _keys((), model, None, task),
         top=top,
         weights=None if weights is None else str(weights),
@@ -126,10 +125,10 @@ def predict(
 
 
 def plan(config: Config, *overrides: str, ranks: int | None = None, trust: bool = False) -> Plan:
-    """The plan that a recipe asks for on so many ranks, checked; `str(plan)` says it in words.
+    """The plan that a recipe asks for on `ranks` ranks, checked as for a run; `str(plan)` describes it.  Starts nothing.
 
-    ranks: those that the mesh needs where None, with mesh.replicate from the GPUs of this machine.  Nothing is started.
-    ValueError and NotImplementedError: what the plan is refused for, as a run would say it.
+    ranks: None: those of the mesh, or as many as this machine has GPUs where mesh.replicate is null.
+    ValueError, NotImplementedError: the plan cannot be carried out.
     """
     read = _read(config, _keys(overrides, None, None, None), trust=trust)
     found = plan_of(read, ranks or ranks_asked_for(read) or torch.cuda.device_count() or 1)
@@ -150,10 +149,10 @@ def _read(config: Config, overrides: Sequence[str], *, run: str | Path | None = 
 
 
 def _keys(overrides: Sequence[str], model: object, data: object, task: object) -> list[str]:
-    """The overrides, behind those that give passed objects their place in the config."""
-    odd = next((override for override in overrides if not isinstance(override, str)), None)
-    if odd is not None:
-        raise ValueError(f"{odd!r} is no override; write texts, as 'optimizer.lr=0.2', and pass objects by keyword")
+    """Overrides that put the names of passed objects into the config, then the user's own."""
+    wrong = next((override for override in overrides if not isinstance(override, str)), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong!r} is no override; write texts, as 'optimizer.lr=0.2', and pass objects by keyword")
     named = [f"task.name={task}"] if isinstance(task, str) else []
     samples: Any = data[0] if isinstance(data, tuple | list) and len(data) == 2 else data
     passed = None if isinstance(task, str) else task
@@ -179,7 +178,7 @@ def _given(model: Any, data: Any, task: Any, classes: Sequence[str] | int | None
 
 
 def _world(config: RunConfig, function: str) -> World:
-    """This process's place among the ranks that the script was started on; ValueError where the plan wants more than one."""
+    """This process's World.  ValueError: the script runs on one rank, and the plan needs several."""
     world = current_world() or world_from(os.environ)
     if world is not None:
         return world

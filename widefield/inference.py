@@ -1,4 +1,4 @@
-"""What one does with a trained run: evaluate it again, ask it about images, take its weights elsewhere."""
+"""Uses of a trained run: evaluate it again, predict images, export its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from widefield.comm.failure import FailureWatch
 from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.config import RunConfig, read_config
-from widefield.config.recipe import ASKED, EVALUATED
+from widefield.config.recipe import EVALUATED, PREDICTED
 from widefield.data import Dataset
 from widefield.data.image import read_image, write_labels
 from widefield.data.loader import Batch
@@ -29,7 +29,7 @@ from widefield.training.assemble import Parts, assemble
 from widefield.training.checkpoint import newest_sound_in, read
 from widefield.training.disk import replace_text
 from widefield.training.evaluate import Evaluation
-from widefield.training.given import NOTHING, Given, make_alike
+from widefield.training.given import NOTHING, Given, share_given
 from widefield.training.resume import check_state
 from widefield.training.run_folder import MODEL, WEIGHTS, existing_folder, load_weights, read_model, save_weights
 from widefield.training.state import shapes_of
@@ -39,10 +39,10 @@ from widefield.training.weight_average import weights_of
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model says of one image: classes with their probabilities, likeliest first.
+    """The prediction for one image: classes with their probabilities, the most likely first.
 
-    Of a model that answers for every pixel: classes with their shares of the pixels; and the file of the pixels' classes or,
-    for an image that is no file, these as `pixels` (H, W).
+    Where every pixel has a class: classes with their shares of the pixels, and the class numbers of the pixels: `labels`, the
+    path of a file, or `pixels` (H, W) for an image that is no file.
     """
 
     path: str
@@ -61,10 +61,10 @@ def evaluate_run(
     trust: bool = False,
     given: Given = NOTHING,
 ) -> Evaluation:
-    """Evaluate a run's weights on its evaluation split, over the ranks of `world`; the same counts on any number of them.
+    """Evaluate a run's weights on its evaluation split, on the ranks of `world`; the same counts on any number of them.
 
-    trust: here and below, let the run folder name code of its own, see trust.py; ValueError where it does without.
-    given: here and below, what takes the place of parts that the run's config names.
+    weights: a .safetensors file in place of the run's own.  trust: let the run folder name code of its own, see trust.py.
+    given: objects in place of what the run's config names.
     """
     config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=EVALUATED)
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def evaluate_run(
         with FailureWatch(mesh) as watch:
             mesh = replace(mesh, watch=watch)
             parts = mesh.together(lambda: _loaded(folder, config, mesh, weights, given))
-            make_alike(given, parts.dataset, parts.model, mesh)
+            share_given(given, parts.dataset, parts.model, mesh)
             return evaluate_parts(parts, parts.model)
 
 
@@ -87,14 +87,15 @@ def predict(
     trust: bool = False,
     given: Given = NOTHING,
 ) -> list[Answer]:
-    """What a run's model says of images, in their order.  ValueError names an image that cannot be read.
+    """Predict images with a run's model, in their order.
 
-    images: paths of files; tensors (C, H, W) as the run's dataset gives them, or PIL images.
-    A model that answers for every pixel leaves `scan.labels.png` beside `scan.jpg`, its pixels being class numbers.
+    images: paths, PIL images, or tensors (C, H, W) with the dtype and channels of the run's dataset.
+    Where every pixel has a class, it writes `scan.labels.png` beside `scan.jpg`; its pixel values are class numbers.
+    ValueError: an image cannot be read, is of another kind than the run's, or a written file would overwrite another.
     """
     if top < 1:
         raise ValueError(f"--top is {top}; write how many classes to name, 1 or more")
-    parts = _alone(folder, weights, overrides, streams=True, trust=trust, given=given)
+    parts = _single_rank(folder, weights, overrides, streams=True, trust=trust, given=given)
     if is_per_pixel(parts.task):
         _check_answers([str(image) for image in images if isinstance(image, str | Path)])
     transforms = Transforms(parts.config.data.read_evaluate, field="data.read_evaluate")
@@ -115,12 +116,12 @@ def _answer(parts: Parts, transforms: Transforms, image: Any, number: int, top: 
         return Answer(path, [classes[index] for index in best.indices], best.values.tolist())
     labels = parts.task.answers(output)[0]
     best = (torch.bincount(labels.flatten(), minlength=len(classes)) / labels.numel()).topk(min(top, len(classes)))
-    written, kept = (_write_beside(path, labels), None) if is_file else (None, labels.cpu())
-    return Answer(path, [classes[index] for index in best.indices], best.values.tolist(), written, kept)
+    labels_path, class_numbers = (_write_beside(path, labels), None) if is_file else (None, labels.cpu())
+    return Answer(path, [classes[index] for index in best.indices], best.values.tolist(), labels_path, class_numbers)
 
 
 def _pixels_of(image: Any, path: str, parts: Parts) -> Tensor:
-    """An image as the run's reader gives them; ValueError where the run was trained on others."""
+    """An image as a tensor.  ValueError: the run was trained on images with other channels or another dtype."""
     dataset = parts.dataset
     if isinstance(image, str | Path):
         if dataset.floating:
@@ -140,7 +141,7 @@ def _pixels_of(image: Any, path: str, parts: Parts) -> Tensor:
 
 
 def _check_answers(images: Sequence[str]) -> None:
-    """ValueError where the answer to one image would overwrite another of the images, or the answer to another."""
+    """ValueError: the labels of one image would overwrite another image, or the labels of another image."""
     asked = {Path(path).resolve(): path for path in images}
     answers: dict[Path, str] = {}
     for place, path in asked.items():
@@ -161,7 +162,7 @@ def _beside(path: str | Path) -> Path:
 
 
 def _write_beside(path: str, labels_HW: Tensor) -> str:
-    """Leave the classes of an image's pixels in a file beside it; its path."""
+    """Write the class numbers of an image's pixels to a file beside it; returns the path."""
     beside = _beside(path)
     try:
         write_labels(labels_HW, beside)
@@ -171,10 +172,11 @@ def _write_beside(path: str, labels_HW: Tensor) -> str:
 
 
 def export(folder: Path, to: str, *, output: Path | None = None, weights: str | None = None, trust: bool = False) -> Path:
-    """Write a run's model for use without widefield; the path written.
+    """Export a run's model for use without widefield; returns the path, with a .json beside it as model.json of the run.
 
-    to: `safetensors` or `state_dict` (torch.save of tensors alone): names and shapes of the plain model; `onnx`: the
-    network for images of the evaluation's size, any batch, pixels normalized as the run did (a .json beside it says how).
+    to: `safetensors` or `state_dict` (torch.save of tensors), with the names of the plain model; `onnx`, the network for images
+        of the evaluation's size and any batch, with normalized pixels as input.
+    output: the path; None: model.* in the run folder.  ValueError: unknown format, a path that cannot be written, no weights.
     """
     if to not in _EXPORTS:
         raise ValueError(f"cannot export to '{to}'{did_you_mean(to, _EXPORTS)} It can be: {', '.join(_EXPORTS)}")
@@ -182,7 +184,7 @@ def export(folder: Path, to: str, *, output: Path | None = None, weights: str | 
     path = output or folder / f"model{suffix}"
     about = path.with_suffix(".json")
     _check_output(path, about)
-    parts = _alone(folder, weights, trust=trust)
+    parts = _single_rank(folder, weights, trust=trust)
     parts.model.eval()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +196,7 @@ def export(folder: Path, to: str, *, output: Path | None = None, weights: str | 
 
 
 def _check_output(path: Path, about: Path) -> None:
-    """ValueError where an export would have no file of its own, or overwrite one that the user has not named."""
+    """ValueError: the path is a folder, is the .json itself, or the .json would overwrite another file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it, as --output {path / 'model.onnx'}")
     if path == about:
@@ -207,7 +209,7 @@ def _check_output(path: Path, about: Path) -> None:
 
 
 def _is_about_a_model(path: Path) -> bool:
-    """Whether an earlier export, or training, left the file."""
+    """Whether the file was written by an export, or by training."""
     try:
         read_model(path.parent, name=path.name)
     except ValueError:
@@ -229,10 +231,10 @@ def _onnx(parts: Parts, path: Path) -> None:
     except ImportError:
         raise ValueError("exporting to onnx needs onnx and onnxscript; pip install 'widefield[onnx]'") from None
     shape = parts.dataset.evaluate.shape  # type: ignore[attr-defined]
-    pair = torch.zeros(2, *shape, dtype=parts.arithmetic.dtype, device=parts.mesh.device)  # torch takes 1 for a constant
+    pair = torch.zeros(2, *shape, dtype=parts.arithmetic.dtype, device=parts.mesh.device)  # 1 would be exported as a constant
     batch = torch.export.Dim("batch", min=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.onnx warns of its own internals
+        warnings.simplefilter("ignore")  # torch.onnx warns about its own internals
         torch.onnx.export(
             parts.model, (pair,), str(path), dynamo=True, dynamic_shapes=({0: batch},), input_names=["image"],
             output_names=["output"], external_data=False, verbose=False,
@@ -246,7 +248,7 @@ _EXPORTS: dict[str, tuple[Callable[[Parts, Path], None], str]] = {
 }
 
 
-def _alone(
+def _single_rank(
     folder: Path,
     weights: str | None,
     overrides: Sequence[str] = (),
@@ -255,8 +257,8 @@ def _alone(
     trust: bool = False,
     given: Given = NOTHING,
 ) -> Parts:
-    """The run's parts on this process alone, without its dataset; the model tile after tile where the run does so."""
-    config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=ASKED)
+    """The run's parts on a single rank, without its dataset.  streams: the model is streamed where the run's config says so."""
+    config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=PREDICTED)
     plan = Plan(stream=config.stream if streams else None)
     return _loaded(folder, config, join(World(), plan), weights, given, read_model(folder))
 
@@ -269,8 +271,8 @@ def _loaded(
     given: Given = NOTHING,
     dataset: Dataset | None = None,
 ) -> Parts:
-    """Data and model of a run, with the weights named, or the run's own, or those of its newest sound checkpoint."""
-    model = config.model.model_copy(update={"weights": None})  # what training started from is of no use any more
+    """Data and model of a run, with `weights`, or the run's own weights, or those of its newest undamaged checkpoint."""
+    model = config.model.model_copy(update={"weights": None})  # the initial weights are not needed
     parts = assemble(config.model_copy(update={"model": model}), mesh, dataset, given=given)
     if weights is not None:
         load_weights(weights, parts.model)

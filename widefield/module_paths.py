@@ -1,4 +1,4 @@
-"""Which part of a module is running?  Python's stack tells, so that nothing has to be hooked into the module."""
+"""Which submodule is running?  Found on Python's stack, so that the module needs no hooks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _CALL = call_impl_of(nn.Module).__code__
 
 
 class ModulePaths:
-    """The parts of a module by name."""
+    """The submodules of a module by name."""
 
     def __init__(self, module: nn.Module) -> None:
         self._names = {id(part): name for name, part in module.named_modules()}
 
     def running(self) -> str:
-        """The qualified name of the innermost part that is being called; "" for the module's own forward.
+        """The qualified name of the innermost submodule that is being called; "" for the module's own forward.
 
-        Cost: a look at each frame of the stack, about 10 us.
+        Cost: it visits each frame of the stack, about 10 us.
         """
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:

@@ -1,4 +1,4 @@
-"""A name in a config is a file in a folder: load it, list its neighbours, suggest the nearest.
+"""A name in a config is a file in a folder: load it, list the names, suggest the nearest.
 
 `load("widefield.tasks", "classification")` imports `widefield/tasks/classification.py`.  Adding a file adds the
 name; no list is edited anywhere.
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def names_in(package: str) -> list[str]:
-    """The names a folder offers: its files without `.py`, sorted, private ones left out.  Imports only the packages above."""
+    """The names that a folder offers: its files without `.py`, sorted, without private ones.  Imports only parent packages."""
     return list(_files_of(package))
 
 
@@ -30,9 +30,9 @@ def _files_of(package: str) -> dict[str, pkgutil.ModuleInfo]:
 
 
 def constants_in(package: str, constants: Collection[str]) -> dict[str, dict[str, Any]]:
-    """By name in a folder, which of `constants` its file sets, each to a literal; read from the text, so nothing is imported.
+    """For each name in a folder, those of `constants` that its file sets, with values.  Read from the text: imports nothing.
 
-    ValueError: one that is set to something else than a literal.
+    ValueError: one is not set to a literal.
     """
     found = {}
     for name, module in _files_of(package).items():
@@ -44,7 +44,7 @@ def constants_in(package: str, constants: Collection[str]) -> dict[str, dict[str
 
 
 def _constant(node: ast.stmt, constants: Collection[str], path: str) -> list[tuple[str, Any]]:
-    """The name and the value that a statement sets, if it is one of `constants`."""
+    """The (name, value) that a statement sets, if the name is one of `constants`."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return []
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -57,13 +57,13 @@ def _constant(node: ast.stmt, constants: Collection[str], path: str) -> list[tup
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence that says what is missing: `"; did you mean 'segmentation'?"`, or `"."` where nothing is near."""
+    """The end of a sentence about an unknown name: `"; did you mean 'segmentation'?"`, or `"."` where no name is near."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else "."
 
 
 def load(package: str, name: str) -> ModuleType:
-    """The module `package.name`.  ValueError, with the nearest name and the whole list, where there is no such file."""
+    """The module `package.name`.  ValueError, with the nearest name and the whole list: there is no such file."""
     names = names_in(package)
     if name not in names:
         folder = package.rpartition(".")[2]

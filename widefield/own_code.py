@@ -1,10 +1,11 @@
-"""`package.module:callable` in a recipe: code of the user's own, found, imported and called.
+"""`package.module:callable` in a recipe: a user's own code, found, imported and called.
 
-A module is looked for where Python looks, then in the folder that the process stands in, then in the folder of the recipe that
-was read last.  The last two come behind all others, so that no file there hides an installed package.  A run folder is none of
-them: it may be somebody else's.  Which names count at all, trust.py says.
+A module is looked for on sys.path, then in the current folder, then in the folder of the recipe that was read last.  The last
+two are at the end of sys.path, so that no file there hides an installed package.  A run folder is never searched, since it may
+be somebody else's.  trust.py decides which names are allowed.
 
-An object that a Python program passed stands in a config as the name of its class in angle brackets, which makes nothing.
+An object that a Python program passed is in a config as the name of its class in angle brackets, from which nothing can be
+built.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from widefield.trust import run_folder_of
 _beside: list[Path] = []
 """The folder of the recipe that was read last."""
 _added: list[str] = []
-"""What of sys.path is there for the sake of users' modules."""
+"""The entries of sys.path that were added for users' modules."""
 
 
 def is_code(name: str) -> bool:
@@ -37,12 +38,12 @@ def is_object(name: str) -> bool:
 
 
 def object_name(thing: object) -> str:
-    """What a config calls an object: `<mynets.Net>`."""
+    """The name of an object in a config, as `<mynets.Net>`."""
     return f"<{type(thing).__module__}.{type(thing).__qualname__}>"
 
 
 def refuse_object(name: str, *, key: str, keyword: str) -> None:
-    """ValueError where a name stands for an object that is not at hand.  keyword: the argument that passes it."""
+    """ValueError: the name stands for an object that was not passed.  keyword: the argument that passes it."""
     if is_object(name):
         raise ValueError(
             f"{key} is '{name}', an object that a Python program passed, and a run folder holds no more of it than this name; "
@@ -52,15 +53,15 @@ def refuse_object(name: str, *, key: str, keyword: str) -> None:
 
 
 def look_in(folder: Path) -> None:
-    """Look for users' modules in `folder` too, and no more in the one that was named before."""
+    """Look for users' modules in `folder` too, in place of the folder of the last call."""
     _beside[:] = [folder.resolve()]
 
 
 def code_named(name: str, *, key: str) -> Callable[..., Any]:
-    """The callable that `name` says, `key` being where it stands in the recipe.
+    """The callable that `name` names.  key: where the name is in the recipe, for errors.
 
-    ValueError: no such module, nothing of that name in it, nothing that can be called, or two files of one module's name.
-    Whatever the module itself raises otherwise goes on as it is, for its traceback says it best.
+    ValueError: no such module or attribute, it is not callable, or the module was imported from another file before.
+    Other exceptions of the module itself are not caught, since their traceback helps most.
     """
     module_name, _, attribute = name.partition(":")
     places = _look_in_places()
@@ -87,23 +88,23 @@ def takes(build: Callable[..., Any], *names: str) -> list[str]:
     """Those of `names` that are parameters of `build`."""
     try:
         return [name for name in names if name in inspect.signature(build).parameters]
-    except ValueError:  # something of C has none to show
+    except ValueError:  # a C function without a signature
         return []
 
 
 def call(build: Callable[..., Any], *arguments: Any, options: dict[str, Any], key: str, name: str) -> Any:
-    """What `build` gives; ValueError where it does not take the arguments and the options.  key: of the options."""
+    """Call `build`.  ValueError: it does not take the arguments and the options.  key: of the options in the recipe."""
     try:
         inspect.signature(build).bind(*arguments, **options)
     except TypeError as error:
         raise ValueError(f"{key} {options} do not fit '{name}': {error}") from None
-    except ValueError:  # something of C has no signature to show; calling it tells
+    except ValueError:  # a C function without a signature
         pass
     return build(*arguments, **options)
 
 
 def _look_in_places() -> list[str]:
-    """Put the places for users' modules at the end of sys.path, and nothing else that was put there for an earlier recipe."""
+    """Put the folders of users' modules at the end of sys.path, and remove those of an earlier recipe; returns them."""
     places = [str(place) for place in dict.fromkeys([Path.cwd(), *_beside]) if run_folder_of(place / "recipe.yaml") is None]
     for place in [place for place in _added if place not in places]:
         _added.remove(place)
@@ -117,7 +118,7 @@ def _look_in_places() -> list[str]:
 
 
 def _check_one_file(module: str) -> None:
-    """ValueError where a module of this name was imported from another file than it would be now: Python knows it by name."""
+    """ValueError: a module of this name was imported from another file, which Python would return again."""
     known = getattr(sys.modules.get(module), "__file__", None)
     spec = PathFinder.find_spec(module) if known is not None and module != "__main__" else None
     if spec is not None and spec.origin is not None and Path(spec.origin).resolve() != Path(str(known)).resolve():

@@ -1,4 +1,4 @@
-"""How much of something does a recipe ask for, in words: `90ep` of training, `6GiB` of memory."""
+"""Quantities in a recipe: `90ep` of training, `6GiB` of memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Unit = Literal["ep", "step"]
 
 @dataclass(frozen=True)
 class Duration:
-    """A stretch of training: `90ep` (epochs) or `2000step` (optimizer steps)."""
+    """A length of training: `90ep` (epochs) or `2000step` (optimizer steps)."""
 
     count: int
     unit: Unit
@@ -27,7 +27,7 @@ class Duration:
 
 
 def read_duration(text: object) -> Duration:
-    """`"90ep"` or `"2000step"` as a Duration; ValueError otherwise."""
+    """The Duration of `"90ep"` or `"2000step"`.  ValueError: another text."""
     if isinstance(text, Duration):
         return text
     match = re.fullmatch(r"(\d+)\s*(ep|step)", text) if isinstance(text, str) else None
@@ -53,7 +53,7 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def read_memory(text: object) -> int:
-    """`"6GiB"`, `"1.5GiB"` or `"800 MiB"` in bytes; ValueError otherwise, and for less than a byte."""
+    """The bytes of `"6GiB"`, `"1.5GiB"` or `"800 MiB"`.  ValueError: another text, or less than a byte."""
     match = _MEMORY.fullmatch(text) if isinstance(text, str) else None
     size = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
     if not 1 <= size < math.inf:
@@ -62,7 +62,7 @@ def read_memory(text: object) -> int:
 
 
 def bytes_text(size: float) -> str:
-    """1.5 GiB, 12 MiB, 300 KiB."""
+    """A size as 1.5 GiB, 12 MiB or 300 KiB."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}" if size < 10 * unit else f"{size / unit:.0f} {name}"

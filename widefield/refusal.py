@@ -1,19 +1,19 @@
-"""Whose error is it, and how is it told?  What widefield raises is words for the user; anything else wants its traceback."""
+"""Errors that widefield raises are sentences for the user; others need their traceback."""
 
 from __future__ import annotations
 
 import traceback
 
 FOLLOWED = 3
-"""Status of a rank that ends because another failed; a launcher looks for that one."""
+"""The exit status of a rank that ends because another one failed, which the launcher then looks for."""
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether widefield itself raised it, in words meant for the user."""
+    """Whether widefield itself raised the error, and not a library that it called."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith("widefield")
 
 
 def printable(text: str) -> str:
-    """`text` with control characters (as file names may hold) spelled out."""
+    """`text` with control characters, which file names may have, escaped."""
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)

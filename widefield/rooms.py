@@ -1,4 +1,4 @@
-"""Which rooms run a model's operations?  What they define is the engine's: it is no part of a model, and stays as it is."""
+"""The rooms that run a model's operations.  What their modules define is no part of a model, so capturing leaves it alone."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ ENGINE_PATHS = tuple(str(path) for room in ENGINE for path in (_HERE / room, _HE
 
 
 def is_of_engine(module: object) -> bool:
-    """Whether a module, by its name, is one of these rooms or lies in one."""
+    """Whether the module of this name is one of these rooms, or inside of one."""
     return isinstance(module, str) and any(module == room or module.startswith(f"{room}.") for room in ENGINE_MODULES)

@@ -1,17 +1,19 @@
-"""What each operation means on tiles.  A file here is a family of operations; each defines its rules and CASES.
+"""How an operation runs on tiles: the kinds of description that a rule returns, and the registry of rules.
 
-A rule is a function of the operation's own arguments, with a `Meta` in place of each tensor, that returns one of the
-descriptions below: integer arithmetic and a local operation.  It holds no tensor and sends nothing, so what it returns is
-kept and used again for equal arguments; the engine moves the pixels that it asks for.
+A rule is a function of the operation's own arguments, with a `Meta` in place of each tensor.  It returns one of the
+descriptions below: integer arithmetic and a local operation.  A rule touches no tensor and sends nothing, so its result is
+cached by its arguments.  `tiled/executors/` moves the pixels that a description asks for.  The rules are in `ops/`.
 
-- `Windowed`: every output pixel reads a run of input pixels (pooling, resize, padding, convolution).
-- `Additive`: every pixel of one tensor adds to the outputs by itself (the backward of a convolution).
-- `Reduced`: sums over pixels that are merged over tiles, and an end made from the total (normalization, losses).
-- `Local`: every tile by itself, once the dims that must be whole are (softmax over channels, matmul, cat, views).
-- `NeedsRedistribute`: first uncut some dims of a tensor, whose cuts move elsewhere.
-- a `composed` rule is not kept: it is made of other torch operations, called on tiled tensors.
+- `Windowed`: every output pixel reads an interval of input pixels (convolution, pooling, resize, padding, cat).
+- `Additive`: every pixel of one tensor adds its own term to the outputs (the backward of a convolution).
+- `Reduced`: each tile gives a part, the parts are merged, and outputs are made from the total (normalization, losses).
+- `Local`: every tile by itself, once the dims that the operation needs whole are uncut (softmax over channels, views).
+- `ShardedProduct`: a product of matrices whose operands are cut; the tiles' products may be parts of a sum.
+- `Ring`: attention to keys that pass from rank to rank.
+- `NeedsRedistribute`: the rule is asked again once some dims of its tensors are uncut.
 
-Operations tagged `torch.Tag.pointwise` need no rule.  What no file has a rule for is refused by name.
+A `composed` rule returns no description: it calls other torch operations on the tiled tensors themselves.
+Operations tagged `torch.Tag.pointwise` need no rule.  An operation without a rule is refused by name.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from widefield.geometry.window import Reach
 
 @dataclass(frozen=True)
 class Meta:
-    """A tensor argument without its pixels: the whole's shape, its dtype, and its layout (None: a plain tensor)."""
+    """A tensor argument without its pixels: the whole's shape, its dtype, and its layout (None for a plain tensor)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout | None
     number: int
-    """Its place among the tensor arguments, in order; lists count their tensors one by one."""
+    """Its index among the tensor arguments; the tensors of a list count one by one."""
 
     @property
     def ndim(self) -> int:
@@ -53,8 +55,11 @@ class Meta:
 
 @dataclass(frozen=True)
 class Read:
-    """A tensor that outputs read: on the dims of `reach` through windows, on its other dims the same pixels as the output
-    (dims whose extent differs from the output's must be uncut, and are read whole)."""
+    """A tensor that outputs read.
+
+    On the dims of `reach` an output reads what its Reach says; on other dims the pixels at its own coordinates.  Other dims
+    whose extent differs from the output's are read whole, and must be uncut.
+    """
 
     tensor: Meta
     reach: dict[int, Reach] = field(default_factory=dict)
@@ -62,20 +67,20 @@ class Read:
 
 @dataclass(frozen=True)
 class Tile:
-    """An output of this shape, laid out by `cuts`; None: as follows from the first tiled read's cuts through its reach."""
+    """A tiled output of the whole's `shape`, cut by `cuts`; None: the cuts follow from those of the first read that is cut."""
 
     shape: tuple[int, ...]
     cuts: Cuts | None = None
     dtype: torch.dtype | None = None
-    """Of a tile without pixels; None: that of the first read."""
+    """The output's dtype, which is needed where a rank's tile is empty and nothing runs; None: that of the first read."""
 
 
 @dataclass(frozen=True)
 class PartialSum:
-    """An output that is a sum over all pixels: every rank's part is added up.
+    """An output that is a sum over all pixels, of which each rank computes its tile's part.
 
-    is_partial_gradient: the gradient of a plain weight, which DDP or FSDP will average over ranks: each rank then gives its
-    part times the number of tiles, so that the mean is the whole sum, and nothing is sent here.
+    is_partial_gradient: it is the gradient of a plain weight.  Each rank then keeps its part times the number of tiles, and
+    nothing is sent: the mean over ranks, which DDP or FSDP takes anyway, is the sum.  Else the parts are added up at once.
     """
 
     is_partial_gradient: bool
@@ -85,12 +90,12 @@ class PartialSum:
 
 @dataclass(frozen=True)
 class LocalBoxes:
-    """What one local operation works on: the boxes it is given of each read, and the box of the output it makes."""
+    """What one local operation works on: the box that it gets of each read, and the box that it writes."""
 
     reads: tuple[Box, ...]
     write: Box
-    alone: bool = False
-    """Of an Additive rule: also give what `alone` would."""
+    with_own_sum: bool = False
+    """For an Additive rule: the local operation also computes the `own_sum`."""
 
 
 Run = Callable[..., Any]
@@ -98,12 +103,13 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Windowed:
-    """Outputs of the same cuts, each pixel reading through `reads`.
+    """Outputs with the same cuts, each pixel of which reads an interval of every tensor in `reads`.
 
-    prepare(part): the local operation: from the tiles of `reads`, in their order, then all other tensor arguments, to the
-        output tiles (one tensor, or a tuple where there are several).  What a window reads outside of the box that `part` has
-        is padding, at the border of the whole; `part.reads` may be smaller than that only where `splits`.
-    splits: the engine may run it on the tile alone while the halo travels, and run the edges again on strips.
+    prepare(part): the local operation.  It takes the boxes `part.reads` of `reads`, in their order, then all other tensor
+        arguments, and returns the output's box `part.write` (one tensor, or a tuple where there are several outputs).
+        What a window reads outside of the given box is padding.  The box ends early only at the border of the whole; with
+        `splits` also at the border of a tile.
+    splits: the operation may run on the tile without its halo while the halo travels; the edges are then computed again.
     """
 
     reads: Sequence[Read]
@@ -114,40 +120,42 @@ class Windowed:
 
 @dataclass(frozen=True)
 class Additive:
-    """Outputs to which every pixel of one tensor adds by itself, so pieces are used as they come.
+    """Outputs to which every pixel of `read.tensor` adds its own term, so that received pieces need not be joined first.
 
-    read: `reach` maps the pixels of `over` to the pixels of `read.tensor` that meet them.
-    over: the tensor whose tile stays at home; `outs[0]`, if a Tile, has its layout.
-    prepare(part): from a piece of `read.tensor` (box part.reads[0]) and this rank's pixels of `over` in the box part.write,
-        then all other tensor arguments, to a tuple: what is to be added to `outs[0]` in part.write, and to each PartialSum;
-        None for an output that is not wanted.
+    read: its `reach` maps the pixels of `over` to the pixels of `read.tensor` that they meet.
+    over: the tensor whose tiles stay where they are; `outs[0]`, if a Tile, has its layout.
+    prepare(part): the local operation.  It takes a piece of `read.tensor` (box part.reads[0]), this rank's pixels of `over` in
+        the box part.write, then all other tensor arguments.  It returns one term per output: what to add to `outs[0]` in
+        part.write, and what to add to each PartialSum; None for an output that is not wanted.
     """
 
     read: Read
     over: Meta
     outs: Sequence[Tile | PartialSum | None]
     prepare: Callable[[LocalBoxes], Run]
-    alone: tuple[Meta, tuple[int, Run]] | None = None
-    """An output that is a sum over the tile of one tensor by itself: the tensor, the output's number, the sum."""
+    own_sum: tuple[Meta, tuple[int, Run]] | None = None
+    """An output that is a sum over one tensor's own tile, as a bias's gradient is: the tensor, the output's index, the sum."""
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """Sums over the pixels of `dims`, then an end.
+    """A reduction over the pixels of `dims`, and outputs made from its total.
 
-    reads: tensors that are brought to the layout of the first before (plain ones are cut where they are not broadcast).
-    local(*tiles): this tile's part, one tensor; a tile may be empty.
-    merge(parts): parts (ways, ...) of all tiles to the total; None: they are added.
-    finish(total, *tiles): the outputs; None: the total itself.  Here `tiles` holds all tensor arguments, reads as tiles.
-        It writes to none of them, so that it may be run for any tile, and often.
-    update_buffers(total, *tiles): what is written once for the whole, before `finish`: running statistics.  It gives nothing.
-    known(part, *tiles): the part, which is what `local` gives, with its gradient, where that needs less than `local` does.
-    by_parts: False where `total` is bound to one way to cut, or where differentiating local, merge and finish is not the
-        gradient of the whole, as equal extremes in two tiles share theirs.  Who works tile after tile then needs the whole.
-    outs: a Tile for an output with pixels, PartialSum for one that `finish` gives as the part of this tile, None for one that
-        is equal on every rank already.
-    at: for each read the layout it is wanted in, None: as it is; for reads of fewer dims, and for cuts that have to move.  The
-        first is that of `dims`.
+    reads: tensors that are redistributed to the layout of the first one that is cut; plain ones are cut where they do not
+        broadcast.
+    local(*tiles): this tile's part of the total, one tensor.  A tile may be empty.
+    merge(parts): the total, from the (num_shards, ...) parts of all tiles; None: their sum.
+    finish(total, *tiles): the outputs; None: the total itself.  `tiles` are all tensor arguments, reads as tiles.  It writes
+        to none of them, for it may run several times and on any tile.
+    update_buffers(total, *tiles): writes running statistics, once for the whole, before `finish`.
+    attach_grad(part, *tiles): a saved part as an output of `local`, with its gradient but without computing it again; None: a
+        backward runs `local` again.
+    by_parts: whether the total may come from other tiles than those of `finish`, and differentiating local, merge and finish
+        gives the whole's gradient.  False for extremes: equal ones share the gradient, and a part does not say how many it
+        has.  Tiles in time then need the whole.
+    outs: a Tile for an output with pixels; PartialSum for one of which `finish` gives this tile's part; None for one that is
+        the same on every rank.
+    layouts: for each read the layout that it needs, None: as it is.  The first is the layout whose `dims` are reduced.
     """
 
     reads: Sequence[Meta]
@@ -156,35 +164,34 @@ class Reduced:
     outs: Sequence[Tile | PartialSum | None]
     merge: Callable[[Tensor], Tensor] | None = None
     finish: Run | None = None
-    at: Sequence[Layout | None] | None = None
+    layouts: Sequence[Layout | None] | None = None
     update_buffers: Run | None = None
-    known: Run | None = None
+    attach_grad: Run | None = None
     by_parts: bool = True
 
 
 @dataclass(frozen=True)
 class Local:
-    """Every tile by itself.
+    """An operation that every tile runs by itself.
 
-    reads: tensors brought to the layout of the first, less the cuts of `whole`: those dims the operation must see whole, so
-        a cut there moves to another dim that keeps it, or is gathered.  Tensors that are not read come as they are.
-    outs(layout): shape and cuts of each output, given the layout that the first read has by then; None for the cuts: equal on
-        every rank.
-    run(layout, *tensors): all tensor arguments, reads as tiles, to the output tile or a tuple of them.
-    keep: dims that may not take over a cut that has to move (they would change meaning).
-    at: as of `Reduced`, in place of `whole` and `keep`; the first is what `outs` and `run` get.
-    is_view: the outputs show the memory of the one read, so what is written to them in place is written to it, too; where
-        pixels had to move, the engine brings it there.
-    reach: of dims of the output that do not show the same pixels of the first read's dim, which they show.
-    by_position: what `run` gives depends on where in the whole the tile lies, so it is not the operation itself on the tile.
+    reads: tensors that are redistributed to the layout of the first one that is cut, with the dims of `whole` uncut: such a
+        cut moves to another dim, or is gathered where none is long enough.  Other tensor arguments are passed as they are.
+    outs(layout): the shape and the cuts of each output, given the layout that the first read then has; None for the cuts: the
+        output is the same on every rank.
+    run(layout, *tensors): the output tile or a tuple of them, from all tensor arguments, reads as tiles.
+    layouts: as for `Reduced`, in place of `whole`; the first is what `outs` and `run` get.
+    is_view: the outputs share the memory of the one read.  Where pixels had to move, the outputs are copies, and what is
+        written to them in place is written back.
+    reach: for dims of the output that show other pixels than those at their own coordinates of the first read: which.
+    by_position: what `run` gives depends on where in the whole the tile lies, as of `tril`: on a set of indices that is no
+        interval, as ranks hold of channels, it is not the operation itself.
     """
 
     reads: Sequence[Meta]
     outs: Callable[[Layout], Sequence[tuple[tuple[int, ...], Cuts | None]]]
     run: Run
     whole: Sequence[int] = ()
-    keep: Sequence[int] = ()
-    at: Sequence[Layout | None] | None = None
+    layouts: Sequence[Layout | None] | None = None
     is_view: bool = False
     reach: dict[int, Reach] = field(default_factory=dict)
     by_position: bool = False
@@ -192,52 +199,52 @@ class Local:
 
 @dataclass(frozen=True)
 class ShardedProduct:
-    """Tensors each brought to a layout of its own, then one local operation; what the tiles give is added up where it must be.
+    """A local operation on tensors that each have a layout of their own, and a sum of its results along some axes.
 
-    reads: tensors, and `layouts` for each, of its own shape; tensors that are not read come as they are.
-    run(*tensors): all tensor arguments, reads as tiles, to this rank's part of the output.
-    out: the output's layout.  over: the axes of the grid along which ranks hold parts of a sum.
-    is_partial_gradient: the output is the gradient of a plain weight (see `PartialSum`): plain, of the whole's shape, and
-        nothing is sent.
+    reads, layouts: the tensors that are redistributed, and the layout of each.  Other tensor arguments are passed as they are.
+    run(*tensors): this rank's part of the output, from all tensor arguments, reads as tiles.
+    out: the output's layout.
+    partial_axes: the axes of the grid along which ranks have parts of a sum.
+    is_partial_gradient: the output is the gradient of a plain weight; see `PartialSum`.
     """
 
     reads: Sequence[Meta]
     layouts: Sequence[Layout]
     run: Run
     out: Layout
-    over: tuple[int, ...] = ()
+    partial_axes: tuple[int, ...] = ()
     is_partial_gradient: bool = False
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Tiles that go round: in each turn a rank works on what it stays with and on one peer's tiles of what travels.
+    """Some tensors' tiles pass around the ranks; in each step a rank computes with one rank's tiles of them (ring attention).
 
     reads, layouts: as for ShardedProduct.
-    travel: which of the reads go round, all of them cut along the same `axes`, on `dim`.
-    turn(state, stay, held, at): one turn, from the state that the last gave (None at first), the other reads, the tiles that
-        are held now and the interval of `dim` that they are; gives the new state and, of each travelling tensor, the part to
-        add up at its home, or ().
-    finish(state, stay, homes): the outputs; homes: each travelling tensor's sum of parts, at home.
-    outs: the layout of each output; None for what is equal on every rank or no tensor.
-    Cost: n ranks, n - 1 messages to the next rank, and as many home where there are parts; two tiles of what travels in memory.
+    rotating: the numbers of the tensors whose tiles pass around; all are cut along `axes`, on `dim`.
+    step(state, tensors, rotated, at): one step of the ring.  It takes the state that the last step returned (None at first),
+        all tensor arguments, reads as this rank's tiles, the rotating tiles that are here now, and the interval of `dim` that
+        these are.  It returns the new state and, for each rotating tile, a part of a sum that belongs to its owner, or ().
+    finish(state, tensors, sums): the outputs; sums: this rank's tiles of the sums of those parts.
+    outs: the layout of each output; None for what is the same on every rank, or no tensor.
+    sum_axes: axes along which the rotating tensors are replicated but the parts differ: the sums are added up over them.
+    Cost: n - 1 messages per rank among n ranks, and as many again for parts; memory for two tiles of each rotating tensor.
     """
 
     reads: Sequence[Meta]
     layouts: Sequence[Layout]
-    travel: Sequence[int]
+    rotating: Sequence[int]
     dim: int
     axes: tuple[int, ...]
-    turn: Run
+    step: Run
     finish: Run
     outs: Sequence[Layout | None]
-    together: tuple[int, ...] = ()
-    """Axes along which nothing travels though the ranks work on different tiles: parts for home are added up over them."""
+    sum_axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class NeedsRedistribute:
-    """Bring tensors to other layouts and ask once more: (tensor, dims) where those dims of the tensor must be uncut."""
+    """Redistribute tensors, then ask the rule again: (tensor, dims that must be uncut) pairs."""
 
     whole: Sequence[tuple[Meta, Sequence[int]]]
 
@@ -247,13 +254,16 @@ Description = Windowed | Additive | Reduced | Local | ShardedProduct | Ring | Ne
 RULES: dict[Any, Callable[..., Description]] = {}
 COMPOSED: dict[Any, Callable[..., Any]] = {}
 UNCUT_TOO: set[Any] = set()
-"""Compositions that are asked where nothing is cut, too; other operations run there as they are."""
+"""Composed rules that also run where no argument is cut; other operations run there as they are."""
 PLAIN_OUTPUTS: dict[Any, tuple[int, ...]] = {}
-"""Outputs of an operation that are gradients of plain weights, and so plain even where nothing is cut."""
+"""The outputs of an operation that stay plain tensors where no argument is cut, as the gradients of plain weights."""
 
 
 def rule(*operations: Any, plain_outputs: tuple[int, ...] = ()) -> Callable:
-    """Register what aten operations mean on tiles.  AssertionError: one of them has a rule already."""
+    """Register the decorated function as the rule of these aten operations.
+
+    plain_outputs: see PLAIN_OUTPUTS.  AssertionError: one of the operations has a rule already.
+    """
 
     def register(function: Callable) -> Callable:
         for operation in operations:
@@ -267,9 +277,11 @@ def rule(*operations: Any, plain_outputs: tuple[int, ...] = ()) -> Callable:
 
 
 def composed(*operations: Any, uncut_too: bool = False) -> Callable:
-    """Register a function of the operation's own arguments, tiled tensors among them, made of other torch operations.
+    """Register the decorated function, which calls other torch operations, as the rule of these aten operations.
 
-    uncut_too: also call it where every tiled argument is uncut, and so alike on all ranks.
+    It takes the operation's own arguments, tiled tensors among them.
+    uncut_too: also call it where every tiled argument is uncut, and so the same on every rank.
+    AssertionError: one of the operations has a rule already.
     """
 
     def register(function: Callable) -> Callable:
@@ -285,9 +297,9 @@ def composed(*operations: Any, uncut_too: bool = False) -> Callable:
 
 @dataclass(frozen=True)
 class RuleCase:
-    """One operation to run whole and on tiles, forward and backward, in float64.
+    """A test case: an operation to run on whole tensors and on tiles, forward and backward, in float64.
 
-    run(*inputs): inputs are tensors of `shapes`; those numbered in `tiled` are tiled, the others plain.
+    run(*inputs): inputs are tensors of `shapes`; those whose numbers are in `tiled` are tiled, the others plain.
     """
 
     name: str
@@ -295,11 +307,11 @@ class RuleCase:
     shapes: tuple[tuple[int, ...], ...]
     tiled: tuple[int, ...] = (0,)
     refuses: str | None = None
-    """A pattern that the refusal's words must match."""
+    """A regular expression that the error's message must match; None: the operation runs."""
 
 
 def case(
     name: str, run: Callable[..., Any], *shapes: tuple[int, ...], tiled: tuple[int, ...] = (0,), refuses: str | None = None
 ) -> RuleCase:
-    """A Case; every input with more than one dim gets a gradient."""
+    """A RuleCase."""
     return RuleCase(name, run, shapes, tiled, refuses)

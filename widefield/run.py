@@ -1,4 +1,4 @@
-"""The whole story of a training run: config -> plan -> mesh -> data and model -> loop -> checkpoints -> report."""
+"""A training run from beginning to end: config -> plan -> mesh -> data and model -> loop -> checkpoints -> report."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ from widefield.report import write_report
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.disk import Attempts, in_words
-from widefield.training.given import NOTHING, Given, make_alike
+from widefield.training.given import NOTHING, Given, share_given
 from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Learner, Passes
 from widefield.training.record import Record
 from widefield.training.resume import resume
 from widefield.training.run_folder import check_fresh, claim, write_config
 from widefield.training.state import load_random_state
-from widefield.training.terminal import heard
+from widefield.training.terminal import ignoring_closed
 from widefield.training.trainer import Outcome, Trainer
 
 T = TypeVar("T")
 
 
 def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING) -> Outcome:
-    """Train as `config` says, on the ranks of `world`, into `folder`; go on where a run there stopped.
+    """Train as `config` says, on the ranks of `world`, into `folder`; a run that stopped there is resumed.
 
-    given: what takes the place of parts that the config names.
-    Every rank calls it.  AgreedError on every rank, and nothing of the run lost: whatever the config, the data or the
-    checkpoints make impossible, and a loss that is no number.  Any other error on one rank is a PeerFailedError on the others,
-    within seconds.
+    given: objects in place of what the config names.  Every rank calls it.
+    AgreedError, on every rank: config, data or checkpoints do not allow the run, or the loss is not finite; checkpoints stay.
+    Any other error of one rank is a PeerFailedError on the others, within seconds.
     """
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_size)
@@ -51,7 +50,7 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
         interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun"))
         mesh = join(world, plan)
         stack.callback(leave, mesh)
-        with FailureWatch(mesh) as watch:  # inside of what is entered below, so that it hears of an error first
+        with FailureWatch(mesh) as watch:  # ends before the contexts of the stack, so it sees an error first
             return _train(config, folder, replace(mesh, watch=watch), interrupt, stack, given)
 
 
@@ -60,12 +59,12 @@ def _train(
 ) -> Outcome:
     mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
     parts = mesh.together(lambda: assemble(config, mesh, given=given))
-    make_alike(given, parts.dataset, parts.model, mesh)
+    share_given(given, parts.dataset, parts.model, mesh)
     _check_sizes(parts)
     learner, reasons = mesh.together(lambda: learner_of(parts))
     last = config.schedule.length.in_steps(learner.steps.per_epoch)
 
-    warnings: list[str] = []  # from checkpoints, also out of their thread; the story passes them on
+    warnings: list[str] = []  # from checkpoints, also from their thread; the trainer records them
     checkpoints = Checkpoints(
         folder / "checkpoints",
         mesh,
@@ -94,17 +93,17 @@ def _train(
     record = mesh.together(lambda: _on_disk(folder, open_record) if mesh.is_main else None)
     stack.callback(checkpoints.wait)
     passes = _watched(stack, folder, learner, batches)
-    mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last, for all of the above may draw
+    mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last: all of the above may draw
     trainer = Trainer(config, folder, parts, learner, checkpoints, record, last, warnings)
-    return _told(trainer, passes, interrupt)
+    return _fit(trainer, passes, interrupt)
 
 
-def _told(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:
-    """The story to its end, with a report, whichever it is."""
+def _fit(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:
+    """Train to the end, and write the report, also after an error."""
     assert trainer.mesh.watch is not None
     trainer.mesh.watch.stuck = trainer.fail
     try:
-        outcome = trainer.tell(passes, interrupt)
+        outcome = trainer.fit(passes, interrupt)
     except Exception as error:
         raised = trainer.mesh.watch.report(error)
         trainer.fail(raised)
@@ -117,7 +116,7 @@ def _told(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:
 
 
 def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator[Batch]) -> Passes:
-    """The passes of the run's steps, seen by a timeline and by a watch for missing ranks, as the config asks."""
+    """The passes of the run's steps, with a timeline and a watch for missing ranks where the config asks for them."""
     log, mesh = learner.config.log, learner.mesh
     warn = partial(print, "warning:", file=sys.stderr, flush=True)
     attempt, begins = Attempts(folder, warn), None
@@ -137,12 +136,12 @@ def _report(folder: Path, mesh: Mesh) -> None:
     if mesh.is_main:
         attempt = Attempts(folder, partial(print, "warning:", file=sys.stderr, flush=True))
         path = attempt("report.html", lambda: write_report(folder))
-        with heard(sys.stdout):
+        with ignoring_closed(sys.stdout):
             print(*([] if path is None else [f"report: {path}\n"]), sep="", end="", flush=True)
 
 
 def _on_disk(folder: Path, work: Callable[[], T]) -> T:
-    """What `work` gives, which begins a run in its folder; ValueError, in words, where the disk refuses it."""
+    """Call `work`, which begins a run in its folder.  ValueError: the disk refuses it."""
     try:
         return work()
     except OSError as error:
@@ -154,7 +153,7 @@ def _on_disk(folder: Path, work: Callable[[], T]) -> T:
 
 
 def _check_sizes(parts: Parts) -> None:
-    """More copies of the model than training images cannot all have one at every epoch's start."""
+    """AgreedError: more copies of the model than training images."""
     samples, copies = len(parts.dataset.train), parts.mesh.copies
     if samples < copies:
         raise AgreedError(
@@ -163,7 +162,7 @@ def _check_sizes(parts: Parts) -> None:
 
 
 def _begin(record: Record, parts: Parts, learner: Learner, *, reasons: list[str], last: int) -> None:
-    """Say what is about to run, and every value that the program chose with its reason."""
+    """Print what is about to run, with the reasons of chosen values, and write the record's start line."""
     mesh, steps, dataset = parts.mesh, learner.steps, parts.dataset
     whole = sharded_state.shapes(learner.model)
     parameters = sum(math.prod(whole[name]) for name, _ in learner.model.named_parameters())

@@ -1,6 +1,6 @@
 """A frozen group of fields and its YAML text: read with errors that name the line, written so that it reads back equal.
 
-An unknown key or a wrong type is a ValueError that names the field, shows the line it stands on and suggests.
+An unknown key or a wrong type is a ValueError that names the field, shows its line and suggests the nearest key.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: 1e-3 is a number (PyYAML reads text), yes, on and 2026-01-31 are text (PyYAML: true, a date)."""
+    """Reads scalars as YAML 1.2: 1e-3 is a number (in PyYAML text), yes, on and 2026-01-31 are text (true and a date)."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that either reader, YAML 1.1's or ours, would take for something else."""
+    """Quotes texts that a reader of YAML 1.1, or ours, would read as something else."""
 
 
 _BOOL, _FLOAT, _DATE = (f"tag:yaml.org,2002:{name}" for name in ("bool", "float", "timestamp"))
@@ -58,7 +58,7 @@ Path_ = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class _Source:
-    """Where values came from, for error messages: the file's lines and, by path, the line or override that set them."""
+    """The origin of values, for errors: the file's lines and, by path, the line or override that set a value."""
 
     name: str
     lines: Sequence[str]
@@ -66,7 +66,7 @@ class _Source:
     overrides: Mapping[Path_, str]
 
     def where(self, path: Path_) -> str:
-        """`recipes/digits.yaml, line 3:  batchsize: 64`, for the nearest place that is known."""
+        """As `recipes/digits.yaml, line 3:  batchsize: 64`, of the path or its nearest known parent."""
         for end in range(len(path), -1, -1):
             near = path[:end]
             if near in self.overrides:
@@ -78,7 +78,7 @@ class _Source:
 
 
 def parse_section(kind: type[AnySection], text: str, overrides: Sequence[str] = (), *, name: str) -> AnySection:
-    """Any Section from YAML text; ValueError that names field, line and the nearest known key."""
+    """A Section from YAML text and overrides.  ValueError: with field, line and the nearest known key.  name: of the text."""
     line_of: dict[Path_, int] = {}
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -100,7 +100,7 @@ def parse_section(kind: type[AnySection], text: str, overrides: Sequence[str] = 
 
 
 def _note_lines(node: yaml.Node, path: Path_, line_of: dict[Path_, int], name: str) -> None:
-    """Remember the line of every key below `node`; a key given twice is an error (YAML readers keep the last in silence)."""
+    """Record the line of every key below `node`.  ValueError: a key is given twice, of which YAML would keep the last."""
     line_of.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -116,7 +116,7 @@ def _note_lines(node: yaml.Node, path: Path_, line_of: dict[Path_, int], name: s
 
 
 def _override(values: dict[str, Any], override: str) -> Path_:
-    """Set `a.b=value` in `values`; returns the path set."""
+    """Set `a.b=value` in `values`; returns the path."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"not an override: {override!r}; write KEY=VALUE, as optimizer.lr=0.2 or data.path=images")
@@ -137,7 +137,7 @@ def _override(values: dict[str, Any], override: str) -> Path_:
 
 
 def _explain(kind: type[Section], problem: Any, source: _Source) -> str:
-    """One pydantic problem in our words: which field, why, where, what to do."""
+    """The text for one error of pydantic: which field, why, where, what to do."""
     path: Path_ = tuple(problem["loc"])
     field = ".".join(str(part) for part in path)
     where = source.where(path)
@@ -167,12 +167,12 @@ def _fields_at(kind: type[BaseModel], path: Path_) -> list[str]:
 
 
 def to_yaml(section: Section) -> str:
-    """The section as YAML that reads back equal."""
+    """The section as YAML, which `parse_section` reads back equal."""
     return yaml.dump(section.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
 def text_of(values: Mapping[str, Any], *, name: str) -> str:
-    """A dict of plain values as YAML that `parse_section` reads back equal.  ValueError: a value that YAML has no word for."""
+    """A dict of plain values as YAML, for `parse_section`.  ValueError: a value that YAML cannot express."""
     try:
         return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False)
     except yaml.representer.RepresenterError as error:
@@ -183,7 +183,7 @@ def text_of(values: Mapping[str, Any], *, name: str) -> str:
 
 
 def differences(old: Section, new: Section) -> list[str]:
-    """`["optimizer.lr: 0.1 -> 0.2"]`: the fields in which two configs differ."""
+    """The fields in which two sections differ, as `["optimizer.lr: 0.1 -> 0.2"]`."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     keys = [*before, *(key for key in after if key not in before)]
     return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]

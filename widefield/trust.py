@@ -1,10 +1,9 @@
-"""What may a folder that somebody else made do?  Be read: nothing in it runs code, and nothing in it leads out of it.
+"""Run folders may be somebody else's: reading one must not run code, and its names must not lead out of it.
 
-A run folder holds texts, numbers and pictures.  Names of parts in it are those of widefield, torchvision, timm and
-torchmetrics, whose code is installed here.  `package.module:callable` may name any code at all, and some arguments of timm's
-name files that it unpickles, so these count only where the user gave them: on the command line, in a recipe that lies in no
-run folder, or by `--trust`.  A hash finds what was damaged and not what was forged: whoever can change a file can write its
-hash anew.
+A run folder has texts, numbers and pictures.  Its config may name parts of widefield, torchvision, timm and torchmetrics, which
+are installed here.  `package.module:callable` may name any code, and some arguments of timm's models name files that are
+unpickled.  So these are allowed only where the user gave them: on the command line, in a recipe outside of run folders, or by
+`--trust`.  Hashes detect damage, not forgery: whoever can change a file can change its hash.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 READS_FILES = ("cache_dir", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args")
-"""Arguments of timm's models that name files or addresses of weights, which may be pickles."""
+"""Arguments of timm's models that name files or URLs of weights, which may be pickles."""
 _OURS = ("record.jsonl", "plan.yaml", "bench.json")
 _MAY_BE_OURS = ("model.json", "evaluation.json", "weights.safetensors", "checkpoints")
-"""What a run, or a comparison, leaves beside its config.yaml: names that are its own, and names that a project may have too."""
+"""Files of a run, or of a comparison, beside its config.yaml: names of its own, and names that other projects may have too."""
 
 
 # ---------------------------------------------------------------------------------------------- paths
 
 
 def inside(folder: Path, name: object) -> Path:
-    """The file that a text in `folder` calls `name`, somewhere below it.
+    """The path of `name`, which a file in `folder` gives, below the folder.
 
-    ValueError: it is no text, an absolute path, one through `..`, or one that a symbolic link leads out of the folder.
+    ValueError: it is no text, is absolute, has `..`, or leads out of the folder through a symbolic link.
     """
     if not isinstance(name, str) or not name or "\0" in name:
         raise ValueError(f"{name!r} is no name of a file in {folder}")
@@ -40,7 +39,7 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def leads_out(folder: Path, path: Path) -> bool:
-    """Whether `path` is, in the end, outside of `folder`, or a link in a circle."""
+    """Whether `path`, with links followed, is outside of `folder`, or a circle of links."""
     try:
         return not path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):
@@ -48,7 +47,7 @@ def leads_out(folder: Path, path: Path) -> bool:
 
 
 def check_links(folder: Path, names: Iterable[str]) -> None:
-    """ValueError where one of `names` in a folder, or anything below it, is a symbolic link out of the folder."""
+    """ValueError: one of `names` in a folder, or something below it, is a symbolic link out of the folder."""
     for name in names:
         for path in _links_at(folder / name):
             if leads_out(folder, path):
@@ -59,7 +58,7 @@ def check_links(folder: Path, names: Iterable[str]) -> None:
 
 
 def _links_at(path: Path) -> list[Path]:
-    """`path` if it is a symbolic link, else all of them below it."""
+    """`path` if it is a symbolic link, else all symbolic links below it."""
     if path.is_symlink():
         return [path]
     if not path.is_dir():
@@ -72,9 +71,9 @@ def _links_at(path: Path) -> list[Path]:
 
 
 def run_folder_of(path: str | Path, *, run: str | Path | None = None) -> Path | None:
-    """The run folder, or the comparison's, that a file lies in; None where it lies in none.
+    """The folder of a run or comparison that contains a file, at any depth; None where there is none.
 
-    run: a folder that is one whatever it holds.
+    run: a folder that counts as a run folder in any case.
     """
     places = [Path(os.path.abspath(path)), Path(path).resolve()]
     for folder in dict.fromkeys(parent for place in places for parent in place.parents):
@@ -92,10 +91,10 @@ def _is_run_folder(folder: Path, *, nearest: bool) -> bool:
 def check_code(
     named: Mapping[str, str], options: Mapping[str, Any], *, overrides: Sequence[str], source: str, folder: Path
 ) -> None:
-    """ValueError where a recipe from a run folder asks for code, or a file, that the user has not named.
+    """ValueError: a recipe from a run folder names code, or a file of weights, that the user has not named.
 
-    named: code by the key that names it, as {"model.name": "mynets:tiny"}, of the recipe with its overrides.  options:
-    `model.options`.  overrides: the user's, which speak for themselves.  source: what the recipe is called.
+    named: the code in the recipe by key, as {"model.name": "mynets:tiny"}.  options: `model.options`.
+    overrides: the user's, whose keys are trusted.  source: the name of the recipe, for the error.
     """
     keys = {override.partition("=")[0] for override in overrides}
     where = f"and {source} lies in the run folder {folder}, which may be somebody else's"

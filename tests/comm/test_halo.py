@@ -19,7 +19,7 @@ from widefield.geometry.interval import Interval, even_cut
 from widefield.geometry.layout import Cut, Grid, layout_of
 from widefield.plans import Plan
 from widefield.tiled.api import _Tile
-from widefield.tiled.redistribute import move_for, moved, redistribute, space_group
+from widefield.tiled.redistribute import move_cuts, move_for, redistribute, space_group
 from widefield.tiled.tensor import wrap
 
 SHAPE = (2, 3, 13, 11)
@@ -155,7 +155,7 @@ def test_operations_on_single_pixels_send_nothing():
 def overlapped(mesh):
     """A message is under way between `start` and `wait`: the tile may be read meanwhile."""
     tiled = wf.tile(whole_image(), mesh)
-    other = moved(tiled.tile_layout, (2,))
+    other = move_cuts(tiled.tile_layout, (2,))
     move = move_for(tiled.tile_layout, other.boxes)
     pending = start([move], [tiled.local], space_group(mesh.grid))
     total = tiled.local.sum()
@@ -177,7 +177,7 @@ def test_a_route_that_does_not_cover_what_is_wanted_is_our_bug():
 
 def test_layouts_that_are_equal_stay_one_while_tensors_have_them(monkeypatch):
     """Ranks that forgot them at different times would disagree on what must be sent."""
-    monkeypatch.setattr(layout, "KEPT_MOST", 1)
+    monkeypatch.setattr(layout, "CACHE_SIZE", 1)
     grid = Grid((2,))
     held = layout_of((4,), (Cut((0,), (0, 2, 4)),), grid)
     layout_of((5,), (None,), grid)

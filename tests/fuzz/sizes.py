@@ -24,9 +24,9 @@ LARGE: tuple[tuple[Any, str, Any], ...] = (
     (mesh, "BROADCAST_BYTES", 64),
     (moments, "CHUNK", 8),
     (windowed, "SMALL_SHARE", 10.0),
-    (dispatch, "KNOWN_MOST", 8),
-    (memory_format, "KNOWN_MOST", 8),
-    (layout, "KEPT_MOST", 64),
+    (dispatch, "CACHE_SIZE", 8),
+    (memory_format, "CACHE_SIZE", 8),
+    (layout, "CACHE_SIZE", 64),
 )
 """Layers are cut by channels whatever that costs, gradients leave in many buckets, each block is a unit of its own, halos are
 computed apart from what lies between them, and what is kept of layouts is forgotten early."""
@@ -39,7 +39,7 @@ def as_if_large(holds: bool) -> Iterator[None]:
         yield
         return
     before = [(module, name, getattr(module, name)) for module, name, _ in LARGE]
-    dispatch._KNOWN.clear()
+    dispatch._CACHE.clear()
     for module, name, value in LARGE:
         setattr(module, name, value)
     try:
@@ -47,4 +47,4 @@ def as_if_large(holds: bool) -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
-        dispatch._KNOWN.clear()
+        dispatch._CACHE.clear()

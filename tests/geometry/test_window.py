@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from widefield.geometry import window
 from widefield.geometry.interval import Interval
-from widefield.geometry.window import Back, Bins, Border, Every, Spread, StridedRun, Window, border, hull, window_count
+from widefield.geometry.window import Adjoint, Bins, Border, Every, Spread, StridedRun, Window, border, hull, window_count
 
 extents, counts = st.integers(1, 24), st.integers(1, 24)
 sides = st.integers(-6, 9)
@@ -71,7 +71,7 @@ def test_a_border_reads_the_smallest_interval_and_back_finds_every_reader(of_dim
     assert list(found.input_read_by(outputs)) == (list(range(min(read), max(read) + 1)) if read else [])
     pixels = Interval(start, start + length) & Interval(0, extent)
     readers = [o for o, i in enumerate(shown) if i in pixels]
-    back = Back(found, extent).input_read_by(pixels)
+    back = Adjoint(found, extent).input_read_by(pixels)
     assert list(back) == (list(range(readers[0], readers[-1] + 1)) if readers else [])
     for run in found.runs:
         inside = [o for o in readers if o in run.output]
@@ -104,14 +104,16 @@ def test_bins_are_those_of_torch_and_back_finds_every_reader(extent, count, star
     assert [list(bins.input_read_by(Interval(o, o + 1))) for o in range(count)] == reads
     pixels = Interval(start, start + length) & Interval(0, extent)
     readers = [o for o in range(count) if set(reads[o]) & set(pixels)]
-    assert list(Back(bins, extent).input_read_by(pixels)) == readers
+    assert list(Adjoint(bins, extent).input_read_by(pixels)) == readers
 
 
-@pytest.mark.parametrize("reach", [Every(9, 4), Back(Bins(9, 4), 9), border("reflect", extent=9, before=3, after=2)], ids=str)
+@pytest.mark.parametrize(
+    "reach", [Every(9, 4), Adjoint(Bins(9, 4), 9), border("reflect", extent=9, before=3, after=2)], ids=str
+)
 @given(inner=cuts)
 def test_a_cut_is_followed_by_a_rising_cut_of_the_whole_output(reach, inner):
-    total = {Every: 4, Back: 9, Border: 14}[type(reach)]
-    last = 4 if isinstance(reach, Back) else 9
+    total = {Every: 4, Adjoint: 9, Border: 14}[type(reach)]
+    last = 4 if isinstance(reach, Adjoint) else 9
     found = reach.cut_of((0, *sorted(min(b, last) for b in inner), last))
     assert len(found) == len(inner) + 2 and found[0] == 0 and found[-1] == total
     assert all(a <= b for a, b in zip(found, found[1:], strict=False))

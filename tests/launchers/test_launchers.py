@@ -340,7 +340,7 @@ def test_of_ranks_found_dead_together_the_killed_one_has_the_blame(endings, stat
     party.processes = {rank: subprocess.Popen(["bash", "-c", ending]) for rank, ending in enumerate(endings)}
     for process in party.processes.values():
         process.wait()
-    assert party.failed() and (party.status, party.verdict) == (status, verdict)
+    assert party.has_failure() and (party.status, party.verdict) == (status, verdict)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from widefield.tiled import dispatch
 from widefield.tiled.api import _Tile, whole
 from widefield.tiled.executors import windowed
 from widefield.tiled.partial_gradient import partial_of
-from widefield.tiled.redistribute import moved
+from widefield.tiled.redistribute import move_cuts
 from widefield.tiled.tensor import TiledTensor
 
 FAMILIES = sorted(found.name for found in pkgutil.iter_modules(ops.__path__))
@@ -76,7 +76,7 @@ def _said(family: str, case: RuleCase, mesh: Mesh, how: str, small: float) -> st
     reason = next((why for (of, name), why in devices.NOT_ON_GPUS.items() if of == family and case.name.startswith(name)), None)
     if reason is not None and mesh.device.type == "cuda":
         return _problem_of_torch(case, mesh, reason)
-    dispatch._KNOWN.clear()
+    dispatch._CACHE.clear()
     windowed.SMALL_SHARE = small
     try:
         return _problem_of(case, mesh, how)
@@ -155,7 +155,9 @@ def _like(weight: torch.Tensor, output: torch.Tensor, mesh: Mesh, how: str) -> t
     if type(output) is not TiledTensor:
         return weight
     cut_dims = [dim for dim, cut in enumerate(output.tile_layout.cuts) if cut is not None]
-    return _Tile.apply(weight, moved(output.tile_layout, cut_dims) if how == "gradient cut elsewhere" else output.tile_layout)
+    return _Tile.apply(
+        weight, move_cuts(output.tile_layout, cut_dims) if how == "gradient cut elsewhere" else output.tile_layout
+    )
 
 
 def _pull(outputs, weights) -> None:

@@ -156,16 +156,16 @@ def test_norms_of_pooled_images_are_the_same_on_every_rank():
 
 
 def known_after(mesh, steps):
-    dispatch._KNOWN.clear()
-    most, dispatch.KNOWN_MOST = dispatch.KNOWN_MOST, 3
+    dispatch._CACHE.clear()
+    most, dispatch.CACHE_SIZE = dispatch.CACHE_SIZE, 3
     layer = nn.BatchNorm2d(8, momentum=None)  # its momentum is 1, 1/2, 1/3, ...: new arguments in every step
     found = []
     try:
         for _ in range(steps):
             layer(tile(torch.randn(SHAPE), mesh))
-            found.append(len(dispatch._KNOWN))
+            found.append(len(dispatch._CACHE))
     finally:
-        dispatch.KNOWN_MOST = most
+        dispatch.CACHE_SIZE = most
     return found
 
 

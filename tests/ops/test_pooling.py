@@ -6,9 +6,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from widefield.geometry.box import full_box
 from widefield.geometry.interval import Interval
 from widefield.geometry.window import Window, window_count
-from widefield.ops.pooling import _Fitted, _Framed, planes, recounted
+from widefield.ops.pooling import _Fitted, _Framed, reindexed
 
 aten = torch.ops.aten
 ONE = Window(1, extent=1, count=1)
@@ -53,7 +54,7 @@ def test_a_box_is_pooled_as_the_whole_is_where_its_windows_lie_in_it(box, left, 
     tile = fit.before(image[..., read.start : read.stop], -torch.inf)
     values, flat = aten.max_pool2d_with_indices.default(tile, fit.size, fit.stride, fit.padding, fit.dilation, fit.ceil_mode)
     values = fit.after(values)
-    flat = recounted(fit.after(flat), fit.frame, planes([1, window.extent]), in_place=True)
+    flat = reindexed(fit.after(flat), fit.frame, full_box([1, window.extent]), in_place=True)
     expected, indices = pooled(image, window, ceil_mode)
     assert values.shape[-1] == len(write)
     for o in write:
@@ -76,7 +77,7 @@ def test_the_gradient_of_a_box_is_that_of_the_whole(box, start, length):
     (expected,) = torch.autograd.grad(values, image, weights)
     frame = _Framed([ONE, window], (ALONE, read), (ALONE, write))
     part = (..., slice(read.start, read.stop))
-    local = recounted(flat[part], planes([1, window.extent]), frame.frame, in_place=False)
+    local = reindexed(flat[part], full_box([1, window.extent]), frame.frame, in_place=False)
     assert 0 <= local.min() and local.max() < len(frame.frame[1])
     like = frame.like(weights[part], image[..., write.start : write.stop].detach())
     found = aten.max_pool2d_with_indices_backward.default(

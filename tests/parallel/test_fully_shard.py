@@ -200,7 +200,7 @@ def test_weights_in_channels_last_and_chance_for_images_are_refused(layers, is_r
     """FSDP2 makes weights row-major, and a convolution's pixels lie as they do: one device's masks would be others'."""
     for words in on_ranks(2, drawing_in_another_memory_format, *layers, plan=sharding(3)):
         if is_refused:
-            assert "draws random numbers for images, and 1 of its weights (0.weight, ...) lie in channels-last" in words
+            assert "draws random numbers for images, and 1 of its weights (0.weight, ...) are channels-last" in words
         else:
             assert words == "drawn"
 

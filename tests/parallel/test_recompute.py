@@ -313,9 +313,9 @@ def test_as_few_blocks_run_again_as_fit():
     blocks = [f"{way}.{n}" for way, count in (("down", 3), ("up", 2)) for n in range(count)]
     model = unet()
     costs = costs_of(model, blocks, lambda: model(images(2)).sum())
-    assert costs.together(blocks) < costs.together([]) == sum(costs.inside.values()) + costs.outside
+    assert costs.peak_bytes(blocks) < costs.peak_bytes([]) == sum(costs.inside.values()) + costs.outside
     assert chosen(unet(), "1GiB").startswith("recompute: no block: as few of 5 blocks as fit 1GiB")
-    most, least = costs.together([]) / 2**10, costs.together(blocks) / 2**10
+    most, least = costs.peak_bytes([]) / 2**10, costs.peak_bytes(blocks) / 2**10
     counts = [
         int(chosen(unet(), f"{memory:.3f}KiB").split()[1].replace("no", "0")) for memory in (most + 1, most - 1, least + 1)
     ]

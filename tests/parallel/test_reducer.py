@@ -162,8 +162,8 @@ REFUSALS = {
     another_batch_norm: "RuntimeError: the 2 ranks that share statistics are at different BatchNorms, this one at number",
     sparse: "NotImplementedError: the layer '0' has sparse gradients, which are not averaged over ranks",
     sparse_by_a_function: "NotImplementedError: the gradient of 'table' is torch.sparse_coo, which is not averaged over ranks",
-    added: "RuntimeError: the parameter '4.weight' came after the model was laid out, so nobody averages its gradient",
-    replaced: "RuntimeError: the parameter '3.weight' came after the model was laid out, so nobody averages its gradient",
+    added: "RuntimeError: the parameter '4.weight' came after the model was parallelized, so its gradient is not averaged",
+    replaced: "RuntimeError: the parameter '3.weight' came after the model was parallelized, so its gradient is not averaged",
 }
 
 
@@ -288,7 +288,7 @@ def laid_out_twice(mesh: Any) -> str | list[str]:
 def test_a_model_laid_out_twice_is_right_or_refused(plan):
     said = on_ranks(2, laid_out_twice, plan=plan)[0]
     if isinstance(said, str):
-        assert "is laid out already" in said
+        assert "is parallelized already" in said
     else:
         assert not said, "\n".join(said)
 

@@ -27,7 +27,8 @@ from widefield.geometry.interval import even_cut, parts_of
 from widefield.parallel.inactive import inactive
 from widefield.parallel.parallelize import fallbacks, parallelize, reasons
 from widefield.parallel.passes import backward_of, without_sync
-from widefield.parallel.strategies.pipeline import held_bytes, stage_problems
+from widefield.parallel.strategies.pipeline import stage_problems
+from widefield.pipelining import stage_state
 from widefield.pipelining.runtime import _schedule
 from widefield.pipelining.sample_mixing import where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, orders, schedule_grid
@@ -427,7 +428,7 @@ def memory_of(mesh):
     model = net("resnet")
     whole = sum(tensor.nbytes for tensor in named_tensors(model).values())
     model = parallelize(model, mesh, sample=batch("resnet", 0, 2)[0])
-    return held_bytes(model) / whole, reasons(model)
+    return stage_state.bytes_of(named_tensors(model)) / whole, reasons(model)
 
 
 def test_stages_balanced_by_memory_hold_their_share_of_the_weights():

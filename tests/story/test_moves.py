@@ -19,7 +19,7 @@ from widefield.training.checkpoint import About, Checkpoints, newest_sound_in, r
 from widefield.training.loop import Passes
 from widefield.training.resume import resume, state_of
 from widefield.training.state import shapes_of
-from widefield.training.tree_json import take_apart
+from widefield.training.tree_json import to_json
 
 PAGE = str(RECIPES / "page.yaml")
 SETTINGS = ["mesh.space=[]", "mesh.replicate=1", "data.options.size=[48, 40]", "data.options.pages=[8, 2]", "data.batch_size=4",
@@ -86,7 +86,7 @@ def written(tmp_path_factory) -> Callable[[str], tuple[Path, list[float]]]:
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     state, _ = read(newest_sound_in(folder, warn=pytest.fail))
-    return take_apart(state)[1]
+    return to_json(state)[1]
 
 
 FIRST = ("one", "zero3"), ("zero3", "channel"), ("channel", "stage"), ("stage", "space"), ("space", "one")

@@ -135,7 +135,7 @@ def held_bytes(mesh):
 def test_two_ranks_hold_at_most_0_55_of_weights_gradients_and_optimizer_state():
     for share, told in on_ranks(2, held_bytes, plan=Plan(channel=2)):
         assert 0.5 < share <= 0.505
-        assert "2 ranks share 21 layers" in told and "each holds 50% of the weights, does 0% of the work alike" in told
+        assert "2 ranks share 21 layers" in told and "each holds 50% of the weights, replicates 0% of the work" in told
 
 
 def sent_bytes(mesh):
@@ -201,7 +201,7 @@ def test_a_copy_and_a_pickle_have_one_ranks_part_and_compute_nothing(axis):
         for is_laid_out, kind, said in (loaded, copied_):
             assert is_laid_out and kind == "Sequential"
             assert said.startswith("this Sequential is a copy of what one rank has of a model in mesh.channel or mesh.stage")
-        assert "Sequential is laid out already and each rank holds a part of its weights" in again
+        assert "Sequential is parallelized already and each rank holds a part of its weights" in again
         assert name == "Sequential" and shape == [2, 2, 36, 36]
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from widefield.comm.halo import TRAFFIC
 from widefield.geometry.interval import even_cut
 from widefield.geometry.layout import Cut, layout_of
-from widefield.kernels.attention import Cpu, Efficient, Flash, merged, seen
+from widefield.kernels.attention import Cpu, Efficient, Flash, mask_lse, merged
 from widefield.plans import Plan
 from widefield.tiled.api import _Tile, whole
 
@@ -46,7 +46,7 @@ def test_blocks_of_keys_merge_into_attention_to_all_of_them():
     state = None
     for run in (slice(0, 5), slice(5, 6), slice(6, TOKENS)):
         part = mask[:, run]
-        state = merged(state, seen(Cpu.forward(q, k[:, :, run], v[:, :, run], part, False, None), part))
+        state = merged(state, mask_lse(Cpu.forward(q, k[:, :, run], v[:, :, run], part, False, None), part))
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     torch.testing.assert_close(state[0], expected, rtol=1e-12, atol=1e-12)
 

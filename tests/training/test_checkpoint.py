@@ -313,7 +313,7 @@ def test_what_one_rank_cannot_save_is_refused_on_all(tmp_path):
 )
 def test_a_leaf_that_no_checkpoint_can_hold_is_refused(leaf, says):
     with pytest.raises(ValueError, match=f"cannot hold.*{says}"):
-        tree_json.take_apart({"it": leaf})
+        tree_json.to_json({"it": leaf})
 
 
 def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path):
@@ -325,10 +325,10 @@ def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path):
 @pytest.mark.parametrize("whole", [torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).T])
 def test_a_tensor_that_another_rank_has_is_named_and_comes_back(whole):
     absent = RemoteTensor(tuple(whole.shape), whole.dtype, whole.stride())
-    here, tensors = tree_json.take_apart({"model": {"w": whole}})
-    there, none = tree_json.take_apart({"model": {"w": absent}})
+    here, tensors = tree_json.to_json({"model": {"w": whole}})
+    there, none = tree_json.to_json({"model": {"w": absent}})
     assert there == here and none == {}
-    assert tree_json.put_together(there, tensors)["model"]["w"] is tensors["model.w"]
+    assert tree_json.from_json(there, tensors)["model"]["w"] is tensors["model.w"]
 
 
 def test_a_failing_disk_is_told_in_its_own_words(two_saved, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from faults import about_of, checkpoints_in, names_in, no_warning, save_two
 
 from widefield.training import checkpoint_directory
-from widefield.training.checkpoint_directory import kept, newest_sound_in
+from widefield.training.checkpoint_directory import names_to_keep, newest_sound_in
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def test_lower_may_be_better():
     abouts = {
         str(step): about_of(step, metric=metric, higher_is_better=False) for step, metric in enumerate([3.0, 1.0, 2.0, 4.0])
     }
-    assert kept(abouts, last=1, best=2) == {"1", "2", "3"}
-    assert kept({**abouts, "4": None}, last=1, best=0) == {"4"}
+    assert names_to_keep(abouts, last=1, best=2) == {"1", "2", "3"}
+    assert names_to_keep({**abouts, "4": None}, last=1, best=0) == {"4"}
 
 
 def test_the_one_just_saved_stays_though_a_later_step_is_there(two_saved):

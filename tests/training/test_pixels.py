@@ -22,7 +22,7 @@ from widefield.training.assemble import Parts, assemble, learner_of, training_ba
 from widefield.training.evaluate import Evaluation, evaluate
 from widefield.training.loop import Learner, NonFiniteLossError
 from widefield.training.run_folder import MODEL
-from widefield.training.thumbnails import LONGEST_PX, SHOWN, put_together, thumbnails_of
+from widefield.training.thumbnails import LONGEST_PX, SHOWN, join_thumbnails, thumbnails_of
 
 CPU, CLASSES, IGNORED = torch.device("cpu"), 3, 255
 CONFIG = """
@@ -279,10 +279,10 @@ def batch_at(size: tuple[int, int], window: tuple[Interval, ...] | None) -> tupl
 @pytest.mark.parametrize("size", [(40, 30), (2 * LONGEST_PX + 1, 33), (17, 3 * LONGEST_PX)])
 @pytest.mark.parametrize("tiles", [(1, 2), (3, 1), (2, 3)])
 def test_pieces_of_windows_are_the_picture_of_the_whole(size, tiles):
-    whole = put_together(thumbnails_of(*batch_at(size, None), ignore=3))
+    whole = join_thumbnails(thumbnails_of(*batch_at(size, None), ignore=3))
     rows, columns = (parts_of(even_cut(length, parts)) for length, parts in zip(size, tiles, strict=True))
     pieces = [piece for r in rows for c in columns for piece in thumbnails_of(*batch_at(size, (r, c)), ignore=3)]
-    (found,), (wanted,) = put_together(pieces), whole
+    (found,), (wanted,) = join_thumbnails(pieces), whole
     assert (found.index, found.size, found.shape) == (SHOWN - 1, size, wanted.shape) and max(found.shape) <= LONGEST_PX
     assert (found.right, found.counted) == (wanted.right, wanted.counted)
     assert all(torch.equal(getattr(found, name), getattr(wanted, name)) for name in ("image", "truth", "prediction"))
@@ -298,7 +298,7 @@ def test_a_picture_keeps_every_so_many_th_pixel_and_counts_them_all():
 
 def test_a_picture_of_which_a_part_is_missing_is_not_shown():
     upper = thumbnails_of(*batch_at((40, 30), (Interval(0, 20), Interval(0, 30))), ignore=3)
-    assert len(upper) == 1 and put_together(upper) == []
+    assert len(upper) == 1 and join_thumbnails(upper) == []
 
 
 # ---------------------------------------------------------------------------------------------- refusals

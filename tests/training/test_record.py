@@ -273,7 +273,7 @@ def test_time_left_includes_evaluations_to_come():
     pace = Throughput()
     for _ in range(3):
         pace.add(64, 1.0, 0.0)
-    pace.also(2.0)
+    pace.add_evaluation(2.0)
     assert pace.seconds_left(10) == 20.0  # 2 steps and 1 evaluation took 4 s
 
 

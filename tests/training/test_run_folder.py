@@ -37,7 +37,7 @@ from widefield.training.run_folder import (
     write_nan,
     write_weights,
 )
-from widefield.training.thumbnails import Thumbnail, small_piece_of
+from widefield.training.thumbnails import Thumbnail, small_thumbnail_of
 
 RECIPE = "model: {name: resnet}\ndata: {name: digits}\n"
 
@@ -316,7 +316,7 @@ def evaluation(*mistakes: int) -> Evaluation:
 
 def picture_of(index: int) -> Thumbnail:
     image = Twelve().read(index)[0].unsqueeze(0)
-    piece = small_piece_of(Batch(image, torch.zeros(1), torch.tensor([index])), 0)
+    piece = small_thumbnail_of(Batch(image, torch.zeros(1), torch.tensor([index])), 0)
     assert piece is not None
     return piece
 

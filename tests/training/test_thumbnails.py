@@ -26,9 +26,9 @@ from widefield.training.thumbnails import (
     SMALL_PX,
     Thumbnail,
     channels_shown,
-    put_together,
+    join_thumbnails,
     shown_in_words,
-    small_piece_of,
+    small_thumbnail_of,
     thumbnails_of,
 )
 
@@ -44,7 +44,7 @@ def small(image_CHW: Tensor, window: tuple[Interval, Interval] | None = None) ->
     """What a rank that holds the window makes of image 7."""
     part = image_CHW if window is None else image_CHW[:, *(slice(run.start, run.stop) for run in window)]
     place = {} if window is None else {"whole_shape": tuple(image_CHW.shape), "window": window}
-    piece = small_piece_of(Batch(part.unsqueeze(0), torch.zeros(1), torch.tensor([7]), **place), 0)
+    piece = small_thumbnail_of(Batch(part.unsqueeze(0), torch.zeros(1), torch.tensor([7]), **place), 0)
     assert piece is not None
     return piece
 
@@ -83,11 +83,11 @@ def test_windows_put_together_are_the_picture_of_the_whole(cuts):
     image = image_of(5, 700, 500)
     rows, columns = ([Interval(a, b) for a, b in zip(cut, cut[1:], strict=False)] for cut in cuts)
     parts = [small(image, (row, column)) for row in rows for column in columns]
-    (whole,), wanted = put_together(parts), small(image)
+    (whole,), wanted = join_thumbnails(parts), small(image)
     assert whole.shape == wanted.shape and whole.image.shape == wanted.image.shape
     off = (whole.image.int() - wanted.image.int()).abs()
     assert off.max() <= 30 and (off > 0).float().mean() < 0.05
-    assert put_together(parts[1:]) == [], "a picture that lacks a part is left out"
+    assert join_thumbnails(parts[1:]) == [], "a picture that lacks a part is left out"
 
 
 def test_blocks_are_means_and_not_single_pixels():
@@ -162,7 +162,7 @@ def test_mistakes_have_the_same_pictures_where_images_are_cut(tmp_path):
 
 
 def test_a_volume_has_no_picture():
-    assert small_piece_of(Batch(torch.zeros(1, 1, 4, 4, 4), torch.zeros(1), torch.tensor([0])), 0) is None
+    assert small_thumbnail_of(Batch(torch.zeros(1, 1, 4, 4, 4), torch.zeros(1), torch.tensor([0])), 0) is None
 
 
 def test_pictures_with_labels_show_three_channels_too():

@@ -1,4 +1,4 @@
-"""Which way of laying this model out is fastest on this machine?  `bench` tries them on the user's own model and data."""
+"""Which plan is fastest for a model on this machine?  `bench` tries plans on the user's own model and data."""
 
 from widefield.bench.compare import BenchRequest, bench
 

@@ -1,6 +1,6 @@
-"""Which plans are worth trying on so many ranks?  Names with the overrides of a recipe that they stand for.
+"""The plans that are worth trying on a number of ranks: names, and the overrides of a recipe that they stand for.
 
-What a plan cannot do it refuses by itself, so nothing here asks whether a strategy exists or fits the model.
+Plans that cannot run refuse themselves, so nothing here checks whether a strategy exists or fits the model.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ PLAIN = (
     "mesh.replicate=1", "mesh.shard=1", "mesh.space=[]", "mesh.channel=1", "mesh.stage=1", "mesh.data_strategy=data",
     "recompute=",
 )  # fmt: skip
-"""What undoes a recipe's own plan, before a candidate's overrides are laid on top."""
+"""Overrides that reset a recipe's own plan, before those of a candidate."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan to try: `overrides` of the recipe, on one rank with nothing cut where there are none.
+    """A plan to try: `overrides` of the recipe; without any, one rank with nothing cut.
 
-    threads: cores for each rank's arithmetic on a CPU, where it is not the same as for every other plan.
+    threads: of each rank on a CPU, where they differ from those of the other plans.
     """
 
     name: str
@@ -34,9 +34,9 @@ ONE = Candidate("one rank")
 
 
 def candidates(ranks: int, *, gpus: int, cores: int) -> list[Candidate]:
-    """All that are worth trying on `ranks` ranks, one rank first.
+    """The candidates for `ranks` ranks, one rank first.
 
-    gpus: of this machine.  cores: what one rank alone could use on a CPU, 1 where that is what it has anyway.
+    gpus: of this machine.  cores: how many a single rank could use on a CPU; 1: as many as it has anyway.
     """
     found = [ONE]
     if not gpus and cores > 1:
@@ -69,15 +69,15 @@ def _mixes(ranks: int) -> list[Candidate]:
 
 
 def _of(*settings: str, name: str | None = None) -> Candidate:
-    """`replicate=2`, `space=[2,1]` as a candidate; the sizes of the mesh stand without their section."""
+    """A candidate of settings as `replicate=2`, `space=[2,1]`, where the section `mesh.` is left out."""
     overrides = tuple(text if "." in text.partition("=")[0] else f"mesh.{text}" for text in settings)
     return Candidate(name or " x ".join(settings), overrides)
 
 
 def chosen(text: str | None, known: Sequence[Candidate]) -> list[Candidate]:
-    """Those that `text` asks for, all known where it is None; one rank comes first, for the others are compared with it.
+    """The candidates that `text` asks for, or all known ones; one rank is the first, since the others are compared with it.
 
-    text: names and overrides with `;` between them, as `replicate=2; mesh.space=[2,1] recompute={}`.
+    text: names or overrides, separated by `;`, as `replicate=2; mesh.space=[2,1] recompute={}`.
     ValueError: a part is neither.
     """
     if text is None:

@@ -1,8 +1,8 @@
-"""Try every plan in processes of its own, one after another, and write down what they did.
+"""Runs every plan in processes of its own, one after another, and writes the results.
 
 out/config.yaml   the recipe with its overrides
 out/bench.json    everything measured; the table, bench.csv and report.html follow from it alone
-out/plans/N/      of each plan: its order, what its ranks printed, and their timelines where asked for
+out/plans/N/      for each plan: order.json, the output of its ranks, and their timelines if asked for
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from widefield.training.disk import replace_text
 from widefield.training.record import machine, usable_cores, versions
 
 STOPPED = (130, 143)
-"""What the launcher gives where Ctrl-C or SIGTERM ended the ranks."""
+"""The launcher's status where Ctrl-C or SIGTERM ended the ranks."""
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to compare.  ranks: for the plans that use several; None takes the GPUs, or the cores up to 4 on a CPU.
+    """What to compare.  ranks: for the plans with several; None: the number of GPUs, or of cores up to 4 on a CPU.
 
-    plans: names and overrides, see candidates.chosen; None tries all.  trap: also the same plan with few and many workers.
-    timeline: keep what the ranks' profilers recorded.  trust: let a recipe in a run folder name code of its own, see trust.py.
+    plans: names or overrides, see candidates.chosen; None: all.  trap: also one plan with few and many loader workers.
+    timeline: keep the traces of the ranks' profilers.  trust: let a recipe in a run folder name code of its own, see trust.py.
     """
 
     recipe: str
@@ -54,13 +54,13 @@ class BenchRequest:
     trust: bool = False
 
 
-def bench(order: BenchRequest, say: Callable[[str], None] = print) -> int:
-    """Compare plans; the status for the shell: 0, 1 where a plan failed, 2 where none could run, 130 after Ctrl-C.
+def bench(request: BenchRequest, say: Callable[[str], None] = print) -> int:
+    """Compare plans; returns the exit status: 0, 1 where a plan failed, 2 where none could run, 130 after Ctrl-C.
 
-    ValueError, before anything is started: no such recipe or plan, counts below 1, or a launcher that has started us.
+    ValueError, before anything is started: no such recipe or plan, counts below 1, or this process is a launcher's rank.
     """
     for name in ("ranks", "steps", "warmup"):
-        value = getattr(order, name)
+        value = getattr(request, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}; write 1 or more")
     if world_from(os.environ) is not None:
@@ -68,30 +68,30 @@ def bench(order: BenchRequest, say: Callable[[str], None] = print) -> int:
             "a launcher has started this process as one of its ranks, and bench starts the ranks of each plan itself; run it "
             "once on one machine, outside torchrun, srun and mpirun"
         )
-    config = read_config(order.recipe, order.overrides, trust=order.trust)
+    config = read_config(request.recipe, request.overrides, trust=request.trust)
     gpus, cores = torch.cuda.device_count(), usable_cores()
-    ranks = order.ranks or gpus or min(4, cores)
+    ranks = request.ranks or gpus or min(4, cores)
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks))
     known = candidates(ranks, gpus=gpus, cores=1 if "OMP_NUM_THREADS" in os.environ else cores)
-    tried = chosen(order.plans, [*known, *_own(order, config, known, ranks)])
-    out = _folder(order.out)
+    tried = chosen(request.plans, [*known, *_own(request, config, known, ranks)])
+    out = _folder(request.out)
     replace_text(out / "config.yaml", to_yaml(config))
     what = f"{config.model.name} on {config.data.name}: {len(tried)} plans on up to {ranks} ranks"
-    say(f"{what}, {order.steps} steps each -> {out}")
-    result = _conditions(order, config, ranks, threads)
+    say(f"{what}, {request.steps} steps each -> {out}")
+    result = _conditions(request, config, ranks, threads)
     stopped = 0
-    for key, candidate in _all(order, tried, cores):
-        row, stopped = _try(candidate, order, out, number=len(result["plans"]) + len(result["trap"]), threads=threads)
+    for key, candidate in _all(request, tried, cores):
+        row, stopped = _try(candidate, request, out, number=len(result["plans"]) + len(result["trap"]), threads=threads)
         result[key].append(row)
         say(line(row, result))
         if stopped:
             say(f"stopped; what was measured before is in {out / 'plans'}")
             return stopped
-    return _tell(result, out, say)
+    return _write_results(result, out, say)
 
 
-def _own(order: BenchRequest, config: RunConfig, known: list[Candidate], ranks: int) -> list[Candidate]:
-    """The recipe's own plan, where it is none of those known."""
+def _own(request: BenchRequest, config: RunConfig, known: list[Candidate], ranks: int) -> list[Candidate]:
+    """The recipe's own plan as a candidate, unless it is one of `known`."""
     own = plan_of(config, ranks_asked_for(config) or 1)
     overrides = [f"mesh.{axis}={own.space if axis == 'space' else size}" for axis, size in own.axes.items()]
     overrides.append(f"mesh.data_strategy={own.data_strategy}")
@@ -106,24 +106,24 @@ def _own(order: BenchRequest, config: RunConfig, known: list[Candidate], ranks: 
     return [] if layout(candidate) in map(layout, known) else [candidate]
 
 
-def _all(order: BenchRequest, tried: list[Candidate], cores: int) -> Iterator[tuple[str, Candidate]]:
-    """Every candidate with the list of the result that it belongs to."""
+def _all(request: BenchRequest, tried: list[Candidate], cores: int) -> Iterator[tuple[str, Candidate]]:
+    """Every candidate, with the key of the result's list that it belongs to."""
     yield from (("plans", candidate) for candidate in tried)
-    if order.trap:
+    if request.trap:
         counts = [count for count in (1, 2, 4, 8) if count <= max(2, cores)]
         yield from (("trap", Candidate(f"{count} workers", (f"data.workers={count}",))) for count in counts)
 
 
-def _conditions(order: BenchRequest, config: RunConfig, ranks: int, threads: int) -> dict[str, Any]:
+def _conditions(request: BenchRequest, config: RunConfig, ranks: int, threads: int) -> dict[str, Any]:
     return {
         "model": config.model.name,
         "data": config.data.name,
-        "recipe": order.recipe,
-        "overrides": list(order.overrides),
+        "recipe": request.recipe,
+        "overrides": list(request.overrides),
         "batch_size": config.data.batch_size,
         "ranks": ranks,
         "threads": threads,
-        "steps": order.steps,
+        "steps": request.steps,
         "load": os.getloadavg()[0],
         "versions": versions(),
         "machine": machine(),
@@ -132,8 +132,8 @@ def _conditions(order: BenchRequest, config: RunConfig, ranks: int, threads: int
     }
 
 
-def _tell(result: dict[str, Any], out: Path, say: Callable[[str], None]) -> int:
-    """Write the files, print the table and what it means; the status."""
+def _write_results(result: dict[str, Any], out: Path, say: Callable[[str], None]) -> int:
+    """Write the files, print the table and the findings; returns the exit status."""
     replace_text(out / "bench.json", json.dumps(result, indent=1) + "\n")
     report = write_bench(out)
     say("\n" + table_text(result) + "\n")
@@ -145,7 +145,7 @@ def _tell(result: dict[str, Any], out: Path, say: Callable[[str], None]) -> int:
 
 
 def _folder(out: Path | None) -> Path:
-    """The folder to write into, made; `runs/bench-0001` and on where none is named."""
+    """Create the folder to write into; None: the next free `runs/bench-0001`."""
     if out is not None:
         if (out / "bench.json").exists() or (out / "plans").exists():
             raise ValueError(f"{out} holds a comparison already; name another --out, or delete it")
@@ -164,8 +164,8 @@ def _folder(out: Path | None) -> Path:
 # ---------------------------------------------------------------------------------------------- one plan
 
 
-def _try(candidate: Candidate, order: BenchRequest, out: Path, *, number: int, threads: int) -> tuple[dict[str, Any], int]:
-    """What became of a plan, and the status of the shell where a signal ended it, else 0."""
+def _try(candidate: Candidate, request: BenchRequest, out: Path, *, number: int, threads: int) -> tuple[dict[str, Any], int]:
+    """The result of a plan, and the exit status where a signal ended it, else 0."""
     about = {"name": candidate.name, "overrides": list(candidate.overrides)}
     overrides = [*PLAIN, *candidate.overrides]
     try:
@@ -174,29 +174,29 @@ def _try(candidate: Candidate, order: BenchRequest, out: Path, *, number: int, t
         return {**about, "state": "refused", "reason": str(error)}, 0
     place = out / "plans" / f"{number:02}"
     place.mkdir(parents=True)
-    text = {"recipe": str(out / "config.yaml"), "overrides": overrides, "steps": order.steps, "warmup": order.warmup}
-    text["beside"] = str(recipe_path(order.recipe).parent)
+    text = {"recipe": str(out / "config.yaml"), "overrides": overrides, "steps": request.steps, "warmup": request.warmup}
+    text["beside"] = str(recipe_path(request.recipe).parent)
     replace_text(place / "order.json", json.dumps(text | {"trace": str(place)}, indent=1) + "\n")
     program = [*python_of_ranks(), "-m", "widefield.bench.measure"]
     said = io.StringIO()
     with _threads(candidate.threads or threads), contextlib.redirect_stderr(said):
         status = start(ranks, [str(place / "order.json")], program=program)
-    if not order.timeline:
+    if not request.timeline:
         for trace in place.glob("timeline-rank*.json"):
             trace.unlink()
     return {**about, "ranks": ranks, **_outcome(place, said.getvalue())}, status if status in STOPPED else 0
 
 
 def _ranks_of(recipe: Path, overrides: list[str]) -> int:
-    """How many ranks the plan takes; refuses what `check` refuses, and more ranks than there are GPUs."""
-    config = read_config(recipe, overrides, trust=True)  # our own copy of the user's
+    """The number of ranks of a plan; refuses what `check` refuses, and more ranks than there are GPUs."""
+    config = read_config(recipe, overrides, trust=True)  # bench's own copy of the user's recipe
     ranks, _ = local_ranks(ranks_asked_for(config), torch.cuda.device_count())
     check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_size)
     return ranks
 
 
 def _outcome(place: Path, said: str) -> dict[str, Any]:
-    """What the ranks left: rank 0's word, or another's refusal, or the end of what the ranks printed."""
+    """The result that the ranks wrote: rank 0's, or another's refusal, or else the end of what they printed."""
     for path in sorted(place.glob("outcome*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["state"] != "measured" or path.name == "outcome.json":
@@ -208,7 +208,7 @@ def _outcome(place: Path, said: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """As many threads for every rank's arithmetic; the environment as before afterwards."""
+    """Set the number of threads of every rank, and restore the environment afterwards."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(count)
     try:

@@ -1,10 +1,10 @@
-"""What does one plan do on this machine?  The rank's side: `python -m widefield.bench.measure ORDER.json` on every rank.
+"""Measures one plan: `python -m widefield.bench.measure ORDER.json` runs on every rank.
 
     real        from the recipe's first weights, `warmup` steps and then `steps` timed ones, on batches from the loader
-    synthetic   the same learner goes on with the first step's batch, held in memory: what the step costs without a loader
-    recorded    a few steps more under torch's profiler, for what is sent; nothing is timed in them
+    synthetic   the same learner goes on with the first step's batch in memory: the cost of a step without a loader
+    recorded    a few more steps under torch's profiler, for the messages; these are not timed
 
-Every rank times for itself; the slowest counts.
+Every rank times its own steps; the slowest counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """Timed steps of one rank: how many samples over all ranks, and seconds."""
+    """The timed steps of one rank.  samples: over all ranks."""
 
     samples: int
     seconds: float
@@ -48,11 +48,11 @@ class TimedSteps:
 
 
 def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
-    """Measure the plan of `order` on the ranks of `world`; every rank calls it and gets the same answer.
+    """Measure the plan of `order` on the ranks of `world`; every rank calls it and gets the same result.
 
-    order: recipe, overrides, steps, warmup, trace (a folder; a rank's trace is left there), beside (the folder of the user's
-        recipe, where code of their own is looked for).
-    AgreedError, ValueError or NotImplementedError, in words: the plan cannot run.
+    order: recipe, overrides, steps, warmup, trace (a folder for the traces of ranks), beside (the folder of the user's recipe,
+        where code of their own is looked for).
+    AgreedError, ValueError or NotImplementedError: the plan cannot run.
     """
     config = read_config(order["recipe"], order["overrides"], trust=True)  # bench's own copy of the user's
     look_in(Path(order["beside"]))
@@ -63,55 +63,55 @@ def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
     parts = mesh.together(lambda: assemble(config, mesh))
     learner, reasons = mesh.together(lambda: learner_of(parts))
     warmup = _warmup_of(order["warmup"], parts)
-    real, held, losses = _real(parts, learner, warmup, order["steps"])
-    synthetic, _ = _timed(learner, lambda: held, warmup=2, steps=order["steps"])
+    real, batches, losses = _real(parts, learner, warmup, order["steps"])
+    synthetic, _ = _timed(learner, lambda: batches, warmup=2, steps=order["steps"])
     memory = peak_memory_bytes(mesh.device) - at_start
     trace = Path(order["trace"]) / f"timeline-rank{world.rank}.json"
-    traffic, seconds = _recorded(learner, held, trace)
+    traffic, seconds = _recorded(learner, batches, trace)
     own = {"real": real, "synthetic": synthetic, "traffic": traffic, "seconds": seconds, "memory": memory}
     return _together(mesh, learner, own) | {
         "plan": to_text(plan), "layout": str(plan), "ranks": world.size, "losses": losses, "warmup": warmup,
         "threads": torch.get_num_threads(), "workers": parts.workers, "reasons": [*parts.reasons, *reasons],
-        "shape": list(held[0].whole_shape or held[0].image.shape[1:]), "precision": parts.arithmetic.precision,
+        "shape": list(batches[0].whole_shape or batches[0].image.shape[1:]), "precision": parts.arithmetic.precision,
         "parameters": sum(p.numel() for p in learner.model.parameters()), "device": _device_name(mesh.device),
         "samples_per_epoch": learner.steps.samples,
     }  # fmt: skip
 
 
 def _warmup_of(least: int, parts: Parts) -> int:
-    """Enough steps to use up what the loader's processes had ready when the first one began (two batches each)."""
+    """Enough steps to use up the batches that the loader's workers had ready at the first step, two each."""
     return max(least, 1 + -(-2 * parts.workers // parts.config.gradient.accumulate))
 
 
 def _real(parts: Parts, learner: Learner, warmup: int, steps: int) -> tuple[TimedSteps, list[Batch], list[float]]:
-    """Pace on batches from the loader, the first step's batches, and the losses of all steps, warm-up included."""
+    """Timed steps on batches from the loader, the first step's batches, and the losses of all steps, warm-up included."""
     passes = Passes(training_batches(parts, first=0, last=warmup + steps), parts.config.gradient.accumulate)
-    held: list[Batch] = []
+    first: list[Batch] = []
 
-    def following() -> list[Batch]:
+    def next_batches() -> list[Batch]:
         batches = passes.next()
-        if not held:
-            held.extend(batches)
+        if not first:
+            first.extend(batches)
         return batches
 
     try:
-        pace, losses = _timed(learner, following, warmup=warmup, steps=steps)
+        pace, losses = _timed(learner, next_batches, warmup=warmup, steps=steps)
     finally:
         passes.close()
-    return pace, held, losses
+    return pace, first, losses
 
 
 def _timed(
-    learner: Learner, following: Callable[[], list[Batch]], *, warmup: int, steps: int
+    learner: Learner, next_batches: Callable[[], list[Batch]], *, warmup: int, steps: int
 ) -> tuple[TimedSteps, list[float]]:
-    losses = [learner.learn(following(), stop=False)[0] for _ in range(warmup)]
+    losses = [learner.learn(next_batches(), stop=False)[0] for _ in range(warmup)]
     _finish(learner.mesh)
     began, waited, laps, samples = time.perf_counter(), 0.0, [], 0
     before = began
     for _ in range(steps):
         samples += len(learner.steps.positions(learner.step))
         start = time.perf_counter()
-        batches = following()
+        batches = next_batches()
         waited += time.perf_counter() - start
         losses.append(learner.learn(batches, stop=False)[0])
         now = time.perf_counter()
@@ -128,13 +128,13 @@ def _finish(mesh: Mesh) -> None:
     mesh.barrier()
 
 
-def _recorded(learner: Learner, held: list[Batch], trace: Path) -> tuple[MessageLog, float]:
-    """What a step sends, and how long a recorded one takes; the trace stays."""
+def _recorded(learner: Learner, batches: list[Batch], trace: Path) -> tuple[MessageLog, float]:
+    """The messages of a step, and the seconds of a recorded step; the trace is kept."""
     _finish(learner.mesh)
     with recorded(trace):
         start = time.perf_counter()
         for _ in range(RECORDED_STEPS):
-            learner.learn(held, stop=False)
+            learner.learn(batches, stop=False)
         if learner.mesh.device.type == "cuda":
             torch.cuda.synchronize(learner.mesh.device)
         seconds = time.perf_counter() - start
@@ -145,7 +145,7 @@ def _recorded(learner: Learner, held: list[Batch], trace: Path) -> tuple[Message
 
 
 def _together(mesh: Mesh, learner: Learner, own: dict[str, Any]) -> dict[str, Any]:
-    """The ranks' measurements as one: the slowest pace, the largest memory, the mean share of communication."""
+    """Combine the measurements of ranks: the slowest times, the largest memory, the mean share of communication."""
     all_ranks = mesh.gather_objects(own)
     traffics = [rank["traffic"] for rank in all_ranks]
     most = max(traffics, key=lambda traffic: traffic.handed_bytes)
@@ -182,7 +182,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def main(path: str) -> int:
-    """A rank's life: what it found goes to `outcome.json` beside the order, what it prints to `rankN.log`."""
+    """The process of a rank: writes its result to `outcome.json` beside the order, and what it prints to `rankN.log`."""
     place = Path(path).parent
     world = world_from(os.environ) or World()
     world = replace(world, launcher="bench")
@@ -202,7 +202,7 @@ def main(path: str) -> int:
 
 
 def _write_into(log: Path) -> None:
-    """Send what this process prints into a file: the terminal belongs to the table."""
+    """Redirect stdout and stderr of this process into a file, since the terminal shows the table."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -212,4 +212,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # Python's own way out lets gloo's threads abort one exit in ten, after all is done
+    os._exit(status)  # at a normal exit of Python, gloo's threads abort one process in ten

@@ -37,7 +37,7 @@ from widefield.private_torch.fake_tensors import (
 )
 from widefield.private_torch.pytree import tree_leaves, tree_map
 from widefield.private_torch.tensors import base_of
-from widefield.tiled.memory_format import as_kernels_lay
+from widefield.tiled.memory_format import with_kernel_strides
 from widefield.tiled.redistribute import inverse, is_dense
 from widefield.tiled.replicated_ops import is_in_place
 
@@ -180,7 +180,7 @@ class Recorder(FakeTensorMode):
             elif self.written is not None and isinstance(out, Tensor) and _is_written(args, self.written[1], out):
                 out = out.new_empty_strided(out.shape, self.written[1])  # as in place
             elif not func.is_view and not schema_of(func).is_mutable:
-                out = as_kernels_lay(func, args, kwargs, out)
+                out = with_kernel_strides(func, args, kwargs, out)
         finally:
             self.depth -= 1
         if self.is_on and self.depth == 0 and any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):

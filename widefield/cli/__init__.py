@@ -1,11 +1,11 @@
-"""The command `widefield`: a file per verb, found by name.  A file in this folder is a verb; each defines
+"""The command `widefield`, one file per verb.  Each file defines
 
 - `ORDER`: its place in `widefield --help`, lower is earlier; `SUMMARY`: its line there; `HELP`: what `widefield VERB --help`
-  teaches before the list of arguments;
+  prints before the list of arguments;
 - `add_arguments(parser)`: its arguments and options;
-- `run(options) -> int`: does it, and gives the status for the shell.  What it imports, it imports here where that imports
-  torch, so that help and a refusal come at once.  An argument `overrides` takes KEY=VALUE, also behind options;
-- `CASES`: (arguments behind the verb, the options that must come of them, or a part of what is said against them).
+- `run(options) -> int`: does it, and returns the exit status.  What imports torch is imported inside, so that help and
+  refusals come at once.  An argument `overrides` takes KEY=VALUE, also behind options;
+- `CASES`: (arguments behind the verb, the options that they give, or a part of the error message).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ widefield VERB --help explains each verb.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the status for the shell: 0, 2 for what the user can mend, 3 where another rank failed, else 1."""
+    """Run the command; returns the exit status: 0, 2 for an error of the user's, 3 where another rank failed, else 1."""
     options = parse(arguments)
     try:
         status = options.verb.run(options)
@@ -43,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("widefield: ended at once; the newest checkpoint stands", file=sys.stderr)
         status = 130
     except Exception as error:
-        told = say(error, is_rank=options.is_rank)
-        if told is None:
+        code = say(error, is_rank=options.is_rank)
+        if code is None:
             raise
-        status = told
+        status = code
     if options.is_rank:
-        # Everything is closed by now.  Python's own way out lets gloo's threads abort one exit in ten, after all is done
+        # Everything is closed by now.  At a normal exit of Python, gloo's threads abort one process in ten
         # (docs/log.md, 2026-11-21), which a launcher would take for a crash.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a command line, `verb` (a module) and `is_rank` among them; SystemExit where it is no command.
+    """The options of a command line, with `verb` (its module) and `is_rank`.  SystemExit: it is no command.
 
-    arguments: the words behind `widefield`; this process's own where None.
+    arguments: the words behind `widefield`; None: those of this process.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)

@@ -1,4 +1,4 @@
-"""What do arguments of several verbs mean, and how is one read?"""
+"""Arguments that several verbs have, and their types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_trust(parser: ArgumentParser) -> None:
 
 
 def given_text(text: str) -> str:
-    """What follows an option, which an unset variable of a shell leaves empty."""
+    """A text that is not empty, as it is where a variable of the shell is not set."""
     if not text.strip():
         raise ArgumentTypeError("it is empty; give it a value, or leave the option out")
     return text

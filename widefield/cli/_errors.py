@@ -1,4 +1,4 @@
-"""What does a shell hear of an error?  A sentence on stderr and a status; a traceback where it says it best."""
+"""How errors are shown: a sentence on stderr and an exit status; a traceback for unexpected errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from widefield.refusal import FOLLOWED, is_ours, printable
 
 
 def say(error: Exception, *, is_rank: bool) -> int | None:
-    """Say what an error is; the status for the shell.  None, and not a word, where Python's own traceback says it best."""
-    told = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    rank = int(told) if told.isdecimal() else 0
+    """Print an error; returns the exit status.  None, and nothing is printed, where Python should print a traceback."""
+    variable = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = int(variable) if variable.isdecimal() else 0
     if isinstance(error, (ValueError, NotImplementedError)) and is_ours(error):
         return _refuse(error, rank)
     if not is_rank:
@@ -28,7 +28,7 @@ def say(error: Exception, *, is_rank: bool) -> int | None:
 
 
 def _refuse(error: Exception, rank: int) -> int:
-    """Say what is wrong, once: of an error that all ranks raise together, rank 0 speaks."""
+    """Print a refusal; one that all ranks raise together is printed by rank 0 only."""
     if rank == 0:
         _print_error(str(error))
         return 2

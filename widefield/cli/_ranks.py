@@ -1,4 +1,4 @@
-"""Which of a run's ranks is this process, or does it start them?"""
+"""Finds out which rank this process is, or starts the ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def world_of(config: RunConfig, options: Namespace, arguments: Callable[[], list[str]]) -> tuple[World | None, int]:
-    """This process's place among the ranks; or, where it has started ranks and seen them end, None and their status.
+    """(this process's World, 0) or, where it started ranks and they have ended, (None, their exit status).
 
-    arguments: gives the words of the command that each rank is to be, where ranks are started here.
-    ValueError, NotImplementedError, before any rank is started: a plan that so many ranks cannot carry out.
+    arguments: returns the arguments of the command that each rank runs, if ranks are started here.
+    ValueError, NotImplementedError, before any rank is started: the ranks cannot carry out the plan.
     """
     from widefield.launchers import world_from
     from widefield.launchers.local import local_ranks, start

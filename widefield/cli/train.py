@@ -1,4 +1,4 @@
-"""`widefield train`: a recipe, or a run that goes on."""
+"""`widefield train`: train as a recipe says, or resume a run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(options: Namespace) -> int:
 
 
 def _as_a_rank(options: Namespace) -> list[str]:
-    """The words of the command that every rank is, all in one folder."""
+    """The arguments of the command that every rank runs, all with the same run folder."""
     return ["train", options.recipe, *options.overrides, "--run", options.run or str(_fresh()), *["--trust"] * options.trust]
 
 
@@ -85,7 +85,7 @@ def _fresh() -> Path:
 
 
 def _shared_fresh_folder(world: World) -> Path:
-    """A fresh folder where one process runs; ranks that others started cannot agree on one before they have met."""
+    """A fresh folder for a single rank.  ValueError: several ranks, which cannot agree on one before they join."""
     if world.size > 1:
         raise ValueError(
             f"{world.size} ranks were started by {world.launcher} without --run, and each would make a folder of its own; "

@@ -1,4 +1,4 @@
-"""`widefield verify`: a model under a plan against the same on one device."""
+"""`widefield verify`: compare a model under a plan with the same on one device."""
 
 from __future__ import annotations
 

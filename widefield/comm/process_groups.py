@@ -89,7 +89,7 @@ def grid_of(plan: Plan, devices: DeviceMesh, *, rank: int) -> Grid:
     inner = plan.channel * plan.stage
     index = rank // inner % grid.size
     groups: list[tuple[tuple[int, ...], str]] = []
-    for axes in grid.names():
+    for axes in grid.group_axes():
         if len(axes) == 1:
             groups.append((axes, line(devices, f"space{axes[0]}").group_name))
             continue
@@ -110,7 +110,7 @@ def grid_of_rows(plan: Plan, tiles: Grid, *, copy: int) -> tuple[Grid, list[dist
     grid = Grid((plan.replicate * plan.shard, *tiles.sizes), copy * tiles.size + tiles.index)
     groups = [(tuple(axis + 1 for axis in axes), name) for axes, name in tiles.groups]
     made: list[dist.ProcessGroup] = []
-    for axes in grid.names():
+    for axes in grid.group_axes():
         if 0 not in axes:
             continue
         others = tuple(axis for axis in range(len(grid.sizes)) if axis not in axes)

@@ -1,4 +1,4 @@
-"""What may a user ask for?  A file per section of a recipe; run.py has RunConfig, which holds them, and recipe.py reads one."""
+"""The config: a file per section of a recipe; run.py has RunConfig, the whole, and recipe.py reads one."""
 
 from widefield.config.checkpoint import CheckpointConfig
 from widefield.config.data import DataConfig

@@ -1,4 +1,4 @@
-"""Which images, in what batches, changed in what way?  The section `data` of a recipe."""
+"""The section `data` of a recipe: the dataset, batches, transforms."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class DataConfig(Section):
     name: str
     """A file in widefield/data/formats/ (`digits`, `imagefolder`, `page`), or `package.module:callable`."""
     path: str | None = None
-    """Folder that the format reads; `digits` and `page` need none."""
+    """The folder that the format reads; `digits` and `page` need none."""
     options: Options = {}
-    """Arguments of the format, for page `size: [4096, 4096]`."""
+    """Arguments of the format, as `size: [4096, 4096]` for page."""
     batch_size: Positive = 64
-    """Samples per optimizer step over all ranks together, so that the number of ranks changes no number."""
+    """Samples per optimizer step, of all ranks together, so that the number of ranks changes no result."""
     evaluate_batch_size: Positive | None = None
-    """Samples per rank and batch in evaluation; changes memory and speed alone."""
+    """Samples per rank and batch in evaluation; changes only memory and speed."""
     hold_out: Share | None = None
     """Share of samples held out for evaluation where the folder has no val/ of its own."""
     workers: Annotated[int, Field(ge=0)] | None = None
@@ -30,7 +30,7 @@ class DataConfig(Section):
     read_evaluate: Listed = []
     """The same in evaluation and prediction."""
     augment: Listed = []
-    """torchvision.transforms.v2 by name, run on uint8 images on the device, in training alone."""
+    """torchvision.transforms.v2 by name, run on uint8 images on the device, only in training."""
     mean: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] | None = None
     """Per channel, of pixels scaled to 0..1; the format's own where null."""
     std: Annotated[list[Spread], Field(min_length=1)] | None = None
@@ -40,4 +40,4 @@ class DataConfig(Section):
     cutmix: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of cutmix's beta distribution; 0 is off.  With mixup on too, each pair draws one of the two."""
     bad_images: Literal["stop", "skip"] = "stop"
-    """What an unreadable image does: stop the run and name it, or be left out and counted."""
+    """What to do with an unreadable image: stop the run and name it, or leave it out and count it."""

@@ -1,4 +1,4 @@
-"""Are the weights averaged over steps?  The section `ema` of a recipe."""
+"""The section `ema` of a recipe: an exponential moving average of the weights."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from widefield.section import Section
 
 class EmaConfig(Section):
     decay: Annotated[float, Field(gt=0, lt=1)]
-    """Weight of the old average at each step; the average is what is evaluated and exported."""
+    """The weight of the old average at each step; the average is evaluated and exported."""

@@ -1,4 +1,4 @@
-"""When is the model evaluated?  The section `evaluate` of a recipe."""
+"""The section `evaluate` of a recipe: when the model is evaluated."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from widefield.section import Section
 
 class EvaluateConfig(Section):
     every: Every = Duration(1, "ep")
-    """How often the model is evaluated; always at the end."""
+    """How often the model is evaluated; also at the end."""

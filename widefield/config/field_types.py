@@ -1,4 +1,4 @@
-"""Types of fields that several sections have; refused is what their bounds leave out.  Durations and memory: quantity.py."""
+"""Types of fields that several sections have, with their bounds.  Durations and memory: quantity.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 
 def _finite(value: Any) -> Any:
-    """What an option or a transform is given, unless a number in it is none: their own checks often let nan pass."""
+    """`value`.  ValueError: a number in it is not finite, which checks of models and transforms often let pass."""
     odd = next((number for number in _numbers(value) if not math.isfinite(number)), None)
     if odd is not None:
         raise ValueError(f"it holds {odd}, which is no finite number; give a number, or leave it out")
@@ -25,10 +25,10 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 Options = Annotated[dict[str, Any], AfterValidator(_finite)]
-"""Keyword arguments for what a user names: a model, a format, a task, an optimizer."""
+"""Keyword arguments of a model, a format, a task or an optimizer."""
 Listed = Annotated[list[Any], AfterValidator(_finite)]
 """Transforms by name, each with its arguments."""
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Spread = Annotated[float, Field(ge=1e-6)]
-"""Of pixels from 0 to 1, in 256 levels or 65,536; what is divided by less is no number any more."""
+"""A standard deviation of pixels from 0 to 1: dividing by less overflows."""

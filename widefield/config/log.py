@@ -1,4 +1,4 @@
-"""What is said and kept of a run?  The section `log` of a recipe."""
+"""The section `log` of a recipe: what is printed and recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from widefield.section import Section
 
 class LogConfig(Section):
     every: Positive = 10
-    """Steps between lines."""
+    """Steps between printed lines."""
     tensorboard: bool = True
     """Write TensorBoard's files into the run folder."""
     wandb: str | None = None
@@ -20,4 +20,4 @@ class LogConfig(Section):
     timeline: bool = False
     """Record steps 3 to 12 of this process, each operation and collective, as a Chrome trace per rank in the run folder."""
     stall_seconds: Annotated[float, Field(ge=0.1)] | None = 60.0
-    """After how long a step that does not end makes rank 0 say which ranks are missing; null never."""
+    """After how many seconds in one step rank 0 prints which ranks are missing; null: never."""

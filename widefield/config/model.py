@@ -1,4 +1,4 @@
-"""Which network, from which weights?  The section `model` of a recipe."""
+"""The section `model` of a recipe: the network and its initial weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do gradients change weights?  The section `optimizer` of a recipe."""
+"""The section `optimizer` of a recipe."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class OptimizerConfig(Section):
     base_batch_size: Positive = 256
     """The batch size that `base_lr` is meant for."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """As the optimizer understands it; biases and normalization are spared, see decay_norm_and_bias."""
+    """As the optimizer defines it; not for biases and normalization, see decay_norm_and_bias."""
     decay_norm_and_bias: bool = False
     """Apply weight decay to biases and normalization weights (parameters of one dim) too."""
     momentum: Share = 0.9
-    """Of sgd and lars."""
+    """For sgd and lars."""
     nesterov: bool = False
     """Nesterov's form of momentum, for sgd and lars."""
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = [0.9, 0.999]
-    """Of adamw and lamb."""
+    """For adamw and lamb."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """Clip the norm of the whole gradient to this."""
+    """Clip the norm of the whole gradient, of all parameters, to this."""
     options: Options = {}
     """Further arguments of the optimizer's constructor."""

@@ -1,4 +1,4 @@
-"""Which config does a recipe give, with overrides?  Precedence, lowest first: defaults, the recipe file, the command line."""
+"""Reads a recipe with overrides as a RunConfig.  Precedence, lowest first: defaults, the recipe file, the command line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from widefield.section import parse_section, text_of
 from widefield.trust import check_code, run_folder_of
 
 TRAINED = ("model", "data", "task", "optimizer", "schedule")
-"""Sections of which training builds parts by name."""
+"""The sections that name something which training builds."""
 EVALUATED = ("model", "data", "task")
-"""Those of which an evaluation does."""
-ASKED = ("model", "task")
-"""Those that a model takes that is asked about images, or exported."""
+"""Those that an evaluation builds."""
+PREDICTED = ("model", "task")
+"""Those that prediction and export build."""
 _OF_TRAINING = ("optimizer", "schedule", "ema", "evaluate", "checkpoint", "log")
-"""Sections that no part of an evaluation, its plan included, looks at."""
+"""The sections that an evaluation does not use."""
 
 
 def read_config(
@@ -33,11 +33,11 @@ def read_config(
 ) -> RunConfig:
     """The recipe at `path`, or the packaged one of that name, with dotted overrides (`optimizer.lr=0.2`) as a RunConfig.
 
-    run: the run folder in question, which needs no other sign of being one.
-    trust: let a recipe that lies in a run folder name code of its own, see trust.py.
-    builds: the sections whose parts are to be built; code that others name is of no interest.
-    From now on code of the user's own is looked for beside the recipe too, unless that lies in a run folder.
-    ValueError where the file does not exist, is no YAML mapping, asks for what does not exist, or for code it may not name.
+    run: a folder that counts as a run folder in any case.
+    trust: let a recipe in a run folder name code of its own, see trust.py.
+    builds: the sections that will be built; code that others name is not checked.
+    From now on, modules of the user are also looked for in the recipe's folder, unless that is a run folder.
+    ValueError: no such file, no YAML mapping, unknown keys, wrong values, or code that it may not name.
     """
     path = recipe_path(path)
     try:
@@ -55,7 +55,7 @@ def read_config(
 
 
 def recipe_path(path: str | Path) -> Path:
-    """The file at `path`, or that of the packaged recipe of that name; ValueError, with the nearest, where there is none."""
+    """The file at `path`, or that of the packaged recipe of that name.  ValueError, with the nearest name: there is none."""
     found, packaged = Path(path), packaged_recipes()
     if found.is_file():
         return found
@@ -70,24 +70,24 @@ def recipe_path(path: str | Path) -> Path:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """The recipes that come with widefield, by name: in the package where it is installed, beside it in a checkout."""
+    """The recipes that come with widefield, by name.  They are in the installed package, or beside it in a checkout."""
     package = Path(__file__).parents[1]
     place = next(place for place in (package / "recipes", package.parent / "recipes") if place.is_dir())
     return {file.stem: file for file in sorted(place.glob("*.yaml"))}
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
-    """As `read_config`, from text."""
+    """A RunConfig from YAML text and overrides.  name: of the text, for errors."""
     return parse_section(RunConfig, text, overrides, name=name)
 
 
 def config_of(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """As `read_config`, from a dict of a Python program."""
+    """A RunConfig from a dict and overrides."""
     return parse_config(text_of(values, name="the config"), overrides, name="the config")
 
 
 def code_in(config: RunConfig) -> dict[str, str]:
-    """The names of code of the user's own in a config, each by its key."""
+    """The names of a user's own code in a config, by key."""
     named = {f"{section}.name": getattr(config, section).name for section in TRAINED}
     listed = [str(next(iter(entry), "") if isinstance(entry, dict) else entry) for entry in config.task.metrics]
     own = {key: name for key, name in named.items() if is_code(name)}
@@ -96,12 +96,12 @@ def code_in(config: RunConfig) -> dict[str, str]:
 
 
 def refuse_unused(overrides: Sequence[str]) -> None:
-    """ValueError where a key is set that an evaluation has no use for."""
+    """ValueError: an override sets a key that an evaluation does not use."""
     for override in overrides:
         if override.partition("=")[0].split(".")[0] in _OF_TRAINING:
             raise ValueError(f"{override} changes nothing in an evaluation, which does not train; leave it out")
 
 
 def json_schema() -> str:
-    """JSON Schema of a recipe, for editors (`# yaml-language-server: $schema=...`)."""
+    """The JSON Schema of recipes, for editors (`# yaml-language-server: $schema=...`)."""
     return json.dumps(RunConfig.model_json_schema(), indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""Which activations are not kept for the backward?  The section `recompute` of a recipe."""
+"""The section `recompute` of a recipe: activation checkpointing and offloading."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from widefield.section import Section
 
 
 class RecomputeConfig(Section):
-    """What is computed again in the backward, or fetched from the CPU's memory, rather than kept on the device."""
+    """Which activations are recomputed in the backward, or offloaded to the CPU, and not saved on the device."""
 
     blocks: list[str] | None = None
-    """Modules that keep their input alone, by name or pattern, as `layer*.*`; by `memory` where null, else all blocks."""
+    """Modules that save only their input and run again in the backward, by name or pattern, as `layer*.*`; null: chosen by
+    `memory`, or all blocks."""
     keep: Literal["nothing", "convolutions"] = "nothing"
-    """What of a block is kept all the same: the results of convolutions and matrix products cost most to make again."""
+    """What of a block is saved nevertheless: the results of convolutions and matrix products cost most to recompute."""
     memory: Memory | None = None
-    """What the activations of a pass may take on the device, as `6GiB`: as few blocks are computed again as fit."""
+    """The memory for the activations of a pass on the device, as `6GiB`: the fewest blocks that fit it are recomputed."""
     offload: bool = False
-    """Move what is kept to the CPU's memory until the backward needs it."""
+    """Move saved activations to the CPU's memory until the backward needs them."""

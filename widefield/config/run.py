@@ -1,7 +1,7 @@
-"""What may a user ask for?  RunConfig, a whole recipe: sections, and the keys that belong to none of them.
+"""RunConfig, a whole recipe: its sections, and the keys outside of sections.
 
-Typed and frozen; section.py reads it and says what is wrong, with the line.  `null` (or leaving a key out) means that
-the program chooses; it then prints the value with its reason.
+It is typed and frozen; section.py reads it, with errors that name the line.  Where `null` means that the program chooses, it
+prints the chosen value with the reason.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ BatchNorm = Literal["synchronized", "averaged", "broadcast", "per_micro_batch"]
 
 @with_sections_of_strategies
 class RunConfig(Section):
-    """A whole run.  Every key of a recipe is a field here."""
+    """The config of a run.  Every key of a recipe is a field here."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Everything drawn at random follows from it: initial weights, the order of images, augmentation, dropout."""
+    """All random numbers depend on it: initial weights, the order of images, augmentation, dropout."""
     task: TaskConfig = TaskConfig()
     model: ModelConfig
     data: DataConfig
@@ -45,8 +45,8 @@ class RunConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     gradient: GradientConfig = GradientConfig()
     batch_norm: BatchNorm = "synchronized"
-    """synchronized: statistics of the whole batch, as on one device.  averaged: those of each copy of the model, running
-    statistics averaged once per epoch.  broadcast: those of each copy, the first's running statistics win (what DDP does).
+    """synchronized: statistics of the whole batch, as on one device.  averaged: those of each copy of the model, with running
+    statistics averaged once per epoch.  broadcast: those of each copy, with the running statistics of the first (as DDP does).
     per_micro_batch: with mesh.stage, those of each micro-batch, synchronized over copies."""
     batch_norm_group: Positive = 1
     """With batch_norm=averaged: how many neighbouring copies of the model share the statistics of their part of the batch."""
@@ -58,9 +58,9 @@ class RunConfig(Section):
     sharding: ShardingConfig = ShardingConfig()
     pipeline: PipelineConfig = PipelineConfig()
     recompute: RecomputeConfig | None = None
-    """Compute activations again in the backward rather than keep them; off where null."""
+    """Recompute activations in the backward instead of saving them; off where null."""
     stream: StreamConfig | None = None
-    """Run images tile after tile, with the numbers of the whole and a part of its memory; off where null."""
+    """Run images tile after tile, with the same numbers and less memory; off where null."""
     ema: EmaConfig | None = None
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

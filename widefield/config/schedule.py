@@ -1,4 +1,4 @@
-"""How long is the run, and how does the learning rate change?  The section `schedule` of a recipe."""
+"""The section `schedule` of a recipe: the length of the run, and the curve of the learning rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from widefield.section import Section
 
 class ScheduleConfig(Section):
     name: str = "cosine"
-    """constant, cosine, step, polynomial or onecycle, or `package.module:callable`; counted in samples."""
+    """constant, cosine, step, polynomial or onecycle, or `package.module:callable`; a function of the samples seen."""
     length: DurationField = Duration(90, "ep")
     """How long the run trains."""
     warmup: DurationField = Duration(0, "step")

@@ -1,8 +1,8 @@
-"""What do the files of strategies bring to a config: values of `mesh.data_strategy`, and sections?
+"""What the files of strategies add to the config: values of `mesh.data_strategy`, and sections.
 
-Two constants of each file in widefield/parallel/strategies/ are read from its text, for to import a strategy imports torch,
-and a recipe is read, printed and explained where torch is not loaded.  `AXIS` is the axis of the mesh that a strategy lays a
-model out over, or None.  `SECTION` names the file in widefield/config/ that has what a user may choose of it.
+Two constants of each file in widefield/parallel/strategies/ are read from its text, since importing a strategy imports torch,
+and reading a recipe should not.  `AXIS` is the axis of the mesh that a strategy uses, or None.  `SECTION` names the file in
+widefield/config/ with its choices.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from widefield.naming import constants_in, load
 from widefield.section import AnySection, Section
 
 STRATEGIES = "widefield.parallel.strategies"
-"""The folder; a module of it is loaded by name, and only where a plan is checked or a model laid out."""
+"""The package of the strategies, whose modules are loaded by name, to check a plan or to parallelize a model."""
 _CONSTANTS = constants_in(STRATEGIES, ("AXIS", "SECTION"))
 
 AXES: dict[str, str | None] = {name: constants["AXIS"] for name, constants in _CONSTANTS.items() if "AXIS" in constants}
-"""The axis of every strategy, by the name of its file; None for one that no axis turns on."""
+"""The axis of every strategy, by the name of its file; None for a strategy without an axis."""
 SECTIONS: dict[str, str | None] = {
     constants["SECTION"]: AXES.get(name) for name, constants in _CONSTANTS.items() if "SECTION" in constants
 }
-"""The axis of the strategy that a section belongs to, by the section's key.  Where it is None, the section turns it on."""
+"""The axis of a section's strategy, by the section's key.  A strategy without an axis is on where its section is set."""
 
 if TYPE_CHECKING:
     DataStrategy = str
@@ -32,9 +32,9 @@ else:
 
 
 def with_sections_of_strategies(kind: type[AnySection]) -> type[AnySection]:
-    """`kind` with a field for every section of a strategy that it has none for, so that a new strategy edits no list.
+    """A subclass of `kind` with a field for the section of every strategy, where it has none; so a new strategy edits no list.
 
-    The section of a strategy with an axis has its defaults; another's is null, which leaves the strategy off.
+    The default is the section's own for a strategy with an axis, and null, which leaves the strategy off, for another.
     """
     further: dict[str, Any] = {}
     for key, axis in SECTIONS.items():
@@ -45,7 +45,7 @@ def with_sections_of_strategies(kind: type[AnySection]) -> type[AnySection]:
 
 
 def _section_in(key: str) -> type[Section]:
-    """The one section that the file `key` in config/ defines."""
+    """The section that the file `key` in config/ defines.  ValueError: it defines none, or several."""
     module = load("widefield.config", key)
     found = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     sections = [kind for kind in found if issubclass(kind, Section)]

@@ -1,4 +1,4 @@
-"""In what tiles does an image run on a device?  The section `stream` of a recipe."""
+"""The section `stream` of a recipe: tiles in time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from widefield.section import Section
 
 class StreamConfig(Section):
     tiles: Annotated[list[Positive], Field(min_length=1)] | None = None
-    """Tiles that every image is run in, one number per dim: `[4, 4]` runs 16 of them; chosen by `memory` where null."""
+    """Tiles of every image, one number per dim: `[4, 4]` runs 16 of them; chosen by `memory` where null."""
     memory: Memory | None = None
-    """What a step may take on the device, as `6GiB`: tiles, unless given, and what is kept are chosen to fit."""
+    """The memory of a step on the device, as `6GiB`: tiles, unless given, and saved activations are chosen to fit."""
     keep: Literal["device", "host", "file"] | None = None
-    """Where what is kept between the passes over an image lies; chosen by what fits where null."""
+    """Where activations are saved between the passes over an image; chosen by what fits where null."""
     compile: bool = False
-    """Compile runs of pointwise operations on a tile with torch.compile."""
+    """Compile sequences of pointwise operations on a tile with torch.compile."""
     strict: bool = False
-    """Refuse a model of which an operation would run on the whole image, since no rule cuts it, rather than run it so and say
-    so."""
+    """Refuse a model with an operation that no rule can run on tiles, instead of running it on the whole image with a note."""
 
     @model_validator(mode="after")
     def _tiles_or_memory(self) -> StreamConfig:

@@ -1,4 +1,4 @@
-"""What is the model trained for?  The section `task` of a recipe."""
+"""The section `task` of a recipe: loss and metrics."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ class TaskConfig(Section):
     options: Options = {}
     """Arguments of the task: for classification `label_smoothing: 0.1`, for segmentation `ignore_index: 255`."""
     metrics: Listed = []
-    """Metrics beside the task's own, each with its arguments: of torchmetrics' classification and segmentation by name, as
-    `[MulticlassF1Score: {average: macro}]`, or `package.module:callable`."""
+    """Metrics besides the task's own, each with its arguments: from torchmetrics.classification and torchmetrics.segmentation
+    by name, as `[MulticlassF1Score: {average: macro}]`, or `package.module:callable`."""

@@ -1,6 +1,6 @@
-"""Samples, their order and their batches.  A dataset format is a file in formats/; order depends on seed and position alone.
+"""Datasets, the order of their samples, and batches.  A dataset format is a file in formats/.
 
-A user's own comes as `package.module:callable` in a recipe, or as map-style datasets of a Python program (map_style.py).
+A user's own data is a `package.module:callable` in a recipe, or map-style datasets of a Python program (map_style.py).
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from widefield.own_code import call, code_named, is_code, refuse_object
 
 
 class BadImageError(ValueError):
-    """An image that cannot be read; the text names it and says why."""
+    """An image cannot be read; the text names it and says why."""
 
 
 class Images(Protocol):
-    """One split of a dataset: numbered images with a class number each, or one for every pixel."""
+    """One split of a dataset: numbered images, with a class number for each image or for each pixel."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Tensor, int | Tensor]:
-        """Image (C, H, W) uint8 and its class number, or its pixels' as (H, W) uint8 or int64.  It draws nothing at random.
+        """Image (C, H, W) uint8, and its class number or those of its pixels, (H, W) uint8 or int64.  Not random.
 
-        BadImageError names an image that cannot be read.
+        BadImageError: the image cannot be read.
         """
 
     def name_of(self, index: int) -> str:
-        """What a user calls the image: its path."""
+        """The image's name for messages, as its path."""
 
 
 @runtime_checkable
 class WindowedImages(Images, Protocol):
-    """Images of which a part can be read without reading the rest."""
+    """Images of which a window can be read without reading the rest."""
 
     def shape(self, index: int) -> tuple[int, ...]:
         """(C, H, W) of the whole image."""
 
     def read_window(self, index: int, window: tuple[Interval, ...]) -> tuple[Tensor, int | Tensor]:
-        """Bit for bit what `read` gives within `window`: an interval of rows and one of columns."""
+        """Exactly the part of what `read` returns that is in `window`: an interval of rows and one of columns."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a format offers.  `mean` and `std` are per channel, of pixels scaled to 0..1."""
+    """The two splits, and what they have in common.  mean, std: per channel, of uint8 pixels scaled to 0..1."""
 
     train: Images
     evaluate: Images
@@ -57,20 +57,20 @@ class Dataset:
     mean: list[float]
     std: list[float]
     in_memory: bool
-    """Whether reading is a copy from memory, so that worker processes would only cost."""
+    """Whether reading copies from memory, so that worker processes gain nothing."""
     pixels: bool = False
-    """Whether every pixel has a class number, in place of every image."""
+    """Whether every pixel has a class number, and not every image."""
     floating: bool = False
-    """Whether images are floating-point numbers, as a user's own dataset gives them, in place of uint8."""
+    """Whether images are floating-point tensors, which only a user's own dataset may have, and not uint8."""
 
 
 def open_dataset(config: DataConfig) -> Dataset:
-    """The dataset a config names.
+    """The dataset that a config names.
 
-    A user's own callable is given the config and its options too, and gives a Dataset, or two map-style datasets: to train on
+    A user's own callable gets the config and data.options, and returns a Dataset, or a pair of map-style datasets, to train on
     and to evaluate.
-    ValueError: there is no such format or folder, an image class is empty, the format does not take the options, or what a
-    user's own gives is no dataset.
+    ValueError: no such format or folder, an empty class, options that the format does not take, or the callable returns no
+    dataset.
     """
     refuse_object(config.name, key="data.name", keyword="data")
     if is_code(config.name):
@@ -84,9 +84,9 @@ def open_dataset(config: DataConfig) -> Dataset:
 
 
 def checked(made: Any, name: str) -> Dataset:
-    """What a user's callable gave, as a Dataset; ValueError where it is none."""
+    """What a user's callable returned, as a Dataset.  ValueError: it is none, or has no images, classes or statistics."""
     if isinstance(made, tuple | list) and len(made) == 2:
-        return load(__name__, "map_style").dataset_of(*made)  # by name, as formats are: such files import this one
+        return load(__name__, "map_style").dataset_of(*made)  # loaded by name, since map_style.py imports this module
     if not isinstance(made, Dataset):
         raise ValueError(
             f"data.name={name} gives a {type(made).__name__}; a widefield.data.Dataset is wanted, or two map-style datasets, "

@@ -1,4 +1,4 @@
-"""What does a rank work on in one pass?  A batch of images, and which of those it was to have could be read."""
+"""The batch of images that a rank works on in one pass, and which of its images could be read."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor
 from widefield.geometry import Interval
 
 Window = tuple[Interval, ...]
-"""The part of an image that a rank holds: an interval of pixels per dim."""
+"""The part of an image that a rank reads: an interval of pixels per dim."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank works on in one pass.  `image` is (B, C, H, W) uint8, or floating-point as a user's own dataset gave it;
-    `target` is (B,) class numbers, or (B, H, W).
+    """What one rank works on in one pass.
 
-    Where a copy of the model lies on several ranks, each reads its window: `whole_shape` is (C, H, W) of the images that
-    it was cut from, `window` where in them; both None where the batch holds whole images.
-    `samples` counts the real ones: B, or 0 where the batch is a stand-in.  `index` (B,) numbers the images in their split.
-    `partner`, `share` and `box` say how mixup and cutmix blend image i with image partner[i]; None without mixing.
-    `skipped` names unreadable images left out; `problem` is why this rank cannot go on, for all ranks to raise together.
-    `asked` numbers the images that the batch was to have (of a stand-in, the one to show), `readable` says which of them this
-    rank could read.  `refused` on every rank of the copy alike where one of them has a problem: then nobody uses it.
-    `idle` on every rank alike where a step has fewer samples than passes: then nobody runs this one.
-    `shown`: pixel values that a picture of an image shows as black and as white.
+    image: (B, C, H, W) uint8, or floating-point from a user's own dataset.  target: class numbers, (B,) or (B, H, W).
+    index: (B,) the numbers of the images in their split.
+    samples: B, or 0 for a dummy batch, whose image does not count.
+    whole_shape, window: where images are cut over ranks, the (C, H, W) of the whole images and this rank's window of them; None
+        where the batch has whole images.
+    partner, share, box: how mixup and cutmix blend image i with image partner[i]; None without mixing.
+    asked: the numbers of the images that the batch was to have.  readable: for each of these, whether this rank could read it.
+    skipped: the names of unreadable images that were left out.  problem: why this rank cannot go on; all ranks then raise.
+    refused: a rank of this copy has a problem, so none of its ranks uses the batch; the same on all of them.
+    idle: the step has fewer samples than passes, so no rank runs this pass; the same on all ranks.
+    shown: the pixel values that a thumbnail shows as black and as white.
     """
 
     image: Tensor
@@ -54,7 +55,7 @@ class Batch:
         return tuple(self.whole_shape or self.image.shape[1:])
 
     def only(self, rows: Sequence[int]) -> Batch:
-        """The batch with these of its samples alone; one whose partner is left out stays pure."""
+        """The batch with only these samples; one whose partner is left out is not mixed."""
         place = {row: number for number, row in enumerate(rows)}
         chosen = {name: getattr(self, name)[list(rows)] for name in ("image", "target", "index")}
         if self.partner is not None and self.share is not None and self.box is not None:

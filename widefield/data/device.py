@@ -1,4 +1,4 @@
-"""From a batch to what the network reads: to the device, augmented, scaled, normalized, mixed."""
+"""From a batch to the network's input: moved to the device, augmented, normalized, mixed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from widefield.data.transforms import Transforms
 
 @dataclass(frozen=True)
 class Preparation:
-    """Images travel as uint8, a quarter of float32's bytes, or as the floating-point numbers that a user's own dataset gives;
-    arithmetic happens on the device."""
+    """A function from a Batch to images and targets on the device.
+
+    Images are moved as uint8, a quarter of float32's bytes, or as the floating-point numbers of a user's own dataset.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -26,12 +28,12 @@ class Preparation:
     num_classes: int
     channels_last: bool
     augment: Transforms
-    """Run here, image by image with each sample's own seed, where the device is no CPU; empty otherwise."""
+    """Transforms run on the device, image by image with each sample's seed; empty where the loader runs them."""
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Images (B, C, H, W), and targets: (B,) or (B, H, W) class numbers, or (B, num_classes) shares of mixed images."""
         image = batch.image.to(self.device, non_blocking=True)
-        target = batch.target.to(self.device, non_blocking=True).long()  # labels of pixels travel in 8 bits
+        target = batch.target.to(self.device, non_blocking=True).long()  # after the move: labels of pixels may be uint8
         if self.augment.steps:
             image = torch.stack([self.augment(one, seed) for one, seed in zip(image, batch.seeds, strict=True)])
         image = self._scaled(image)
@@ -40,11 +42,11 @@ class Preparation:
         return image.contiguous(memory_format=self.format_of(image)), target
 
     def format_of(self, image: Tensor) -> torch.memory_format:
-        """In which order of dims the model takes images."""
+        """The memory format in which the model gets images."""
         return torch.channels_last if self.channels_last and image.ndim == 4 else torch.contiguous_format
 
     def _scaled(self, image_BCHW: Tensor) -> Tensor:
-        """(pixel / 255 - mean) / std, or (value - mean) / std of floating-point images: a multiplication and an addition."""
+        """(pixel / 255 - mean) / std, or (value - mean) / std of floating-point images, as one multiply-add."""
         factor = self._factor_of_values if image_BCHW.is_floating_point() else self._factor
         return torch.addcmul(self._offset, image_BCHW.to(self.dtype), factor)
 
@@ -69,9 +71,9 @@ class Preparation:
         inside_BHW = _inside(batch.box, (batch.whole_shape or image_BCHW.shape)[-2:])
         cut_B = (batch.box[:, 2] > batch.box[:, 0]).to(torch.float64)
         share_B = torch.where(cut_B > 0, 1 - inside_BHW.mean((1, 2)), batch.share)
-        # one formula for both: the partner's weight is the pasted box for cutmix, 1 - share everywhere for mixup
+        # one formula for both: the partner's weight is 1 inside the pasted box for cutmix, 1 - share everywhere for mixup
         weight_BHW = torch.where(cut_B.view(-1, 1, 1) > 0, inside_BHW, (1 - share_B).view(-1, 1, 1))
-        if batch.window is not None:  # a box is of the whole image, and so is its share
+        if batch.window is not None:  # the box refers to the whole image
             weight_BHW = weight_BHW.expand_as(inside_BHW)[:, *(slice(run.start, run.stop) for run in batch.window)]
         weight = weight_BHW.to(self.device, self.dtype).unsqueeze(1)
         own = F.one_hot(target_B, self.num_classes).to(self.dtype)
@@ -80,7 +82,7 @@ class Preparation:
 
 
 def _inside(box_B4: Tensor, size: Sequence[int]) -> Tensor:
-    """(B, H, W) of 1 where a pixel's center lies in the sample's box."""
+    """(B, H, W), 1 where a pixel's center is in the sample's box, else 0."""
     height, width = size
     y = ((torch.arange(height, dtype=torch.float64) + 0.5) / height).view(1, -1, 1)
     x = ((torch.arange(width, dtype=torch.float64) + 0.5) / width).view(1, 1, -1)

@@ -1,4 +1,4 @@
-"""Image files to uint8 tensors: JPEG, PNG, TIFF, WebP and whatever else Pillow reads."""
+"""Reading image files as uint8 tensors, as far as Pillow can, and writing images and labels."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from widefield.data import BadImageError
 
 _PROGRAMS = ("EPS", "IPTC")
-"""PostScript, and what it can be wrapped into."""
+"""Formats that may hold PostScript, which is a program."""
 SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp")
 
 
 def read_image(path: str | Path, channels: int) -> Tensor:
-    """The image at `path` as (channels, H, W) uint8: 1 is grey, 3 is RGB; turned upright as its EXIF says.
+    """The image at `path` as (channels, H, W) uint8, 1 grey or 3 RGB, rotated as its EXIF orientation says.
 
-    16-bit images keep their upper 8 bits.  BadImageError names a file that is missing, empty, cut short, no image, one
-    of pixels wider than 16 bits, or in a format that may hold a program (PostScript).
+    16-bit images keep their upper 8 bits.  BadImageError: the file is missing, damaged or no image, has more than 16 bits per
+    channel, or may hold a program (PostScript).
     """
     try:
         with Image.open(path) as image:
@@ -29,15 +29,15 @@ def read_image(path: str | Path, channels: int) -> Tensor:
                 raise ValueError(f"{image.format} may hold a program, which Pillow would have Ghostscript run; save it as PNG")
             upright = ImageOps.exif_transpose(image)
             pixels = bytes_of(upright, "L" if channels == 1 else "RGB")
-    except Exception as error:  # decoders trip over flipped bits in many ways, OverflowError and MemoryError among them
+    except Exception as error:  # on damaged files decoders raise many types, OverflowError and MemoryError among them
         size = Path(path).stat().st_size if Path(path).is_file() else None
-        told = "there is no such file" if size is None else f"{size} bytes; {str(error) or type(error).__name__}"
-        raise BadImageError(f"cannot read the image {path} ({told})") from None
+        reason = "there is no such file" if size is None else f"{size} bytes; {str(error) or type(error).__name__}"
+        raise BadImageError(f"cannot read the image {path} ({reason})") from None
     return pixels
 
 
 def bytes_of(image: Image.Image, mode: str) -> Tensor:
-    """A PIL image as (C, H, W) uint8: mode L is grey, RGB is colour.  ValueError: pixels wider than 16 bits."""
+    """A PIL image as (C, H, W) uint8.  mode: L for grey, RGB for colour.  ValueError: floating-point or above 16 bits."""
     if image.mode.startswith("I"):  # 16 bits in 'I;16' or 'I'; Pillow's own conversion clips them at 255
         wide = np.asarray(image, dtype=np.int64)
         if wide.min(initial=0) < 0 or wide.max(initial=0) > 65535:
@@ -50,15 +50,15 @@ def bytes_of(image: Image.Image, mode: str) -> Tensor:
 
 
 def write_image(pixels_CHW: Tensor, path: Path) -> None:
-    """Save (C, H, W) uint8, C of 1 or 3, as the format of the path's suffix."""
+    """Save (C, H, W) uint8, with C 1 or 3, in the format of the path's suffix."""
     array = pixels_CHW.permute(1, 2, 0).cpu().numpy()
     Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array).save(path)
 
 
 def write_labels(labels_HW: Tensor, path: Path) -> None:
-    """Save class numbers as a PNG whose pixels are those numbers, shown in the classes' colours; of 16 bits and grey above 255.
+    """Save class numbers as a PNG whose pixel values are these numbers, with a palette of the classes' colours.
 
-    A negative number becomes the largest one that the file holds.
+    Where a number is above 255, the PNG is grey with 16 bits.  Negative numbers wrap around, as -1 to 255.
     """
     if int(labels_HW.max()) > 255:
         wide = labels_HW.cpu().numpy().astype(np.uint16)
@@ -70,7 +70,7 @@ def write_labels(labels_HW: Tensor, path: Path) -> None:
 
 
 def colours(count: int) -> list[tuple[int, int, int]]:
-    """Red, green and blue of classes 0 to count - 1: dark, ten that are told apart easily, then hues a golden section apart."""
+    """(red, green, blue) of classes 0 to count - 1: dark, ten distinct colours, then hues a golden section apart."""
     further = [_bright(number * 0.618034 % 1) for number in range(max(0, count - len(_COLOURS)))]
     return [*_COLOURS, *further][:count]
 
@@ -86,4 +86,4 @@ _COLOURS = [
 ]  # fmt: skip
 
 Image.MAX_IMAGE_PIXELS = None
-"""Pillow takes an image above 179 million pixels for an attack; here they are the point."""
+"""Pillow refuses images above 179 million pixels as an attack; here they are expected."""

@@ -1,9 +1,9 @@
-"""Which samples does each rank read at each step, and as what batch?
+"""Which samples each rank reads at each step, and the loader that reads them.
 
-The order of an epoch is a permutation drawn from (seed, epoch).  Step k of an epoch takes positions [k B, k B + B), the
-last step what is left; that interval is cut evenly over passes, and each pass over ranks.  Nothing depends on ranks or
-workers but who reads what.  No sample is dropped or repeated: a part may be shorter than others, or empty; then
-a stand-in image goes along so that the rank can join the collectives, marked as no sample (`Batch.samples` is 0).
+The order of an epoch is a permutation that depends on (seed, epoch) only.  Step k of an epoch takes positions [k B, k B + B),
+the last step the rest.  This interval is cut evenly over passes, and each pass over ranks.  So ranks and workers change only
+who reads what.  No sample is dropped or repeated: a rank's part may be shorter than others, or empty.  For an empty part the
+rank reads a dummy image, so that it can join the collectives; it is marked as no sample (`Batch.samples` is 0).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from widefield.config import DataConfig
 from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
-from widefield.data.transforms import Transforms, drawn_from, seed_of
+from widefield.data.transforms import Transforms, all_seeded, seed_of
 from widefield.geometry import Interval, even_cut, parts_of
 from widefield.private_torch.loaders import shutdown_workers
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The arithmetic of steps: `samples` per epoch, `batch` per step; the last step of an epoch takes what is left."""
+    """The arithmetic of steps: `samples` per epoch, `batch` per step; the last step of an epoch has the rest."""
 
     samples: int
     batch: int
@@ -45,18 +45,18 @@ class Steps:
         return step // self.per_epoch
 
     def positions(self, step: int) -> Interval:
-        """Positions in their epoch of the samples of step `step`, counted from 0 over the whole run."""
+        """The positions, in their epoch's order, of the samples of step `step` of the run, counted from 0."""
         start = (step % self.per_epoch) * self.batch
         return Interval(start, min(start + self.batch, self.samples))
 
     def seen(self, step: int) -> int:
-        """Samples consumed before step `step`, over all epochs."""
+        """How many samples were consumed before step `step`, over all epochs."""
         return self.epoch_of(step) * self.samples + (step % self.per_epoch) * self.batch
 
 
 @dataclass(frozen=True)
 class Key:
-    """One sample to read: image `index` in `epoch`, at `position` of its order; `real` False for a stand-in."""
+    """One sample to read: image `index`, at `position` of the order of `epoch`.  real: False for a dummy."""
 
     epoch: int
     position: int
@@ -65,16 +65,16 @@ class Key:
 
 
 def order_of(seed: int, epoch: int, samples: int) -> Tensor:
-    """The permutation of an epoch: image order_of(...)[p] stands at position p."""
+    """The permutation of an epoch: entry p is the image at position p."""
     generator = torch.Generator().manual_seed(seed_of(seed, "order", epoch))
     return torch.randperm(samples, generator=generator)
 
 
 def share_of(positions: Interval, *, rank: int, ranks: int, passes: int, multiple: int) -> list[Interval]:
-    """The positions that `rank` takes of a step, one interval per pass; some may be empty.
+    """The positions of a step that `rank` reads, one interval per pass; some may be empty.
 
-    Cut over passes first and then over ranks, so that a pass of all ranks together is the same images on any number of
-    ranks: batch normalization takes its statistics over a pass.
+    Cut over passes first and then over ranks, so that a pass has the same images on any number of ranks: batch
+    normalization uses the statistics of a pass.  multiple: cut at multiples of this, see `_parts`.
 
     >>> share_of(Interval(0, 10), rank=1, ranks=2, passes=2, multiple=1)
     [Interval(start=3, stop=5), Interval(start=8, stop=10)]
@@ -83,14 +83,14 @@ def share_of(positions: Interval, *, rank: int, ranks: int, passes: int, multipl
 
 
 def _parts(run: Interval, parts: int, multiple: int) -> list[Interval]:
-    """Even parts of `run`, cut at multiples counted from the epoch's start: a pair that is mixed begins at an even position."""
+    """Even parts of `run`, cut at multiples counted from the epoch's start, since mixed pairs begin at even positions."""
     before = run.start % multiple
     cut = even_cut(before + len(run), parts, multiple=multiple)
     return parts_of([run.start + max(0, boundary - before) for boundary in cut])
 
 
 class TrainSampler(Sampler[list[Key]]):
-    """Lists of keys, one per pass, from step `first` to `last` of a run; prefetching runs across epochs."""
+    """Yields a list of keys per pass, from step `first` to before `last` of the run, so prefetching crosses epochs."""
 
     def __init__(self, steps: Steps, *, seed: int, first: int, last: int, rank: int, ranks: int, passes: int, multiple: int):
         self.steps, self.seed, self.first, self.last = steps, seed, first, last
@@ -109,33 +109,33 @@ class TrainSampler(Sampler[list[Key]]):
             wholes = _parts(positions, self.share["passes"], self.share["multiple"])
             for part, whole in zip(share_of(positions, **self.share), wholes, strict=True):
                 keys = [Key(epoch, position, int(order[position])) for position in part]
-                stand_in = [Key(epoch, positions.start, int(order[positions.start]), real=False)]
-                yield keys or (stand_in if len(whole) else [])
+                dummy = [Key(epoch, positions.start, int(order[positions.start]), real=False)]
+                yield keys or (dummy if len(whole) else [])
 
 
 class EvaluateSampler(Sampler[list[Key]]):
-    """Every image of a split once over all ranks, in order, `batch` at a time.
+    """Yields every image of a split once over all ranks, in order, `batch` at a time.
 
-    even: as many batches on every rank; one that runs out gets stand-ins, which do not count.
+    even: equally many batches on every rank; a rank with fewer images gets dummy batches at the end.
     """
 
     def __init__(self, samples: int, *, batch: int, rank: int, ranks: int, even: bool = False) -> None:
         shares = parts_of(even_cut(samples, ranks))
         own, longest = shares[rank], max(map(len, shares))
         self.batches = [range(start, min(start + batch, own.stop)) for start in range(own.start, own.stop, batch)]
-        self.spare = -(-longest // batch) - len(self.batches) if even else 0
+        self.num_dummies = -(-longest // batch) - len(self.batches) if even else 0
 
     def __len__(self) -> int:
-        return len(self.batches) + self.spare
+        return len(self.batches) + self.num_dummies
 
     def __iter__(self) -> Iterator[list[Key]]:
         yield from ([Key(0, index, index) for index in batch] for batch in self.batches)
-        yield from ([Key(0, 0, 0, real=False)] for _ in range(self.spare))
+        yield from ([Key(0, 0, 0, real=False)] for _ in range(self.num_dummies))
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """One sample as read; `shape` is (C, H, W) of the whole image."""
+    """One sample as read.  shape: (C, H, W) of the whole image."""
 
     key: Key
     image: Tensor
@@ -151,24 +151,24 @@ class SampleReader(Dataset):
     images: Images
     transforms: Transforms
     augment: Transforms
-    """Run here where the device is the CPU; empty where the device augments."""
+    """Random augmentation, where it does not run on the device; see `reader_of`."""
     num_classes: int
     seed: int
     mixup: float = 0.0
     cutmix: float = 0.0
     bad_images: Literal["stop", "skip"] = "stop"
     window: Callable[[tuple[int, ...]], Window] | None = None
-    """The part to read of an image of (H, W) pixels; None reads the whole.  Randomness sees the whole image either way."""
+    """From the (H, W) of an image, the window to read; None reads the whole.  Random transforms get the whole image anyway."""
     ignore: int | None = None
-    """A label that pixels may have beside the classes, of those that do not count."""
+    """A label besides the classes, of pixels that do not count."""
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        """Problems come back inside the batch, not as exceptions, so that all ranks can stop together.
+        """The batch of these samples.  Errors are returned as its `problem`, so that all ranks can stop together.
 
-        No keys give an idle batch: a pass in which no rank has a sample.
+        Without keys it is idle: a pass in which no rank has a sample.
         """
         nothing, asked = torch.zeros(0), [key.index for key in keys]
         if not keys:
@@ -177,7 +177,7 @@ class SampleReader(Dataset):
             return self._batch(keys)
         except ValueError as error:
             problem = str(error)
-        except Exception:  # a transform's own failure, say; its traceback is what helps
+        except Exception:  # of a transform, for example; its traceback helps the user
             problem = f"reading a batch failed:\n{traceback.format_exc()}"
         return Batch(nothing, nothing, nothing, problem=problem, asked=asked, readable=[False] * len(keys))
 
@@ -187,13 +187,13 @@ class SampleReader(Dataset):
         read = [sample for sample in tried if sample is not None]
         real = bool(read) and keys[0].real
         if not read:
-            read = [self._stand_in(keys[0])]
-        kept = [sample.key for sample in read]
+            read = [self._dummy(keys[0])]
+        keys_read = [sample.key for sample in read]
         batch = Batch(
             image=self._stack(read),
             target=_targets([sample.target for sample in read]),
-            index=torch.tensor([key.index for key in kept]),
-            seeds=[seed_of(self.seed, "augment", key.epoch, key.index) for key in kept],
+            index=torch.tensor([key.index for key in keys_read]),
+            seeds=[seed_of(self.seed, "augment", key.epoch, key.index) for key in keys_read],
             samples=len(read) if real else 0,
             skipped=skipped,
             asked=[key.index for key in keys],
@@ -202,7 +202,7 @@ class SampleReader(Dataset):
             window=read[0].window,
             shown=getattr(self.images, "shown", Batch.shown),
         )
-        return self._mixed(batch, kept) if self.mixup or self.cutmix else batch
+        return self._mixed(batch, keys_read) if self.mixup or self.cutmix else batch
 
     def _read(self, key: Key, skipped: list[str]) -> _Sample | None:
         try:
@@ -212,12 +212,12 @@ class SampleReader(Dataset):
                 raise BadImageError(
                     f"{error}; mend or remove it, or set data.bad_images=skip to leave such images out"
                 ) from None
-            if key.real:  # the rank whose sample it is counts it
+            if key.real:  # a dummy is another rank's sample, which counts it
                 skipped.append(self.images.name_of(key.index))
             return None
 
     def _sample(self, key: Key, read_seed: int, augment_seed: int) -> _Sample:
-        """The image, or this rank's window of it.  Transforms may look at all pixels, so with any the whole is read first."""
+        """The image, or this rank's window of it.  Transforms may depend on all pixels, so with any the whole image is read."""
         images, plain = self.images, not self.transforms.steps and not self.augment.steps
         if self.window is not None and plain and isinstance(images, WindowedImages):
             shape = tuple(images.shape(key.index))
@@ -225,12 +225,8 @@ class SampleReader(Dataset):
             image, target = images.read_window(key.index, window)
             self._check_labels(key, image, target)
             return _Sample(key, image, target, shape, window)
-        draws = (
-            drawn_from(seed_of(self.seed, "dataset", key.epoch, key.index))
-            if getattr(images, "draws", False)
-            else nullcontext()
-        )
-        with draws:
+        seed = seed_of(self.seed, "dataset", key.epoch, key.index)
+        with all_seeded(seed) if getattr(images, "is_random", False) else nullcontext():
             image, target = images.read(key.index)
         self._check_labels(key, image, target)
         image = self.augment(self.transforms(image, read_seed), augment_seed)
@@ -242,7 +238,7 @@ class SampleReader(Dataset):
         return _Sample(key, image[part], target if isinstance(target, int) else target[part], shape, window)
 
     def _check_labels(self, key: Key, image: Tensor, target: int | Tensor) -> None:
-        """ValueError names a sample whose label is no class, or whose labels are not of its size."""
+        """ValueError: a label is no class number, or labels of pixels have another size than the image."""
         name, top = self.images.name_of(key.index), self.num_classes - 1
         if isinstance(target, int):
             wrong = [] if 0 <= target <= top else [target]
@@ -255,8 +251,8 @@ class SampleReader(Dataset):
         if wrong:
             raise ValueError(f"the label of {name} is {wrong[0]}, outside 0..{top}; mend the label or the number of classes")
 
-    def _stand_in(self, key: Key) -> _Sample:
-        """Any image that can be read: what it shows does not count, its shape does."""
+    def _dummy(self, key: Key) -> _Sample:
+        """The next image that can be read, for its shape."""
         for offset in range(len(self.images)):
             near = replace(key, index=(key.index + offset) % len(self.images), real=False)
             try:
@@ -281,7 +277,7 @@ class SampleReader(Dataset):
         return torch.stack([sample.image for sample in read])
 
     def _mixed(self, batch: Batch, keys: list[Key]) -> Batch:
-        """Pair positions 2i and 2i + 1 (shares are cut at even positions); a sample without its partner stays pure."""
+        """Pair positions 2i and 2i + 1 (parts are cut at even positions); a sample without its partner is not mixed."""
         place = {key.position: number for number, key in enumerate(keys)}
         partner = [place.get(key.position ^ 1, number) for number, key in enumerate(keys)]
         draws = [self._draw(key.epoch, key.position // 2) for key in keys]
@@ -293,22 +289,22 @@ class SampleReader(Dataset):
         )
 
     def _draw(self, epoch: int, pair: int) -> tuple[float, list[float]]:
-        """A pair's own share and, for cutmix, the box (top, left, bottom, right, as shares of the image) that is pasted in.
+        """The share of a pair's first image and, for cutmix, the pasted box: top, left, bottom, right as shares of the image.
 
         mixup: Zhang et al. 2018, arXiv:1710.09412; cutmix: Yun et al. 2019, arXiv:1905.04899.
         """
-        draw = np.random.default_rng(seed_of(self.seed, "mix", epoch, pair))
-        cut = bool(self.cutmix) and (not self.mixup or draw.random() < 0.5)
-        share = draw.beta(*(2 * [self.cutmix if cut else self.mixup]))
+        generator = np.random.default_rng(seed_of(self.seed, "mix", epoch, pair))
+        cut = bool(self.cutmix) and (not self.mixup or generator.random() < 0.5)
+        share = generator.beta(*(2 * [self.cutmix if cut else self.mixup]))
         if not cut:
             return share, [0.0, 0.0, 0.0, 0.0]
-        side, (y, x) = (1 - share) ** 0.5, draw.random(2)
+        side, (y, x) = (1 - share) ** 0.5, generator.random(2)
         top, left = max(0.0, y - side / 2), max(0.0, x - side / 2)
         return share, [top, left, min(1.0, y + side / 2), min(1.0, x + side / 2)]
 
 
 def _targets(targets: list[int | Tensor]) -> Tensor:
-    """(B,) class numbers, or (B, H, W) as they were read."""
+    """Class numbers, (B,) or (B, H, W)."""
     return torch.stack([torch.as_tensor(target) for target in targets])
 
 
@@ -321,9 +317,12 @@ def _collate(batch: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    """A worker leaves signals to its rank, which ends it: launchers send them to all processes, and the rank goes on reading
-    until its step is done.  Should the rank be killed, its workers are too (torch's notice within 5 s, where this is no Linux):
-    they hold its connections open, and as long as they do other ranks wait for it."""
+    """Make a worker ignore signals, and die with its rank.
+
+    Launchers send signals to all processes, and the rank still needs its workers until its step is done.  If the rank is
+    killed, its workers must die too (on Linux at once, elsewhere torch ends them within 5 s): they inherit its connections, and
+    other ranks wait for it as long as these are open.
+    """
     torch.set_num_threads(1)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
@@ -332,7 +331,7 @@ def _start_worker(_: int) -> None:
 
 
 def load_batches(reader: SampleReader, sampler: Sampler[list[Key]], *, workers: int, device: torch.device) -> DataLoader:
-    """A loader of this rank's Batches in the sampler's order, read by `workers` processes (0: by this one)."""
+    """A loader of this rank's Batches in the sampler's order, with `workers` processes (0: in this process)."""
     return DataLoader(
         reader,
         batch_sampler=sampler,
@@ -344,7 +343,7 @@ def load_batches(reader: SampleReader, sampler: Sampler[list[Key]], *, workers: 
 
 
 def close(batches: Iterator[Batch]) -> None:
-    """End the worker processes behind a loader's iterator, now rather than when it is collected."""
+    """End the worker processes of a loader's iterator now, not when it is garbage collected."""
     shutdown_workers(batches)
 
 
@@ -361,8 +360,8 @@ def reader_of(
 ) -> SampleReader:
     """The reader that a config asks for.
 
-    Random augmentation runs in it on the CPU, and wherever a window is read since it wants the whole image; else on the
-    device.
+    Random augmentation runs in the reader where the device is the CPU, and where images are cut, since it needs the whole
+    image; else on the device (`Preparation`).
     """
     listed = config.read if train else config.read_evaluate
     here = config.augment if train and (device.type == "cpu" or window is not None) else []

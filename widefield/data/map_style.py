@@ -1,13 +1,13 @@
 """A user's own map-style datasets (torch.utils.data.Dataset) as the two splits of a run.
 
-A sample is a pair.  First the image: a tensor (C, H, W) of uint8 or floating-point numbers, or a PIL image, which becomes
-uint8.  Then its class number or, of every pixel, an (H, W) tensor, array or PIL image of class numbers.
+A sample is a pair.  The first is the image: a tensor (C, H, W), uint8 or floating-point, or a PIL image, which becomes uint8.
+The second is its class number, or an (H, W) tensor, array or PIL image of class numbers, one for every pixel.
 
-uint8 images go the way of the packaged formats: data.read, data.augment, scaled to 0..1, normalized.  Floating-point images are
-taken as they are, or as (value - mean) / std where the recipe says these.
+uint8 images are treated as those of the packaged formats: data.read, data.augment, scaled to 0..1, normalized.  Floating-point
+images are used as they are, or as (value - mean) / std where the recipe sets these.
 
-What a dataset draws at random, from Python's, NumPy's or torch's generator, depends on the run's seed, the epoch and the sample
-alone: the generators start anew for each sample, and go on as before behind it.
+A dataset may use random numbers of Python's, NumPy's or torch's generator.  They depend on the run's seed, the epoch and the
+sample only: the generators are seeded for each sample, and restored after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from widefield.data import BadImageError, Dataset
 from widefield.data.image import bytes_of
-from widefield.data.transforms import drawn_from
+from widefield.data.transforms import all_seeded
 
 GREY = ("1", "L", "LA", "F")
 """Modes of PIL images that become one channel; so do those that begin with I.  All others become red, green and blue."""
@@ -32,7 +32,7 @@ GREY = ("1", "L", "LA", "F")
 
 @dataclass(frozen=True)
 class MapStyle:
-    """One split.  Samples are as the first one: uint8 or floating-point, their channels, labels of images or of pixels."""
+    """One split.  All samples have the dtype kind, the channels and the kind of labels of the first one."""
 
     samples: Any
     split: str
@@ -40,15 +40,15 @@ class MapStyle:
     channels: int
     pixels: bool
     shown: tuple[float, float] = (0.0, 255.0)
-    """Pixel values that a picture shows as black and as white."""
-    draws: bool = True
-    """What `read` draws at random starts from a seed of the sample's own, which the reader sees to."""
+    """The pixel values that a thumbnail shows as black and as white."""
+    is_random: bool = True
+    """Tells the reader to seed all generators before each `read`."""
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def read(self, index: int) -> tuple[Tensor, int | Tensor]:
-        """As data.Images has it; ValueError names a sample that is not as the first one."""
+        """See data.Images.  ValueError: the sample is of another kind than the first one."""
         image, target = _sample(self.samples, index, self.name_of(index))
         for what, own, first in (
             ("floating-point pixels", image.is_floating_point(), self.floating),
@@ -57,8 +57,8 @@ class MapStyle:
         ):
             if own != first:
                 raise ValueError(
-                    f"{self.name_of(index)} differs from the first image: {what}: {_told(own)}, there {_told(first)}; let the "
-                    "dataset give all samples alike"
+                    f"{self.name_of(index)} differs from the first image: {what}: {_value_in_words(own)}, there "
+                    f"{_value_in_words(first)}; let the dataset give all samples the same"
                 )
         return image, target
 
@@ -66,16 +66,16 @@ class MapStyle:
         return f"{self.split}[{index}]"
 
 
-def _told(value: bool | int) -> str:
+def _value_in_words(value: bool | int) -> str:
     return ("no", "yes")[value] if isinstance(value, bool) else str(value)
 
 
 def dataset_of(train: Any, evaluate: Any, *, classes: Sequence[str] | int | None = None) -> Dataset:
     """Two map-style datasets as the data of a run; the first sample of each is read.
 
-    classes: names, in the order of class numbers, or how many there are; the attribute `classes` of `train` where None.
-    mean and std are 0 and 1, for the recipe to change.
-    ValueError, in words: what is no map-style dataset, an empty one, samples of another kind, or no classes.
+    classes: names, in the order of class numbers, or their number; None: the attribute `classes` of `train`.
+    mean and std are 0 and 1 unless the recipe sets them.
+    ValueError: no map-style dataset, an empty one, two datasets of different kinds, or no classes.
     """
     firsts = [_opened(samples, split) for samples, split in ((train, "train"), (evaluate, "evaluate"))]
     one, other = firsts
@@ -91,11 +91,14 @@ def dataset_of(train: Any, evaluate: Any, *, classes: Sequence[str] | int | None
 
 
 def image_of(image: Any, name: str) -> Tensor:
-    """An image as (C, H, W) uint8 or floating-point numbers; ValueError where it is none."""
+    """A tensor or PIL image as a (C, H, W) tensor, uint8 or floating-point.  ValueError: it is no image.
+
+    name: for the error.
+    """
     if isinstance(image, Image.Image):
         try:
             return bytes_of(image, "L" if image.mode in GREY or image.mode.startswith("I") else "RGB")
-        except OSError as error:  # a lazy file that is cut short
+        except OSError as error:  # PIL reads files lazily, and this one is cut short
             raise BadImageError(f"cannot read the image {name} ({error})") from None
     if not isinstance(image, Tensor):
         raise ValueError(f"{name} has a {_type(image)} for an image; a tensor (C, H, W) or a PIL image is wanted")
@@ -111,10 +114,10 @@ def image_of(image: Any, name: str) -> Tensor:
 
 
 def _opened(samples: Any, split: str) -> MapStyle:
-    """A split as its first sample is."""
+    """A split, with the properties of its first sample."""
     _check_map_style(samples, split)
     name = f"{split}[0]"
-    with drawn_from(0):
+    with all_seeded(0):
         image, target = _sample(samples, 0, name)
     shown = (0.0, 255.0)
     if image.is_floating_point():
@@ -148,7 +151,7 @@ def _sample(samples: Any, index: int, name: str) -> tuple[Tensor, int | Tensor]:
 
 
 def _labels(target: Any, name: str) -> int | Tensor:
-    """A class number, or (H, W) of uint8 or int64."""
+    """A class number, or (H, W) of them, uint8 or int64."""
     if isinstance(target, Image.Image):
         target = np.array(target)
     labels = target if isinstance(target, Tensor) else torch.from_numpy(np.array(target)) if _is_numeric(target) else None

@@ -1,8 +1,8 @@
-"""torchvision.transforms.v2 by name, each sample with randomness of its own.
+"""torchvision.transforms.v2 by name, with a seed for each sample.
 
 A list in a recipe, `[RandomCrop: {size: 8, padding: 1}, RandomHorizontalFlip]`, becomes one function of an image and a
-seed.  The seed is a function of the run's seed, the epoch and the sample, so what an image looks like does not depend
-on ranks, workers or batches.
+seed.  The seed depends on the run's seed, the epoch and the sample, so a transformed image does not depend on ranks, workers
+or batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEEP_PIXELS_IN_PLACE = (
     "RandomAutocontrast", "RandomChannelPermutation", "RandomEqualize", "RandomGrayscale", "RandomInvert",
     "RandomPhotometricDistort", "RandomPosterize", "RandomSolarize",
 )  # fmt: skip
-"""Transforms of colour alone: labels of pixels stay true under them.  Any other moves pixels, and labels do not follow."""
+"""Transforms of colour only, after which labels of pixels are still right.  All others may move pixels, but not the labels."""
 
 
 def moving(listed: Sequence[Any]) -> list[str]:
@@ -43,7 +43,7 @@ def moving(listed: Sequence[Any]) -> list[str]:
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 63-bit number that looks random and depends on `parts` alone.
+    """A 63-bit hash of `parts`.
 
     >>> seed_of(0, "augment", 3, 17) == seed_of(0, "augment", 3, 17) != seed_of(0, "augment", 3, 18)
     True
@@ -54,7 +54,7 @@ def seed_of(*parts: int | str) -> int:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's random numbers, on the CPU and on `device`, start from `seed` inside, and go on as before after it."""
+    """Inside, torch's generators of the CPU and of `device` are seeded; afterwards their states are restored."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index])
@@ -69,8 +69,8 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def drawn_from(seed: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's random numbers on the CPU start from `seed` inside, and go on as before after it."""
+def all_seeded(seed: int) -> Iterator[None]:
+    """Inside, Python's, NumPy's and torch's CPU generators are seeded; afterwards their states are restored."""
     before = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -86,7 +86,7 @@ class Transforms:
     """A recipe's list of transforms as a function `(image (C, H, W) uint8, seed) -> image`."""
 
     def __init__(self, listed: Sequence[Any], *, field: str) -> None:
-        """`field` is the recipe's key, for errors.  ValueError: an unknown transform, or arguments it does not take."""
+        """field: the recipe's key, for errors.  ValueError: an unknown transform, or arguments that it does not take."""
         self.steps = [_one(entry, f"{field}[{number}]") for number, entry in enumerate(listed)]
 
     def __call__(self, image_CHW: Tensor, seed: int) -> Tensor:

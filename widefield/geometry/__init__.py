@@ -1,4 +1,4 @@
-"""Integers only: intervals and how a length is cut into parts.  No tensor, no process."""
+"""Integer arithmetic of pixels: intervals, boxes, windows and layouts.  No tensor, no process."""
 
 from widefield.geometry.interval import Interval, even_cut, natural_cut, parts_of
 

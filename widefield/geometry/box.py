@@ -1,4 +1,4 @@
-"""Which pixels go from whom to whom?  Boxes (an Interval per dim) and the routes between tiles; no torch.
+"""Boxes, and which pixels each rank sends to which rank.  No torch.
 
 A box is a tuple of Intervals, one per tensor dim, in pixels of the whole.
 """
@@ -13,18 +13,23 @@ from widefield.geometry.interval import Interval
 Box = tuple[Interval, ...]
 
 
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of all pixels of a tensor of `shape`."""
+    return tuple(Interval(0, extent) for extent in shape)
+
+
 def meet(a: Box, b: Box) -> Box:
-    """The pixels that both boxes hold."""
+    """The intersection of two boxes."""
     return tuple(x & y for x, y in zip(a, b, strict=True))
 
 
 def is_empty(box: Box) -> bool:
-    """Whether the box holds no pixel."""
+    """Whether the box has no pixel."""
     return any(interval.stop <= interval.start for interval in box)
 
 
 def size_of(box: Box) -> tuple[int, ...]:
-    """Pixels on each dim."""
+    """The number of pixels on each dim, as a tensor's shape."""
     return tuple(len(interval) for interval in box)
 
 
@@ -34,12 +39,12 @@ def holds(outer: Box, inner: Box) -> bool:
 
 
 def within(outer: Box, inner: Box) -> tuple[slice, ...]:
-    """How to index a tensor that holds `outer` to get `inner`."""
+    """The index that takes the box `inner` from a tensor whose pixels are the box `outer`."""
     return tuple(slice(i.start - o.start, max(i.start, i.stop) - o.start) for o, i in zip(outer, inner, strict=True))
 
 
 def rest_of(outer: Box, inner: Box) -> list[Box]:
-    """Boxes that together are `outer` without `inner`, which lies in it: two slabs per dim at most.
+    """Disjoint boxes that together are `outer` without `inner`, at most two per dim.  `inner` must lie within `outer`.
 
     >>> rest_of((Interval(0, 4), Interval(0, 4)), (Interval(1, 4), Interval(0, 3)))
     [(Interval(start=0, stop=1), Interval(start=0, stop=4)), (Interval(start=1, stop=4), Interval(start=3, stop=4))]
@@ -57,19 +62,19 @@ def rest_of(outer: Box, inner: Box) -> list[Box]:
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank sends and receives: (peer, box) pairs in an order that both ends know, and what it has already."""
+    """What one rank sends and receives: (peer, box) pairs, ascending by peer; and what it takes from its own tile."""
 
     sends: tuple[tuple[int, Box], ...]
     receives: tuple[tuple[int, Box], ...]
     local: Box
-    """The wanted pixels that this rank holds itself."""
+    """The wanted pixels that are in this rank's own tile."""
 
 
 def route(rank: int, owned: Sequence[Box], wanted: Sequence[Box], copies: Sequence[Sequence[int]] | None = None) -> Route:
-    """Which boxes `rank` exchanges so that every rank gets the box it wants, wherever its pixels live.
+    """The boxes that `rank` sends and receives so that every rank gets the box it wants.
 
-    owned[r], wanted[r]: what rank r holds and asks for, the same lists on every rank.  `owned` covers all wanted pixels.
-    copies[r]: the ranks that hold distinct pixels as seen by r, for tensors that some ranks hold alike; None: all ranks.
+    owned[r], wanted[r]: the boxes that rank r has and wants, the same lists on every rank.  `owned` covers all that is wanted.
+    copies[r]: the ranks from which rank r reads, one per distinct tile, where tiles are replicated; None: all ranks.
 
     >>> rows = [(Interval(0, 4),), (Interval(4, 8),)]
     >>> route(0, rows, [(Interval(0, 5),), (Interval(3, 8),)]).receives

@@ -1,4 +1,7 @@
-"""Who owns what of a run of things?  Half-open intervals and cuts; the things are pixels of a dim or samples of a batch."""
+"""Half-open intervals, and cuts of a length into them; of the pixels of a dim or the samples of a batch.
+
+A cut is the tuple of its boundaries: (0, 35, 64) cuts 64 pixels into 35 and 29.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interval:
-    """Half-open run of integers: Interval(2, 5) holds 2, 3 and 4; start >= stop holds none.
+    """A half-open run of integers: Interval(2, 5) is 2, 3 and 4; it is empty where start >= stop.
 
     >>> len(Interval(2, 5)), 4 in Interval(2, 5), list(Interval(2, 5))
     (3, True, [2, 3, 4])
@@ -33,10 +36,10 @@ class Interval:
 
 
 def even_cut(length: int, parts: int, *, multiple: int = 1) -> tuple[int, ...]:
-    """Boundaries that cut `length` things into `parts` nearly equal runs, every inner boundary a multiple of `multiple`.
+    """Boundaries that cut `length` into `parts` nearly equal runs; inner boundaries are multiples of `multiple`.
 
-    Counted in blocks of `multiple`, the last of them possibly short, runs differ by at most one block; the longer ones come
-    first; with more parts than blocks the last runs are empty.
+    Runs differ by at most one block of `multiple`, and the last block may be short.  Longer runs come first.  With more parts
+    than blocks the last runs are empty.  ValueError: a negative length, or fewer than one part or multiple.
 
     >>> even_cut(64, 3), even_cut(5, 2, multiple=2), even_cut(2, 3)
     ((0, 22, 43, 64), (0, 4, 5), (0, 1, 2, 2))
@@ -58,9 +61,9 @@ def parts_of(cut: Sequence[int]) -> list[Interval]:
 
 
 def natural_cut(extent: int, parts: int) -> tuple[int, ...]:
-    """Even boundaries, at multiples of up to 32 where that makes no tile over 3 % longer than its share.
+    """Nearly even boundaries at multiples of 32, 16, 8, 4 or 2: the first by which no tile is over 3 % above its share.
 
-    Aligned boundaries stay equal through strides and back up, so that skip connections meet without moving pixels.
+    Boundaries at multiples of the strides survive downsampling and upsampling exactly, so skip connections need no exchange.
 
     >>> natural_cut(1024, 3), natural_cut(250, 2), natural_cut(7, 2)
     ((0, 352, 704, 1024), (0, 128, 250), (0, 4, 7))

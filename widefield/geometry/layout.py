@@ -1,7 +1,6 @@
-"""Where does each pixel of a whole live?  Grid: the ranks of one image.  Layout: a whole's shape and its cuts over them.
+"""Which rank has which pixels?  Grid: the ranks that share one image.  Layout: a whole's shape and its cuts over the grid.
 
-Integers only.  Layouts are interned: equal ones are the same object, so that `is` compares them and results of the
-arithmetic can be kept under them.
+Integers only.  Layouts are interned: equal layouts are one object, so `is` compares them and caches may use them as keys.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from widefield.geometry.box import Box, size_of
-from widefield.geometry.interval import Interval, even_cut
+from widefield.geometry.interval import Interval
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks that hold one image: `sizes` per space axis, ranks in row-major order.
+    """The ranks that share one image: `sizes` gives the ranks per space axis; ranks are numbered in row-major order.
 
-    index: this rank's place.  groups: names of torch's process groups, one per set of axes larger than 1, ascending.
+    index: this rank's number in the grid.
+    groups: (axes, name of the process group) for every set of axes that are larger than 1; axes ascend.
     """
 
     sizes: tuple[int, ...]
@@ -33,7 +33,7 @@ class Grid:
         return math.prod(self.sizes)
 
     def coordinate(self, index: int) -> tuple[int, ...]:
-        """Place of a rank on each axis."""
+        """A rank's position on each axis."""
         place = []
         for size in reversed(self.sizes):
             index, at = divmod(index, size)
@@ -41,30 +41,30 @@ class Grid:
         return tuple(reversed(place))
 
     def num_shards(self, axes: tuple[int, ...]) -> int:
-        """How many ranks stand along these axes."""
+        """The number of ranks along these axes: how many tiles a cut along them makes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place_on(self, axes: tuple[int, ...], index: int) -> int:
-        """Which tile, among those cut along `axes` in that order, rank `index` holds."""
+        """The number of rank `index`'s tile among those of a cut along `axes`, which count in the given order."""
         coordinate, place = self.coordinate(index), 0
         for axis in axes:
             place = place * self.sizes[axis] + coordinate[axis]
         return place
 
     def group_name(self, axes: tuple[int, ...]) -> str:
-        """The process group of the ranks that differ from this one in `axes` alone."""
+        """The name of the process group of the ranks that differ from this one in `axes` alone."""
         used = tuple(sorted(axis for axis in axes if self.sizes[axis] > 1))
         return dict(self.groups)[used]
 
-    def names(self) -> tuple[tuple[int, ...], ...]:
-        """Every set of axes that wants a group."""
+    def group_axes(self) -> tuple[tuple[int, ...], ...]:
+        """Every set of axes that needs a process group."""
         large = [axis for axis, size in enumerate(self.sizes) if size > 1]
         picks = product((False, True), repeat=len(large))
         return tuple(sorted(chosen for pick in picks if (chosen := tuple(a for a, p in zip(large, pick, strict=True) if p))))
 
 
 class Cut(NamedTuple):
-    """One dim cut along `axes` of the grid (several: in row-major order) at `bounds`, e.g. (0, 35, 64)."""
+    """One dim cut at `bounds`, as (0, 35, 64), over the ranks along `axes` of the grid; several axes count row-major."""
 
     axes: tuple[int, ...]
     bounds: tuple[int, ...]
@@ -74,11 +74,11 @@ Cuts = tuple[Cut | None, ...]
 
 
 class Layout:
-    """A whole's shape and, for each of its dims, the Cut or None; `box` is what this rank holds.  Make them by `layout_of`."""
+    """A whole's shape and, for each of its dims, the Cut or None.  `box` is this rank's part.  Make layouts by `layout_of`."""
 
     __slots__ = (
-        "shape", "cuts", "grid", "box", "tile_shape", "is_cut", "axes", "num_shards", "is_empty", "strides", "alone",
-        "_boxes", "_sources", "_is_thin", "_dims_told", "__weakref__",
+        "shape", "cuts", "grid", "box", "tile_shape", "is_cut", "axes", "num_shards", "is_empty", "strides",
+        "single_rank_layouts", "_boxes", "_sources", "_is_thin", "_ordered_dims", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> None:
@@ -93,46 +93,47 @@ class Layout:
         self._boxes: tuple[Box, ...] | None = None
         self._sources: tuple[tuple[int, ...], ...] | None = None
         self._is_thin: bool | None = None
-        self._dims_told: list[int] | None = None
+        self._ordered_dims: list[int] | None = None
         self.strides: dict = {}
-        self.alone: dict | None = _ALONE.setdefault(grid, {}) if grid.size == 1 else None
-        """Of a grid of one rank, its layouts by shape: there every operation is the plain one."""
+        self.single_rank_layouts: dict | None = _SINGLE_RANK_LAYOUTS.setdefault(grid, {}) if grid.size == 1 else None
+        """On a grid of one rank, its layouts by shape, shared by all of them; else None.  See tiled/single_rank.py."""
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """What each rank holds; made when it is asked for, as a stream's grid has thousands of places."""
+        """Each rank's box; computed on first use, for a grid of tiles in time may have thousands of places."""
         if self._boxes is None:
             self._boxes = tuple(self.box_of(rank) for rank in range(self.grid.size))
         return self._boxes
 
     @property
     def sources(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank those that stand where it does along the axes that cut nothing: one of each tile."""
+        """For each rank, the ranks with its position on the axes that cut nothing: one rank per distinct tile."""
         if self._sources is None:
             grid = self.grid
             others = tuple(axis for axis in range(len(grid.sizes)) if axis not in self.axes)
-            alike = [grid.place_on(others, rank) for rank in range(grid.size)]
-            self._sources = tuple(tuple(q for q in range(grid.size) if alike[q] == alike[r]) for r in range(grid.size))
+            replica = [grid.place_on(others, rank) for rank in range(grid.size)]
+            self._sources = tuple(tuple(q for q in range(grid.size) if replica[q] == replica[r]) for r in range(grid.size))
         return self._sources
 
     @property
     def is_thin(self) -> bool:
-        """Whether a rank has fewer than two pixels on a dim, and than there are: strides do not tell where that dim lies."""
+        """Whether some rank has fewer than two pixels of a dim that has more: its tile's strides then do not say where that
+        dim lies in memory."""
         if self._is_thin is None:
             pairs = [pair for box in self.boxes for pair in zip(box, self.shape, strict=True)]
             self._is_thin = any(len(interval) < min(2, extent) for interval, extent in pairs)
         return self._is_thin
 
     @property
-    def dims_told(self) -> list[int]:
-        """The dims of which every rank has two pixels or more, so that tiles tell where they lie; none where some are empty."""
-        if self._dims_told is None:
+    def ordered_dims(self) -> list[int]:
+        """The dims of which every rank has two pixels or more, whose order the tiles' strides give; none if a tile is empty."""
+        if self._ordered_dims is None:
             least = [min(len(box[dim]) for box in self.boxes) for dim in range(len(self.shape))]
-            self._dims_told = [dim for dim, pixels in enumerate(least) if pixels > 1] if all(least) else []
-        return self._dims_told
+            self._ordered_dims = [dim for dim, pixels in enumerate(least) if pixels > 1] if all(least) else []
+        return self._ordered_dims
 
     def box_of(self, rank: int) -> Box:
-        """What a rank holds."""
+        """A rank's part of the whole, as a box."""
         box = []
         for extent, cut in zip(self.shape, self.cuts, strict=True):
             if cut is None:
@@ -152,21 +153,18 @@ class Layout:
     def __deepcopy__(self, memo: dict) -> Layout:
         return self
 
-    def dims_of(self, axis: int) -> int | None:
-        """The dim that is cut along a grid axis."""
-        return next((dim for dim, cut in enumerate(self.cuts) if cut is not None and axis in cut.axes), None)
 
-
-_ALONE: dict[Grid, dict] = {}
-KEPT_MOST = 16384
-"""How many layouts are kept though no tensor has them, for images whose size is new in every step."""
+_SINGLE_RANK_LAYOUTS: dict[Grid, dict] = {}
+CACHE_SIZE = 16384
+"""Most layouts that stay in the cache though no tensor has them; images may have a new size in every step."""
 _LAYOUTS: dict[tuple, Layout] = {}
-_OLD: WeakValueDictionary[tuple, Layout] = WeakValueDictionary()
-"""Those that tensors may still have: two that are equal are one, for ranks that forget at different times would disagree."""
+_EVICTED: WeakValueDictionary[tuple, Layout] = WeakValueDictionary()
+"""Layouts that left the cache and that tensors may still have.  Equal layouts must remain one object: ranks empty their caches
+at different times, and two objects would send them different ways."""
 
 
 def layout_of(shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> Layout:
-    """The Layout of a shape with these cuts; a cut into one tile is none.  AssertionError: cuts that do not fit."""
+    """The Layout of a shape with these cuts; a cut into one tile becomes None.  AssertionError: cuts that do not fit."""
     cuts = tuple(None if cut is None or len(cut.bounds) == 2 else cut for cut in cuts)
     key = (shape, cuts, grid)
     found = _LAYOUTS.get(key)
@@ -177,21 +175,13 @@ def layout_of(shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> Layout:
                 cut.bounds[0] == 0 and cut.bounds[-1] == extent and len(cut.bounds) == grid.num_shards(cut.axes) + 1
             )
             assert fits, f"cut {cut} does not fit {extent} of {shape} on {grid.sizes}"
-        if len(_LAYOUTS) >= KEPT_MOST:
-            _OLD.update(_LAYOUTS)
+        if len(_LAYOUTS) >= CACHE_SIZE:
+            _EVICTED.update(_LAYOUTS)
             _LAYOUTS.clear()
-        found = _LAYOUTS[key] = _OLD.get(key) or Layout(shape, cuts, grid)
+        found = _LAYOUTS[key] = _EVICTED.get(key) or Layout(shape, cuts, grid)
     return found
 
 
 def uncut(shape: tuple[int, ...], grid: Grid) -> Layout:
-    """The layout of a whole that every rank holds."""
+    """The layout of a tensor that every rank has whole."""
     return layout_of(shape, (None,) * len(shape), grid)
-
-
-def even_cuts(shape: tuple[int, ...], dims: dict[int, tuple[int, ...]], grid: Grid) -> Cuts:
-    """Cut `dims` (dim -> axes) of `shape` evenly."""
-    cuts: list[Cut | None] = [None] * len(shape)
-    for dim, axes in dims.items():
-        cuts[dim] = Cut(axes, even_cut(shape[dim], grid.num_shards(axes)))
-    return tuple(cuts)

@@ -1,8 +1,7 @@
-"""Which input pixels does a pixel of a resized image read, and how much of each?  One dim at a time; no torch.
+"""Which input pixels does a pixel of a resized image read, and with which weights?  One dim at a time; no torch.
 
-The numbers are those of torch's kernels, rounding included: `single` says that they compute in float32, as they do for every
-dtype but float64, and in the backward of nearest always.  The source of a pixel comes from its place in the whole, never in a
-tile.
+The numbers are those of torch's kernels, rounding included.  `single` means that the kernel computes coordinates in float32:
+for every dtype but float64, and always in the backward of nearest.  Coordinates are always those of the whole, never a tile's.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from widefield.geometry.interval import Interval
-from widefield.geometry.window import EMPTY, settled
+from widefield.geometry.window import EMPTY, valid_cut
 
 Taps = tuple[int, tuple[float, ...]]
-"""The first pixel that is read, and the weight of each from there on."""
+"""The first pixel that is read, and the weights of that pixel and the following ones."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,8 @@ class Resize:
     """Output pixel o of `count` reads input pixels of `extent` around o * extent / count.
 
     kind: nearest, nearest-exact, linear, cubic, or with antialiasing linear-aa, cubic-aa, lanczos-aa.
-    scale: what the caller gave as scale factor; torch then takes 1 / scale, not extent / count, for the step.
+    scale: the scale factor that the caller gave; torch then steps by 1 / scale and not by extent / count.
+    single: coordinates are rounded to float32.
 
     >>> double = Resize("linear", extent=64, count=128)
     >>> double.input_read_by(Interval(70, 128)), double.cut_of((0, 35, 64)), double.taps(70), double.taps(0)
@@ -52,9 +52,10 @@ class Resize:
         return Interval(bisect_right(self._stops, pixels.start), bisect_left(self._starts, pixels.stop))
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
-        return settled([bisect_left(self._homes, bound) for bound in cut], self.count)
+        return valid_cut([bisect_left(self._centers, bound) for bound in cut], self.count)
 
     def taps(self, index: int) -> Taps:
+        """The input pixels that output pixel `index` reads, and their weights."""
         return self._table[index]
 
     @cached_property
@@ -66,9 +67,9 @@ class Resize:
 
     @property
     def is_odd(self) -> bool:
-        """Whether torch's kernels copy or resample, each as it likes: by a step that is not what the sizes say.
+        """Whether some of torch's kernels copy here and others resample, so that results depend on the kernel.
 
-        That is where the size stays, and for nearest where it doubles.
+        That is so where the step differs from extent / count and the size stays, or doubles for nearest.
         """
         doubles = self.kind == "nearest" and self.count == 2 * self.extent and self.step != 0.5
         return doubles or self.extent == self.count and self.step not in (0.0, 1.0)
@@ -86,8 +87,8 @@ class Resize:
         return [first + len(weights) for first, weights in self._table]
 
     @cached_property
-    def _homes(self) -> list[int]:
-        """The input pixel under the middle of each output pixel."""
+    def _centers(self) -> list[int]:
+        """The input pixel at the center of each output pixel."""
         if self.kind == "nearest":
             return self._starts
         at = 0.0 if self.align_corners else 0.5
@@ -97,7 +98,7 @@ class Resize:
         return _single(number) if self.single else number
 
     def _source(self, output: int) -> float:
-        """Where the middle of an output pixel lies, in input pixels from the middle of the first."""
+        """The center of an output pixel in input coordinates; 0 is the center of the first input pixel."""
         if self.align_corners:
             return self._rounded(self.step * output)
         return self._rounded(self._rounded(self.step * (output + 0.5)) - 0.5)
@@ -105,7 +106,7 @@ class Resize:
 
 @dataclass(frozen=True)
 class Resized:
-    """The adjoint of a resize: input pixel i of the resize gets from every output pixel that reads it.
+    """The adjoint of a resize: the gradient of input pixel i is a sum over the output pixels that read it.
 
     >>> back = Resized(Resize("linear", extent=64, count=128))
     >>> back.input_read_by(Interval(35, 64)), back.cut_of((0, 70, 128)), back.taps(35)
@@ -118,14 +119,15 @@ class Resized:
         return self.resize.output_reading(output)
 
     def output_reading(self, pixels: Interval) -> Interval:
-        """The pixels that get something from these."""
+        """The pixels of the input's gradient to which these pixels of the output's gradient add."""
         return self.resize.input_read_by(pixels)
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
-        homes = self.resize._homes
-        return settled([homes[bound - 1] + 1 if bound else 0 for bound in cut], self.resize.extent)
+        centers = self.resize._centers
+        return valid_cut([centers[bound - 1] + 1 if bound else 0 for bound in cut], self.resize.extent)
 
     def taps(self, index: int) -> Taps:
+        """The output pixels whose gradients input pixel `index` sums, and their weights."""
         reading = self.resize.output_reading(Interval(index, index + 1))
         table = self.resize._table
         return reading.start, tuple(table[o][1][index - table[o][0]] for o in reading)
@@ -135,7 +137,7 @@ class Resized:
 
 
 def _single(number: float) -> float:
-    """Rounded to float32."""
+    """`number`, rounded to float32."""
     return struct.unpack("f", struct.pack("f", number))[0]
 
 
@@ -159,7 +161,7 @@ def _linear(r: Resize, output: int) -> Taps:
 
 
 def _split(r: Resize, source: float) -> tuple[int, float]:
-    """The pixel left of a source and how far it lies beyond; torch's CPU kernels take the floor in float32 always."""
+    """A source's pixel and its fraction beyond that.  Torch's CPU kernels take the floor in float32 whatever the dtype."""
     pixel = min(math.floor(_single(source)), r.extent - 1)
     return pixel, min(max(source - pixel, 0.0), 1.0)
 
@@ -171,7 +173,7 @@ def _cubic(r: Resize, output: int) -> Taps:
 
 
 def _clamped(first: int, weights: list[float], extent: int) -> Taps:
-    """What lies outside of the image is read from its border."""
+    """Weights outside of the image, added to its border pixels."""
     start, stop = min(max(first, 0), extent - 1), min(max(first + len(weights), 1), extent)
     merged = [0.0] * (stop - start)
     for n, weight in enumerate(weights):
@@ -179,15 +181,15 @@ def _clamped(first: int, weights: list[float], extent: int) -> Taps:
     return start, tuple(merged)
 
 
-def _antialiased(filter: Callable[[float], float], width: float) -> Callable[[Resize, int], Taps]:
-    """`filter` reaches `width` pixels to either side, wider where the image shrinks."""
+def _antialiased(weight_at: Callable[[float], float], width: float) -> Callable[[Resize, int], Taps]:
+    """Taps of a filter that reaches `width` pixels to either side, and proportionally farther where the image shrinks."""
 
     def taps(r: Resize, output: int) -> Taps:
         widen = max(1.0, r.step)
         middle, reach = r._rounded(r.step * (output + 0.5)), r._rounded(width * widen)
         start = max(int(r._rounded(r._rounded(middle - reach) + 0.5)), 0)
         stop = min(int(r._rounded(r._rounded(middle + reach) + 0.5)), r.extent)
-        weights = [filter((pixel - middle + 0.5) / widen) for pixel in range(start, stop)]
+        weights = [weight_at((pixel - middle + 0.5) / widen) for pixel in range(start, stop)]
         total = sum(weights) or 1.0
         return start, tuple(weight / total for weight in weights)
 

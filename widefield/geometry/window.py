@@ -1,13 +1,12 @@
 """Which input pixels does an output pixel read?  Integer arithmetic, one dim at a time.
 
-Coordinates are pixels of the whole: pixel i of a dim of extent n has 0 <= i < n; below 0 and from n on lies padding.
-No tensor, no process: a planner runs this on a laptop, the engine runs the same lines on every rank.
-
-Everything here that maps an output interval to an input interval has the two methods of `Reach`.
+Coordinates are pixels of the whole: pixel i of a dim of extent n has 0 <= i < n; padding lies below 0 and from n on.
+No tensor, no process.  Every class here implements `Reach`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,13 +14,16 @@ from widefield.geometry.interval import Interval, even_cut
 
 
 class Reach(Protocol):
-    """How the output pixels of one dim read the input pixels of that dim."""
+    """How the output pixels of one dim read the input pixels of that dim.
+
+    Most have `output_reading`, too: the output pixels that read an input interval.
+    """
 
     def input_read_by(self, output: Interval) -> Interval:
-        """The smallest input interval that `output` reads, which may reach outside the whole; empty for an empty one."""
+        """The smallest interval that contains all input pixels that `output` reads.  It may reach into the padding."""
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
-        """The output's cut that follows from the input's: each output belongs to the tile it mostly reads."""
+        """The output's cut that follows from the input's: output pixels stay with the pixels they read, as far as they can."""
 
 
 EMPTY = Interval(0, 0)
@@ -31,7 +33,7 @@ EMPTY = Interval(0, 0)
 class Window:
     """Output pixel o reads input pixels o * stride - padding + dilation * j for j = 0 .. size - 1.
 
-    extent: input pixels; count: output pixels.
+    extent: the number of input pixels; count: of output pixels.
 
     >>> stem = Window(size=7, stride=2, padding=3, extent=64, count=32)
     >>> stem.input_read_by(Interval(16, 32)), stem.output_reading(Interval(0, 32)), stem.cut_of((0, 35, 64))
@@ -47,7 +49,7 @@ class Window:
 
     @property
     def span(self) -> int:
-        """Pixels from a window's first to its last, both counted."""
+        """The number of pixels from a window's first to its last, inclusive."""
         return self.dilation * (self.size - 1) + 1
 
     def input_read_by(self, output: Interval) -> Interval:
@@ -57,7 +59,7 @@ class Window:
         return Interval(start, start + (len(output) - 1) * self.stride + self.span)
 
     def output_reading(self, pixels: Interval) -> Interval:
-        """The output pixels whose windows, from first to last pixel, meet the input interval; within the whole."""
+        """The output pixels whose spans meet the input interval; none outside of the whole."""
         if len(pixels) == 0:
             return EMPTY
         start = -(-(pixels.start + self.padding - self.span + 1) // self.stride)
@@ -66,14 +68,14 @@ class Window:
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
         middle = self.padding - (self.span - 1) // 2
-        return settled([-(-(b + middle) // self.stride) for b in cut], self.count)
+        return valid_cut([-(-(b + middle) // self.stride) for b in cut], self.count)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The adjoint of a window, as in a transposed convolution: input pixel i writes what the window's output i would read.
+    """The adjoint of a window, as in a transposed convolution: input pixel i writes the pixels that window i reads.
 
-    window: `extent` are the pixels written, `count` those read.
+    window: its `extent` counts the pixels written, its `count` the pixels read.
 
     >>> double = Spread(Window(size=4, stride=2, padding=1, extent=128, count=64))
     >>> double.input_read_by(Interval(64, 128)), double.cut_of((0, 32, 64))
@@ -86,17 +88,17 @@ class Spread:
         return self.window.output_reading(output)
 
     def output_reading(self, pixels: Interval) -> Interval:
-        """The output pixels that these input pixels write, within the whole."""
+        """The output pixels that these input pixels write; none outside of the whole."""
         return self.window.input_read_by(pixels) & Interval(0, self.window.extent)
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
         w = self.window
-        return settled([b * w.stride - w.padding + (w.span - w.stride + 1) // 2 for b in cut], w.extent)
+        return valid_cut([b * w.stride - w.padding + (w.span - w.stride + 1) // 2 for b in cut], w.extent)
 
 
 @dataclass(frozen=True)
 class Bins:
-    """Adaptive pooling: output o of `count` reads floor(o * extent / count) .. ceil((o + 1) * extent / count).
+    """Adaptive pooling: output o of `count` reads floor(o * extent / count) up to but not ceil((o + 1) * extent / count).
 
     >>> Bins(extent=7, count=3).input_read_by(Interval(1, 2))
     Interval(start=2, stop=5)
@@ -111,19 +113,19 @@ class Bins:
         return Interval(output.start * self.extent // self.count, -(-output.stop * self.extent // self.count))
 
     def output_reading(self, pixels: Interval) -> Interval:
-        """The outputs whose bins meet the input interval."""
+        """The output pixels whose bins meet the input interval."""
         if len(pixels) == 0:
             return EMPTY
         start = pixels.start * self.count // self.extent
         return Interval(start, min(self.count, -(-pixels.stop * self.count // self.extent)))
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
-        return settled([-(-b * self.count // max(1, self.extent)) for b in cut], self.count)
+        return valid_cut([-(-b * self.count // max(1, self.extent)) for b in cut], self.count)
 
 
 @dataclass(frozen=True)
 class Shift:
-    """Output pixel o reads input pixel o + offset: crops, slices, constant padding, rolls within the whole.
+    """Output pixel o reads input pixel o + offset, as in crops and constant padding.  There are `count` output pixels.
 
     >>> Shift(offset=-2, count=9).cut_of((0, 3, 5))
     (0, 5, 9)
@@ -136,12 +138,12 @@ class Shift:
         return Interval(output.start + self.offset, output.stop + self.offset) if len(output) else EMPTY
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
-        return settled([b - self.offset for b in cut], self.count)
+        return valid_cut([b - self.offset for b in cut], self.count)
 
 
 @dataclass(frozen=True)
 class StridedRun:
-    """Output pixels in `output` read input pixels from `first` on, each `step` further: 1, -1, or 0 for the same one.
+    """The output pixels in `output` read input pixels first, first + step, first + 2 * step, ...; step is 1, 0 or -1.
 
     >>> mirrored = StridedRun(output=Interval(0, 3), first=3, step=-1)
     >>> mirrored.input_read_by(Interval(1, 9)), mirrored.output_reading(Interval(3, 9))
@@ -160,7 +162,7 @@ class StridedRun:
         return Interval(min(ends), max(ends) + 1)
 
     def output_reading(self, pixels: Interval) -> Interval:
-        """The outputs of this run that read any of these pixels."""
+        """The output pixels of this run that read any of these pixels."""
         if self.step == 0:
             return self.output if self.first in pixels else EMPTY
         start, ends = self.output.start, (pixels.start - self.first, pixels.stop - 1 - self.first)
@@ -168,12 +170,12 @@ class StridedRun:
         return Interval(start + low, start + high + 1) & self.output
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
-        return settled([b - self.first + self.output.start for b in cut], self.output.stop)
+        return valid_cut([b - self.first + self.output.start for b in cut], self.output.stop)
 
 
 @dataclass(frozen=True)
 class Border:
-    """Padding made of the image's own pixels: up to three runs, before, body and after, that together are the output.
+    """Padding with the image's own pixels: up to three runs (before, body, after) that together are the output.
 
     >>> mirror = border("reflect", extent=6, before=2, after=1)
     >>> mirror.input_read_by(Interval(0, 3)), mirror.output_reading(Interval(1, 2)), mirror.cut_of((0, 3, 6))
@@ -188,15 +190,15 @@ class Border:
         return hull([run.input_read_by(output) for run in self.runs])
 
     def output_reading(self, pixels: Interval) -> Interval:
-        """From the first to the last output that reads any of these pixels."""
+        """The interval from the first to the last output pixel that reads any of these pixels."""
         return hull([run.output_reading(pixels) for run in self.runs])
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
-        return settled([b + self.before for b in cut], self.count)
+        return valid_cut([b + self.before for b in cut], self.count)
 
 
 def border(kind: str, *, extent: int, before: int, after: int) -> Border:
-    """Padding of `kind` "reflect", "replicate" or "circular"; negative sides crop, and a circle closes over what is left.
+    """Padding of `kind` "reflect", "replicate" or "circular".  Negative sides crop; circular padding then wraps what is left.
 
     >>> [tuple(run.input_read_by(run.output)) for run in border("circular", extent=4, before=1, after=-1).runs]
     [(2,), (0, 1, 2)]
@@ -216,7 +218,7 @@ def border(kind: str, *, extent: int, before: int, after: int) -> Border:
 
 
 def hull(intervals: list[Interval]) -> Interval:
-    """The smallest interval that holds all of these; empty ones do not count.
+    """The smallest interval that contains all of these; empty ones do not count.
 
     >>> hull([Interval(4, 6), EMPTY, Interval(1, 2)])
     Interval(start=1, stop=6)
@@ -240,14 +242,14 @@ class Every:
         return Interval(0, self.extent) if len(output) else EMPTY
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
-        return settled([b * self.count // max(1, self.extent) for b in cut], self.count)
+        return valid_cut([b * self.count // max(1, self.extent) for b in cut], self.count)
 
 
 @dataclass(frozen=True)
-class Back:
-    """The way back through another reach: its outputs are read, its inputs (`extent` of them) are written.
+class Adjoint:
+    """The adjoint of another reach: it reads that reach's outputs and writes its inputs, of which there are `extent`.
 
-    >>> Back(Bins(extent=7, count=3), 7).input_read_by(Interval(2, 3))
+    >>> Adjoint(Bins(extent=7, count=3), 7).input_read_by(Interval(2, 3))
     Interval(start=0, stop=2)
     """
 
@@ -258,17 +260,17 @@ class Back:
         return self.reach.output_reading(output)
 
     def output_reading(self, pixels: Interval) -> Interval:
-        """The inputs of `reach` that these outputs of it read."""
+        """The inputs of `reach` that these of its outputs read."""
         return self.reach.input_read_by(pixels)
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
-        return settled([b * self.extent // max(1, cut[-1]) for b in cut], self.extent)
+        return valid_cut([b * self.extent // max(1, cut[-1]) for b in cut], self.extent)
 
 
-def settled(bounds: list[int], count: int) -> tuple[int, ...]:
-    """A cut of `count` pixels at these inner boundaries; evenly where one of them would leave a tile needlessly empty.
+def valid_cut(bounds: list[int], count: int) -> tuple[int, ...]:
+    """The cut of `count` pixels at these boundaries, clipped to them; an even cut where a tile would be empty without need.
 
-    >>> settled([-1, 3, 7], 6), settled([0, 9, 9], 6)
+    >>> valid_cut([-1, 3, 7], 6), valid_cut([0, 9, 9], 6)
     ((0, 3, 6), (0, 3, 6))
     """
     cut = (0, *(min(max(b, 0), count) for b in bounds[1:-1]), count)
@@ -278,8 +280,18 @@ def settled(bounds: list[int], count: int) -> tuple[int, ...]:
     return cut
 
 
+def per_dim(values: int | Sequence[int], dims: int) -> list[int]:
+    """One number per dim, from torch's arguments that may also give one number for all dims.
+
+    >>> per_dim(3, 2), per_dim([3], 2), per_dim((3, 1), 2)
+    ([3, 3], [3, 3], [3, 1])
+    """
+    numbers = list(values) if isinstance(values, Sequence) else [values]
+    return numbers if len(numbers) == dims else numbers * dims
+
+
 def window_count(extent: int, *, size: int, stride: int, padding: int, dilation: int = 1, ceil_mode: bool = False) -> int:
-    """How many windows fit, as torch counts them: with ceil_mode a last one may hang over, if it starts inside or left of it.
+    """The number of windows, as torch counts them.  With ceil_mode the last may reach past the right padding, not start in it.
 
     >>> window_count(7, size=3, stride=2, padding=1), window_count(6, size=2, stride=4, padding=0, ceil_mode=True)
     (4, 2)

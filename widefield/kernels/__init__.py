@@ -1,4 +1,4 @@
-"""Arithmetic on plain tensors that torch's own operations lack: moments that can be merged, attention block by block.
+"""Arithmetic on plain tensors that torch does not offer: moments that can be merged, and attention in blocks of keys.
 
 Imports torch alone.
 """

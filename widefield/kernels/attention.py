@@ -1,8 +1,11 @@
-"""Torch's fused attention kernels on blocks of queries and keys, and how the results of two blocks of keys merge.
+"""Torch's fused attention kernels on blocks of keys, and how the results of two blocks merge.
 
-Every kernel gives its output and the log-sum-exp of its scores, from which blocks merge (Milakov and Gimelshein 2018,
-arXiv:1805.02867); given the whole's, its backward gives exactly a block's part of the gradients.  Tensors are (batch, heads,
-tokens, width), log-sum-exps (batch, heads, tokens).
+`forward` returns a Block: the output (batch, heads, tokens, width), the log-sum-exp of the scores (batch, heads, tokens), and
+the seed and offset of the random numbers where the kernel has them.  Blocks merge by their log-sum-exps (Milakov and
+Gimelshein 2018, arXiv:1805.02867).  `backward` takes the output and log-sum-exp for all keys, and returns the gradients of the
+block's queries, keys and values, in that order; those of the queries are to be added up over blocks.
+
+bias: added to the scores, broadcastable to (batch, heads, queries, keys); seeds: what `forward` returned after the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ Block = tuple[Tensor, ...]
 
 
 class Cpu:
-    """Blocks of the CPU's fused attention."""
+    """The CPU's fused attention."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Block:
@@ -35,7 +38,7 @@ class Cpu:
 
 
 class Flash:
-    """Blocks of CUDA's flash attention, which knows no bias."""
+    """CUDA's flash attention, which takes no bias."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Block:
@@ -53,7 +56,10 @@ class Flash:
 
 
 class Efficient:
-    """Blocks of CUDA's memory efficient attention: its log-sum-exp is padded to 32 rows, its bias wants aligned rows."""
+    """CUDA's memory-efficient attention; with `want_bias` its backward also gives the bias's gradient.
+
+    The kernel pads its log-sum-exp to a multiple of 32 rows, and needs a bias with aligned rows.
+    """
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Block:
@@ -75,24 +81,24 @@ class Efficient:
 
 
 def _aligned(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The bias of every query and key, in rows that begin at multiples of 16 numbers."""
+    """The bias expanded to all queries and keys, in memory whose rows begin at multiples of 16 elements."""
     keys = k.shape[-2]
     bias = F.pad(bias.expand(*bias.shape[:-1], keys), (0, -keys % 16))[..., :keys]
     return bias.expand(*q.shape[:3], keys)
 
 
 def merged(a: Block | None, b: Block) -> Block:
-    """Attention to the keys of two blocks, from what each gives: (output, log-sum-exp, ...), in the precision of the latter."""
+    """The Block of all keys of blocks `a` and `b`; the output gets the dtype of the log-sum-exp.  a: None for no keys yet."""
     if a is None:
         return b
     lse = torch.logaddexp(a[1], b[1])
-    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # rows that may see no key yet
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # in rows that see no key yet -inf - -inf would be NaN
     parts = [x[0].to(lse.dtype) * torch.exp(x[1] - safe).unsqueeze(-1) for x in (a, b)]
     return parts[0] + parts[1], lse, *a[2:]
 
 
-def seen(block: Block, bias: Tensor | None) -> Block:
-    """A kernel says 0 for the log-sum-exp of a row whose keys are all masked; it is minus infinity."""
+def mask_lse(block: Block, bias: Tensor | None) -> Block:
+    """The block with a log-sum-exp of -inf in rows whose keys are all masked, for which the kernels return 0."""
     if bias is None:
         return block
     return block[0], block[1].masked_fill((bias == -torch.inf).all(-1), -torch.inf), *block[2:]

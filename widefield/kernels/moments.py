@@ -1,10 +1,11 @@
-"""What normalization computes on one rank: mean and variance, the normalized pixels, and the gradients' sums.
+"""The local arithmetic of normalization: mean and variance, normalized pixels, and the sums that gradients need.
 
-Every function takes tensors (N, C, ...) and treats channels apart, by torch's own batch norm kernels; `rows_of` turns what
-other norms treat apart into channels.  Mean, variance and invstd (1 / sqrt(var + eps)) are of `statistics_dtype`.  Nothing is
-sent: `packed` and `merged` are both ends of the one message that the statistics of a whole take.
+Functions take tensors (N, C, ...) and compute per channel, by torch's batch norm kernels.  `rows_of` gives the groups of other
+norms the form of channels.  Mean, variance and invstd, which is 1 / sqrt(var + eps), have `statistics_dtype`.  Nothing is sent:
+a rank sends what `packed` returns, and `merged` combines what it receives.
 
-Moments and `normalized` are differentiable, once: the kernels' own gradients take statistics for constants, or are missing.
+`moments_of`, `moments_of_rows` and `normalized` are differentiable once.  Torch's kernels have no such gradient: theirs is
+missing, or takes the statistics for constants.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch.autograd.function import once_differentiable
 aten = torch.ops.aten
 
 CHUNK = 1 << 18
-"""Values that a CPU's cache surely holds, 1 MiB in float32."""
+"""Values that fit into a CPU's cache: 1 MiB in float32."""
 SMALLEST_WEIGHT = 1e-30
-"""Stands for a weight of 0 where a kernel divides by it: what that adds to a gradient is below float32's smallest step."""
+"""Replaces a weight of 0 where a kernel divides by the weight; what that adds to a gradient is below float32's resolution."""
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +31,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def moments_of(image: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel by torch's own stable kernels; `image` must have pixels.
+    """Mean and biased variance per channel, by torch's numerically stable kernel; `image` must not be empty.
 
     Backward: one pass over the pixels.
     """
@@ -46,9 +47,10 @@ def _moments_of(image: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def moments_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`moments_of` for (1, rows, pixels) in the way of torch's group norm, as exact as that in float32.
+    """`moments_of` for (1, rows, pixels), by torch's group norm kernel and as exact as that in float32.
 
-    On the CPU 5 times as fast as the batch norm's kernel, if what it normalizes by the way stays in the cache.
+    On the CPU it is 5 times as fast as batch norm's kernel, as long as its normalized output, which is discarded, stays in
+    the cache.
     """
     return _recorded(_moments_of_rows, rows)
 
@@ -69,7 +71,7 @@ def _moments_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _recorded(kernel: Callable[[Tensor], tuple[Tensor, Tensor]], image: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernel's moments, with a gradient where one is wanted; tiles of the engine, which runs below autograd, want none."""
+    """The kernel's moments, with a gradient where autograd records; below autograd, as on a TiledTensor's tile, without."""
     if torch.is_grad_enabled() and image.requires_grad:
         return _Moments.apply(image, kernel)
     return kernel(image)
@@ -87,7 +89,7 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor, None]:
-        """grad_mean / n + grad_var * 2 (image - mean) / n: batch norm of the image with another weight and bias."""
+        """grad_mean / n + grad_var * 2 (image - mean) / n, as a batch norm of the image with that weight and bias."""
         image, mean = ctx.saved_tensors
         count = image.numel() // image.size(1)
         return normalized(image, mean, torch.ones_like(mean), grad_var * (2 / count), grad_mean / count, 0.0), None
@@ -97,13 +99,13 @@ class _Moments(torch.autograd.Function):
 
 
 def packed(mean: Tensor, var: Tensor, count: int) -> Tensor:
-    """A tile's statistics as one message: mean, squared deviations from it, count; 2C + 1 float64 numbers."""
+    """A tile's statistics as one message: mean, sum of squared deviations from it, count; 2C + 1 float64 numbers."""
     mean, var = mean.double(), var.double()
     return torch.cat([mean, var * count, mean.new_full((1,), count)])
 
 
-def known(part: Tensor, image: Tensor) -> Tensor:
-    """The message of a tile's statistics, which is there, with its gradient: nothing is computed until that is asked for."""
+def attach_grad(part: Tensor, image: Tensor) -> Tensor:
+    """A saved message `part` of the tile `image`, with the gradient of computing it; only the backward computes anything."""
     if image.numel() == 0:
         return part
     dtype = statistics_dtype(image.dtype)
@@ -112,13 +114,16 @@ def known(part: Tensor, image: Tensor) -> Tensor:
     )
 
 
-def packed_nothing(channels: int, like: Tensor) -> Tensor:
-    """The message of a tile without pixels."""
+def packed_empty(channels: int, like: Tensor) -> Tensor:
+    """The message of an empty tile."""
     return like.new_zeros(2 * channels + 1, dtype=torch.float64)
 
 
 def merged(parts: Tensor) -> Tensor:
-    """(ways, 2C + 1) messages to that of the whole, by Chan, Golub and LeVeque 1979: no difference of large squares."""
+    """The message of the whole, from the (num_shards, 2C + 1) messages of tiles.
+
+    Source: Chan, Golub and LeVeque 1979; no large squares are subtracted.
+    """
     channels = parts.shape[1] // 2
     means, squares, counts = parts.split([channels, channels, 1], dim=1)
     count = counts.sum(0)
@@ -127,7 +132,7 @@ def merged(parts: Tensor) -> Tensor:
 
 
 def unpacked(message: Tensor, *, unbiased: bool = False) -> tuple[Tensor, Tensor]:
-    """Mean and variance of a message; float64."""
+    """Mean and variance from a message; float64."""
     channels = len(message) // 2
     mean, squares, count = message.split([channels, channels, 1])
     return mean, squares / (count - 1 if unbiased else count)
@@ -156,7 +161,7 @@ def normalized(image: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, 
 
 
 class _Normalized(torch.autograd.Function):
-    """`normalized`, whose own gradient takes mean and variance for constants."""
+    """`normalized` with a gradient of mean and variance, for the kernel's takes them for constants."""
 
     @staticmethod
     def forward(ctx: Any, image: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any, eps: float) -> Tensor:
@@ -168,13 +173,13 @@ class _Normalized(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
         image, mean, var, weight = ctx.saved_tensors
-        weight = torch.ones_like(mean) if weight is None else weight  # of the statistics' dtype, as are the sums then
+        weight = torch.ones_like(mean) if weight is None else weight  # its dtype is that of the sums
         to_image, to_mean, to_var, to_weight, to_bias, _ = ctx.needs_input_grad
         mask = [to_image, to_weight or to_var, to_bias or to_mean]
         found, along_normalized, along_mean = aten.native_batch_norm_backward.default(
-            laid_out_as(image, grad), image, weight, mean, var, None, None, False, ctx.eps, mask
+            in_format_of(image, grad), image, weight, mean, var, None, None, False, ctx.eps, mask
         )
-        # The sums are the gradients of weight and bias; mean and variance act on every pixel as these two do.
+        # The two sums are the gradients of weight and bias; those of mean and variance follow from them.
         grad_mean = -along_mean * weight * invstd_of(var, ctx.eps) if to_mean else None
         grad_var = along_normalized * weight / (-2 * (var + ctx.eps)) if to_var else None
         return found, grad_mean, grad_var, along_normalized if to_weight else None, along_mean if to_bias else None, None
@@ -183,8 +188,8 @@ class _Normalized(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------- backward
 
 
-def laid_out_as(image: Tensor, grad: Tensor) -> Tensor:
-    """`grad` in the memory format of `image`: torch's kernels are fast, or right at all, only where the two agree."""
+def in_format_of(image: Tensor, grad: Tensor) -> Tensor:
+    """`grad` in the memory format of `image`: some of torch's kernels are slow, or wrong, where the two differ."""
     for memory_format, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
         if image.dim() == dims and image.is_contiguous(memory_format=memory_format):
             return grad.contiguous(memory_format=memory_format)
@@ -192,10 +197,10 @@ def laid_out_as(image: Tensor, grad: Tensor) -> Tensor:
 
 
 def gradient_sums(grad: Tensor, image: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
-    """Per channel, the sums of grad * normalized image, and of grad; (2, C) in the statistics' dtype."""
+    """(2, C) in the statistics' dtype: per channel the sum of grad * normalized image, and the sum of grad."""
     if image.numel() == 0:
         return mean.new_zeros(2, mean.numel())
-    # The kernel's gradients of weight and bias are these sums; a weight of the statistics' dtype makes them of that dtype.
+    # These sums are the kernel's gradients of weight and bias; the weight's dtype is theirs.
     _, along_normalized, along_mean = aten.native_batch_norm_backward.default(
         grad, image, torch.ones_like(mean), None, None, mean, invstd, True, 0.0, [False, True, True]
     )
@@ -205,21 +210,22 @@ def gradient_sums(grad: Tensor, image: Tensor, mean: Tensor, invstd: Tensor) -> 
 def input_gradient(grad: Tensor, image: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, means: Tensor) -> Tensor:
     """invstd * (weight * grad - means[1] - normalized image * means[0]), in the dtype of `image`.
 
-    means: (2, C) means over the whole of what is normalized together: of weight * grad * normalized image, of weight * grad.
+    means: (2, C), the means over all pixels of the whole that share statistics of weight * grad * normalized image, and of
+        weight * grad.
     """
     if image.numel() == 0:
         return torch.empty_like(image)
     weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-    if grad.is_cuda:  # one kernel for all three terms, the one in torch's own SyncBatchNorm; it multiplies by weight last
+    if grad.is_cuda:  # torch's SyncBatchNorm has one kernel for all three terms, which multiplies by weight last
         weight = torch.where(weight.abs() < SMALLEST_WEIGHT, SMALLEST_WEIGHT, weight)
         along_centred, along_mean = means[0] / weight / invstd, means[1] / weight
         one = torch.ones(1, dtype=torch.int32, device=grad.device)  # the count: these are means already
         return torch.batch_norm_backward_elemt(grad, image, mean, invstd, weight, along_mean, along_centred, one)
-    # The two small terms are BatchNorm of the image with another weight and bias, one pass; then the large one is added.
-    # 16-bit numbers are widened before, so that each is rounded once; mixed arguments would be copied here anyway.
+    # The two small terms are a batch norm of the image with another weight and bias, one pass; then the large one is added.
+    # 16-bit numbers are widened first, so that results are rounded once; with mixed dtypes torch would copy here anyway.
     wide, wide_grad = image.to(mean.dtype), grad.to(mean.dtype)
-    slope, offset = -means[0] * invstd * invstd, -means[1] * invstd
-    gradient = aten.native_batch_norm.default(wide, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+    scale, offset = -means[0] * invstd * invstd, -means[1] * invstd
+    gradient = aten.native_batch_norm.default(wide, scale, offset, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
     return gradient.addcmul_(wide_grad, (weight * invstd).view(-1, *[1] * (image.dim() - 2))).to(image.dtype)
 
 
@@ -227,7 +233,7 @@ def input_gradient(grad: Tensor, image: Tensor, mean: Tensor, invstd: Tensor, we
 
 
 def rows_of(image: Tensor) -> tuple[Tensor, ...]:
-    """(N, C, ...) as tensors (1, rows, ...) that share its memory, N * C rows in all: one, or one per channels_last sample."""
+    """Views (1, rows, ...) of an image (N, C, ...), N * C rows in all: one view, or one per sample where not contiguous."""
     if image.is_contiguous():
         rows = image.shape[0] * image.shape[1]
         return (image.view(1, rows, image.shape[2:].numel()),)
@@ -236,14 +242,14 @@ def rows_of(image: Tensor) -> tuple[Tensor, ...]:
 
 def dense(image: Tensor) -> Tensor:
     """`image` itself where it is contiguous or channels_last, else a contiguous copy."""
-    return laid_out_as(image, image)
+    return in_format_of(image, image)
 
 
 def image_of(rows: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The (N, C, ...) that `rows_of` made these of.
+    """The image (N, C, ...) whose `rows_of` these are.
 
-    Of a single sample with channels last a kernel takes the first stride for one between channels; convolutions in groups then
-    have wrong gradients.  So that stride is a sample's.
+    A single channels-last sample gets the sample's size as its first stride.  Torch's kernels take it for a stride between
+    channels, and with the stride of a view grouped convolutions had wrong gradients.
     """
     if len(rows) > 1:
         return torch.cat(list(rows))
@@ -252,7 +258,7 @@ def image_of(rows: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def each(run: Callable[..., Any], images: Sequence[Sequence[Tensor]], vectors: Sequence[Tensor | None]) -> list[Any]:
-    """`run` on each tensor of `rows_of` of all `images` together, with its rows of the `vectors` (..., N * C)."""
+    """The results of `run` on each view of `rows_of`, of all `images` together, with its rows of the `vectors` (..., N * C)."""
     done, start = [], 0
     for parts in zip(*images, strict=True):
         stop = start + parts[0].shape[1]

@@ -1,7 +1,7 @@
-"""Who started this process?  One file per launcher; each reads its own variables and says World, None or what is wrong.
+"""Launchers, one per file: which of a run's ranks is this process, by the environment variables of its launcher?
 
-A launcher's file has three things: `PRIORITY`, when its turn comes (lower is earlier); `detect(environment)`; and `CASES`,
-environments with the World that they mean or a pattern of the error that they deserve.
+Each file defines `PRIORITY`, lower is asked earlier; `detect(environment)`, which returns a World, None, or raises ValueError;
+and `CASES`, environments with the World that they mean or a pattern of the error.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ if TYPE_CHECKING:
 
 
 def world_from(environment: Mapping[str, str]) -> World | None:
-    """This process's place among the ranks, as its launcher's variables say; None where nobody has started several.
+    """The World that the launcher's variables describe; None without a launcher.
 
-    Files are asked in the order of their PRIORITY, and the innermost launcher comes first: torchrun inside srun inside a
-    pod is torchrun.  ValueError where variables are half set or contradict each other: a process that was started as
-    one of many never goes on alone.
+    Launchers are asked in the order of PRIORITY, the innermost first: torchrun inside srun inside a pod is torchrun.
+    ValueError: variables are missing or contradict each other, since a process that is one of many must not run alone.
     """
     modules = [load(__name__, name) for name in names_in(__name__)]
     for module in sorted(modules, key=lambda module: (module.PRIORITY, module.__name__)):
         world = module.detect(environment)
         if world is not None:
-            return _sound(world)
+            return _checked(world)
     return None
 
 
@@ -42,12 +41,12 @@ def build_mesh(
     stage: int = 1,
     batch_norm: Literal["synchronized", "averaged", "broadcast"] = "synchronized",
 ) -> Mesh:
-    """Meet the other ranks and lay them out; every rank calls it once.
+    """Join the other ranks in a mesh of these axes; every rank calls it once.
 
-    Who this rank is comes from the process group, if there is one already, else from the launcher's environment; with
-    neither, it is alone.  replicate: all ranks that the other axes leave, where None.  space: tiles per dim of an image, as
-    (2, 1) for upper and lower halves; the ranks of an image are neighbours.
-    ValueError or NotImplementedError, before any message: the axes do not fit the ranks, or cannot run exactly yet.
+    The rank comes from the process group, if there is one, else from the launcher's environment; with neither, this process
+    is the only rank.  replicate: None takes all ranks that the other axes leave.  space: tiles per dim of an image, as (2, 1)
+    for upper and lower halves; the ranks of an image are neighbours.
+    ValueError or NotImplementedError, before any message: the axes do not fit the number of ranks, or cannot run exactly.
     """
     from widefield.comm.mesh import World, current_world, join
 
@@ -59,14 +58,14 @@ def build_mesh(
 
 
 def numbers(environment: Mapping[str, str], names: Iterable[str], *, launcher: str) -> list[int]:
-    """The variables `names` as whole numbers, in that order; ValueError names what is missing, or what is no number."""
+    """The variables `names` as whole numbers, in that order.  ValueError: one is missing, or no number."""
     wanted = list(names)
     require(environment, wanted, launcher=launcher)
     return [_number(environment, name) for name in wanted]
 
 
 def require(environment: Mapping[str, str], names: Iterable[str], *, launcher: str) -> None:
-    """ValueError naming what is set and what is missing, unless all of `names` are set and not empty."""
+    """ValueError: one of `names` is missing or empty."""
     wanted = list(names)
     missing = [name for name in wanted if not environment.get(name)]
     if missing:
@@ -86,8 +85,8 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _sound(world: World) -> World:
-    """The world itself, unless its numbers contradict each other."""
+def _checked(world: World) -> World:
+    """Return `world`.  ValueError: its numbers contradict each other."""
     if world.rank >= world.size or world.local_rank >= world.local_size or world.local_size > world.size:
         raise ValueError(
             f"the environment of {world.launcher} contradicts itself: rank {world.rank} of {world.size}, "

@@ -3,8 +3,8 @@
 Reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT
 (https://www.kubeflow.org/docs/components/trainer/user-guides/pytorch/).  They are torchrun's flags (PET_X_Y is --x-y), so
 with several processes per pod torchrun is what must be started: `torchrun -m widefield train ... --run-dir DIR` reads
-them itself.  With one process per pod a pod is a rank.  One pod with `auto` processes has nobody to meet and gets None:
-local ranks are started in it, one per GPU, which is what auto means.
+them itself.  With one process per pod a pod is a rank.  For a single pod with `auto` processes the result is None, so that
+local.py starts a rank per GPU in it, which is what auto means.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from widefield.comm.mesh import World
 from widefield.launchers import numbers, require
 
 PRIORITY = 10
-"""Before mpi.py and slurm.py, which do not run inside such a pod; after torchrun.py, which does."""
+"""Before mpi.py and slurm.py, which do not run inside of such a pod; after torchrun.py, which does."""
 
 MEETING = ("PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 POD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def detect(environment: Mapping[str, str]) -> World | None:
-    """The World of a pod that runs one process; None outside of such pods and in a single pod left to `auto`.
+    """The World of a pod that runs one process; None outside of such pods, and in a single pod with `auto` processes.
 
-    ValueError where the pod is to run several processes, where pods may come and go, or where a variable is missing.
+    ValueError: the pod is to run several processes, the number of pods is elastic, or a variable is missing.
     """
     if not any(name.startswith("PET_") for name in environment):
         return None

@@ -1,15 +1,15 @@
-"""This machine: start the ranks here, watch them, and leave nothing behind.
+"""Starts ranks on this machine, watches them, and leaves no process behind.
 
-`start` drives torch's elastic agent, the engine behind torchrun, with its rendezvous on a free port of this machine.  The
-agent is torch's; the endings are ours, because torch's own give a rank that hangs after another's crash 30 s, and leave
-orphans when a second signal comes while they wait:
+`start` uses torch's elastic agent, as torchrun does, with a rendezvous on a free port of this machine.  Only how ranks are
+ended is our own, since torch waits 30 s for a rank that hangs after another's crash, and leaves orphans when a second signal
+comes meanwhile:
 
-    a rank fails      the others get 1 s to end by themselves (each may be about to say what is wrong), then SIGTERM, 1 s
-                      later SIGKILL
+    a rank fails      the others get 1 s to end by themselves (each may be about to print an error), then SIGTERM, 1 s later
+                      SIGKILL
     a first signal    is passed on to all ranks, which save and end; they have `grace_seconds`, unless one of them fails
     a second signal   SIGKILL to all, at once
 
-What a rank writes goes to the terminal untouched.  A rank reads its place from torchrun's variables (torchrun.py).
+The output of ranks goes to the terminal unchanged.  A rank reads torchrun's variables (torchrun.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POLL_SECONDS = 0.05
 
 
 def detect(environment: Mapping[str, str]) -> World | None:
-    """None: whoever has no launcher starts ranks here, and the ranks started here have torchrun's variables."""
+    """None: the ranks started here have torchrun's variables."""
     return None
 
 
@@ -51,11 +51,10 @@ CASES: list[tuple[dict[str, str], World | str | None]] = [({}, None)]
 
 
 def local_ranks(asked: int | None, gpus: int, each: int = 1) -> tuple[int, str]:
-    """How many ranks to start on this machine, and why: as the mesh asks, else `each` per GPU, else one.
+    """How many ranks to start on this machine, and the reason: as the mesh asks, else `each` per GPU, else one.
 
-    asked: what the mesh needs, None where mesh.replicate is left open.  gpus: how many this machine has.
-    each: how many ranks may share a GPU.
-    ValueError where a machine with GPUs has fewer than asked for.
+    asked: the ranks of the mesh; None where mesh.replicate is null.  gpus: those of this machine.  each: ranks per GPU.
+    ValueError: the machine has GPUs, but too few.
     """
     share = "one" if each == 1 else str(each)
     if asked is None:
@@ -77,31 +76,31 @@ def _ranks(count: int) -> str:
 
 
 def start(ranks: int, arguments: list[str], *, grace_seconds: float = 300.0, program: list[str] | None = None) -> int:
-    """Run `widefield` with `arguments` on `ranks` ranks of this machine; the status that the command should exit with.
+    """Run `widefield` with `arguments` on `ranks` ranks of this machine; returns the exit status for the command.
 
-    0 where all ended well; a failed rank's own exit code, 128 + its signal where it was killed, said in one sentence on
-    stderr; 130 after Ctrl-C and 143 after SIGTERM (128 + the signal) where the ranks ended well upon it.
+    It is 0 where all ranks succeeded; else the exit code of the failed rank, or 128 + the signal that killed it, with one
+    sentence on stderr; 130 after Ctrl-C and 143 after SIGTERM where the ranks then ended normally.
     grace_seconds: how long the ranks may take to save after the first signal; a second one kills them at once.
-    program: what to run in place of `python -m widefield`.
-    OMP_NUM_THREADS is the ranks' share of the cores, unless it is set.  Call in the main thread (signals are handled).
+    program: the command to run in place of `python -m widefield`.
+    OMP_NUM_THREADS is set to the ranks' share of the cores, unless it is set.  Call it in the main thread: it handles signals.
     On Linux no process of the ranks outlives this call, not even one in a session of its own.
     """
     command = [*(program or [*python_of_ranks(), "-m", "widefield"]), *arguments]
-    party = _RankProcesses(run_id=f"widefield-{uuid.uuid4().hex}", grace_seconds=grace_seconds)
-    with _quiet_torch(), _environment(ranks), _signals_to(party.on_signal):
+    group = _RankProcesses(run_id=f"widefield-{uuid.uuid4().hex}", grace_seconds=grace_seconds)
+    with _quiet_torch(), _environment(ranks), _signals_to(group.on_signal):
         try:
-            _run_agent(ranks, command, party)
+            _run_agent(ranks, command, group)
         finally:
-            party.kill()
-    if party.verdict:
-        print(f"widefield: {party.verdict}", file=sys.stderr, flush=True)
-    return party.status
+            group.kill()
+    if group.verdict:
+        print(f"widefield: {group.verdict}", file=sys.stderr, flush=True)
+    return group.status
 
 
 def python_of_ranks() -> list[str]:
-    """Python as ranks are to start it: with modules of the folder that one stands in only where this process sees them too.
+    """The command to start Python on ranks, with `-P` unless this process imports from the current folder too.
 
-    `python -m` looks there first and the command `widefield` does not; a folder of somebody else's may hold a torch.py.
+    `python -m` imports from there first, and the command `widefield` does not; the folder may have a torch.py.
     """
     here = any(place in ("", os.getcwd()) for place in sys.path)
     return [sys.executable, *([] if here else ["-P"])]
@@ -111,7 +110,7 @@ def python_of_ranks() -> list[str]:
 
 
 class _RankProcesses:
-    """The ranks' processes, the signal that asked them to end, and the verdict on how they ended."""
+    """The processes of the ranks, the signal that asked them to end, and how they ended."""
 
     def __init__(self, run_id: str, grace_seconds: float) -> None:
         self.run_id = run_id
@@ -119,13 +118,13 @@ class _RankProcesses:
         self.processes: dict[int, Popen[bytes]] = {}
         self.received: signal.Signals | None = None
         self.ended_at_once = False
-        self.well: tuple[int, ...] = (0,)
-        """Codes with which a rank has ended as it should."""
+        self.expected: tuple[int, ...] = (0,)
+        """The exit codes of ranks that have not failed."""
         self.status = 0
         self.verdict = ""
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first signal, which is acted on between two looks at the ranks; kill all at the second."""
+        """Record the first signal, for `monitor_workers` to act on; kill all ranks at the second."""
         if self.received is None:
             self.received = signal.Signals(number)
         else:
@@ -133,18 +132,18 @@ class _RankProcesses:
             self.kill()
 
     def running(self) -> list[int]:
-        """The ranks that have not ended."""
+        """The ranks that are still running."""
         return [rank for rank, process in self.processes.items() if process.poll() is None]
 
-    def ended_well(self) -> bool:
+    def all_succeeded(self) -> bool:
         return all(process.poll() == 0 for process in self.processes.values())
 
-    def failed(self) -> bool:
-        """Whether a rank has ended otherwise than it should.
+    def has_failure(self) -> bool:
+        """Whether a rank has failed; sets `status` and `verdict` for the rank to blame.
 
-        The first one found gets the blame, unless it says that it ends for another's sake; of several found at once, one
-        that a signal killed, for the others may have failed on losing it.  (SIGABRT counts as an exit: Gloo's threads raise
-        it in a rank that leaves by an exception.)
+        It is the first one found, unless its code says that it ended because another rank failed.  Of several found at once
+        it is one that a signal killed, since the others may have failed on losing it.  (SIGABRT counts as an exit: Gloo's
+        threads raise it in a rank that ends with an exception.)
         """
         codes = self._codes()
         if not self.verdict:
@@ -152,9 +151,9 @@ class _RankProcesses:
         return bool(codes)
 
     def _codes(self) -> dict[int, int]:
-        """Of the ranks that have ended otherwise than they should."""
+        """The exit codes of the failed ranks."""
         ended = {rank: code for rank, process in self.processes.items() if (code := process.poll()) is not None}
-        return {rank: code for rank, code in ended.items() if code not in self.well}
+        return {rank: code for rank, code in ended.items() if code not in self.expected}
 
     def _blame(self, codes: dict[int, int]) -> None:
         if codes:
@@ -162,27 +161,27 @@ class _RankProcesses:
             self.status, self.verdict = _verdict(rank, codes[rank])
 
     def end_after_signal(self, received: signal.Signals) -> None:
-        """Pass the signal on and wait for the ranks to save and end, as long as none of them fails."""
+        """Pass the signal on and wait for the ranks to save and end, unless one of them fails."""
         name = "Ctrl-C" if received == signal.SIGINT else received.name
         text = f"{name}: the ranks save and end, in {self.grace_seconds:.0f} s at most; a second signal ends them at once"
         print(f"widefield: {text}", file=sys.stderr, flush=True)
-        passed_on = signal.SIGINT if received == signal.SIGINT else signal.SIGTERM  # what a rank saves upon
-        self.well = (0, 128 + received, 128 + passed_on, -passed_on)
+        passed_on = signal.SIGINT if received == signal.SIGINT else signal.SIGTERM  # ranks save on both
+        self.expected = (0, 128 + received, 128 + passed_on, -passed_on)
         self.status = 128 + received
         self.send(passed_on)
-        self.wait(self.grace_seconds, unless=lambda: not self.ended_at_once and self.failed())
-        if self.ended_at_once or self.failed():
+        self.wait(self.grace_seconds, unless=lambda: not self.ended_at_once and self.has_failure())
+        if self.ended_at_once or self.has_failure():
             self.end_after_failure()
         elif late := self.running():
             self.status = 128 + signal.SIGKILL
             self.verdict = f"rank {late[0]} had not ended {self.grace_seconds:.0f} s after {name} and was killed"
 
     def end_after_failure(self) -> None:
-        """Give the ranks that are left a moment, then SIGTERM, then SIGKILL."""
+        """Give the remaining ranks a moment, then send SIGTERM, then SIGKILL."""
         self.wait(OWN_END_SECONDS)
         if (
-            not self.ended_at_once and self.failed() and not self.verdict
-        ):  # all ended for another's sake; now, before our signals
+            not self.ended_at_once and self.has_failure() and not self.verdict
+        ):  # every failed rank says that another failed; blame one now, before our signals change codes
             self._blame(self._codes())
         self.send(signal.SIGTERM)
         self.wait(OWN_END_SECONDS)
@@ -201,9 +200,9 @@ class _RankProcesses:
                 os.killpg(self.processes[rank].pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to the ranks and, on Linux, to everything that carries their run's id, such as a dead rank's workers."""
+        """SIGKILL the ranks and, on Linux, all processes with their run's id in the environment, as a dead rank's workers."""
         self.send(signal.SIGKILL)
-        for _ in range(20):  # a process may fork while it is being found; a killed one takes a moment to go
+        for _ in range(20):  # a process may fork while we search, and a killed one takes a moment to disappear
             left = _processes_of(self.run_id)
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -211,11 +210,11 @@ class _RankProcesses:
             if not left:
                 break
             time.sleep(POLL_SECONDS)
-        self.wait(OWN_END_SECONDS)  # they are dead, and now are no zombies either
+        self.wait(OWN_END_SECONDS)  # poll the killed ranks, so that they are no zombies
 
 
 def _verdict(rank: int, code: int) -> tuple[int, str]:
-    """The exit status of a rank that failed and the sentence on it; `code` as Popen gives it, negative for a signal."""
+    """The exit status for a failed rank, and a sentence.  code: as of Popen, negative for a signal."""
     if code > 0:
         return code, f"rank {rank} ended with exit code {code}; its message is above"
     hints = {signal.SIGKILL: "; the machine may be out of memory", signal.SIGABRT: "; its message is above"}
@@ -224,7 +223,7 @@ def _verdict(rank: int, code: int) -> tuple[int, str]:
 
 
 def _processes_of(run_id: str) -> list[int]:
-    """Every process started with this run's id in its environment; none where there is no /proc."""
+    """The processes with this run's id in their environment; [] without /proc."""
     mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -237,8 +236,8 @@ def _processes_of(run_id: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------ torch's agent
 
 
-def _run_agent(ranks: int, command: list[str], party: _RankProcesses) -> None:
-    """Start `command` on the ranks and see them to their end, which `party` then knows."""
+def _run_agent(ranks: int, command: list[str], group: _RankProcesses) -> None:
+    """Start `command` on the ranks and wait for their end, which is recorded in `group`."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
@@ -246,7 +245,7 @@ def _run_agent(ranks: int, command: list[str], party: _RankProcesses) -> None:
         RendezvousParameters(
             backend="c10d",
             endpoint="localhost:0",  # port 0: a free one
-            run_id=party.run_id,
+            run_id=group.run_id,
             min_nodes=1,
             max_nodes=1,
             local_addr="127.0.0.1",  # else the ranks are sent to this machine's full name, which often does not resolve
@@ -254,15 +253,15 @@ def _run_agent(ranks: int, command: list[str], party: _RankProcesses) -> None:
         )
     )
     try:
-        _agent(ranks, command, meeting, party).run()
+        _agent(ranks, command, meeting, group).run()
     except SignalException:
         pass  # our own, from monitor_workers: the ranks have ended
     finally:
         meeting.shutdown()
 
 
-def _agent(ranks: int, command: list[str], meeting: Any, party: _RankProcesses) -> Any:
-    """Torch's agent for `command` on `ranks` ranks, with our endings.  A function, for torch is imported when ranks start."""
+def _agent(ranks: int, command: list[str], meeting: Any, group: _RankProcesses) -> Any:
+    """Torch's agent for `command` on `ranks` ranks, which ends them in our way.  (In a function, to import torch late.)"""
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
@@ -271,17 +270,17 @@ def _agent(ranks: int, command: list[str], meeting: Any, party: _RankProcesses) 
     class Agent(WorkerAgent):
         def start_workers(self, worker_group: Any) -> Any:
             pids = super().start_workers(worker_group)
-            party.processes = self.worker_processes()
+            group.processes = self.worker_processes()
             return pids
 
         def monitor_workers(self, worker_group: Any) -> Any:
-            if party.received is not None and not party.ended_well():
-                party.end_after_signal(party.received)
-                party.kill()
-                raise SignalException("stopped", party.received)
-            if party.failed():
-                party.end_after_failure()
-            elif party.running():
+            if group.received is not None and not group.all_succeeded():
+                group.end_after_signal(group.received)
+                group.kill()
+                raise SignalException("stopped", group.received)
+            if group.has_failure():
+                group.end_after_failure()
+            elif group.running():
                 return RunResult(state=WorkerState.HEALTHY)
             return super().monitor_workers(worker_group)
 
@@ -302,9 +301,9 @@ def _agent(ranks: int, command: list[str], meeting: Any, party: _RankProcesses) 
 
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Torch's agent says nothing itself, unless LOGLEVEL asks it to: its 20-line banners hide the rank's own message."""
+    """Silence the log of torch's agent unless LOGLEVEL is set: its 20-line banners hide the rank's own message."""
     logger = logging.getLogger("torch.distributed.elastic")
-    nowhere = logging.NullHandler()  # with no handler at all, Python would print warnings itself
+    nowhere = logging.NullHandler()  # without any handler, Python would print warnings
     propagate = logger.propagate
     logger.addHandler(nowhere)
     logger.propagate = "LOGLEVEL" in os.environ
@@ -317,11 +316,11 @@ def _quiet_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(ranks: int) -> Iterator[None]:
-    """What the ranks inherit; as before afterwards."""
+    """Set the environment variables that the ranks inherit, and restore them afterwards."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // ranks)),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # torch's handlers raise wherever they strike, even between two starts of a rank
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # torch's handlers raise anywhere, even between the starts of two ranks
     }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -336,13 +335,13 @@ def _environment(ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Signals that stop a program go to `handler`; those that were ignored, as SIGHUP is under nohup, still are."""
+    """Handle signals that stop a program by `handler`; those that were ignored, as SIGHUP under nohup, stay ignored."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    heard = [number for number, action in before.items() if action is not signal.SIG_IGN]
-    for number in heard:
+    handled = [number for number, action in before.items() if action is not signal.SIG_IGN]
+    for number in handled:
         signal.signal(number, handler)
     try:
         yield
     finally:
-        for number in heard:
+        for number in handled:
             signal.signal(number, before[number])

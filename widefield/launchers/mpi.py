@@ -3,8 +3,8 @@
 Reads what Open MPI sets (OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE:
 https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html) or what Hydra, the starter of MPICH and Intel MPI, sets
 (PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md).
-MPI has no word for a meeting place: on one machine it is 127.0.0.1 and a port made from the job's name; on several,
-MASTER_ADDR and MASTER_PORT must be given (`mpirun -x MASTER_ADDR=... -x MASTER_PORT=...`).
+MPI gives no address for the rendezvous: on one machine it is 127.0.0.1 and a port derived from the job's name; on several,
+MASTER_ADDR and MASTER_PORT must be set (`mpirun -x MASTER_ADDR=... -x MASTER_PORT=...`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PRIORITY = 20
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
-"""Names of the job, the same on all ranks of one mpirun and on no other's."""
+"""Variables with the job's name, which is the same on all ranks of one mpirun and differs between jobs."""
 
 
 def detect(environment: Mapping[str, str]) -> World | None:
     """The World of MPI's variables; None where there are none, or where they are srun's own PMI_*.
 
-    ValueError where some are missing, or where the ranks are on several machines and MASTER_ADDR or MASTER_PORT is not set.
+    ValueError: some are missing, or the ranks are on several machines and MASTER_ADDR or MASTER_PORT is not set.
     """
     names = next((names for names in (OPEN_MPI, HYDRA) if any(name in environment for name in names)), None)
     if names is None or (names is HYDRA and _is_from_srun(environment)):
@@ -57,7 +57,7 @@ def _meeting_place(environment: Mapping[str, str], rank: int, size: int, local_s
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """10000 to 29999 by the job's name; by the parent, which is one process for all ranks of a machine, where it has none."""
+    """A port from 10000 to 29999 by the job's name or, without one, by the parent process, the same for all ranks."""
     job = next((environment[name] for name in JOB_NAMES if environment.get(name)), f"parent {os.getppid()}")
     return 10000 + zlib.crc32(job.encode()) % 20000
 

@@ -19,14 +19,14 @@ from widefield.comm.mesh import World
 from widefield.launchers import numbers, require
 
 PRIORITY = 30
-"""After mpi.py: mpirun starts its own ranks through srun, so that they have Slurm's variables too, of another layout."""
+"""After mpi.py: mpirun starts its ranks through srun, so that they have Slurm's variables too, with other values."""
 
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 """Step numbers from here on are Slurm's own: the batch script, the interactive step of salloc (slurm.h)."""
 
 
 def detect(environment: Mapping[str, str]) -> World | None:
-    """The World of this task of a step; None outside of Slurm and for one task alone.
+    """The World of this task of a step; None outside of Slurm and for a single task.
 
     ValueError in a batch script or under salloc without srun where the job has several tasks or nodes.
     """
@@ -56,7 +56,7 @@ def _in_step(environment: Mapping[str, str]) -> bool:
 
 
 def _refuse_lone_process_of_many(environment: Mapping[str, str]) -> None:
-    """ValueError where the job is more than one task on one node: outside of srun the others would never be started."""
+    """ValueError: the job has several tasks or nodes; outside of srun the other ranks would never be started."""
     tasks, nodes = (int(environment.get(name) or 1) for name in ("SLURM_NTASKS", "SLURM_NNODES"))
     if tasks > 1 or nodes > 1:
         raise ValueError(
@@ -66,13 +66,13 @@ def _refuse_lone_process_of_many(environment: Mapping[str, str]) -> None:
 
 
 def _meeting_host(environment: Mapping[str, str], *, one_node: bool) -> str:
-    """The step's first node; this machine's own address where it is the only one, so that no name need be resolved."""
+    """The step's first node; 127.0.0.1 where it is the only one, so that no name must be resolved."""
     first = hosts(_first_set(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))[0]
     return "127.0.0.1" if one_node else first
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """MASTER_PORT, or one from the numbers of job and step: 10000 to 29999, below the ports that Linux hands out itself.
+    """MASTER_PORT, or one from the numbers of job and step: 10000 to 29999, below the ephemeral ports of Linux.
 
     16 ports per job, so that the steps of a job differ from each other and from those of the next 1,249 jobs.
     """
@@ -91,7 +91,7 @@ def _first_set(environment: Mapping[str, str], *names: str) -> str:
 
 
 def hosts(hostlist: str) -> list[str]:
-    """The host names of a Slurm host list, in order; ValueError where it is none.
+    """The host names of a Slurm host list, in order.  ValueError: it is no host list.
 
     >>> hosts("n[01-03,07],gpu9"), hosts("r[1-2]n[9-10]")
     (['n01', 'n02', 'n03', 'n07', 'gpu9'], ['r1n9', 'r1n10', 'r2n9', 'r2n10'])
@@ -119,7 +119,7 @@ def _range_numbers(inside: str) -> Iterator[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """How many tasks each node of a step runs; ValueError where the text is not of that kind.
+    """The number of tasks on each node of a step.  ValueError: the text has another form.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]

@@ -1,4 +1,4 @@
-"""torchrun, and every launcher that speaks its variables: `torchrun --nproc-per-node 8 -m widefield train ... --run-dir DIR`.
+"""torchrun, and every launcher that sets its variables: `torchrun --nproc-per-node 8 -m widefield train ... --run-dir DIR`.
 
 Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
 https://docs.pytorch.org/docs/stable/elastic/run.html ("Environment Variables") lists them.  The ranks that widefield
@@ -20,7 +20,7 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def detect(environment: Mapping[str, str]) -> World | None:
-    """The World of torchrun's variables; None where it set none of them; ValueError where some are missing."""
+    """The World of torchrun's variables; None where none is set.  ValueError: some are missing."""
     if not any(environment.get(name) for name in OWN):
         return None
     if "LOCAL_RANK" not in environment and any(name.startswith("PET_") for name in environment):

@@ -1,7 +1,7 @@
-"""Single-device networks by name.  No model here knows about ranks.
+"""Single-device networks by name.
 
 `resnet`, `unet`: files in this folder, each with `build(in_channels, num_classes, **options)` and CASES.
-`torchvision/NAME`, `timm/NAME`: those libraries' models.  `package.module:callable`: the user's own.
+`torchvision/NAME`, `timm/NAME`: models of these libraries.  `package.module:callable`: the user's own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from widefield.own_code import code_named, is_code, refuse_object, takes
 
 
 def build(config: ModelConfig, *, in_channels: int, num_classes: int) -> nn.Module:
-    """The network a config names, for images of `in_channels` and `num_classes` answers.
+    """The network that a config names, for images of `in_channels` channels and `num_classes` classes.
 
-    ValueError: no such model, or arguments it does not take.
+    ValueError: no such model, or arguments that it does not take.
     """
     shape = {"in_channels": in_channels, "num_classes": num_classes}
     refuse_object(config.name, key="model.name", keyword="model")
@@ -36,7 +36,7 @@ def build(config: ModelConfig, *, in_channels: int, num_classes: int) -> nn.Modu
 
 
 def check_counts(**options: Any) -> None:
-    """ValueError names an option that is neither a whole number above 0 nor a list of such."""
+    """ValueError: an option is neither a whole number above 0 nor a list of such."""
     for name, value in options.items():
         numbers = list(value) if isinstance(value, list | tuple) else [value]
         if not numbers or not all(type(number) is int and number > 0 for number in numbers):
@@ -68,7 +68,7 @@ def _timm(name: str, config: ModelConfig, shape: dict[str, int]) -> nn.Module:
 
 
 def _users_own(config: ModelConfig, shape: dict[str, int]) -> nn.Module:
-    """`module:callable`, given in_channels and num_classes where its signature has them."""
+    """The model of `module:callable`, called with in_channels and num_classes where its signature has them."""
     build = code_named(config.name, key="model.name")
     given = {key: shape[key] for key in takes(build, *shape)}
     model = _call(build, config, given)
@@ -83,7 +83,7 @@ def _call(build: Callable[..., nn.Module], config: ModelConfig, sizes: dict[str,
     except TypeError as error:
         raise ValueError(f"{config.name} does not take model.options {config.options}: {error}") from None
     except (ArithmeticError, AssertionError, LookupError, RuntimeError) as error:
-        if not config.options or ":" in config.name:  # the user's own model has a traceback to show
+        if not config.options or ":" in config.name:  # for a user's own model the traceback helps more
             raise
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{config.name} cannot be built with model.options {config.options}: {told}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{config.name} cannot be built with model.options {config.options}: {reason}") from None

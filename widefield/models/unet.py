@@ -1,6 +1,6 @@
-"""A small U-Net (Ronneberger et al. 2015, arXiv:1505.04597) for images of any size, answering per pixel.
+"""A small U-Net (Ronneberger et al. 2015, arXiv:1505.04597) for images of any size, with an output per pixel.
 
-Convolutions are padded, so the output has the image's size; odd sizes are met by resizing up to the skip's size.
+Convolutions are padded, so the output has the image's size; for odd sizes, upsampling resizes to the skip's size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from widefield.models import check_counts
 from widefield.naming import did_you_mean
 
 GROUPS = 8
-"""Groups of GroupNorm, or as many as divide both this and the channels."""
+"""Groups of GroupNorm; the greatest common divisor with the channels where it does not divide them."""
 
 
 def _norm(kind: str, channels: int) -> nn.Module:
@@ -57,9 +57,9 @@ class UNet(nn.Module):
 
 
 def build(in_channels: int, num_classes: int, *, widths: Sequence[int] = (16, 32, 64, 128), norm: str = "batch") -> nn.Module:
-    """widths: channels of each level, from the image's size downwards; each level halves the image.
+    """widths: channels of each level, from the image's size downwards; each further level halves the image.
 
-    norm: `batch` or `group`; the latter takes its statistics from each image alone, so it fits batches of one.
+    norm: `batch` or `group`; group normalization uses the statistics of each image, so it suits batches of one.
     """
     check_counts(widths=widths)
     if norm not in ("batch", "group"):

@@ -1,7 +1,7 @@
-"""What each operation means where its image is cut: a file per family of operations.
+"""The rules of operations on cut images: one file per family of operations.
 
-The file is the registration: every file here is imported once an operation on tiles is looked up, and brings its `CASES`.
-A rule returns one of the descriptions of `widefield/rules.py`.  Tiles in space, tiles in time, and captures read them.
+A file registers its rules by being here: all are imported when the first operation on tiles is looked up.  Each defines
+`CASES`, which the tests run.  A rule returns one of the descriptions in `widefield/rules.py`.
 
 Imports the descriptions, and tiled tensors for operations that are made of others.
 """

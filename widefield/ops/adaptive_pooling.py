@@ -1,7 +1,7 @@
-"""Adaptive pooling, forward and backward: an output pixel reads a bin, and bins divide the image evenly.
+"""Adaptive pooling, forward and backward: an output pixel reads a bin, and the bins divide the image evenly.
 
-Pooling to few pixels is a sum, or a max, over tiles; its result is then the same on every rank.  Pooling to one pixel by
-`adaptive_avg_pool` arrives as a mean, 1-D pooling as 2-D with one row.
+Pooling to few pixels is a reduction over tiles, whose result is the same on every rank.  `adaptive_avg_pool` to one pixel
+arrives as a mean, 1-D pooling as 2-D with one row.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.geometry.box import Box
+from widefield.geometry.box import Box, full_box
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Cuts
-from widefield.geometry.window import Back, Bins
-from widefield.ops.pooling import full, planes, pooled_shape, reach_of, recounted, ties
+from widefield.geometry.window import Adjoint, Bins, per_dim
+from widefield.ops.pooling import pooled_shape, reach_of, reindexed, ties
 from widefield.ops.unpooling import placed
 from widefield.rules import LocalBoxes, Meta, Read, Reduced, Tile, Windowed, case, rule
 
 aten = torch.ops.aten
 
 FEW_ROWS = 4
-"""Outputs of fewer rows than this per tile are summed over tiles, and then the same on every rank."""
+"""An output with fewer rows per tile than this is computed as a reduction over tiles."""
 
 Ranges = list[list[tuple[int, int]]]
-"""Per dim, per output: first and last pixel (exclusive) of a bin in a box."""
+"""Per dim and per output: where its bin starts and stops in a box, in pixels of the box."""
 
 
 def _bins(image: Meta, dims: int, output_size) -> list[Bins]:
-    counts = full(output_size, dims)
+    counts = per_dim(output_size, dims)
     bins = [Bins(extent, count) for extent, count in zip(image.shape[-dims:], counts, strict=True)]
     if any(b.extent < 1 or b.count < 1 for b in bins):
         raise ValueError(f"adaptive pooling from {list(image.shape[-dims:])} to {counts} px: every size must be at least 1")
@@ -45,31 +45,31 @@ def _gives_few(image: Meta, bins: list[Bins]) -> bool:
 
 
 def _ranges(bins: list[Bins], read: Box, write: Sequence[Interval]) -> Ranges:
-    """The part of each bin in `write` that the box `read` holds, in pixels of the box; empty ones at any place in it."""
+    """The part of each output's bin that lies in the box `read`; (0, 0) for none."""
     found: Ranges = []
-    for b, held, outputs in zip(bins, read[-len(bins) :], write, strict=True):
-        parts = [b.input_read_by(Interval(o, o + 1)) & held for o in outputs]
-        found.append([(p.start - held.start, p.stop - held.start) if len(p) else (0, 0) for p in parts])
+    for b, pixels, outputs in zip(bins, read[-len(bins) :], write, strict=True):
+        parts = [b.input_read_by(Interval(o, o + 1)) & pixels for o in outputs]
+        found.append([(p.start - pixels.start, p.stop - pixels.start) if len(p) else (0, 0) for p in parts])
     return found
 
 
 def _is_plain(ranges: Ranges, read: Box) -> bool:
-    """Whether torch would choose the same bins for the box by itself."""
-    for found, held in zip(ranges, read[-len(ranges) :], strict=True):
-        alone = Bins(len(held), len(found))
-        if any((i := alone.input_read_by(Interval(o, o + 1)), (i.start, i.stop))[1] != pair for o, pair in enumerate(found)):
+    """Whether torch's adaptive pooling of the box alone would have these bins."""
+    for found, pixels in zip(ranges, read[-len(ranges) :], strict=True):
+        of_box = Bins(len(pixels), len(found))
+        if any((i := of_box.input_read_by(Interval(o, o + 1)), (i.start, i.stop))[1] != pair for o, pair in enumerate(found)):
             return False
     return True
 
 
 def _uncut_last(image: Meta, counts: Sequence[int]) -> tuple[tuple[int, ...], Cuts]:
-    """Shape and cuts of a result that is summed over the image dims."""
+    """Shape and cuts of a result of `counts` pixels on the last dims, which are uncut."""
     lead = image.ndim - len(counts)
     return (*image.shape[:lead], *counts), (*image.cuts[:lead], *[None] * len(counts))
 
 
 def _sums(tile: Tensor, ranges: Ranges) -> Tensor:
-    """Of the ranges, dim after dim; at least in float32."""
+    """The sums over the ranges, one dim after another; in float32 at least."""
     out = tile if tile.dtype in (torch.float32, torch.float64) else tile.float()
     for dim, found in zip(range(-len(ranges), 0), ranges, strict=True):
         out = torch.cat([out.narrow(dim, a, b - a).sum(dim, keepdim=True) for a, b in found], dim)
@@ -77,9 +77,9 @@ def _sums(tile: Tensor, ranges: Ranges) -> Tensor:
 
 
 def _over(sums: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Sums over the sizes of their bins, one dim after the other, as torch's kernels divide."""
+    """The sums divided by the sizes of their bins, one dim after another, as torch's kernels divide."""
     for n, of_dim in enumerate(sizes, 1):
-        is_even = len(set(of_dim)) == 1  # a number needs no memory on the device
+        is_even = len(set(of_dim)) == 1  # a Python number needs no tensor on the device
         sums = sums / (of_dim[0] if is_even else sums.new_tensor(of_dim).view(-1, *[1] * (len(sizes) - n)))
     return sums
 
@@ -107,7 +107,7 @@ def _adaptive_avg_pool(dims: int, image: Meta, output_size) -> Windowed | Reduce
 
 def _summed_avg(image: Meta, bins: list[Bins]) -> Reduced:
     assert image.layout is not None
-    dims, outputs = len(bins), planes([b.count for b in bins])
+    dims, outputs = len(bins), full_box([b.count for b in bins])
     ranges, sizes = _ranges(bins, image.layout.box, outputs), _sizes(bins, outputs)
     shape, cuts = _uncut_last(image, [b.count for b in bins])
     return Reduced(
@@ -137,12 +137,12 @@ def _adaptive_avg_pool_backward(dims: int, grad: Meta, image: Meta) -> Windowed:
 
         return run
 
-    reads = [Read(grad, reach_of(grad, [Back(b, b.extent) for b in bins])), Read(image)]
+    reads = [Read(grad, reach_of(grad, [Adjoint(b, b.extent) for b in bins])), Read(image)]
     return Windowed(reads, [Tile(image.shape, image.cuts)], prepare)
 
 
 def _spread(grad: Tensor, dim: int, found: Sequence[tuple[int, int]], sizes: Sequence[int], extent: int) -> Tensor:
-    """Every output's gradient, over the size of its bin, added to the pixels of its range."""
+    """Add every output's gradient, divided by the size of its bin, to the pixels of its range; along one dim."""
     shape = list(grad.shape)
     shape[dim] = extent
     out = grad.new_zeros(shape)
@@ -161,7 +161,7 @@ def _adaptive_max_pool(dims: int, image: Meta, output_size) -> Windowed | Reduce
     bins = _bins(image, dims, output_size)
     if _gives_few(image, bins):
         return _merged_max(image, bins)
-    whole = planes(image.shape[-dims:])
+    whole = full_box(image.shape[-dims:])
     pool = {2: aten.adaptive_max_pool2d.default, 3: aten.adaptive_max_pool3d.default}[dims]
 
     def prepare(part: LocalBoxes):
@@ -172,7 +172,7 @@ def _adaptive_max_pool(dims: int, image: Meta, output_size) -> Windowed | Reduce
 
         def run(tile: Tensor) -> tuple[Tensor, Tensor]:
             values, flat = pool(tile, size)
-            return values, recounted(flat, read[-dims:], whole, in_place=not values.requires_grad)
+            return values, reindexed(flat, read[-dims:], whole, in_place=not values.requires_grad)
 
         return run
 
@@ -181,9 +181,10 @@ def _adaptive_max_pool(dims: int, image: Meta, output_size) -> Windowed | Reduce
 
 
 def _max_of(tile: Tensor, ranges: Ranges, read: Sequence[Interval], whole: Sequence[Interval]) -> tuple[Tensor, Tensor]:
-    """The largest pixel of each range, none of them empty, and its index in the whole.
+    """The largest pixel of each range and its flat index in the whole plane; no range may be empty.
 
-    Bins differ in size by a pixel or two, so the short ones are filled up with their last pixel: never the first largest.
+    Ranges of several lengths are padded to the longest by repeating their last pixel.  A copy is never the first maximum, so
+    the index is right.
     """
     dims = len(ranges)
     longest = [max(b - a for a, b in found) for found in ranges]
@@ -194,26 +195,26 @@ def _max_of(tile: Tensor, ranges: Ranges, read: Sequence[Interval], whole: Seque
     pool = aten.max_pool2d_with_indices.default if dims == 2 else aten.max_pool3d_with_indices.default
     values, rest = pool(tile, longest, longest)
     flat = torch.zeros_like(rest)
-    for n, (at, held) in enumerate(zip(places, read, strict=True)):
+    for n, (at, pixels) in enumerate(zip(places, read, strict=True)):
         size = math.prod(len(of_dim) for of_dim in rows[n + 1 :])
         place = torch.div(rest, size, rounding_mode="floor")
         rest = rest - place * size
-        flat = flat * len(whole[n]) + at[place] + held.start
+        flat = flat * len(whole[n]) + at[place] + pixels.start
     return values, flat
 
 
 def _merged_max(image: Meta, bins: list[Bins]) -> Reduced:
-    """Each tile's largest pixels; the total takes the largest of all, and of equal ones the first in the whole."""
+    """Each tile gives the largest pixel of its part of every bin; of equal ones the first in the whole wins."""
     assert image.layout is not None
     dims, box = len(bins), image.layout.box
-    whole = planes(image.shape[-dims:])
+    whole = full_box(image.shape[-dims:])
     counts = [b.count for b in bins]
     met = [b.output_reading(i) for b, i in zip(bins, box[-dims:], strict=True)]
     at = (..., *(slice(i.start, max(i.start, i.stop)) for i in met))
     ranges = _ranges(bins, box, met)
 
     def local(tile: Tensor) -> Tensor:
-        part = tile.new_empty((2, *tile.shape[: tile.ndim - dims], *counts), dtype=torch.float64)  # exact for indices, too
+        part = tile.new_empty((2, *tile.shape[: tile.ndim - dims], *counts), dtype=torch.float64)  # also exact for indices
         part[0], part[1] = -math.inf, math.inf
         if tile.numel():
             values, flat = _max_of(tile, ranges, box[-dims:], whole)
@@ -245,7 +246,7 @@ def _adaptive_max_pool_backward(dims: int, grad: Meta, image: Meta, indices: Met
         write = part.write[-dims:]
         return lambda grad, flat, image: placed(grad, flat, extents, write, add=True)
 
-    reach = reach_of(grad, [Back(b, b.extent) for b in bins])
+    reach = reach_of(grad, [Adjoint(b, b.extent) for b in bins])
     return Windowed([Read(grad, reach), Read(indices, reach), Read(image)], [Tile(image.shape, image.cuts)], prepare)
 
 

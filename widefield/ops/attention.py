@@ -1,11 +1,11 @@
-"""Scaled dot product attention: every query pixel looks at every key pixel, and no rank ever holds all keys.
+"""Scaled dot-product attention: every query attends to every key, and no rank ever has all keys.
 
-Queries stay where they are.  Keys and values that are cut along their tokens go round, a tile in each turn; what the turns
-give is merged by their log-sum-exp (kernels/attention.py; Ring Attention, arXiv:2310.01889).  Cut
-along batch or heads, as windows are, or uncut, they need no turn.  Backward: the gradient of the keys is made where they
-are, from the whole's output and log-sum-exp, and goes home.
+Queries stay where they are.  Keys and values that are cut along their tokens pass around the ring of ranks, a tile per step;
+the steps' results merge by their log-sum-exps (kernels/attention.py; Ring Attention, arXiv:2310.01889).  Keys that are uncut,
+or cut along batch or heads, do not move.  Backward: the rank that has a tile of keys in a step computes its part of their
+gradient, from the log-sum-exp over all keys, and sends it to their owner.
 
-Under autograd the math form arrives as products and a softmax, and needs no rule.
+The math backend arrives here as products and a softmax, which have their own rules.
 """
 
 from __future__ import annotations
@@ -20,44 +20,50 @@ from torch.nn import functional as F
 
 from widefield.geometry.interval import Interval, even_cut
 from widefield.geometry.layout import Cut, Layout, layout_of, uncut
-from widefield.kernels.attention import Block, Cpu, Efficient, Flash, merged, seen
+from widefield.kernels.attention import Block, Cpu, Efficient, Flash, mask_lse, merged
 from widefield.rules import Meta, Ring, case, rule
-from widefield.tiled.redistribute import moved
+from widefield.tiled.redistribute import move_cuts
 
 aten = torch.ops.aten
 TOKENS, WIDTH = 2, 3
 
 
-# ---------------------------------------------------------------------------------------------- where tokens live
+# ---------------------------------------------------------------------------------------------- layouts
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Layouts of what an attention reads; the axes along which keys go round, or along which only queries are cut."""
+class _Layouts:
+    """The layouts of what an attention reads.
+
+    ring_axes: the axes along which keys are cut like queries, and pass around.  query_axes: axes that cut queries alone.
+    """
 
     query: Layout
     key: Layout
     value: Layout
     bias: Layout | None
-    round: tuple[int, ...]
-    alone: tuple[int, ...]
+    ring_axes: tuple[int, ...]
+    query_axes: tuple[int, ...]
 
     @property
     def rows(self) -> Interval:
-        """This rank's queries."""
+        """This rank's queries, as an interval of the tokens."""
         return self.query.box[TOKENS]
 
 
-def places_of(query: Meta, key: Meta, value: Meta, bias: Meta | None, causal: bool) -> _Places:
-    """Queries keep their cuts of batch, heads and tokens; the others follow.  NotImplementedError: what is not exact."""
-    _refuse_unlike(query, key, value, causal)
-    base = _queries(query, key, value, bias)
+def layouts_for(query: Meta, key: Meta, value: Meta, bias: Meta | None, causal: bool) -> _Layouts:
+    """Layouts by which queries keep their cuts of batch, heads and tokens, and keys, values and bias follow.
+
+    NotImplementedError: shapes that have no rule.
+    """
+    _refuse_shapes(query, key, value, causal)
+    base = _queries_layout(query, key, value, bias)
     batch, heads, rows, _ = base.cuts
     tokens = None if rows is None else _keys_cut(query, key, value, rows, causal)
     cuts = (batch, heads, tokens, None)
-    of_bias = None if bias is None else _beside(bias, (*base.shape[:3], key.shape[TOKENS]), (*base.cuts[:3], None), base)
+    of_bias = None if bias is None else _bias_layout(bias, (*base.shape[:3], key.shape[TOKENS]), (*base.cuts[:3], None), base)
     axes = () if rows is None else rows.axes
-    return _Places(
+    return _Layouts(
         base,
         layout_of(key.shape, cuts, base.grid),
         layout_of(value.shape, cuts, base.grid),
@@ -67,7 +73,7 @@ def places_of(query: Meta, key: Meta, value: Meta, bias: Meta | None, causal: bo
     )
 
 
-def _refuse_unlike(query: Meta, key: Meta, value: Meta, causal: bool) -> None:
+def _refuse_shapes(query: Meta, key: Meta, value: Meta, causal: bool) -> None:
     if query.ndim != 4 or key.shape[0] != query.shape[0] or value.shape[:3] != key.shape[:3]:
         raise NotImplementedError(
             f"attention of queries {query.shape} to keys {key.shape} and values {value.shape} has no rule on tiles; give all "
@@ -80,24 +86,24 @@ def _refuse_unlike(query: Meta, key: Meta, value: Meta, causal: bool) -> None:
         )
 
 
-def _queries(query: Meta, key: Meta, value: Meta, bias: Meta | None) -> Layout:
-    """The queries' layout: their own, else that of the keys, as far as it goes; heads stay whole where groups share keys."""
+def _queries_layout(query: Meta, key: Meta, value: Meta, bias: Meta | None) -> Layout:
+    """The queries' own layout, or where they are uncut one like the keys'.  Heads that share keys stay whole."""
     whole = (WIDTH,) if key.shape[1] == query.shape[1] else (1, WIDTH)
     if query.is_cut:
         assert query.layout is not None
-        return moved(query.layout, whole)
+        return move_cuts(query.layout, whole)
     source = next((meta.layout for meta in (key, value) if meta.is_cut), None)
     if source is None:
         grid = next(m.layout.grid for m in (query, key, value, bias) if m is not None and m.layout is not None)
         return uncut(query.shape, grid)
-    of_keys = moved(source, whole)
+    of_keys = move_cuts(source, whole)
     batch, heads, tokens, _ = of_keys.cuts
     rows = None if tokens is None else Cut(tokens.axes, even_cut(query.shape[TOKENS], source.grid.num_shards(tokens.axes)))
     return layout_of(query.shape, (batch, heads, rows, None), source.grid)
 
 
 def _keys_cut(query: Meta, key: Meta, value: Meta, rows: Cut, causal: bool) -> Cut | None:
-    """How the keys' tokens are cut: along the axes of the queries, where keys or values are cut along one of them."""
+    """The cut of the keys' tokens: along the axes of the queries' tokens, if keys or values are cut along one of these."""
     if not any(set(rows.axes) & set(meta.layout.axes) for meta in (key, value) if meta.layout is not None):
         return None
     own = key.cuts[TOKENS]
@@ -108,8 +114,8 @@ def _keys_cut(query: Meta, key: Meta, value: Meta, rows: Cut, causal: bool) -> C
     return Cut(rows.axes, even_cut(key.shape[TOKENS], len(rows.bounds) - 1))
 
 
-def _beside(bias: Meta, shape: Sequence[int], cuts: Sequence[Cut | None], base: Layout) -> Layout:
-    """The layout of a mask or bias that broadcasts against `shape`."""
+def _bias_layout(bias: Meta, shape: Sequence[int], cuts: Sequence[Cut | None], base: Layout) -> Layout:
+    """The layout of a mask or bias that broadcasts against `shape`, which has `cuts`."""
     missing = len(shape) - bias.ndim
     pairs = zip(bias.shape, shape[missing:], cuts[missing:], strict=True)
     return layout_of(bias.shape, tuple(cut if extent == full else None for extent, full, cut in pairs), base.grid)
@@ -118,20 +124,20 @@ def _beside(bias: Meta, shape: Sequence[int], cuts: Sequence[Cut | None], base: 
 # ---------------------------------------------------------------------------------------------- forward
 
 
-def _blocks(places: _Places, at: Interval, causal: bool) -> list[tuple[slice, bool]]:
-    """Which keys of those held, that are the whole's `at`, this rank's queries see: runs of them, and which are causal."""
-    rows = places.rows
-    if places.query.is_empty or not len(at):
+def _blocks(found: _Layouts, at: Interval, causal: bool) -> list[tuple[slice, bool]]:
+    """The keys of the tile `at` that this rank's queries attend to: slices of the tile, and whether each is causal."""
+    rows = found.rows
+    if found.query.is_empty or not len(at):
         return []
     if not causal:
         return [(slice(0, len(at)), False)]
-    before, same = at & Interval(0, rows.start), at & rows
+    before, same = at & Interval(0, rows.start), at & rows  # causal: keys before this rank's queries, and their own
     runs = [(before, False), (same, True)]
     return [(slice(run.start - at.start, run.stop - at.start), flag) for run, flag in runs if len(run)]
 
 
 def _in_rows(*tensors: Tensor) -> list[Tensor]:
-    """Each token's numbers side by side, as kernels read them; torch sees to it by the whole's strides, not by the tile's."""
+    """Each tensor with a token's numbers adjacent in memory, as kernels need; torch checked the whole's strides alone."""
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
@@ -144,23 +150,23 @@ def _bias_of(bias: Tensor | None, at: Interval, run: slice) -> Tensor | None:
 def _forward(
     kernel: Any, query: Meta, key: Meta, value: Meta, bias: Meta | None, dropout: float, causal: bool, scale, outs: Callable
 ):
-    """outs(output, log-sum-exp, seeds): the operation's own outputs."""
+    """The forward by `kernel`.  outs(output, log-sum-exp, seeds): the operation's outputs, in its own order."""
     _refuse_dropout(dropout)
-    places = places_of(query, key, value, bias, causal)
-    reads, layouts = _reads(places, query, key, value, bias)
-    output = layout_of((*query.shape[:3], value.shape[WIDTH]), places.query.cuts, places.query.grid)
-    rows = layout_of(query.shape[:3], places.query.cuts[:3], places.query.grid)
+    found = layouts_for(query, key, value, bias, causal)
+    reads, layouts = _reads(found, query, key, value, bias)
+    output = layout_of((*query.shape[:3], value.shape[WIDTH]), found.query.cuts, found.query.grid)
+    rows = layout_of(query.shape[:3], found.query.cuts[:3], found.query.grid)
 
-    def turn(state: Block | None, stay: Sequence[Tensor], held: Sequence[Tensor], at: Interval):
-        q, (k, v) = stay[query.number], held
-        for run, flag in _blocks(places, at, causal):
-            part = _bias_of(None if bias is None else stay[bias.number], at, run)
+    def step(state: Block | None, tensors: Sequence[Tensor], rotated: Sequence[Tensor], at: Interval):
+        q, (k, v) = tensors[query.number], rotated
+        for run, flag in _blocks(found, at, causal):
+            part = _bias_of(None if bias is None else tensors[bias.number], at, run)
             got = kernel.forward(*_in_rows(q, k[:, :, run], v[:, :, run]), part, flag, scale)
-            state = merged(state, seen(got, part))
+            state = merged(state, mask_lse(got, part))
         return state, ()
 
-    def finish(state: Block | None, stay: Sequence[Tensor], homes: Any) -> tuple:
-        q = stay[query.number]
+    def finish(state: Block | None, tensors: Sequence[Tensor], sums: Any) -> tuple:
+        q = tensors[query.number]
         if state is None:
             wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
             state = (q.new_zeros(output.tile_shape), q.new_zeros(rows.tile_shape, dtype=wide))
@@ -170,18 +176,20 @@ def _forward(
         return outs(out.to(q.dtype), lse, seeds or [none, none])
 
     count = len(outs(None, None, [None, None]))
-    return Ring(reads, layouts, (key.number, value.number), TOKENS, places.round, turn, finish, _laid(output, rows, count))
+    return Ring(
+        reads, layouts, (key.number, value.number), TOKENS, found.ring_axes, step, finish, _outputs(output, rows, count)
+    )
 
 
-def _laid(output: Layout, rows: Layout, count: int) -> list[Layout | None]:
+def _outputs(output: Layout, rows: Layout, count: int) -> list[Layout | None]:
     return [output, rows, *[None] * (count - 2)]
 
 
-def _reads(places: _Places, query: Meta, key: Meta, value: Meta, bias: Meta | None) -> tuple[list[Meta], list[Layout]]:
-    reads, layouts = [query, key, value], [places.query, places.key, places.value]
+def _reads(found: _Layouts, query: Meta, key: Meta, value: Meta, bias: Meta | None) -> tuple[list[Meta], list[Layout]]:
+    reads, layouts = [query, key, value], [found.query, found.key, found.value]
     if bias is not None:
-        assert places.bias is not None
-        reads, layouts = [*reads, bias], [*layouts, places.bias]
+        assert found.bias is not None
+        reads, layouts = [*reads, bias], [*layouts, found.bias]
     return reads, layouts
 
 
@@ -213,12 +221,12 @@ def efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, i
 def cudnn(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
 ) -> Ring:
-    """By the memory efficient kernel, whose log-sum-exp can be merged."""
+    """Runs the memory-efficient kernel: blocks can be merged by its log-sum-exp."""
     return _forward(Efficient, query, key, value, attn_bias, dropout_p, is_causal, scale, _nine(query, key))
 
 
 def _nine(query: Meta, key: Meta) -> Callable:
-    """The outputs of flash and cuDNN attention; no sequence lengths, no mask for debugging."""
+    """The nine outputs of flash and cuDNN attention, without sequence lengths and debug mask."""
     longest = (query.shape[TOKENS], key.shape[TOKENS])
     return lambda out, lse, seeds: (out, lse, None, None, *longest, *seeds, None)
 
@@ -227,25 +235,25 @@ def _nine(query: Meta, key: Meta) -> Callable:
 
 
 def _backward(kernel: Any, grad, query, key, value, bias, out, lse, seeds, dropout: float, causal: bool, scale, outs: int = 3):
-    """outs: 4 where the gradient of the bias is wanted, too."""
+    """The backward by `kernel`.  outs: the number of gradients; 4 includes the bias's."""
     _refuse_dropout(dropout)
-    places = places_of(query, key, value, bias, causal)
-    reads, layouts = _reads(places, query, key, value, bias)
-    grid, cuts = places.query.grid, places.query.cuts
+    found = layouts_for(query, key, value, bias, causal)
+    reads, layouts = _reads(found, query, key, value, bias)
+    grid, cuts = found.query.grid, found.query.cuts
     reads += [grad, out, lse]
     layouts += [layout_of(grad.shape, cuts, grid), layout_of(out.shape, cuts, grid), layout_of(query.shape[:3], cuts[:3], grid)]
     all_bias = layout_of((*query.shape[:3], key.shape[TOKENS]), (*cuts[:3], None), grid)
     saved = [(bias.number if bias is not None else None), grad.number, out.number, lse.number]
     numbers = [seed.number if isinstance(seed, Meta) else None for seed in seeds]
 
-    def turn(state: list[Tensor] | None, stay: Sequence[Tensor], held: Sequence[Tensor], at: Interval):
-        q, (k, v) = stay[query.number], held
-        b, g, o, s = (None if number is None else stay[number] for number in saved)
+    def step(state: list[Tensor] | None, tensors: Sequence[Tensor], rotated: Sequence[Tensor], at: Interval):
+        q, (k, v) = tensors[query.number], rotated
+        b, g, o, s = (None if number is None else tensors[number] for number in saved)
         if state is None:
             state = [torch.zeros_like(q), *([q.new_zeros(all_bias.tile_shape)] if outs == 4 else [])]
         parts = (torch.zeros_like(k), torch.zeros_like(v))
-        of_seeds = [None if number is None else stay[number] for number in numbers]
-        for run, flag in _blocks(places, at, causal):
+        of_seeds = [None if number is None else tensors[number] for number in numbers]
+        for run, flag in _blocks(found, at, causal):
             block = _bias_of(b, at, run)
             read = *_in_rows(g, q, k[:, :, run], v[:, :, run], o), s
             got = kernel.backward(*read, block, flag, scale, of_seeds, outs == 4)
@@ -256,12 +264,12 @@ def _backward(kernel: Any, grad, query, key, value, bias, out, lse, seeds, dropo
                 state[1][..., at.start + run.start : at.start + run.stop] = got[3]
         return state, parts
 
-    def finish(state: list[Tensor], stay: Sequence[Tensor], homes: Sequence[Tensor]) -> tuple:
-        return state[0], *homes, *state[1:]
+    def finish(state: list[Tensor], tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> tuple:
+        return state[0], *sums, *state[1:]
 
-    layout = [places.query, places.key, places.value, all_bias][:outs]
+    layout = [found.query, found.key, found.value, all_bias][:outs]
     return Ring(
-        reads, layouts, (key.number, value.number), TOKENS, places.round, turn, finish, layout, together=places.alone
+        reads, layouts, (key.number, value.number), TOKENS, found.ring_axes, step, finish, layout, sum_axes=found.query_axes
     )  # fmt: skip
 
 
@@ -289,9 +297,9 @@ def efficient_backward(
 
 
 def _with_none(d: Ring) -> Ring:
-    """One output more: no gradient of the bias."""
-    finish = lambda state, stay, homes: (*d.finish(state, stay, homes), None)  # noqa: E731
-    return Ring(d.reads, d.layouts, d.travel, d.dim, d.axes, d.turn, finish, [*d.outs, None], d.together)
+    """The rule with None as one more output, in place of the bias's gradient."""
+    finish = lambda state, tensors, sums: (*d.finish(state, tensors, sums), None)  # noqa: E731
+    return Ring(d.reads, d.layouts, d.rotating, d.dim, d.axes, d.step, finish, [*d.outs, None], d.sum_axes)
 
 
 @rule(aten._scaled_dot_product_cudnn_attention_backward.default)
@@ -310,13 +318,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def _of_pixels(x: Tensor, w: Tensor) -> Tensor:
-    """Self-attention of the pixels of an image, with 2 heads."""
+    """Self-attention among the pixels of an image, with 2 heads."""
     qkv = F.conv2d(x, w).flatten(2).unflatten(1, (3, 2, -1)).transpose(-1, -2)
     return F.scaled_dot_product_attention(qkv[:, 0], qkv[:, 1], qkv[:, 2]).transpose(-1, -2).flatten(1, 2).view_as(x)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, *, heads: int = 1) -> Tensor:
-    """One key in three may not be seen; query 2 sees none of the first keys."""
+    """One key in three is masked; for query 2 the first half of the keys, too."""
     n, m = q.shape[2], k.shape[2]
     allowed = (torch.arange(n)[:, None] + torch.arange(m)) % 3 > 0
     allowed[2, : m // 2] = False

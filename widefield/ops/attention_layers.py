@@ -1,6 +1,6 @@
-"""Attention layers that torch runs as one operation in evaluation without a gradient: made of their parts here.
+"""Attention layers that torch runs as one operation in evaluation without gradients: composed here of their parts.
 
-Under autograd `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` arrive as linear layers and attention.
+With gradients `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` arrive as linear layers and attention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def native_multi_head_attention(
     query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias, mask=None, need_weights=True,
     average_attn_weights=True, mask_type=None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """What `nn.MultiheadAttention` runs in evaluation."""
+    """The fast path of `nn.MultiheadAttention` in evaluation."""
     if mask is not None:
         raise NotImplementedError(
             "the fast path of nn.MultiheadAttention with a mask has no rule on tiles; call "
@@ -47,7 +47,7 @@ def transformer_encoder_layer(
     src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, norm_first, eps, norm_weight_1,
     norm_bias_1, norm_weight_2, norm_bias_2, ffn_weight_1, ffn_bias_1, ffn_weight_2, ffn_bias_2, mask=None, mask_type=None,
 ) -> Tensor:  # fmt: skip
-    """What `nn.TransformerEncoderLayer` runs in evaluation."""
+    """The fast path of `nn.TransformerEncoderLayer` in evaluation."""
 
     def attend(x: Tensor) -> Tensor:
         weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
@@ -70,7 +70,7 @@ def transformer_encoder_layer(
 
 
 def _module(make: Callable[[], nn.Module], call: Callable[..., Tensor], *, grad: bool) -> Callable[..., Tensor]:
-    """A layer with weights of its own, alike on every rank, in training with a gradient or in evaluation without."""
+    """A layer with the same weights on every rank, in training with gradients or in evaluation without."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         modules = {dtype: make().to(dtype).train(grad) for dtype in (torch.float32, torch.float64)}

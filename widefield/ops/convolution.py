@@ -1,8 +1,9 @@
 """Convolution and transposed convolution, forward and backward, in 1 to 3 dims.
 
-Forward: an output pixel reads its window.  Backward: the image stays at home and every pixel of the output's gradient, own
-or received, adds its part to the image's gradient and to the weight's; so one exchange serves both, and nothing of the
-forward's halo is kept.  Where the image wants no gradient it is the image's halo that is used, as the forward fetched it.
+Forward: an output pixel reads its window.  Backward: the image stays where it is, and every pixel of the output's gradient,
+local or received, adds its terms to the gradients of image and weight.  One exchange serves both, and no halo is saved by the
+forward.  An image that needs no gradient is different: the weight's gradient then reads the image's halo, which the forward
+saved.
 
 Formulas: Dumoulin & Visin 2016, arXiv:1603.07285.
 """
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from widefield.geometry.box import is_empty, size_of
 from widefield.geometry.interval import Interval
-from widefield.geometry.window import Spread, Window, window_count
+from widefield.geometry.window import Spread, Window, per_dim, window_count
 from widefield.rules import Additive, LocalBoxes, Meta, NeedsRedistribute, PartialSum, Read, Tile, Windowed, case, rule
 
 aten = torch.ops.aten
@@ -28,28 +29,27 @@ aten = torch.ops.aten
 def windows_of(
     extents: Sequence[int], counts: Sequence[int], size: Sequence[int], stride, padding, dilation, transposed: bool
 ) -> list[Window]:
-    """One Window per image dim: of the convolution, or of the one that a transposed convolution is the adjoint of."""
+    """One Window per image dim: of the convolution, or of the convolution whose adjoint a transposed one is.
+
+    extents, counts: pixels per dim of the operation's input and output.
+    """
     if transposed:
         extents, counts = counts, extents
-    return [Window(size[n], at(stride, n), at(dilation, n), at(padding, n), extents[n], counts[n]) for n in range(len(extents))]
-
-
-def at(values: Sequence[int], n: int) -> int:
-    """One of the numbers of an argument that may give one for all dims."""
-    return values[n] if len(values) > 1 else values[0]
+    numbers = (per_dim(values, len(size)) for values in (stride, dilation, padding))
+    return [Window(*of_dim) for of_dim in zip(size, *numbers, extents, counts, strict=True)]
 
 
 def _output_extents(extents, size, stride, padding, dilation, transposed, output_padding) -> list[int]:
     counts = []
-    for n, extent in enumerate(extents):
-        s, p, d = at(stride, n), at(padding, n), at(dilation, n)
+    numbers = (per_dim(values, len(size)) for values in (stride, padding, dilation, output_padding))
+    for extent, k, s, p, d, more in zip(extents, size, *numbers, strict=True):
         if transposed:
-            counts.append((extent - 1) * s - 2 * p + d * (size[n] - 1) + at(output_padding, n) + 1)
+            counts.append((extent - 1) * s - 2 * p + d * (k - 1) + more + 1)
         else:
-            counts.append(window_count(extent, size=size[n], stride=s, padding=p, dilation=d))
+            counts.append(window_count(extent, size=k, stride=s, padding=p, dilation=d))
         if counts[-1] < 1:
             raise ValueError(
-                f"a window reaching {d * (size[n] - 1) + 1} px (size {size[n]}, dilation {d}) does not fit {extent} px padded "
+                f"a window reaching {d * (k - 1) + 1} px (size {k}, dilation {d}) does not fit {extent} px padded "
                 f"to {extent + 2 * p} px; use a larger image, a smaller window, or more padding"
             )
     return counts
@@ -73,7 +73,7 @@ def convolution(
     counts = _output_extents(extents, size, stride, padding, dilation, transposed, output_padding)
     windows = windows_of(extents, counts, size, stride, padding, dilation, transposed)
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
-    stride, dilation = _full(stride, len(size)), _full(dilation, len(size))
+    stride, dilation = per_dim(stride, len(size)), per_dim(dilation, len(size))
 
     def prepare(part: LocalBoxes):
         if is_empty(part.reads[0]):
@@ -89,12 +89,13 @@ def convolution(
 
 
 def _correlation(image: Meta, weight: Meta, stride, padding, dilation) -> Additive:
-    """An image against another image of its extent: a weight's gradient written as a convolution, as double backward does.
+    """A convolution whose weight is a cut image: how a double backward writes the weight's gradient.
 
-    Each pixel of the second stays at home and meets the pixels of the first that it multiplies; the sums are added up.
+    The weight's tiles stay where they are; each tile meets the pixels of the image that it multiplies, and the tiles' results
+    are added up.
     """
     dims = image.ndim - 2
-    stride, dilation, padding = _full(stride, dims), _full(dilation, dims), _full(padding, dims)
+    stride, dilation, padding = per_dim(stride, dims), per_dim(dilation, dims), per_dim(padding, dims)
     counts = _output_extents(image.shape[2:], weight.shape[2:], stride, padding, dilation, False, [0] * dims)
     windows = [
         Window(counts[n], dilation[n], stride[n], padding[n], image.shape[2 + n], weight.shape[2 + n]) for n in range(dims)
@@ -116,18 +117,14 @@ def _correlation(image: Meta, weight: Meta, stride, padding, dilation) -> Additi
 
 
 def _bias_only(tile: Tensor, weight: Tensor, bias: Tensor | None = None, *, size: tuple[int, ...]) -> Tensor:
-    """Outputs whose windows meet no pixel, as beyond the last input of a transposed convolution."""
+    """Outputs whose windows read no input pixel, as at the end of a transposed convolution with a stride above its size."""
     out = tile.new_zeros(size)
     return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * (out.ndim - 2))
 
 
-def _full(values: Sequence[int], dims: int) -> list[int]:
-    return list(values) if len(values) == dims else [values[0]] * dims
-
-
 def _sides(window: Window, read: Interval, write: Interval, transposed: bool) -> tuple[int, int]:
-    """Pixels to put before and after (negative: to leave out): of a convolution's input, or a transposed one's output."""
-    if transposed:  # what `read` writes in full, against what is wanted
+    """Pixels to pad before and after, negative to crop: a convolution's input, but to crop a transposed one's output."""
+    if transposed:  # all that `read` writes, against what is wanted
         full = window.input_read_by(read)
         return write.start - full.start, full.stop - write.stop
     needed = window.input_read_by(write)
@@ -135,13 +132,13 @@ def _sides(window: Window, read: Interval, write: Interval, transposed: bool) ->
 
 
 class _PlainConvolution:
-    """A convolution of a box, whose outside is zero: by torch's own padding argument where that gives the wanted rows."""
+    """A convolution of a box that is zero outside; uses torch's padding argument where that gives the wanted outputs."""
 
     def __init__(self, sides, stride, dilation, groups) -> None:
         self.stride, self.dilation, self.groups = stride, dilation, groups
         self.padding, extra = [], []
         for (before, after), s in zip(sides, stride, strict=True):
-            fits = before >= 0 and 0 <= before - after < s  # as much after as before gives no window more
+            fits = before >= 0 and 0 <= before - after < s  # padding as much after as before gives no further window
             self.padding.append(before if fits else 0)
             extra.append((0, 0) if fits else (before, after))
         self.extra = _pad_argument(extra)
@@ -155,15 +152,15 @@ class _PlainConvolution:
     def options(self) -> tuple:
         return self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
 
-    def known(self, out: Tensor, tile: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`out`, which is what a call would give, with its gradient: nothing is computed until that is asked for."""
+    def attach_grad(self, out: Tensor, tile: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A saved result `out` of a call, with the gradient of that call; only the backward computes anything."""
         if self.extra is not None:
             tile = F.pad(tile, self.extra)
-        return _KnownConvolution.apply(out, tile, weight, bias, self.options)
+        return _SavedConvolution.apply(out, tile, weight, bias, self.options)
 
 
-class _KnownConvolution(torch.autograd.Function):
-    """A convolution whose result is at hand."""
+class _SavedConvolution(torch.autograd.Function):
+    """A convolution whose result is given."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, tile: Tensor, weight: Tensor, bias: Tensor | None, options: tuple) -> Tensor:
@@ -180,7 +177,7 @@ class _KnownConvolution(torch.autograd.Function):
 
 
 class _Transposed:
-    """A transposed convolution of a box, cropped or widened to the rows that are wanted."""
+    """A transposed convolution of a box, cropped or padded to the wanted outputs."""
 
     def __init__(self, sides, stride, dilation, groups) -> None:
         self.stride, self.dilation, self.groups = stride, dilation, groups
@@ -213,7 +210,7 @@ class _Transposed:
 
 
 def _pad_argument(extra: Sequence[tuple[int, int]]) -> list[int] | None:
-    """F.pad's argument, last dim first; None where there is nothing to do."""
+    """F.pad's argument, last dim first; None for no padding."""
     if all(pair == (0, 0) for pair in extra):
         return None
     return [number for pair in reversed(extra) for number in pair]
@@ -237,7 +234,7 @@ def convolution_backward(
         and image.is_cut
         and grad.layout.axes != image.layout.axes
     ):
-        mixed = [(grad, range(grad.ndim))]  # a sum over other axes than the image's can be a partial gradient alone
+        mixed = [(grad, range(grad.ndim))]  # a sum over other axes than the image's can only be a partial gradient
     if mixed:
         return NeedsRedistribute(mixed)
     size = weight.shape[2:]
@@ -249,7 +246,7 @@ def convolution_backward(
         PartialSum(is_partial_gradient, (grad.shape[1],), weight.dtype),
     ]
     totals = [total if wanted else None for total, wanted in zip(sums, mask[1:], strict=True)]
-    call = _ConvolutionBackward(windows, _full(stride, len(size)), _full(dilation, len(size)), transposed, groups)
+    call = _ConvolutionBackward(windows, per_dim(stride, len(size)), per_dim(dilation, len(size)), transposed, groups)
     if mask[0]:
         read, over, outs = Read(grad, backward), image, [Tile(image.shape), *totals]
     else:
@@ -257,24 +254,24 @@ def convolution_backward(
 
     def prepare(part: LocalBoxes):
         boxes = (part.reads[0], part.write) if mask[0] else (part.write, part.reads[0])
-        return call.prepared(*boxes, mask, with_bias=part.alone, image_first=not mask[0])
+        return call.prepared(*boxes, mask, with_bias=part.with_own_sum, image_first=not mask[0])
 
-    return Additive(read, over, outs, prepare, alone=(grad, (2, _bias_alone)) if mask[2] else None)
+    return Additive(read, over, outs, prepare, own_sum=(grad, (2, _bias_gradient)) if mask[2] else None)
 
 
-def _bias_alone(grad: Tensor) -> Tensor:
+def _bias_gradient(grad: Tensor) -> Tensor:
     return grad.sum([0, *range(2, grad.ndim)])
 
 
 class _ConvolutionBackward:
-    """The backward of a convolution between a box of its output's gradient and a box of its image."""
+    """A convolution's backward for a box of the output's gradient and a box of the image."""
 
     def __init__(self, windows: list[Window], stride, dilation, transposed: bool, groups: int) -> None:
         self.windows, self.stride, self.dilation = windows, stride, dilation
         self.transposed, self.groups = transposed, groups
 
     def prepared(self, grad_box, image_box, mask: Sequence[bool], *, with_bias: bool, image_first: bool):
-        """The local operation of (grad, image, weight), or of (image, grad, weight), to the three gradients."""
+        """The local operation: from (grad, image, weight), or with `image_first` (image, grad, weight), the three gradients."""
         pairs = zip(self.windows, image_box[2:], grad_box[2:], strict=True)
         sides = [_sides(w, image, grad, self.transposed) for w, image, grad in pairs]
         local = (_Transposed if self.transposed else _PlainConvolution)(sides, self.stride, self.dilation, self.groups)
@@ -288,7 +285,7 @@ class _ConvolutionBackward:
         wanted[2] = wanted[2] and not crops
 
         def run(grad: Tensor, image: Tensor, weight: Tensor) -> tuple:
-            of_bias = _bias_alone(grad) if crops else None  # of pixels that no input reaches, too, which are cut off now
+            of_bias = _bias_gradient(grad) if crops else None  # also of output pixels that no input writes: F.pad crops those
             if extra is not None and self.transposed:
                 grad = F.pad(grad, extra)
             elif extra is not None:
@@ -305,7 +302,7 @@ class _ConvolutionBackward:
 
 
 def _twice(image: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
-    """Ranks that exchange for the one convolution may not for the other; which halo is remembered must not part them."""
+    """Two convolutions with different halos: some ranks exchange for one of them only, yet all must agree on what is saved."""
     return [F.conv2d(image, b, padding=1), F.conv2d(image, a, stride=2)]
 
 

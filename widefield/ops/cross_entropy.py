@@ -1,7 +1,7 @@
-"""Cross entropy and its negative log likelihood, of class numbers.
+"""Cross entropy and negative log likelihood with class indices as targets.
 
-As all losses, a sum over the pixels of every tile, added up, and divided once by the count (or the sum of class weights) of the
-whole.  Classes are seen whole by every pixel; a cut through them moves elsewhere.
+Each tile sums over its pixels; the sums are added up, and divided once by the whole's count or sum of class weights.  The
+class dim must be whole: a cut there moves to another dim.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from widefield.ops.losses import MEAN, NONE, SUM, each, same_pixels
 from widefield.ops.reductions import WIDE
 from widefield.rules import Description, Local, Meta, NeedsRedistribute, Reduced, case, rule
 from widefield.tiled.overrides import BELOW, override
-from widefield.tiled.redistribute import moved
+from widefield.tiled.redistribute import move_cuts
 from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
@@ -29,11 +29,11 @@ aten = torch.ops.aten
 
 
 def _layouts(image: Meta, target: Meta) -> tuple[Layout, Layout]:
-    """Where image (B, C, ...) and class numbers (B, ...) are worked on: as the image is cut, but never through its classes."""
+    """The layouts of the image (B, C, ...) and the class indices (B, ...): as the image is cut, with its classes whole."""
     at = min(1, image.ndim - 1)
     layout = image.layout if image.is_cut or target.layout is None else _with_classes(target.layout, image.shape, at)
     assert layout is not None
-    layout = moved(layout, [at])
+    layout = move_cuts(layout, [at])
     return layout, layout_of(target.shape, (*layout.cuts[:at], *layout.cuts[at + 1 :]), layout.grid)
 
 
@@ -46,10 +46,10 @@ def _nll(image: Meta, target: Meta, weight: Meta | None, reduction: int, ignore_
     if weight is not None and image.layout is None and target.layout is None:
         return NeedsRedistribute([(weight, (0,))])
     of_image, of_target = _layouts(image, target)
-    at = [of_image, of_target, *_uncut(weight, of_image)]
+    layouts = [of_image, of_target, *_uncut(weight, of_image)]
     if reduction == NONE:
         none = [(of_target.shape, of_target.cuts), ((), None)]
-        return Local(reads, lambda _: none, lambda _, *tiles: op(*_three(tiles), NONE, ignore_index), at=at)
+        return Local(reads, lambda _: none, lambda _, *tiles: op(*_three(tiles), NONE, ignore_index), layouts=layouts)
     wide = WIDE.get(image.dtype)
 
     def local(image: Tensor, target: Tensor, *weight: Tensor) -> Tensor:
@@ -61,11 +61,11 @@ def _nll(image: Meta, target: Meta, weight: Meta | None, reduction: int, ignore_
         loss = total[0] / total[1] if reduction == MEAN else total[0]
         return loss.to(image.dtype), total[1].to(image.dtype)
 
-    return Reduced(reads, range(image.ndim), local, [None, None], None, finish, at)
+    return Reduced(reads, range(image.ndim), local, [None, None], None, finish, layouts)
 
 
 def _uncut(weight: Meta | None, like: Layout) -> list[Layout]:
-    """Where the class weights are wanted: whole."""
+    """The layout of the class weights, if there are any: whole."""
     return [] if weight is None else [uncut(weight.shape, like.grid)]
 
 
@@ -80,14 +80,14 @@ def _nll_backward(
     of_image, of_target = _layouts(image, target)
     has_weight = weight is not None
     reads = [image, target, grad] if weight is None else [image, target, grad, weight]
-    at = [of_image, of_target, of_target if grad.ndim else None, *_uncut(weight, of_image)]
+    layouts = [of_image, of_target, of_target if grad.ndim else None, *_uncut(weight, of_image)]
 
     def run(layout: Layout, grad: Tensor, image: Tensor, target: Tensor, *others: Tensor) -> Tensor:
-        if not image.is_contiguous():  # the kernel wants that of it, and nothing more but its shape
+        if not image.is_contiguous():  # the kernel requires it, and reads nothing but the shape
             image = torch.empty_like(image, memory_format=torch.contiguous_format)
         return op(grad, image, target, others[0] if has_weight else None, reduction, ignore_index, others[-1])
 
-    return Local(reads, same_pixels, run, at=at)
+    return Local(reads, same_pixels, run, layouts=layouts)
 
 
 for forward, backward in (
@@ -111,9 +111,10 @@ def _cross_entropy(
     ignore_index=-100,
     label_smoothing=0.0,
 ) -> Tensor:
-    """torch's cross entropy, which for smoothed labels and class weights picks pixels to add their weights up, as tiles cannot.
+    """Torch's cross entropy; on tiles with label smoothing and class weights a formula of our own.
 
-    Here each pixel looks its weight up, and one that is ignored adds none: as many numbers in memory, nothing is sent but sums.
+    Torch would pick pixels by a mask to add up their weights, but how many a mask picks depends on all tiles.  Here every pixel
+    looks up its weight, and an ignored pixel's is 0.
     """
     is_tiled = type(logits) is TiledTensor or type(target) is TiledTensor
     if not is_tiled or weight is None or not label_smoothing or reduction != MEAN or target.is_floating_point():
@@ -122,9 +123,9 @@ def _cross_entropy(
             below, logits, target, weight, reduction, ignore_index, label_smoothing
         )
     at = min(1, logits.ndim - 1)
-    chances, ignored = logits.log_softmax(at), target == ignore_index
-    hard = F.nll_loss(chances, target, weight, ignore_index=ignore_index)
-    soft = (chances * weight.view(-1, *[1] * (logits.ndim - at - 1))).sum(at).neg().masked_fill_(ignored, 0.0).sum()
+    log_probabilities, ignored = logits.log_softmax(at), target == ignore_index
+    hard = F.nll_loss(log_probabilities, target, weight, ignore_index=ignore_index)
+    soft = (log_probabilities * weight.view(-1, *[1] * (logits.ndim - at - 1))).sum(at).neg().masked_fill_(ignored, 0.0).sum()
     weights = aten.index.Tensor(weight, [target.masked_fill(ignored, 0)]).masked_fill_(ignored, 0.0).sum()
     return (1 - label_smoothing) * hard + (label_smoothing / logits.shape[at]) * (soft / weights)
 
@@ -133,7 +134,7 @@ def _cross_entropy(
 
 
 def _classes(like: Tensor, count: int) -> Tensor:
-    """Class numbers made from random pixels, on tiles or whole."""
+    """Class indices computed from an image, tiled or whole."""
     return (like.detach() * 7).abs().long() % count
 
 

@@ -1,7 +1,7 @@
 """Group norm, forward and backward, in any number of dims.
 
-Where ranks have whole samples, each normalizes its own.  Else as batch norm: one message of merged statistics forward, one of
-two sums per channel and sample backward, after which every rank has the whole gradient of weight and bias, too.
+Where ranks have whole samples, each normalizes its own.  Else it works like batch norm: one message with statistics forward,
+and one with two sums per channel and sample backward, of which every rank computes the gradients of weight and bias, too.
 
 Formulas: Wu & He 2018, arXiv:1803.08494.
 """
@@ -17,7 +17,15 @@ from torch.nn import functional as F
 
 from widefield.geometry.layout import Layout, layout_of
 from widefield.kernels import moments
-from widefield.ops.normalization import gives_partial_gradient, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
+from widefield.ops.normalization import (
+    first_tile,
+    gives_partial_gradient,
+    layout_for,
+    pick,
+    reads_and_layouts,
+    refuse_cut,
+    zeros_of,
+)
 from widefield.rules import Meta, PartialSum, Reduced, Tile, case, rule
 from widefield.tiled.redistribute import first_cut
 
@@ -26,7 +34,7 @@ aten = torch.ops.aten
 
 @rule(aten.native_group_norm.default)
 def group_norm(image: Meta, weight, bias, samples: int, channels: int, pixels: int, groups: int, eps: float) -> Reduced:
-    """Every sample's groups of channels by themselves; rows are the channels of all samples."""
+    """Normalizes each group of channels of each sample; the rows in here are the channels of all samples."""
     refuse_cut("group norm", weight, bias)
     if _is_by_samples([image]):
         return _of_samples(image, weight, bias, channels, pixels, groups, eps)
@@ -34,29 +42,29 @@ def group_norm(image: Meta, weight, bias, samples: int, channels: int, pixels: i
 
     def local(tile: Tensor, *affine: Tensor) -> Tensor:
         if tile.numel() == 0:
-            return moments.packed_nothing(samples * groups, tile)
+            return moments.packed_empty(samples * groups, tile)
         found = moments.each(moments.moments_of_rows, [moments.rows_of(moments.dense(tile))], [])
         mean, var = (torch.cat(values).double().view(-1, members) for values in zip(*found, strict=True))
         middle = mean.mean(1)
         spread = (var + (mean - middle[:, None]).square()).mean(1)
         return moments.packed(middle, spread, tile.numel() // (samples * groups))
 
-    def known(part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
+    def attach_grad(part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
         rows = samples * groups
-        return moments.known(part, moments.dense(tile).reshape(1, rows, tile.numel() // rows))
+        return moments.attach_grad(part, moments.dense(tile).reshape(1, rows, tile.numel() // rows))
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
         tile = moments.dense(tensors[image.number])
         mean, var = moments.unpacked(total)
         invstd, dtype = moments.invstd_of(var, eps), moments.statistics_dtype(tile.dtype)
         vectors = [value.to(dtype).repeat_interleave(members) for value in (mean, var)]
-        vectors += [None if meta is None else taken(tensors, meta).repeat(samples) for meta in (weight, bias)]  # type: ignore
+        vectors += [None if meta is None else pick(tensors, meta).repeat(samples) for meta in (weight, bias)]  # type: ignore
         rows = moments.each(lambda *given: moments.normalized(*given, eps), [moments.rows_of(tile)], vectors)
         return moments.image_of(rows, tile), *(value.to(dtype).view(samples, groups) for value in (mean, invstd))
 
     outs, dims = [Tile(image.shape), None, None], range(2, image.ndim)
-    reads = reads_of([image], layout, weight, bias)
-    return Reduced(dims=dims, local=local, known=known, outs=outs, merge=moments.merged, finish=finish, **reads)
+    reads = reads_and_layouts([image], layout, weight, bias)
+    return Reduced(dims=dims, local=local, attach_grad=attach_grad, outs=outs, merge=moments.merged, finish=finish, **reads)
 
 
 @rule(aten.native_group_norm_backward.default, plain_outputs=(1, 2))
@@ -76,27 +84,31 @@ def group_norm_backward(
         return torch.cat(moments.each(moments.gradient_sums, _both(grad_tile, tile), statistics(mean, invstd)), dim=1)
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
-        tile, scale = tensors[image.number], taken(tensors, weight)
+        tile, scale = tensors[image.number], pick(tensors, weight)
         out = tile.dtype if scale is None else scale.dtype
         sums = [total[n].view(samples, channels).sum(0).to(out) if mask[1 + n] else None for n in (0, 1)]
         if not mask[0]:
             return None, *sums
         scale = None if scale is None else scale.to(total.dtype).repeat(samples)
         means = (total if scale is None else total * scale).view(2, -1, members).sum(2) / count
-        vectors = [*statistics(taken(tensors, mean), taken(tensors, invstd)), scale, means.repeat_interleave(members, dim=1)]
+        vectors = [
+            *statistics(pick(tensors, mean), pick(tensors, invstd)),
+            scale,
+            means.repeat_interleave(members, dim=1),
+        ]
         rows = moments.each(moments.input_gradient, _both(tensors[grad.number], tile), vectors)
         return moments.image_of(rows, tile), *sums
 
     outs, dims = [Tile(image.shape), None, None], range(2, image.ndim)
-    reads = reads_of([image, grad], layout, mean, invstd, weight)
-    return Reduced(dims=dims, local=local, outs=outs, finish=finish, by_parts=False, **reads)  # kernels without derivative
+    reads = reads_and_layouts([image, grad], layout, mean, invstd, weight)
+    return Reduced(dims=dims, local=local, outs=outs, finish=finish, by_parts=False, **reads)  # its kernels have no gradient
 
 
 # ---------------------------------------------------------------------------------------------- whole samples
 
 
 def _is_by_samples(images: Sequence[Meta]) -> bool:
-    """Whether every rank has whole samples, which torch's kernel takes as they are."""
+    """Whether only the batch is cut, so that torch's kernel can run on every tile as it is."""
     layout = first_cut(images).layout
     return layout is not None and layout.cuts[0] is not None and not any(layout.cuts[1:])
 
@@ -111,12 +123,12 @@ def _of_samples(image: Meta, weight, bias, channels: int, pixels: int, groups: i
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
         tile = moments.dense(tensors[image.number])
-        affine = taken(tensors, weight), taken(tensors, bias)
+        affine = pick(tensors, weight), pick(tensors, bias)
         return aten.native_group_norm.default(tile, *affine, len(tile), channels, pixels, groups, eps)
 
-    seen = Tile(statistics.shape, statistics.cuts)
-    reads = reads_of([image], layout, weight, bias)
-    return Reduced(dims=(), local=nothing, outs=[Tile(image.shape), seen, seen], finish=finish, **reads)
+    statistic = Tile(statistics.shape, statistics.cuts)
+    reads = reads_and_layouts([image], layout, weight, bias)
+    return Reduced(dims=(), local=first_tile, outs=[Tile(image.shape), statistic, statistic], finish=finish, **reads)
 
 
 def _of_samples_backward(
@@ -129,25 +141,23 @@ def _of_samples_backward(
         tile = moments.dense(tensors[image.number])
         if tile.numel() == 0:
             return torch.empty_like(tile) if mask[0] else None, *zeros_of(affine, tile)
-        given = moments.laid_out_as(tile, tensors[grad.number]), tile, tensors[mean.number], tensors[invstd.number]
-        return aten.native_group_norm_backward.default(
-            *given, taken(tensors, weight), len(tile), channels, pixels, groups, mask
-        )
+        given = moments.in_format_of(tile, tensors[grad.number]), tile, tensors[mean.number], tensors[invstd.number]
+        return aten.native_group_norm_backward.default(*given, pick(tensors, weight), len(tile), channels, pixels, groups, mask)
 
     dtype = image.dtype if weight is None else weight.dtype
     affine = [PartialSum(gives_partial_gradient(weight), (channels,), dtype) if wanted else None for wanted in mask[1:]]
-    reads = reads_of([image, grad, mean, invstd], layout, weight)
-    reads["at"][2:4] = [_statistics_of(layout, groups)] * 2
-    return Reduced(dims=(), local=nothing, outs=[Tile(image.shape), *affine], finish=finish, **reads)
+    reads = reads_and_layouts([image, grad, mean, invstd], layout, weight)
+    reads["layouts"][2:4] = [_statistics_of(layout, groups)] * 2
+    return Reduced(dims=(), local=first_tile, outs=[Tile(image.shape), *affine], finish=finish, **reads)
 
 
-# ---------------------------------------------------------------------------------------------- samples in tiles
+# ---------------------------------------------------------------------------------------------- rows
 
 
 def _both(grad: Tensor, image: Tensor) -> list[tuple[Tensor, ...]]:
     """The rows of a gradient and of its image, in the memory format of the image."""
     image = moments.dense(image)
-    return [moments.rows_of(moments.laid_out_as(image, grad)), moments.rows_of(image)]
+    return [moments.rows_of(moments.in_format_of(image, grad)), moments.rows_of(image)]
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -155,9 +165,9 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 def _penalty(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """The gradient of a gradient."""
-    (slope,) = torch.autograd.grad(F.group_norm(x, 2, w, b).pow(3).sum(), x, create_graph=True)
-    return slope
+    """The first gradient, which the case differentiates again."""
+    (grad,) = torch.autograd.grad(F.group_norm(x, 2, w, b).pow(3).sum(), x, create_graph=True)
+    return grad
 
 
 CASES = [

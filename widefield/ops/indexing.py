@@ -1,8 +1,8 @@
-"""Pixels picked by index tensors that name dims: index, index_put and their kin.
+"""Indexing by tensors: index, index_put, index_select and the like.
 
-The dims that are indexed must be whole: a cut there moves to another dim.  Indices are alike on every rank, but where every
-pixel picks from a table that all have alike.  How many pixels a boolean mask picks depends on all tiles, so a mask may set
-pixels and not pick them.
+Indexed dims must be whole: a cut there moves to another dim.  Index tensors must be the same on every rank, except where pixels
+index a table that every rank has whole.  How many pixels a boolean mask picks depends on all tiles, so a mask that is cut may
+set pixels but not pick them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from widefield.geometry.layout import Cut, Cuts, Layout, layout_of
 from widefield.rules import Local, Meta, case, composed
 from widefield.tiled.dispatch import any_cut, by_rule
-from widefield.tiled.redistribute import local_of, moved, whole_of
+from widefield.tiled.redistribute import local_of, move_cuts, whole_of
 from widefield.tiled.tensor import TiledTensor
 
 aten = torch.ops.aten
@@ -27,39 +27,40 @@ COUNTED = (
 )
 
 
-def _known(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Index tensors as plain integers that every rank has alike."""
-    plain: list[Tensor | None] = []
+def _plain_indices(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Index tensors as plain tensors of integers, the same on every rank.  NotImplementedError: a mask that is cut."""
+    found: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
             if any_cut(index):
                 raise NotImplementedError(
                     f"a mask of shape {list(index.shape)} that is cut into tiles cannot pick pixels: {COUNTED}"
                 )
-            plain += (whole_of(index) if type(index) is TiledTensor else index).nonzero().unbind(1)
+            found += (whole_of(index) if type(index) is TiledTensor else index).nonzero().unbind(1)
         else:
-            plain.append(whole_of(index) if type(index) is TiledTensor else index)
-    return plain
+            found.append(whole_of(index) if type(index) is TiledTensor else index)
+    return found
 
 
 def _indexed(indices: Sequence[Any]) -> list[int]:
+    """The dims that are indexed."""
     return [dim for dim, index in enumerate(indices) if index is not None]
 
 
 def _picked(
-    shape: Sequence[int], cuts: Cuts, indices: Sequence[Any], drawn: Cuts | None = None
+    shape: Sequence[int], cuts: Cuts, indices: Sequence[Any], index_cuts: Cuts | None = None
 ) -> tuple[tuple[int, ...], Cuts]:
-    """Shape and cuts of what indices pick; `drawn`: cuts of the dims that the index tensors have together."""
+    """Shape and cuts of a tensor's pixels at `indices`; index_cuts: the cuts of the index tensors' broadcast shape."""
     dims = _indexed(indices)
     together = tuple(torch.broadcast_shapes(*(indices[dim].shape for dim in dims)))
     rest = [(extent, cut) for dim, (extent, cut) in enumerate(zip(shape, cuts, strict=True)) if dim not in dims]
     place = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    rest[place:place] = zip(together, drawn or (None,) * len(together), strict=True)
+    rest[place:place] = zip(together, index_cuts or (None,) * len(together), strict=True)
     return tuple(extent for extent, _ in rest), tuple(cut for _, cut in rest)
 
 
 def _filled(indices: Sequence[Any], tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """The list of indices with tensors in place of the Metas, which they follow in order."""
+    """The list of indices with `tensors`, in order, in place of its Metas."""
     following = iter(tensors)
     return [None if index is None else next(following) for index in indices]
 
@@ -70,13 +71,13 @@ def _filled(indices: Sequence[Any], tensors: Sequence[Tensor]) -> list[Tensor | 
 @composed(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     if not any_cut(x) and not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        # Adding zeros broadcasts the index tensors to one shape and cuts them like the first that is cut.
         first = next(i for i in indices if any_cut(i))
-        zeros = [aten.mul.Scalar(i, 0) for i in indices if i is not None and i is not first]
-        alike = sum(zeros, aten.mul.Scalar(first, 0))
+        zeros = sum((aten.mul.Scalar(i, 0) for i in indices if i is not None and i is not first), aten.mul.Scalar(first, 0))
         return by_rule(
-            _index_of_pixels, aten.index.Tensor, (x, [i if i is None else aten.add.Tensor(i, alike) for i in indices]), {}
+            _index_of_pixels, aten.index.Tensor, (x, [i if i is None else aten.add.Tensor(i, zeros) for i in indices]), {}
         )
-    return by_rule(_index, aten._unsafe_index.Tensor, (x, _known(indices)), {})
+    return by_rule(_index, aten._unsafe_index.Tensor, (x, _plain_indices(indices)), {})
 
 
 def _index(x: Meta, indices: Sequence[Meta | None]) -> Local:
@@ -87,20 +88,20 @@ def _index(x: Meta, indices: Sequence[Meta | None]) -> Local:
 
 
 def _index_of_pixels(x: Meta, indices: Sequence[Meta | None]) -> Local:
-    """Every pixel picks for itself from a tensor that all ranks have alike."""
+    """Every pixel of the index tensors picks from `x`, which every rank has whole."""
     picks = [meta for meta in indices if meta is not None]
     layout = picks[0].layout
-    assert layout is not None, "of indices of one shape the first is cut, as the others are"
+    assert layout is not None, "index tensors of one shape are cut alike"
 
     def run(_: Layout, table: Tensor, *tiles: Tensor) -> Tensor:
         return aten.index.Tensor(table, _filled(indices, tiles))
 
     outs = _picked(x.shape, (None,) * x.ndim, indices, layout.cuts)
-    return Local([*picks, x], lambda _: [outs], run, at=[*[layout] * len(picks), None])
+    return Local([*picks, x], lambda _: [outs], run, layouts=[*[layout] * len(picks), None])
 
 
 def _of_a_number(operation: Any) -> Any:
-    """The rule of an operation on a tensor, where that may be a single number, of which torch lets indices pick as of a row."""
+    """Register the rule of an operation; a tensor of no dims, which torch indexes like one of a single element, runs whole."""
 
     def register(function: Any) -> Any:
         @composed(operation)
@@ -117,13 +118,13 @@ def _of_a_number(operation: Any) -> Any:
 @_of_a_number(aten.index_select.default)
 def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     out = aten.index.Tensor(x, _at_dim(x, dim, index))
-    return (
-        out if local_of(out).is_contiguous() else aten.clone.default(out, memory_format=torch.contiguous_format)
-    )  # as torch's
+    if local_of(out).is_contiguous():
+        return out
+    return aten.clone.default(out, memory_format=torch.contiguous_format)  # row-major, as torch's result is
 
 
 def _at_dim(x: Tensor, dim: int, index: Tensor) -> list[Tensor | None]:
-    """Indices of all dims that pick along one."""
+    """The indices, one per dim, that index along `dim`."""
     return [None] * (dim % x.ndim) + [aten.view.default(index, [-1])]
 
 
@@ -134,19 +135,19 @@ def _at_dim(x: Tensor, dim: int, index: Tensor) -> list[Tensor | None]:
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
     mask = indices[0] if len(indices) == 1 else None
     if mask is not None and mask.dtype is torch.bool and values.numel() == 1:
-        grown = aten.view.default(mask, [*mask.shape, *[1] * (x.ndim - mask.ndim)])
+        mask_of_pixels = aten.view.default(mask, [*mask.shape, *[1] * (x.ndim - mask.ndim)])
         value = aten.view.default(values, []).to(x.dtype)
-        return aten.where.self(grown, aten.add.Tensor(x, value) if accumulate else value, x)
-    known = _known(indices)
+        return aten.where.self(mask_of_pixels, aten.add.Tensor(x, value) if accumulate else value, x)
+    plain = _plain_indices(indices)
     if not any_cut(x, values):  # the indices were cut
         values = whole_of(values) if type(values) is TiledTensor else values
-        return aten.index_put.default(whole_of(x) if type(x) is TiledTensor else x, known, values, accumulate)
-    return by_rule(_index_put, aten._unsafe_index_put.default, (x, known, values, accumulate), {})
+        return aten.index_put.default(whole_of(x) if type(x) is TiledTensor else x, plain, values, accumulate)
+    return by_rule(_index_put, aten._unsafe_index_put.default, (x, plain, values, accumulate), {})
 
 
 def _index_put(x: Meta, indices: Sequence[Meta | None], values: Meta, accumulate: bool) -> Local:
     grid = next(meta.layout.grid for meta in (x, values) if meta.is_cut)  # type: ignore[union-attr]
-    layout = moved(x.layout, _indexed(indices)) if x.is_cut else layout_of(x.shape, _cuts_around(x, indices, values), grid)  # type: ignore
+    layout = move_cuts(x.layout, _indexed(indices)) if x.is_cut else layout_of(x.shape, _cuts_around(x, indices, values), grid)  # type: ignore
     shape, cuts = _picked(x.shape, layout.cuts, indices)
     missing = len(shape) - values.ndim
     fits = [
@@ -158,12 +159,12 @@ def _index_put(x: Meta, indices: Sequence[Meta | None], values: Meta, accumulate
     def run(_: Layout, tile: Tensor, *others: Tensor) -> Tensor:
         return aten.index_put.default(tile, _filled(indices, others[:-1]), others[-1], accumulate)
 
-    return Local([x, values], lambda _: [(x.shape, layout.cuts)], run, at=[layout, of_values])
+    return Local([x, values], lambda _: [(x.shape, layout.cuts)], run, layouts=[layout, of_values])
 
 
 def _cuts_around(x: Meta, indices: Sequence[Meta | None], values: Meta) -> Cuts:
-    """The cuts of an uncut tensor's other dims that agree with those of the values put there."""
-    names = tuple(Cut((), (dim,)) for dim in range(x.ndim))  # each dim's number, carried to its place among the values
+    """Cuts for the dims of an uncut tensor that are not indexed, like those of the values put there."""
+    names = tuple(Cut((), (dim,)) for dim in range(x.ndim))  # a dim's number in place of a cut, to find it among the values
     shape, places = _picked(x.shape, names, indices)
     cuts: list[Cut | None] = [None] * x.ndim
     missing = len(shape) - values.ndim
@@ -198,7 +199,7 @@ def index_fill_tensor(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tens
 
 
 def in_place(operation: Any) -> Any:
-    """The form of an operation that writes to its first argument, where that is cut or takes pixels of one that is."""
+    """The in-place variant of an operation: it copies the operation's result into the first argument."""
 
     def write(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return aten.copy_.default(x, operation(x, *args, **kwargs))
@@ -229,20 +230,20 @@ def index_put_impl(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate
     aten.masked_scatter_.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
     aten.argwhere.default,
 )  # fmt: skip
-def counted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    raise NotImplementedError(f"an image of shape {list(x.shape)} that is cut into tiles cannot be asked for this: {COUNTED}")
+def refuse_counted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    raise NotImplementedError(f"this cannot run on an image of shape {list(x.shape)} that is cut into tiles: {COUNTED}")
 
 
 # ---------------------------------------------------------------------------------------------- cases
 
 
 def labels(x: Tensor, count: int) -> Tensor:
-    """Integers below `count` from an image's numbers."""
+    """Integers below `count`, computed from an image."""
     return (x.detach() * 7).floor().long() % count
 
 
 def _set(where: Any, value: Any = 0.5) -> Any:
-    """A case that writes at an index, made from the tensor, and gives the tensor."""
+    """A case: write at the index that `where` computes from the tensor; the result is the tensor's square."""
 
     def run(x: Tensor, *others: Tensor) -> Tensor:
         y = x * 1

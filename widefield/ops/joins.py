@@ -1,7 +1,8 @@
-"""Tensors joined, mirrored, rolled and repeated.
+"""cat, stack, flip, rot90, roll, repeat, tril and triu.
 
-Along a dim that is cut, the parts of a join meet tiles of other bounds than their own: every rank reads what its tile of the
-result shows of each part.  The bounds are those of the longest part, whose pixels then stay, where tiles come out even enough.
+Along a cut dim, the tiles of a cat have other bounds than those of its parts: every rank reads the pixels of each part that lie
+in its tile of the result.  The result keeps the bounds of its longest part, which need not move then, unless tiles would become
+too uneven.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from widefield.tiled.redistribute import first_cut
 aten = torch.ops.aten
 
 UNEVEN = 1.25
-"""A tile this many times as long as its share is too long to keep a part where it is."""
+"""The longest tile may have this many times its even share of the pixels; else the result is cut evenly."""
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """What outputs show of a part that begins at output pixel `start` and is `extent` long."""
+class PartOfJoin:
+    """Output pixels from `start` on read a part of a cat, which is `extent` pixels long; others read nothing of it."""
 
     start: int
     extent: int
 
     def input_read_by(self, output: Interval) -> Interval:
-        seen = Interval(output.start - self.start, output.stop - self.start) & Interval(0, self.extent)
-        return seen if len(seen) else EMPTY
+        pixels = Interval(output.start - self.start, output.stop - self.start) & Interval(0, self.extent)
+        return pixels if len(pixels) else EMPTY
 
     def cut_of(self, cut: tuple[int, ...]) -> tuple[int, ...]:
-        raise AssertionError("a join says itself how its result is cut")
+        raise AssertionError("the rule of cat computes the cut of its result")
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ class Mirror:
         return cut
 
 
-# ---------------------------------------------------------------------------------------------- joined
+# ---------------------------------------------------------------------------------------------- cat and stack
 
 
 @rule(aten.cat.default)
 def cat(tensors: Sequence[Meta], dim: int = 0) -> Windowed:
     parts = [part for part in tensors if part.shape != (0,)] or [tensors[0]]
-    left_out = [part for part in tensors if part not in parts]  # torch leaves out such ones, whatever their dims
+    left_out = [part for part in tensors if part not in parts]  # torch ignores empty 1-D tensors
     dim %= parts[0].ndim
     for part in parts:
         if part.ndim != parts[0].ndim or _others(part, dim) != _others(parts[0], dim):
@@ -70,15 +71,15 @@ def cat(tensors: Sequence[Meta], dim: int = 0) -> Windowed:
     main, grid = first_cut(parts), next(part.layout.grid for part in tensors if part.is_cut)  # type: ignore[union-attr]
     shape = (*main.shape[:dim], ends[-1], *main.shape[dim + 1 :])
     cut = _joined_cut(main.cuts[dim], parts, starts, dim, ends[-1], grid)
-    reads = [Read(part, {dim: Stretch(start, part.shape[dim])}) for part, start in zip(parts, starts, strict=True)]
-    reads += [Read(part, {0: Stretch(0, 0)}) for part in left_out]
+    reads = [Read(part, {dim: PartOfJoin(start, part.shape[dim])}) for part, start in zip(parts, starts, strict=True)]
+    reads += [Read(part, {0: PartOfJoin(0, 0)}) for part in left_out]
     dtype = reduce(torch.promote_types, (part.dtype for part in tensors))
 
     def prepare(part: LocalBoxes) -> Any:
-        shown = [n for n, box in enumerate(part.reads[: len(parts)]) if len(box[dim])]
-        if len(shown) == len(parts) and not left_out:
+        read = [n for n, box in enumerate(part.reads[: len(parts)]) if len(box[dim])]
+        if len(read) == len(parts) and not left_out:
             return lambda *tiles: torch.cat(tiles, dim)
-        return lambda *tiles: torch.cat([tiles[n].to(dtype) for n in shown], dim)
+        return lambda *tiles: torch.cat([tiles[n].to(dtype) for n in read], dim)
 
     return Windowed(reads, [Tile(shape, (*main.cuts[:dim], cut, *main.cuts[dim + 1 :]), dtype)], prepare)
 
@@ -88,17 +89,17 @@ def _others(part: Meta, dim: int) -> tuple[int, ...]:
 
 
 def _joined_cut(cut: Cut | None, parts: Sequence[Meta], starts: Sequence[int], dim: int, extent: int, grid: Grid) -> Cut | None:
-    """The result's cut along the dim of the join, where the first cut part is cut there."""
+    """The result's cut along `dim`; None where the first part that is cut is not cut there."""
     if cut is None:
         return None
-    ways = grid.num_shards(cut.axes)
+    num_shards = grid.num_shards(cut.axes)
     start, longest = max(zip(starts, parts, strict=True), key=lambda pair: pair[1].shape[dim])
     stays = longest.cuts[dim]
     if stays is not None and stays.axes == cut.axes:
         bounds = (0, *(bound + start for bound in stays.bounds[1:-1]), extent)
-        if max(b - a for a, b in zip(bounds, bounds[1:], strict=False)) <= UNEVEN * -(-extent // ways):
+        if max(b - a for a, b in zip(bounds, bounds[1:], strict=False)) <= UNEVEN * -(-extent // num_shards):
             return Cut(cut.axes, bounds)
-    return Cut(cut.axes, natural_cut(extent, ways))
+    return Cut(cut.axes, natural_cut(extent, num_shards))
 
 
 @composed(aten.stack.default)
@@ -107,14 +108,14 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return aten.cat.default([aten.unsqueeze.default(tensor, dim) for tensor in tensors], dim)
 
 
-# ---------------------------------------------------------------------------------------------- mirrored and rolled
+# ---------------------------------------------------------------------------------------------- flip, rot90 and roll
 
 
 @rule(aten.flip.default)
 def flip(x: Meta, dims: Sequence[int]) -> Windowed:
-    turned = [dim % x.ndim for dim in dims]
-    reach = {dim: Mirror(x.shape[dim]) for dim in turned}
-    return Windowed([Read(x, reach)], [Tile(x.shape)], lambda part: lambda tile: tile.flip(turned))  # type: ignore[arg-type]
+    flipped = [dim % x.ndim for dim in dims]
+    reach = {dim: Mirror(x.shape[dim]) for dim in flipped}
+    return Windowed([Read(x, reach)], [Tile(x.shape)], lambda part: lambda tile: tile.flip(flipped))  # type: ignore[arg-type]
 
 
 @composed(aten.rot90.default)
@@ -129,7 +130,7 @@ def rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
 
 @composed(aten.roll.default)
 def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    """Each dim by itself; on a cut one the end is joined on before the start.  What stays where it is comes row-major."""
+    """One dim after another: the end is put before the start by cat.  A dim that is not shifted gives a row-major copy."""
     if not dims:
         flat = aten.view.default(aten.clone.default(x, memory_format=torch.contiguous_format), [-1])
         return aten.view.default(roll(flat, shifts, [0]), x.shape)
@@ -147,7 +148,7 @@ def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     return out
 
 
-# ---------------------------------------------------------------------------------------------- repeated
+# ---------------------------------------------------------------------------------------------- repeat
 
 
 @composed(aten.repeat.default)
@@ -166,11 +167,11 @@ def repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
     return aten.clone.default(aten.expand.default(out, sizes), memory_format=torch.contiguous_format)
 
 
-# ---------------------------------------------------------------------------------------------- triangles
+# ---------------------------------------------------------------------------------------------- tril and triu
 
 
 def _triangle(function: Any) -> Any:
-    """Rows and columns count from the tile's own first ones."""
+    """The rule of tril or triu; the diagonal is shifted by where the tile's first row and column are."""
 
     def keep(x: Meta, diagonal: int = 0) -> Local:
         rows, columns = x.layout.box[-2:]  # type: ignore[union-attr]

@@ -1,8 +1,8 @@
 """Layer and RMS norm, forward and backward.
 
-Where no cut dim is normalized, as in channels-last blocks, each tile is normalized by itself.  Else layer norm merges the rows'
-statistics as batch norm does, one message each way, and weights of the image's size are cut to the tile; RMS norm, which
-GPUs run in one kernel, has what it normalizes brought together.
+Where no normalized dim is cut, as in channels-last blocks, each tile is normalized by itself.  Else layer norm merges the
+rows' statistics as batch norm does, with one message forward and one backward, and cuts a weight of the image's size like the
+image.  RMS norm, where it is one operation, makes the normalized dims whole first.
 
 Formulas: Ba et al. 2016, arXiv:1607.06450; Zhang & Sennrich 2019, arXiv:1910.07467.
 """
@@ -19,7 +19,15 @@ from torch.nn import functional as F
 
 from widefield.geometry.layout import layout_of
 from widefield.kernels import moments
-from widefield.ops.normalization import gives_partial_gradient, layout_for, nothing, reads_of, refuse_cut, taken, zeros_of
+from widefield.ops.normalization import (
+    first_tile,
+    gives_partial_gradient,
+    layout_for,
+    pick,
+    reads_and_layouts,
+    refuse_cut,
+    zeros_of,
+)
 from widefield.private_torch.decompositions import decomposition_table
 from widefield.private_torch.dispatcher import AutoDispatchBelowAutograd
 from widefield.rules import Meta, PartialSum, Reduced, Tile, case, rule
@@ -29,7 +37,7 @@ aten = torch.ops.aten
 
 
 class _Rows:
-    """Which dims a layer norm normalizes together, and how an image's tile and its statistics are cut."""
+    """The dims that are normalized together, and the layouts of image, weight and statistics."""
 
     def __init__(self, images: Sequence[Meta], shape: Sequence[int], *, whole: bool = False) -> None:
         image = images[0]
@@ -44,11 +52,11 @@ class _Rows:
         self.statistics = Tile(self.of_statistics.shape, self.of_statistics.cuts)
 
     def view(self, tile: Tensor) -> Tensor:
-        """(1, rows, pixels): what is normalized together as one row; a copy where memory demands it."""
+        """(1, rows, pixels): what is normalized together is a row; a copy where the tile allows no such view."""
         return tile.reshape(1, tile.shape[: self.outer].numel(), tile.shape[self.outer :].numel())
 
     def placed(self, part: Tensor) -> Tensor:
-        """The whole weight's gradient, of which this tile has `part`; zero elsewhere."""
+        """A tensor of the whole weight's shape: `part` where this tile's pixels are, zero elsewhere."""
         whole = part.new_zeros(self.of_weight.shape)
         whole[tuple(slice(interval.start, interval.stop) for interval in self.of_weight.box)] = part
         return whole
@@ -59,21 +67,21 @@ def layer_norm(image: Meta, shape: Sequence[int], weight, bias, eps: float) -> R
     refuse_cut("layer norm", weight, bias)
     rows = _Rows([image], shape)
     outs = [Tile(image.shape), rows.statistics, rows.statistics]
-    reads = reads_of([image], rows.layout, weight, bias)
+    reads = reads_and_layouts([image], rows.layout, weight, bias)
     if rows.is_cut:
-        reads["at"] = [rows.layout, *[rows.of_weight] * (len(reads["at"]) - 1)]
+        reads["layouts"] = [rows.layout, *[rows.of_weight] * (len(reads["layouts"]) - 1)]
         call = _LayerNorm(rows, image, weight, bias, eps)
-        dims, ends = range(rows.outer, image.ndim), {"local": call.local, "known": call.known, "finish": call.finish}
-        return Reduced(dims=dims, outs=outs, merge=moments.merged, **ends, **reads)
+        functions = {"local": call.local, "attach_grad": call.attach_grad, "merge": moments.merged, "finish": call.finish}
+        return Reduced(dims=range(rows.outer, image.ndim), outs=outs, **functions, **reads)
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
-        return aten.native_layer_norm.default(tensors[image.number], shape, taken(tensors, weight), taken(tensors, bias), eps)
+        return aten.native_layer_norm.default(tensors[image.number], shape, pick(tensors, weight), pick(tensors, bias), eps)
 
-    return Reduced(dims=(), local=nothing, outs=outs, finish=finish, **reads)
+    return Reduced(dims=(), local=first_tile, outs=outs, finish=finish, **reads)
 
 
 class _LayerNorm:
-    """Layer norm where a row's pixels live in several tiles; float32 inside."""
+    """The functions of the rule where a row's pixels are on several ranks; computes in float32 at least."""
 
     def __init__(self, rows: _Rows, image: Meta, weight, bias, eps: float) -> None:
         self.rows, self.image, self.weight, self.bias, self.eps = rows, image, weight, bias, eps
@@ -81,11 +89,11 @@ class _LayerNorm:
     def local(self, tile: Tensor, *affine: Tensor) -> Tensor:
         rows = self.rows.view(tile)
         if rows.numel() == 0:
-            return moments.packed_nothing(rows.shape[1], tile)
+            return moments.packed_empty(rows.shape[1], tile)
         return moments.packed(*moments.moments_of_rows(rows), rows.shape[2])
 
-    def known(self, part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
-        return moments.known(part, self.rows.view(tile))
+    def attach_grad(self, part: Tensor, tile: Tensor, *affine: Tensor) -> Tensor:
+        return moments.attach_grad(part, self.rows.view(tile))
 
     def finish(self, total: Tensor, *tensors: Tensor) -> tuple:
         tile = tensors[self.image.number]
@@ -95,9 +103,9 @@ class _LayerNorm:
         mean, var, invstd = (value.to(dtype) for value in (mean, var, invstd))
         out = moments.normalized(self.rows.view(tile).to(dtype), mean, var, None, None, self.eps).view(tile.shape)
         if self.weight is not None:
-            out.mul_(taken(tensors, self.weight))
+            out.mul_(pick(tensors, self.weight))
         if self.bias is not None:
-            out.add_(taken(tensors, self.bias))
+            out.add_(pick(tensors, self.bias))
         return out.to(tile.dtype), mean.detach().view(shape), invstd.detach().view(shape)
 
 
@@ -107,7 +115,7 @@ def layer_norm_backward(
 ) -> Reduced:
     refuse_cut("layer norm", weight, bias)
     rows = _Rows([image, grad], shape)
-    # Pointwise operations on a weight of the image's size give it cut gradients: a whole one adds to these, no part of one.
+    # A weight of the image's size may also get cut gradients, from pointwise operations; partial ones do not add to those.
     may_be_partial = not rows.is_cut
     affine = [
         PartialSum(gives_partial_gradient(meta) and may_be_partial, tuple(shape), image.dtype if meta is None else meta.dtype)
@@ -116,23 +124,25 @@ def layer_norm_backward(
         for meta, wanted in zip((weight, bias), mask[1:], strict=True)
     ]
     outs = [Tile(image.shape), *affine]
-    reads = reads_of([image, grad, mean, invstd], rows.layout, weight)
-    reads["at"] = [rows.layout] * 2 + [rows.of_statistics] * 2 + [rows.of_weight] * (weight is not None)
+    reads = reads_and_layouts([image, grad, mean, invstd], rows.layout, weight)
+    reads["layouts"] = [rows.layout] * 2 + [rows.of_statistics] * 2 + [rows.of_weight] * (weight is not None)
     call = _LayerNormBackward(rows, (grad, image, mean, invstd, weight, bias), shape, mask, affine)
     if not rows.is_cut:
-        return Reduced(dims=(), local=nothing, outs=outs, finish=call.alone, **reads)
+        return Reduced(dims=(), local=first_tile, outs=outs, finish=call.on_whole_rows, **reads)
     dims = range(rows.outer, image.ndim)
-    return Reduced(dims=dims, local=call.local, outs=outs, finish=call.finish, by_parts=False, **reads)  # as batch norm's
+    return Reduced(
+        dims=dims, local=call.local, outs=outs, finish=call.finish, by_parts=False, **reads
+    )  # its kernels have no gradient
 
 
 class _LayerNormBackward:
-    """Layer norm's backward on a tile: by torch's kernel where it holds whole rows (`alone`), else `local` and `finish`."""
+    """The functions of the rule: `on_whole_rows` by torch's kernel where no row is cut, else `local` and `finish`."""
 
     def __init__(self, rows: _Rows, metas: Sequence[Meta | None], shape: Sequence[int], mask, sums) -> None:
         self.rows, self.metas, self.shape, self.mask, self.sums = rows, metas, shape, mask, sums
 
-    def alone(self, total: Tensor, *tensors: Tensor) -> tuple:
-        grad, tile, *others = (taken(tensors, meta) for meta in self.metas)
+    def on_whole_rows(self, total: Tensor, *tensors: Tensor) -> tuple:
+        grad, tile, *others = (pick(tensors, meta) for meta in self.metas)
         if tile.numel() == 0:
             return torch.empty_like(tile), *zeros_of(self.sums, tile)
         return aten.native_layer_norm_backward.default(grad, tile, self.shape, *others, self.mask)
@@ -141,13 +151,13 @@ class _LayerNormBackward:
         return moments.gradient_sums(*self._rows_of(tile, grad, weight), mean.view(-1), invstd.view(-1))
 
     def _rows_of(self, tile: Tensor, grad: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rows of the gradient of what is normalized, and of the image; float32 at least."""
+        """The rows of the normalized image's gradient, and of the image; float32 at least."""
         dtype = moments.statistics_dtype(tile.dtype)
         grad = grad.to(dtype) if weight is None else grad.to(dtype) * weight
         return self.rows.view(grad).contiguous(), self.rows.view(tile.to(dtype)).contiguous()
 
     def finish(self, total: Tensor, *tensors: Tensor) -> tuple:
-        grad, tile, mean, invstd, weight, _ = (taken(tensors, meta) for meta in self.metas)
+        grad, tile, mean, invstd, weight, _ = (pick(tensors, meta) for meta in self.metas)
         rows = self._rows_of(tile, grad, weight)
         statistics = (mean.view(-1), invstd.view(-1))
         found = None
@@ -167,7 +177,7 @@ class _LayerNormBackward:
 
 @rule(aten._fused_rms_norm.default)
 def rms_norm(image: Meta, shape: Sequence[int], weight, eps: float | None) -> Reduced:
-    """RMS norm as GPUs have it; elsewhere it arrives as pointwise operations and a mean."""
+    """RMS norm as one operation, as on GPUs; elsewhere it arrives as pointwise operations and a mean."""
     refuse_cut("RMS norm", weight)
     rows = _Rows([image], shape, whole=True)
 
@@ -175,10 +185,10 @@ def rms_norm(image: Meta, shape: Sequence[int], weight, eps: float | None) -> Re
         tile = tensors[image.number]
         if tile.numel() == 0:
             return torch.empty_like(tile), tile.new_empty(rows.of_statistics.tile_shape, dtype=torch.float32)
-        return aten._fused_rms_norm.default(tile, shape, taken(tensors, weight), eps)
+        return aten._fused_rms_norm.default(tile, shape, pick(tensors, weight), eps)
 
     outs = [Tile(image.shape), rows.statistics]
-    return Reduced(dims=(), local=nothing, outs=outs, finish=finish, **reads_of([image], rows.layout, weight))
+    return Reduced(dims=(), local=first_tile, outs=outs, finish=finish, **reads_and_layouts([image], rows.layout, weight))
 
 
 @rule(aten._fused_rms_norm_backward.default, plain_outputs=(1,))
@@ -187,30 +197,30 @@ def rms_norm_backward(grad: Meta, image: Meta, shape: Sequence[int], invstd: Met
     rows = _Rows([image, grad], shape, whole=True)
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
-        tile, others = tensors[image.number], (taken(tensors, invstd), taken(tensors, weight))
+        tile, others = tensors[image.number], (pick(tensors, invstd), pick(tensors, weight))
         if tile.numel() == 0:
             return torch.empty_like(tile), *zeros_of(outs[1:], tile)
         return _rms_backward(tile)(tensors[grad.number], tile, shape, *others, mask)
 
     dtype = image.dtype if weight is None else weight.dtype
     outs = [Tile(image.shape), PartialSum(gives_partial_gradient(weight), tuple(shape), dtype) if mask[1] else None]
-    reads = reads_of([image, grad, invstd], rows.layout, weight)
-    reads["at"][2] = rows.of_statistics
-    return Reduced(dims=(), local=nothing, outs=outs, finish=finish, **reads)
+    reads = reads_and_layouts([image, grad, invstd], rows.layout, weight)
+    reads["layouts"][2] = rows.of_statistics
+    return Reduced(dims=(), local=first_tile, outs=outs, finish=finish, **reads)
 
 
 def _rms_backward(tile: Tensor) -> Callable[..., tuple]:
-    """The operation, which the CPU lacks: there torch's own definition of it."""
+    """The backward: the operation on CUDA, torch's decomposition of it elsewhere, where it has no kernel."""
     operation = aten._fused_rms_norm_backward.default
     return operation if tile.is_cuda else decomposition_table[operation]
 
 
 class _Fused(torch.autograd.Function):
-    """RMS norm by the operations that GPUs have, on any device."""
+    """RMS norm by its fused operations, on any device."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        with AutoDispatchBelowAutograd():  # above, a CPU's operation is taken apart
+        with AutoDispatchBelowAutograd():  # above autograd, torch decomposes it on the CPU
             out, invstd = aten._fused_rms_norm.default(x, w.shape, w, 0.1)
         ctx.save_for_backward(x, invstd, w)
         return out
@@ -227,9 +237,9 @@ def _fused(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _penalty(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """The gradient of a gradient, in which the weights also meet tiles in pointwise operations."""
-    (slope,) = torch.autograd.grad(F.layer_norm(x, w.shape, w, b).pow(3).sum(), x, create_graph=True)
-    return slope
+    """The first gradient, whose own gradient multiplies weights and tiles pointwise."""
+    (grad,) = torch.autograd.grad(F.layer_norm(x, w.shape, w, b).pow(3).sum(), x, create_graph=True)
+    return grad
 
 
 def _after_permute(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Losses that torch has kernels for, between an image and its target; those of class numbers are in cross_entropy.py.
+"""Losses between an image and a target of its shape; those with class indices are in cross_entropy.py.
 
-A loss is a sum over the pixels of every tile, added up, and divided once by the count (or the sum of class weights) of the
-whole.  So every rank has the single device's loss, as a plain number.  Losses made of other operations need nothing here.
+Each tile sums over its pixels; the sums are added up, and divided once by the whole's count.  So every rank has the single
+device's loss, as a plain number.  Losses that torch composes of other operations need no rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from widefield.tiled.redistribute import first_cut
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
-"""Torch's numbers for reduction='none', 'mean' and 'sum'."""
+"""Torch's codes for reduction="none", "mean" and "sum"."""
 
 # ---------------------------------------------------------------------------------------------- between two images
 
@@ -29,9 +29,10 @@ NONE, MEAN, SUM = 0, 1, 2
 def _loss(
     image: Meta, target: Meta, *others: Meta | None, reduction: int, op: Callable, dtype: torch.dtype | None = None
 ) -> Description:
-    """op(*tiles, reduction=) is the loss; `others` are weights that broadcast against the image.
+    """The rule of a loss that op(*tiles, reduction) computes.
 
-    dtype: of the loss, where it is not what the image's and the target's promote to.
+    others: weights that broadcast against the image.
+    dtype: of the loss; None: that to which image and target promote.
     """
     if image.shape != target.shape:  # torch.nn.functional expands them before
         raise NotImplementedError(
@@ -55,7 +56,7 @@ def _loss(
 
 
 def _loss_backward(grad: Meta, image: Meta, target: Meta, *others: Meta | None, reduction: int, op: Callable) -> Description:
-    """op(grad, *tiles, reduction=) is the image's gradient; a mean's is divided by the whole's count."""
+    """The rule of a loss's backward, where op(grad, *tiles, reduction) is the image's gradient."""
     metas = (grad, image, target, *others)
     reads = [meta for meta in metas if meta is not None]
     call = partial(_with_gaps, op, [meta is not None for meta in metas])
@@ -70,6 +71,7 @@ def _loss_backward(grad: Meta, image: Meta, target: Meta, *others: Meta | None, 
 
 
 def same_pixels(layout: Layout) -> list[tuple[tuple[int, ...], Cuts]]:
+    """The `outs` of a Local whose one output has the shape and cuts of the first read."""
     return [(layout.shape, layout.cuts)]
 
 
@@ -99,20 +101,20 @@ def soft_margin_loss_backward(grad: Meta, image: Meta, target: Meta, reduction) 
     return _loss_backward(grad, image, target, reduction=reduction, op=aten.soft_margin_loss_backward.default)
 
 
-def _bent(image: Meta, target: Meta, reduction=MEAN, bend=1.0, *, op: Callable) -> Description:
-    return _loss(image, target, reduction=reduction, op=lambda *given: op(*given, bend))
+def _with_knee(image: Meta, target: Meta, reduction=MEAN, knee=1.0, *, op: Callable) -> Description:
+    return _loss(image, target, reduction=reduction, op=lambda *given: op(*given, knee))
 
 
-def _bent_backward(grad: Meta, image: Meta, target: Meta, reduction, bend, *, op: Callable) -> Description:
-    return _loss_backward(grad, image, target, reduction=reduction, op=lambda *given: op(*given, bend))
+def _with_knee_backward(grad: Meta, image: Meta, target: Meta, reduction, knee, *, op: Callable) -> Description:
+    return _loss_backward(grad, image, target, reduction=reduction, op=lambda *given: op(*given, knee))
 
 
 for forward, backward in (
     (aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default),
     (aten.huber_loss.default, aten.huber_loss_backward.default),
 ):
-    rule(forward)(partial(_bent, op=forward))
-    rule(backward)(partial(_bent_backward, op=backward))
+    rule(forward)(partial(_with_knee, op=forward))
+    rule(backward)(partial(_with_knee_backward, op=backward))
 
 
 @rule(aten.binary_cross_entropy.default)
@@ -153,12 +155,12 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 def each(loss: Callable) -> Callable:
-    """The loss under every reduction."""
+    """A case: the loss under every reduction."""
     return lambda *inputs: [loss(*inputs, reduction=reduction) for reduction in REDUCTIONS]
 
 
 def _dice(x: Tensor, t: Tensor, alpha: float = 0.5, beta: float = 0.5) -> Tensor:
-    """Tversky's index; Dice where both weights are one half."""
+    """Tversky loss; the Dice loss where both weights are one half."""
     p, t = x.softmax(1), t.sigmoid()
     both, wrong, missed = (p * t).sum((2, 3)), (p * (1 - t)).sum((2, 3)), ((1 - p) * t).sum((2, 3))
     return 1 - ((both + 1) / (both + alpha * wrong + beta * missed + 1)).mean()
@@ -222,7 +224,7 @@ CASES = [
     case("mse, plain image", each(F.mse_loss), _X, _X, tiled=(1,)),
     case("l1", each(F.l1_loss), _X, _X, tiled=_BOTH),
     case("smooth l1", each(partial(F.smooth_l1_loss, beta=0.5)), _X, _X, tiled=_BOTH),
-    case("smooth l1 of a sharp bend", each(partial(F.smooth_l1_loss, beta=0.0)), _X, _X),
+    case("smooth l1 of a sharp knee", each(partial(F.smooth_l1_loss, beta=0.0)), _X, _X),
     case("huber", each(partial(F.huber_loss, delta=0.7)), _X, _X, tiled=_BOTH),
     case("soft margin", each(lambda x, t, **k: F.soft_margin_loss(x, t.detach().sign(), **k)), _X, _X, tiled=_BOTH),
     case(

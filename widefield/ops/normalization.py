@@ -1,8 +1,8 @@
 """Batch and instance norm, forward and backward, in any number of dims.
 
-Each tile's mean and squared deviations go to all in one message and are merged in float64; the backward
-sends its two sums in one message, after which every rank also has the whole gradient of weight and bias.  Instance norm
-arrives as batch norm of an image (1, B * C, ...).  In evaluation nothing is sent.  The arithmetic is in `kernels/moments.py`.
+Forward: one message gathers every tile's mean and squared deviations, which are merged in float64.  Backward: one message with
+two sums per channel, which are also the gradients of weight and bias, the same on every rank.  In evaluation nothing is sent.
+Instance norm arrives as batch norm of an image (1, B * C, ...).  The arithmetic is in `kernels/moments.py`.
 
 Formulas: Ioffe & Szegedy 2015, arXiv:1502.03167.
 """
@@ -22,36 +22,36 @@ from widefield.geometry.layout import Layout
 from widefield.kernels import moments
 from widefield.private_torch.tensors import weight_norm
 from widefield.rules import Meta, PartialSum, Reduced, Tile, case, rule
-from widefield.tiled.redistribute import first_cut, moved
+from widefield.tiled.redistribute import first_cut, move_cuts
 
 aten = torch.ops.aten
 
 
 def layout_for(images: Sequence[Meta], whole: Sequence[int]) -> Layout:
-    """The layout of the first image that is cut, less the cuts of the dims that must be whole."""
+    """The layout of the first image that is cut, with the dims in `whole` uncut."""
     layout = first_cut(images).layout
     assert layout is not None, "a normalization without a tiled image is plain"
-    return moved(layout, whole)
+    return move_cuts(layout, whole)
 
 
-def reads_of(images: Sequence[Meta], layout: Layout, *others: Meta | None) -> dict[str, Any]:
-    """The reads of a rule: images in `layout`, and what else is given as it is."""
+def reads_and_layouts(images: Sequence[Meta], layout: Layout, *others: Meta | None) -> dict[str, Any]:
+    """The arguments `reads` and `layouts` of a Reduced: the images in `layout`, the tensors of `others` as they are."""
     given = [meta for meta in others if meta is not None]
-    return {"reads": [*images, *given], "at": [*[layout] * len(images), *[None] * len(given)]}
+    return {"reads": [*images, *given], "layouts": [*[layout] * len(images), *[None] * len(given)]}
 
 
-def taken(tensors: Sequence[Tensor], meta: Meta | None) -> Any:
-    """The tensor argument that `meta` stands for, if any."""
+def pick(tensors: Sequence[Tensor], meta: Meta | None) -> Any:
+    """The tensor argument that `meta` describes; None for None."""
     return None if meta is None else tensors[meta.number]
 
 
-def nothing(tile: Tensor, *others: Tensor) -> Tensor:
-    """What a rule adds up that has nothing to add up."""
+def first_tile(tile: Tensor, *others: Tensor) -> Tensor:
+    """The `local` of a rule that reduces no dims, whose `finish` ignores the total."""
     return tile
 
 
 def refuse_cut(kind: str, *affine: Meta | None) -> None:
-    """NotImplementedError where a tensor that every tile wants whole is cut."""
+    """NotImplementedError where a tensor that every tile needs whole is cut."""
     if any(meta is not None and meta.is_cut for meta in affine):
         raise NotImplementedError(
             f"{kind} whose weight, bias or statistics are cut into tiles has no rule; take widefield.whole(...) of them"
@@ -59,12 +59,12 @@ def refuse_cut(kind: str, *affine: Meta | None) -> None:
 
 
 def gives_partial_gradient(meta: Meta | None) -> bool:
-    """Whether the gradient of this weight is one of a plain tensor."""
+    """Whether the weight is plain, or absent, so that its gradient may be a partial gradient."""
     return meta is None or meta.layout is None
 
 
 def zeros_of(sums: Sequence[PartialSum | None], like: Tensor) -> list[Tensor | None]:
-    """What a tile without pixels adds to the sums that are wanted."""
+    """What an empty tile adds to the sums; None for those that are not wanted."""
     return [None if out is None else like.new_zeros(out.shape, dtype=out.dtype) for out in sums]
 
 
@@ -73,22 +73,22 @@ def zeros_of(sums: Sequence[PartialSum | None], like: Tensor) -> list[Tensor | N
 
 @rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 def batch_norm(image: Meta, weight, bias, running_mean, running_var, training, momentum, eps, more: str = "") -> Reduced:
-    """more: what the operation gives after output, mean and invstd; r: a reserve that nobody reads, s: running statistics."""
+    """more: the operation's further outputs, a letter each; r: cuDNN's reserve, empty here; s: the new running statistics."""
     refuse_cut("batch norm", weight, bias, running_mean, running_var)
     if not training and bias is not None and (weight is None or gives_partial_gradient(weight) != gives_partial_gradient(bias)):
         _refuse_bias(weight, bias)
     layout = layout_for([image], [1])
     call = _BatchNorm(image, weight, bias, running_mean, running_var, momentum, eps, more)
     outs = [Tile(image.shape), *[None] * (2 + len(more) + more.count("s"))]
-    reads = reads_of([image], layout, weight, bias, running_mean, running_var)
+    reads = reads_and_layouts([image], layout, weight, bias, running_mean, running_var)
     if not training:
-        return Reduced(dims=(), local=nothing, outs=outs, finish=call.evaluated, **reads)
+        return Reduced(dims=(), local=first_tile, outs=outs, finish=call.evaluated, **reads)
     dims = [dim for dim in range(image.ndim) if dim != 1]
     writes = "s" not in more and not (running_mean is None and running_var is None)
     update_buffers = call.update_buffers if writes else None
     ends = {
         "local": call.local,
-        "known": call.known,
+        "attach_grad": call.attach_grad,
         "merge": moments.merged,
         "finish": call.trained,
         "update_buffers": update_buffers,
@@ -97,7 +97,7 @@ def batch_norm(image: Meta, weight, bias, running_mean, running_var, training, m
 
 
 def _refuse_bias(weight: Meta | None, bias: Meta) -> None:
-    """The backward in evaluation is told of the weight alone, and takes the bias for of its kind."""
+    """The backward in evaluation gets the weight and not the bias, and so cannot know whether the bias is plain."""
     if weight is None and bias.layout is None:
         return
     raise NotImplementedError(
@@ -107,7 +107,7 @@ def _refuse_bias(weight: Meta | None, bias: Meta) -> None:
 
 
 class _BatchNorm:
-    """Both ends of batch norm's forward, given the operation's tensor arguments."""
+    """The functions of batch norm's rule; each takes the operation's tensor arguments."""
 
     def __init__(self, image, weight, bias, running_mean, running_var, momentum: float, eps: float, more: str) -> None:
         self.image, self.affine, self.running = image, (weight, bias), (running_mean, running_var)
@@ -116,22 +116,22 @@ class _BatchNorm:
     def local(self, tile: Tensor, *others: Tensor) -> Tensor:
         channels = self.image.shape[1]
         if tile.numel() == 0:
-            return moments.packed_nothing(channels, tile)
+            return moments.packed_empty(channels, tile)
         return moments.packed(*moments.moments_of(moments.dense(tile)), tile.numel() // channels)
 
-    def known(self, part: Tensor, tile: Tensor, *others: Tensor) -> Tensor:
-        return moments.known(part, moments.dense(tile))
+    def attach_grad(self, part: Tensor, tile: Tensor, *others: Tensor) -> Tensor:
+        return moments.attach_grad(part, moments.dense(tile))
 
     def update_buffers(self, total: Tensor, *tensors: Tensor) -> None:
-        """Move the running statistics, once for the whole."""
-        for meta, new in zip(self.running, self._moved(total, tensors), strict=True):
+        """Write the new running statistics, once for the whole."""
+        for meta, new in zip(self.running, self._new_running(total, tensors), strict=True):
             if new is not None:
-                taken(tensors, meta).copy_(new)
+                pick(tensors, meta).copy_(new)
 
-    def _moved(self, total: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """What becomes of the running statistics; they have no gradient."""
+    def _new_running(self, total: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """The new running statistics, without a gradient; None where there are none."""
         batch = moments.unpacked(total.detach(), unbiased=True)
-        running = [taken(tensors, meta) for meta in self.running]
+        running = [pick(tensors, meta) for meta in self.running]
         return [
             None if old is None else torch.lerp(old.double(), new, self.momentum).to(old.dtype)
             for old, new in zip(running, batch, strict=True)
@@ -141,17 +141,17 @@ class _BatchNorm:
         mean, var = moments.unpacked(total)
         dtype = moments.statistics_dtype(self.image.dtype)
         mean, invstd = mean.to(dtype), moments.invstd_of(var, self.eps).to(dtype)
-        moved = self._moved(total, tensors) if "s" in self.more else []
-        return self._outputs(tensors, (mean, var.to(dtype)), (mean.detach(), invstd.detach()), moved)
+        running = self._new_running(total, tensors) if "s" in self.more else []
+        return self._outputs(tensors, (mean, var.to(dtype)), (mean.detach(), invstd.detach()), running)
 
     def evaluated(self, total: Tensor, *tensors: Tensor) -> tuple:
-        running = [taken(tensors, meta) for meta in self.running]
-        nothing = running[0].new_empty(0)
-        return self._outputs(tensors, running, (nothing, nothing.clone()), running)
+        running = [pick(tensors, meta) for meta in self.running]
+        empty = running[0].new_empty(0)
+        return self._outputs(tensors, running, (empty, empty.clone()), running)
 
     def _outputs(self, tensors: Sequence[Tensor], statistics: Sequence[Tensor], saved: Sequence[Tensor], running) -> tuple:
         tile = moments.dense(tensors[self.image.number])
-        out = moments.normalized(tile, *statistics, *(taken(tensors, meta) for meta in self.affine), self.eps)
+        out = moments.normalized(tile, *statistics, *(pick(tensors, meta) for meta in self.affine), self.eps)
         reserve = (tile.new_empty(0, dtype=torch.uint8),)
         return out, *saved, *(value for kind in self.more for value in (reserve if kind == "r" else running))
 
@@ -202,41 +202,41 @@ def batch_norm_backward(
 
     def local(tile: Tensor, grad_tile: Tensor, mean: Tensor, invstd: Tensor, *weight: Tensor) -> Tensor:
         tile = moments.dense(tile)
-        return moments.gradient_sums(moments.laid_out_as(tile, grad_tile), tile, mean, invstd)
+        return moments.gradient_sums(moments.in_format_of(tile, grad_tile), tile, mean, invstd)
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
-        tile, scale = moments.dense(tensors[image.number]), taken(tensors, weight)
+        tile, scale = moments.dense(tensors[image.number]), pick(tensors, weight)
         dtype = tile.dtype if scale is None else scale.dtype
         sums = [total[n].to(dtype) if mask[1 + n] else None for n in (0, 1)]
         if not mask[0]:
             return None, *sums
         means = (total if scale is None else total * scale.to(total.dtype)) / count
-        statistics = (taken(tensors, save_mean), taken(tensors, save_invstd))
-        grad_tile = moments.laid_out_as(tile, tensors[grad.number])
+        statistics = (pick(tensors, save_mean), pick(tensors, save_invstd))
+        grad_tile = moments.in_format_of(tile, tensors[grad.number])
         return moments.input_gradient(grad_tile, tile, *statistics, scale, means), *sums
 
     dims = [dim for dim in range(image.ndim) if dim != 1]
     outs = [Tile(image.shape), None, None]
-    reads = reads_of([image, grad], layout, save_mean, save_invstd, weight)
-    return Reduced(dims=dims, local=local, outs=outs, finish=finish, by_parts=False, **reads)  # kernels without derivative
+    reads = reads_and_layouts([image, grad], layout, save_mean, save_invstd, weight)
+    return Reduced(dims=dims, local=local, outs=outs, finish=finish, by_parts=False, **reads)  # its kernels have no gradient
 
 
 def _backward_in_evaluation(grad: Meta, image: Meta, weight, running_mean, running_var, eps: float, mask) -> Reduced:
-    """Statistics are constants: each tile by itself, and sums for weight and bias."""
+    """Statistics are constants: each tile computes its own part of the image's gradient, and of the sums."""
     layout = layout_for([image, grad], [1])
 
     def finish(total: Tensor, *tensors: Tensor) -> tuple:
-        tile, scale = moments.dense(tensors[image.number]), taken(tensors, weight)
+        tile, scale = moments.dense(tensors[image.number]), pick(tensors, weight)
         if tile.numel() == 0:
             return torch.empty_like(tile), *zeros_of(sums, tile)
-        statistics = (taken(tensors, running_mean), taken(tensors, running_var))
-        grad_tile = moments.laid_out_as(tile, tensors[grad.number])
+        statistics = (pick(tensors, running_mean), pick(tensors, running_var))
+        grad_tile = moments.in_format_of(tile, tensors[grad.number])
         return aten.native_batch_norm_backward.default(grad_tile, tile, scale, *statistics, None, None, False, eps, mask)
 
     dtype = image.dtype if weight is None else weight.dtype
     sums = [PartialSum(gives_partial_gradient(weight), (image.shape[1],), dtype) if wanted else None for wanted in mask[1:]]
-    reads = reads_of([image, grad], layout, weight, running_mean, running_var)
-    return Reduced(dims=(), local=nothing, outs=[Tile(image.shape), *sums], finish=finish, **reads)
+    reads = reads_and_layouts([image, grad], layout, weight, running_mean, running_var)
+    return Reduced(dims=(), local=first_tile, outs=[Tile(image.shape), *sums], finish=finish, **reads)
 
 
 @rule(aten.cudnn_batch_norm_backward.default, plain_outputs=(1, 2))
@@ -255,7 +255,7 @@ def batch_norm_backward_with_reserve(
 
 
 def _with_running(operation, *args, momentum=0.3, **options):
-    """The output, and what becomes of running statistics that are no whole numbers."""
+    """The output, and the running statistics after the operation."""
     running = torch.linspace(0.1, 0.7, 3), torch.linspace(0.5, 2.0, 3)
     return [operation(args[0], *running, *args[1:], momentum=momentum, **options), *running]
 
@@ -267,7 +267,7 @@ def _twice(x, w, b):
 
 
 def _by(operation: Any, x: Tensor, w: Tensor, b: Tensor, *training: bool) -> list[Tensor]:
-    """The output of an operation that exporters use, the running statistics after it, and the new ones that it returns."""
+    """The output, the running statistics after the operation, and the new ones that it returns."""
     running = torch.linspace(0.1, 0.7, 3), torch.linspace(0.5, 2.0, 3)
     given = operation(x, w, b, *running, *training, 0.3, 1e-5)
     return [given[0], *running, *(value for value in given[3:] if value.dtype == x.dtype)]
@@ -281,7 +281,7 @@ def _cudnn(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
 
 
 def _through(make: Callable[[], nn.Module]):
-    """The layer's output and its buffers after two passes; the same fresh layer for the whole and for tiles."""
+    """A case: the output and the buffers of a new layer after two passes."""
 
     def run(x: Tensor, *affine: Tensor) -> list[Tensor]:
         mine = make().to(x.dtype)
@@ -302,9 +302,9 @@ _instance = partial(_with_running, F.instance_norm)
 
 
 def _penalty(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """The gradient of a gradient."""
-    (slope,) = torch.autograd.grad(F.batch_norm(x, None, None, w, b, True).pow(3).sum(), x, create_graph=True)
-    return slope
+    """The first gradient, which the case differentiates again."""
+    (grad,) = torch.autograd.grad(F.batch_norm(x, None, None, w, b, True).pow(3).sum(), x, create_graph=True)
+    return grad
 
 
 CASES = [

@@ -1,7 +1,7 @@
-"""Extremes with their places, and orders: max, argmax, sort, topk, median and the like.
+"""Extremes and their indices, and operations that sort: max, argmax, sort, topk, median and the like.
 
-An extreme over cut dims is each tile's own and its place in the whole, in one small message; of equal ones the first in the
-whole counts, as on one device.  Orders want the dim whole: the cut moves to another dim, and the pixels with it.
+Over cut dims each tile sends its extreme and that one's index in the whole, in one small message.  Of equal extremes the first
+in the whole wins, as on one device.  Operations that sort need the dim whole: a cut there moves to another dim.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from widefield.ops.reductions import dims_of, reduced, shrunk
 from widefield.rules import Description, Local, Meta, Reduced, Tile, case, rule
 
 aten = torch.ops.aten
-_FAR = 2**53
-"""A place beyond all pixels, which float64 still holds."""
+_NO_PLACE = 2**53
+"""The index of an empty tile's extreme: above all others, and exact in float64."""
 
 
 def _limit(dtype: torch.dtype, is_max: bool) -> float:
-    """What any value is at least as extreme as."""
+    """The value of `dtype` that no other is less extreme than."""
     if dtype.is_floating_point:
         return -math.inf if is_max else math.inf
     if dtype is torch.bool:
@@ -44,7 +44,7 @@ def _extreme(image: Meta, dim=None, keepdim=False, *, is_max: bool) -> Descripti
     def merge(parts: Tensor) -> Tensor:
         return parts.amax(0) if is_max else parts.amin(0)
 
-    # Equal ones share the gradient, however many each tile has, and the parts do not tell how many.
+    # Equal extremes share the gradient, and a tile's part does not say how many it has.
     return reduced(image, dims, keepdim, local, plain=local, merge=merge, by_parts=False)
 
 
@@ -75,13 +75,13 @@ def aminmax(image: Meta, *, dim=None, keepdim=False) -> Description:
     return reduced(image, dims, keepdim, local, plain=plain, merge=merge, finish=finish, outs=2, by_parts=False)  # as amax
 
 
-# ---------------------------------------------------------------------------------------------- extremes and their places
+# ---------------------------------------------------------------------------------------------- extremes and their indices
 
 
-def _placed(image: Meta, dims: Sequence[int], keepdim: bool, is_max: bool, finish: Callable, outs: int) -> Description:
-    """An extreme over cut dims; finish(values, places) gives the outputs.
+def _indexed_extreme(image: Meta, dims: Sequence[int], keepdim: bool, is_max: bool, finish: Callable, outs: int) -> Description:
+    """The rule of an extreme and its index over cut dims; finish(values, indices) returns the outputs.
 
-    Both travel as one tensor: of float64 for fractions, which holds places up to 2^53, else of int64.
+    Both are sent as one tensor: float64 for floating point, where indices are exact up to 2^53, else int64.
     """
     layout = image.layout
     assert layout is not None
@@ -91,16 +91,16 @@ def _placed(image: Meta, dims: Sequence[int], keepdim: bool, is_max: bool, finis
         tile = tile.to(packed)
         if not all(tile.shape[d] for d in dims):
             nothing = tile.sum(dims, keepdim)
-            return torch.stack([torch.full_like(nothing, _limit(packed, is_max)), torch.full_like(nothing, _FAR)])
+            return torch.stack([torch.full_like(nothing, _limit(packed, is_max)), torch.full_like(nothing, _NO_PLACE)])
         value, place = _extreme_of(tile, dims, keepdim, is_max)
         return torch.stack([value, _in_whole(place, layout.box, layout.shape, dims).to(packed)])
 
     def merge(parts: Tensor) -> Tensor:
         values, places = parts[:, 0], parts[:, 1]
         best = values.amax(0) if is_max else values.amin(0)
-        ties = (values == best) | (values != values)  # a NaN, where there is one, is the best
-        first = places.masked_fill(~ties, _FAR).argmin(0)
-        return parts.gather(0, first.expand(1, 2, *first.shape))[0]  # so the gradient goes to that place alone
+        ties = (values == best) | (values != values)  # a NaN wins
+        first = places.masked_fill(~ties, _NO_PLACE).argmin(0)
+        return parts.gather(0, first.expand(1, 2, *first.shape))[0]  # so that the gradient goes to that pixel alone
 
     def finished(total: Tensor, *_) -> Tensor | tuple:
         return finish(total[0].to(image.dtype), total[1].to(torch.int64))
@@ -110,7 +110,7 @@ def _placed(image: Meta, dims: Sequence[int], keepdim: bool, is_max: bool, finis
 
 
 def _extreme_of(tile: Tensor, dims: Sequence[int], keepdim: bool, is_max: bool) -> tuple[Tensor, Tensor]:
-    """Values and their places in the tile, of one dim or of all, counted row by row."""
+    """Values and their row-major indices in the tile, over one dim or over all."""
     pick = torch.argmax if is_max else torch.argmin
     if len(dims) == 1:
         place = pick(tile, dims[0], keepdim=True)
@@ -123,7 +123,7 @@ def _extreme_of(tile: Tensor, dims: Sequence[int], keepdim: bool, is_max: bool) 
 
 
 def _in_whole(place: Tensor, box: Box, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
-    """Places in a tile as places in the whole, both counted row by row over `dims`."""
+    """Row-major indices in a tile as row-major indices in the whole, both over `dims`."""
     whole, step = torch.zeros_like(place), 1
     for d in reversed(dims):
         whole += (place % len(box[d]) + box[d].start) * step
@@ -137,11 +137,11 @@ def _extreme_along(image: Meta, dim: int, keepdim=False, *, is_max: bool) -> Des
     op = aten.max.dim if is_max else aten.min.dim
     if image.cuts[dim] is None:
         return reduced(image, [dim], keepdim, _never, plain=partial(op, dim=dim, keepdim=keepdim), outs=2)
-    return _placed(image, [dim], keepdim, is_max, lambda values, places: (values, places), 2)
+    return _indexed_extreme(image, [dim], keepdim, is_max, lambda values, places: (values, places), 2)
 
 
 def _never(tile: Tensor) -> Tensor:
-    raise AssertionError("a dim without a cut is reduced by every tile alone")
+    raise AssertionError("a dim without a cut is reduced by each tile on its own")
 
 
 rule(aten.max.dim)(partial(_extreme_along, is_max=True))
@@ -153,18 +153,18 @@ def _place_of_extreme(image: Meta, dim: int | None = None, keepdim=False, *, is_
     op = aten.argmax.default if is_max else aten.argmin.default
     if all(image.cuts[d] is None for d in dims):
         return reduced(image, dims, keepdim, _never, plain=partial(op, dim=dim, keepdim=keepdim))
-    return _placed(image, dims, keepdim, is_max, lambda _, places: places, 1)
+    return _indexed_extreme(image, dims, keepdim, is_max, lambda _, places: places, 1)
 
 
 rule(aten.argmax.default)(partial(_place_of_extreme, is_max=True))
 rule(aten.argmin.default)(partial(_place_of_extreme, is_max=False))
 
 
-# ---------------------------------------------------------------------------------------------- orders
+# ---------------------------------------------------------------------------------------------- sorting
 
 
 def _ordered(image: Meta, dim: int, run: Callable, extent: int | None = None, outs: int = 2) -> Description:
-    """run(tile) wants `dim` whole and leaves the shape, but for `extent` along that dim."""
+    """The rule of run(tile), which needs `dim` whole and changes no other dim; extent: the output's along `dim`."""
     dim %= max(1, image.ndim)
 
     def shapes(layout: Layout) -> list:
@@ -217,17 +217,17 @@ for operation in (aten.median.default, aten.nanmedian.default):
     rule(operation)(partial(_middle, op=operation))
 
 
-def _running(image: Meta, dim: int, *, op: Callable, outs: int) -> Description:
+def _cumulative(image: Meta, dim: int, *, op: Callable, outs: int) -> Description:
     return _ordered(image, dim, lambda tile: op(tile, dim), outs=outs)
 
 
-rule(aten.cummax.default)(partial(_running, op=aten.cummax.default, outs=2))
-rule(aten.cummin.default)(partial(_running, op=aten.cummin.default, outs=2))
-rule(aten.logcumsumexp.default)(partial(_running, op=aten.logcumsumexp.default, outs=1))
+rule(aten.cummax.default)(partial(_cumulative, op=aten.cummax.default, outs=2))
+rule(aten.cummin.default)(partial(_cumulative, op=aten.cummin.default, outs=2))
+rule(aten.logcumsumexp.default)(partial(_cumulative, op=aten.logcumsumexp.default, outs=1))
 
 
 def _coarse(x: Tensor) -> Tensor:
-    """Many equal values."""
+    """x rounded, and so with many equal values."""
     return x.detach().round()
 
 

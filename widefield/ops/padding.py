@@ -1,7 +1,6 @@
-"""Padding, forward and backward: by a constant, by reflection, by the edge pixel, and around a circle.
+"""Padding, forward and backward: constant, reflect, replicate and circular.
 
-Padding lies at the border of the whole: the tiles there get it, and the others stay as they are.  The output's cuts are the
-input's, shifted.  A negative side crops.
+Only tiles at the border of the whole get padding.  The output's cuts are the input's, shifted.  A negative side crops.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from widefield.geometry.box import Box, is_empty, size_of
+from widefield.geometry.box import Box, full_box, is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Cut, Cuts
-from widefield.geometry.window import Back, Border, Shift, border
+from widefield.geometry.window import Adjoint, Border, Shift, border
 from widefield.rules import LocalBoxes, Meta, Read, Run, Tile, Windowed, case, rule
 from widefield.tiled.overrides import BELOW, override
 from widefield.tiled.tensor import TiledTensor
@@ -25,11 +24,11 @@ from widefield.tiled.tensor import TiledTensor
 aten = torch.ops.aten
 
 Sides = dict[int, tuple[int, int]]
-"""Pixels before and after, of the dims that are padded."""
+"""The pixels to add before and after, for each dim that is padded."""
 
 
 def _sides(image: Meta, pad: Sequence[int]) -> Sides:
-    """torch's list, last dim first, by dim."""
+    """F.pad's argument, which lists the last dim first, by dim.  ValueError: a dim would have fewer than no pixels."""
     pairs = {image.ndim - 1 - n: (pad[2 * n], pad[2 * n + 1]) for n in range(len(pad) // 2)}
     sides = {dim: pair for dim, pair in pairs.items() if pair != (0, 0)}
     for dim, (before, after) in sides.items():
@@ -45,7 +44,7 @@ def _padded(shape: Sequence[int], sides: Sides) -> tuple[int, ...]:
 
 
 def _argument(pairs: Sequence[tuple[int, int]]) -> list[int]:
-    """torch's list, last dim first, from pairs in the order of dims."""
+    """F.pad's argument, which lists the last dim first, from pairs in the order of dims."""
     return [number for pair in reversed(pairs) for number in pair]
 
 
@@ -54,7 +53,7 @@ def _argument(pairs: Sequence[tuple[int, int]]) -> list[int]:
 
 @rule(aten.constant_pad_nd.default)
 def constant_pad(image: Meta, pad, value=0) -> Windowed:
-    """Its backward is itself, with negative sides."""
+    """Torch's backward of it is the same operation with negated sides."""
     sides = _sides(image, pad)
     shape = _padded(image.shape, sides)
 
@@ -63,9 +62,9 @@ def constant_pad(image: Meta, pad, value=0) -> Windowed:
         if is_empty(read):
             return lambda tile: tile.new_full(size_of(write), value)
         pairs = []
-        for dim, (held, to) in enumerate(zip(read, write, strict=True)):
+        for dim, (tile, to) in enumerate(zip(read, write, strict=True)):
             before = sides.get(dim, (0, 0))[0]
-            pairs.append((held.start + before - to.start, to.stop - held.stop - before))
+            pairs.append((tile.start + before - to.start, to.stop - tile.stop - before))
         pads = _argument(pairs)
         return lambda tile: aten.constant_pad_nd.default(tile, pads, value)  # new memory, even where there is nothing to pad
 
@@ -86,7 +85,7 @@ def _borders(image: Meta, pad: Sequence[int], kind: str) -> dict[int, Border]:
                 f"{kind} padding by ({before}, {after}) px reaches beyond dim {dim}, {extent} px long; it may have at most "
                 f"{max(0, extent + (most or 0))} px per side; use a larger image or less padding"
             )
-        if min(before, after) <= -extent:  # what is left shows no pixel of the image but its edge's copies
+        if min(before, after) <= -extent:  # what is left would consist of padding alone
             raise NotImplementedError(
                 f"{kind} padding by ({before}, {after}) px cuts away all {extent} px of dim {dim}; take the edge by a slice"
             )
@@ -94,7 +93,7 @@ def _borders(image: Meta, pad: Sequence[int], kind: str) -> dict[int, Border]:
 
 
 def _mirror_pad(kind: str, pad_of: Any, image: Meta, padding) -> Windowed:
-    """reflection_pad and replication_pad: torch's own where the tile has what its padding shows, as border tiles mostly do."""
+    """The rule of reflection_pad and replication_pad: by torch's operation where padding the tile alone gives the output."""
     borders = _borders(image, padding, kind)
     lead = image.ndim - len(padding) // 2
 
@@ -113,39 +112,39 @@ def _mirror_pad(kind: str, pad_of: Any, image: Meta, padding) -> Windowed:
 
 
 def _own_pads(borders: dict[int, Border], kind: str, read: Box, write: Box) -> list[tuple[int, int]] | None:
-    """Per dim, the padding of the tile by itself that gives what is wanted; None where no padding does."""
+    """Per dim, the padding of the tile alone that gives the output; None where no padding does."""
     pads = []
-    for dim, (held, to) in enumerate(zip(read, write, strict=True)):
+    for dim, (tile, to) in enumerate(zip(read, write, strict=True)):
         before = borders[dim].before if dim in borders else 0
-        pair = (held.start + before - to.start, to.stop - before - held.stop)
-        most = len(held) - 1 if kind == "reflect" else max(pair)
-        if dim in borders and (min(pair) < 0 or max(pair) > most or not _is_body(borders[dim], held, to)):
+        pair = (tile.start + before - to.start, to.stop - before - tile.stop)
+        most = len(tile) - 1 if kind == "reflect" else max(pair)
+        if dim in borders and (min(pair) < 0 or max(pair) > most or not _is_body(borders[dim], tile, to)):
             return None
         pads.append(pair)
     return pads
 
 
-def _is_body(of_dim: Border, held: Interval, to: Interval) -> bool:
-    """Whether the pixels held are those that the output shows at their own places: then the padding's are among them."""
+def _is_body(of_dim: Border, tile: Interval, to: Interval) -> bool:
+    """Whether the tile's pixels `tile` are exactly those that the output `to` has unpadded, so padding reads among them."""
     body = next((run for run in of_dim.runs if run.step == 1), None)
-    return body is not None and len(held) > 0 and body.input_read_by(to) == held
+    return body is not None and len(tile) > 0 and body.input_read_by(to) == tile
 
 
 def _filled(tile: Tensor, borders: dict[int, Border], read: Box, write: Box) -> Tensor:
-    """The output box from the box that is read, dim after dim, run after run."""
+    """The output box `write` from the box `read`, one dim after another, joined from its runs."""
     for dim, of_dim in borders.items():
         parts = []
         for run in of_dim.runs:
             pixels = run.input_read_by(write[dim])
             if len(pixels):
                 part = tile.narrow(dim, pixels.start - read[dim].start, len(pixels))
-                parts.append(_turned(part, dim, run.step, len(run.output & write[dim])))
+                parts.append(_in_output_order(part, dim, run.step, len(run.output & write[dim])))
         tile = torch.cat(parts, dim)
     return tile
 
 
-def _turned(part: Tensor, dim: int, step: int, count: int) -> Tensor:
-    """Pixels as a run of this step shows them."""
+def _in_output_order(part: Tensor, dim: int, step: int, count: int) -> Tensor:
+    """The pixels of a run in the output's order: reversed for step -1, repeated for step 0."""
     if step == 0:
         return part.expand(*part.shape[:dim], count, *part.shape[dim + 1 :])
     return part.flip(dim) if step < 0 else part
@@ -159,20 +158,20 @@ def _mirror_pad_backward(kind: str, backward_of: Any, grad: Meta, image: Meta, p
         read, write = part.reads[0], part.write
         pads = _own_pads_back(borders, kind, image.shape, read, write)
         if pads is None:
-            return lambda grad, tile: _returned(grad, borders, read, write)
+            return lambda grad, tile: _gradient_of(grad, borders, read, write)
         if not any(any(pair) for pair in pads):
             return lambda grad, tile: grad.clone()
         numbers = _argument(pads[lead:])
         return lambda grad, tile: backward_of(grad, tile, numbers)
 
-    reach = {dim: Back(of_dim, image.shape[dim]) for dim, of_dim in borders.items()}
+    reach = {dim: Adjoint(of_dim, image.shape[dim]) for dim, of_dim in borders.items()}
     return Windowed([Read(grad, reach), Read(image)], [Tile(image.shape, image.cuts)], prepare)
 
 
 def _own_pads_back(borders: dict[int, Border], kind: str, shape, read: Box, write: Box) -> list[tuple[int, int]] | None:
-    """Per dim, the padding of the tile by itself whose output is exactly the box of the gradient; None where none is."""
+    """Per dim, the padding of the tile alone whose output is exactly the gradient's box; None where there is none."""
     pads = []
-    for dim, (held, to) in enumerate(zip(read, write, strict=True)):
+    for dim, (tile, to) in enumerate(zip(read, write, strict=True)):
         if dim not in borders:
             pads.append((0, 0))
             continue
@@ -181,14 +180,14 @@ def _own_pads_back(borders: dict[int, Border], kind: str, shape, read: Box, writ
         pair = (before if to.start == 0 else 0, after if to.stop == shape[dim] else 0)
         expected = Interval(to.start + before - pair[0], to.stop + before + pair[1])
         most = len(to) - 1 if kind == "reflect" else max(pair)
-        if held != expected or min(pair) < 0 or max(pair) > most or len(to) == 0:
+        if tile != expected or min(pair) < 0 or max(pair) > most or len(to) == 0:
             return None
         pads.append(pair)
     return pads
 
 
-def _returned(grad: Tensor, borders: dict[int, Border], read: Box, write: Box) -> Tensor:
-    """The gradient of the box `write`: what each run shows of it, added up dim after dim."""
+def _gradient_of(grad: Tensor, borders: dict[int, Border], read: Box, write: Box) -> Tensor:
+    """The gradient of the box `write`: one dim after another, the runs' gradients are added to the pixels they read."""
     for dim, of_dim in borders.items():
         size = list(grad.shape)
         size[dim] = len(write[dim])
@@ -203,7 +202,7 @@ def _returned(grad: Tensor, borders: dict[int, Border], read: Box, write: Box) -
 
 
 def _add_back(out: Tensor, part: Tensor, dim: int, step: int, pixels: Interval, write: Interval) -> None:
-    """Add the gradient of a run's outputs to the pixels they show."""
+    """Add the gradient of a run's outputs to the pixels that they read."""
     part = part.sum(dim, keepdim=True) if step == 0 else part.flip(dim) if step < 0 else part
     out.narrow(dim, pixels.start - write.start, len(pixels)).add_(part)
 
@@ -222,14 +221,14 @@ for _dims in (1, 2, 3):
 @torch.library.custom_op("widefield::circular_pad", mutates_args=())
 def _circular_pad(image: Tensor, dim: int, before: int, after: int) -> Tensor:
     of_dim = border("circular", extent=image.shape[dim], before=before, after=after)
-    return _filled(image, {dim: of_dim}, _box(image.shape), _box(_padded(image.shape, {dim: (before, after)})))
+    return _filled(image, {dim: of_dim}, full_box(image.shape), full_box(_padded(image.shape, {dim: (before, after)})))
 
 
 @torch.library.custom_op("widefield::circular_pad_backward", mutates_args=())
 def _circular_pad_backward(grad: Tensor, dim: int, before: int, after: int) -> Tensor:
     shape = _padded(grad.shape, {dim: (-before, -after)})
     of_dim = border("circular", extent=shape[dim], before=before, after=after)
-    return _returned(grad, {dim: of_dim}, _box(grad.shape), _box(shape))
+    return _gradient_of(grad, {dim: of_dim}, full_box(grad.shape), full_box(shape))
 
 
 @_circular_pad.register_fake
@@ -249,25 +248,21 @@ def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
 _circular_pad.register_autograd(
     lambda ctx, grad: (torch.ops.widefield.circular_pad_backward(grad, *ctx.sides), None, None, None), setup_context=_remember
 )
-_circular_pad_backward.register_autograd(  # linear, so each is the other's
+_circular_pad_backward.register_autograd(  # each is the other's adjoint
     lambda ctx, grad: (torch.ops.widefield.circular_pad(grad, *ctx.sides), None, None, None), setup_context=_remember
 )
 
 
-def _box(shape: Sequence[int]) -> Box:
-    return tuple(Interval(0, extent) for extent in shape)
-
-
 @rule(torch.ops.widefield.circular_pad.default)
 def circular_pad(image: Meta, dim: int, before: int, after: int) -> Windowed:
-    """One dim; each run is a read of its own, since the two ends of a circle together would be the whole dim."""
+    """Pads one dim.  Each run is a read of its own, for one interval that contains both ends would be the whole dim."""
     of_dim = border("circular", extent=image.shape[dim], before=before, after=after)
     shape = _padded(image.shape, {dim: (before, after)})
     reads = [Read(image, {dim: run}) for run in of_dim.runs]
 
     def prepare(part: LocalBoxes) -> Run:
         used = [n for n, box in enumerate(part.reads) if not is_empty(box)]
-        return lambda *tiles: torch.cat([tiles[n] for n in used], dim).contiguous()  # as torch's, whatever the image's order
+        return lambda *tiles: torch.cat([tiles[n] for n in used], dim).contiguous()  # row-major, as torch's result always is
 
     return Windowed(reads, [Tile(shape, _shifted(image, dim, of_dim.cut_of))], prepare)
 
@@ -293,12 +288,12 @@ def circular_pad_backward(grad: Meta, dim: int, before: int, after: int) -> Wind
 
         return add
 
-    reads = [Read(grad, {dim: Back(run, shape[dim])}) for run in of_dim.runs]
+    reads = [Read(grad, {dim: Adjoint(run, shape[dim])}) for run in of_dim.runs]
     return Windowed(reads, [Tile(shape, _shifted(grad, dim, Shift(before, shape[dim]).cut_of))], prepare)
 
 
 def _shifted(meta: Meta, dim: int, cut_of: Any) -> Cuts:
-    """The cuts of a tensor, with those of `dim` as they are in the output."""
+    """The cuts of the output: the tensor's, on `dim` mapped by `cut_of`."""
     cuts = list(meta.cuts)
     cut = cuts[dim]
     cuts[dim] = None if cut is None else Cut(cut.axes, cut_of(cut.bounds))
@@ -307,11 +302,11 @@ def _shifted(meta: Meta, dim: int, cut_of: Any) -> Cuts:
 
 @override("_pad_circular")
 def _circular(keys: Any, image: Tensor, pad: Sequence[int]) -> Tensor:
-    """torch's `_pad_circular`, which would write slices of an empty tensor in place; on tiles it is the operation above."""
+    """Torch's `_pad_circular`, on tiles by the operation above: torch's writes slices of an empty tensor in place."""
     if type(image) is not TiledTensor:
         return aten._pad_circular.default.redispatch(keys & BELOW, image, pad)
     sides = _sides(Meta(tuple(image.shape), image.dtype, None, 0), pad)
-    for dim, (before, after) in sides.items():  # what is cut off goes first, as torch's
+    for dim, (before, after) in sides.items():  # crops come first, as in torch
         crop = max(-before, 0), max(-after, 0)
         if any(crop):
             image = image.narrow(dim, crop[0], max(0, image.shape[dim] - sum(crop)))

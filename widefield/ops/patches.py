@@ -1,4 +1,4 @@
-"""Windows of pixels as a tensor of their own, and back: F.unfold, F.fold and Tensor.unfold, forward and backward."""
+"""F.unfold, F.fold and Tensor.unfold, forward and backward: windows of pixels as dims of a new tensor, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from widefield.rules import Local, LocalBoxes, Meta, Read, Tile, Windowed, case,
 from widefield.tiled.dispatch import by_rule
 from widefield.tiled.redistribute import to_layout
 from widefield.tiled.tensor import TiledTensor, wrap_view
-from widefield.tiled.view_writeback import same_of, version_of
+from widefield.tiled.view_writeback import stable_alias, version_of
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Patches:
-    """How F.unfold's column p * width + q is the patch of row p and column q: `rows` is the window of an image's rows."""
+    """The columns of F.unfold: column p * width + q is the patch at row p and column q.  rows: the patches' Window of rows."""
 
     rows: Window
     width: int
@@ -37,7 +37,7 @@ class _Patches:
         return Interval(rows.start * self.width, rows.stop * self.width)
 
     def rows_of(self, columns: Interval) -> Interval:
-        """The rows of patches that have any of these columns."""
+        """The rows of patches to which these columns belong."""
         return Interval(columns.start // self.width, -(-columns.stop // self.width)) if len(columns) else EMPTY
 
     def input_read_by(self, output: Interval) -> Interval:
@@ -49,7 +49,7 @@ class _Patches:
 
 @dataclass(frozen=True)
 class _Folded:
-    """The adjoint of patches: a row of the image reads the columns of all patches that it is in."""
+    """The adjoint of _Patches: a row of the image reads the columns of all patches that contain it."""
 
     patches: _Patches
 
@@ -75,7 +75,7 @@ def _patches_of(extents: Sequence[int], size, dilation, padding, stride) -> _Pat
 
 @rule(aten.im2col.default)
 def im2col(image: Meta, kernel_size, dilation, padding, stride) -> Windowed:
-    """(B, C * size, patches) of (B, C, H, W): rows of patches are cut as the image's rows, or over all that cut H and W."""
+    """(B, C, H, W) to (B, C * size, patches), cut by rows of patches: as H is cut; if W is cut, evenly over their axes."""
     if image.ndim != 4:
         raise NotImplementedError(f"unfold on tiles wants (B, C, H, W), not {image.ndim} dims; add image[None]")
     patches = _patches_of(image.shape[2:], kernel_size, dilation, padding, stride)
@@ -90,7 +90,7 @@ def im2col(image: Meta, kernel_size, dilation, padding, stride) -> Windowed:
         rows = patches.rows_of(part.write[2])
         needed, read = patches.rows.input_read_by(rows), part.reads[0][2]
         extra = [0, 0, read.start - needed.start, needed.stop - read.stop]
-        at = _inside(patches.columns_of(rows), part.write[2])
+        at = _slice_of(patches.columns_of(rows), part.write[2])
 
         def run(tile: Tensor) -> Tensor:
             tile = F.pad(tile, extra) if any(extra) else tile
@@ -114,7 +114,7 @@ def _columns_cut(image: Meta, patches: _Patches) -> Cut | None:
     return _scaled(Cut(axes, even_cut(patches.rows.count, image.layout.grid.num_shards(axes))), patches.width)
 
 
-def _inside(made: Interval, wanted: Interval) -> slice | None:
+def _slice_of(made: Interval, wanted: Interval) -> slice | None:
     return None if made == wanted else slice(wanted.start - made.start, wanted.stop - made.start)
 
 
@@ -124,7 +124,7 @@ def _cropped(columns: Tensor, at: slice | None) -> Tensor:
 
 @rule(aten.col2im.default)
 def col2im(columns: Meta, output_size, kernel_size, dilation, padding, stride) -> Windowed:
-    """(B, C, H, W) of (B, C * size, patches): every pixel is the sum over the patches that it is in."""
+    """(B, C * size, patches) to (B, C, H, W): every pixel is the sum over the patches that contain it."""
     if columns.ndim != 3:
         raise NotImplementedError(f"fold on tiles wants (B, C * size, patches), not {columns.ndim} dims; add columns[None]")
     patches = _patches_of(output_size, kernel_size, dilation, padding, stride)
@@ -153,37 +153,37 @@ def col2im(columns: Meta, output_size, kernel_size, dilation, padding, stride) -
     return Windowed([Read(columns, reach)], [Tile((columns.shape[0], channels, *output_size))], prepare)
 
 
-# ---------------------------------------------------------------------------------------------- windows: tensor.unfold
+# ---------------------------------------------------------------------------------------------- Tensor.unfold
 
 
 @composed(aten.unfold.default)
 def unfold(tensor: TiledTensor, dimension: int, size: int, step: int) -> Tensor:
-    """Windows of a dim, as a new last dim: a view, or where the dim is cut a copy that what is written to goes home from."""
+    """Windows of a dim as a new last dim: a view, or where the dim is cut a copy, writes to which are written back."""
     made = by_rule(_unfolded, aten.unfold.default, (tensor, dimension, size, step), {})
     dim = dimension % max(1, tensor.ndim)
     if tensor.tile_layout.cuts[dim] is None:
         return made
-    apart = tensor.stride(dim)
-    strides = (*tensor.stride()[:dim], apart * step, *tensor.stride()[dim + 1 :], apart)
+    stride = tensor.stride(dim)
+    strides = (*tensor.stride()[:dim], stride * step, *tensor.stride()[dim + 1 :], stride)
     view = wrap_view(made.local, made.tile_layout, strides)
-    view.writeback, view.may_alias_data, view.repeats = (
+    view.writeback, view.may_alias_data, view.may_overlap = (
         _Windows(tensor, made, dim, size, step),
         tensor.may_alias_data,
-        tensor.repeats,
+        tensor.may_overlap,
     )
-    tensor.shown = True
+    tensor.has_views = True
     return view
 
 
 class _Windows:
-    """The home of windows of a cut dim: see `homes.Home`."""
+    """The write-back of windows of a cut dim; the counterpart of view_writeback.ViewWriteback."""
 
     def __init__(self, source: TiledTensor, windows: TiledTensor, dim: int, size: int, step: int) -> None:
-        self.source, self.windows, self.at = same_of(source), windows, (dim, size, step)
+        self.source, self.windows, self.at = stable_alias(source), windows, (dim, size, step)
         self.version = version_of(source)
 
     def flush(self, version: int) -> None:
-        """Send the pixels that windows show home; NotImplementedError where windows share pixels."""
+        """Write the windows' pixels back to the tensor.  NotImplementedError: windows overlap."""
         _, size, step = self.at
         if size > step:
             raise NotImplementedError(
@@ -191,18 +191,17 @@ class _Windows:
                 f"write to x, or to windows at least {size} px apart, or to x.unfold(...).clone()"
             )
         source, self.version = self.source, version
-        pixels, shown = (
+        pixels, in_windows = (
             aten.unfold_backward.default(part, list(source.shape), *self.at)
             for part in (self.windows, aten.ones_like.default(self.windows, dtype=torch.bool))
         )
-        source.local.copy_(
-            torch.where(to_layout(shown, source.tile_layout), to_layout(pixels, source.tile_layout), source.local)
-        )
+        layout = source.tile_layout
+        source.local.copy_(torch.where(to_layout(in_windows, layout), to_layout(pixels, layout), source.local))
         if source.writeback is not None:
             source.writeback.flush(version)
 
     def refresh(self, version: int) -> None:
-        """Fetch the windows again where the tensor was written to since."""
+        """Copy the windows from the tensor again, if it was written to since."""
         if version == self.version:
             return
         self.version = version
@@ -221,7 +220,7 @@ def _unfolded(tensor: Meta, dimension: int, size: int, step: int) -> Windowed | 
         )
 
     def prepare(part: LocalBoxes) -> Callable[[Tensor], Tensor]:
-        return lambda tile: tile.unfold(dim, size, step).clone()  # without the overlap, in the view's order
+        return lambda tile: tile.unfold(dim, size, step).clone()  # memory of its own, with the dims in the view's order
 
     return Windowed([Read(tensor, {dim: window})], [Tile(shape)], prepare)
 
@@ -237,7 +236,7 @@ def _window_of(shape: Sequence[int], dim: int, size: int, step: int) -> Window:
 
 @rule(aten.unfold_backward.default)
 def unfold_backward(grad: Meta, input_sizes, dim: int, size: int, step: int) -> Windowed:
-    """Every pixel is the sum over the windows that it is in."""
+    """Every pixel is the sum over the windows that contain it."""
     dim %= max(1, len(input_sizes))
     window = _window_of(input_sizes, dim, size, step)
 
@@ -269,14 +268,14 @@ def _windows_written(x: Tensor) -> Tensor:
     return y * y
 
 
-def _windows_in_turn(x: Tensor) -> list[Tensor]:
+def _windows_written_alternately(x: Tensor) -> list[Tensor]:
     y = (x * 1).detach()
     windows = y.unfold(2, 2, 5)
     y.add_(1)
     windows[..., 0].mul_(4)
-    seen = windows.sin()
+    sines = windows.sin()
     y.mul_(2)
-    return [y, seen, windows * 1]
+    return [y, sines, windows * 1]
 
 
 CASES = [
@@ -308,7 +307,7 @@ CASES = [
     case("unfold 1-D", lambda x: x.unfold(0, 3, 2), (19,)),
     case("written to windows", lambda x: (y := x * 1, y.unfold(2, 2, 3).mul_(5), y * y)[-1], (2, 3, 17, 9)),
     case("written to windows of windows", _windows_written, (2, 3, 17, 9)),
-    case("windows and their tensor written in turn", _windows_in_turn, (2, 3, 17, 9)),
+    case("windows and their tensor written in turn", _windows_written_alternately, (2, 3, 17, 9)),
     case("written to windows that overlap", lambda x: (x * 1).unfold(2, 3, 2).mul_(2), (2, 3, 9, 7), refuses="share pixels"),
     case("unfold too far", lambda x: x.unfold(2, 12, 1), (2, 3, 9, 7), refuses="does not fit"),
 ]

@@ -1,7 +1,7 @@
 """Max and average pooling through windows, forward and backward, in 1 to 3 dims.
 
-Tiles are pooled by torch's own operation.  What depends on the whole is put right around it: a max's indices count pixels of
-the whole plane, and an average's divisor counts pixels as the whole's window has them.  1-D pooling is 2-D with one row.
+Each tile is pooled by torch's own operation.  What depends on the whole is corrected afterwards: indices of a max refer to the
+whole plane, and the divisor of an average at the image's border counts the whole's window.  1-D pooling is 2-D with one row.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.geometry.box import Box, is_empty, size_of
+from widefield.geometry.box import Box, full_box, is_empty, size_of
 from widefield.geometry.interval import Interval
-from widefield.geometry.window import Spread, Window, window_count
+from widefield.geometry.window import Spread, Window, per_dim, window_count
 from widefield.rules import Additive, LocalBoxes, Meta, Read, Tile, Windowed, case, rule
 
 aten = torch.ops.aten
 
 
 def _windows(image: Meta, dims: int, size, stride, padding, dilation, ceil_mode: bool) -> list[Window]:
-    """One Window per image dim; ValueError where torch would not pool either."""
-    size, padding, dilation = full(size, dims), full(padding, dims), full(dilation, dims)
-    stride = full(stride, dims) if stride else size
+    """One Window per image dim; ValueError where torch refuses, too."""
+    size, padding, dilation = per_dim(size, dims), per_dim(padding, dims), per_dim(dilation, dims)
+    stride = per_dim(stride, dims) if stride else size
     windows = []
     for extent, k, s, p, d in zip(image.shape[-dims:], size, stride, padding, dilation, strict=True):
         count = window_count(extent, size=k, stride=s, padding=p, dilation=d, ceil_mode=ceil_mode)
@@ -40,13 +40,8 @@ def _windows(image: Meta, dims: int, size, stride, padding, dilation, ceil_mode:
     return windows
 
 
-def full(values, dims: int) -> list[int]:
-    values = list(values) if isinstance(values, (list, tuple)) else [values]
-    return values if len(values) == dims else values * dims
-
-
 def reach_of(meta: Meta, of_dims: Sequence) -> dict:
-    """Reaches of the last dims of a tensor."""
+    """The `reach` of a Read: `of_dims` are those of the tensor's last dims."""
     return {meta.ndim - len(of_dims) + n: reach for n, reach in enumerate(of_dims)}
 
 
@@ -58,25 +53,26 @@ def pooled_shape(image: Meta, counts: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Fit(NamedTuple):
-    """How torch's arguments give the wanted windows of one dim of a box."""
+    """Arguments with which torch computes the wanted windows of one dim of a box."""
 
     padding: int
     extra: tuple[int, int]
-    """Pixels to put around the box before."""
+    """Pixels to pad before and after the box, ahead of the call; negative crops."""
     front: int
-    """Windows that come out too early."""
+    """How many of the first results to drop."""
     overhang: bool
-    """The last window ends beyond the padding: ceil_mode wants it."""
+    """Whether the last window reaches past the padding, and so needs ceil_mode."""
 
     @classmethod
     def of(cls, window: Window, read: Interval, write: Interval, *, holds_a_window: bool = False) -> _Fit:
-        """holds_a_window: the box must hold one without torch's padding, as `avg_pool3d` asks."""
+        """holds_a_window: a box that is smaller than a window is padded ahead, for `avg_pool3d` refuses it."""
         needed = window.input_read_by(write)
         before, after = read.start - needed.start, needed.stop - read.stop
         if holds_a_window and len(read) < window.span:
             return cls(0, (before, after), 0, False)
-        half, stride = window.size // 2, window.stride  # torch takes no more padding than half a window
-        most = stride if after < window.span else 1  # less one: how far ceil_mode's last window, which meets the box, goes on
+        half, stride = window.size // 2, window.stride  # torch's padding is at most half a window
+        # Less than `most` is what ceil_mode's last window, which must meet the box, may overhang.
+        most = stride if after < window.span else 1
         inside = before if before <= half else 0
         more = max(0, -(-(after - inside - most + 1) // stride))
         front = more if inside + more * stride <= half else 0
@@ -86,7 +82,7 @@ class _Fit(NamedTuple):
 
 
 class _Fitted:
-    """torch's pooling of a box, with the fits of its dims: `before` widens the box, `after` drops windows not wanted."""
+    """Torch's pooling of a box: `before` pads the box, other attributes are torch's arguments, `after` crops the results."""
 
     def __init__(self, windows: list[Window], read: Box, write: Box, *, holds_a_window: bool = False) -> None:
         dims = len(windows)
@@ -104,9 +100,9 @@ class _Fitted:
     def _crop(self, windows: list[Window], fits: list[_Fit], write: Box) -> tuple | None:
         found = [
             window_count(
-                len(held), size=w.size, stride=w.stride, padding=fit.padding, dilation=w.dilation, ceil_mode=self.ceil_mode
+                len(pixels), size=w.size, stride=w.stride, padding=fit.padding, dilation=w.dilation, ceil_mode=self.ceil_mode
             )
-            for w, fit, held in zip(windows, fits, self.frame, strict=True)
+            for w, fit, pixels in zip(windows, fits, self.frame, strict=True)
         ]
         if found == [len(interval) for interval in write]:
             return None
@@ -120,26 +116,26 @@ class _Fitted:
 
 
 class _Frame(NamedTuple):
-    """The pixels of one dim that torch's backward is run on: `pixels` padded by `padding` have the given windows exactly."""
+    """One dim of the box that torch's backward runs on: `pixels`, padded by `padding`, have exactly the given windows."""
 
     padding: int
     pixels: Interval
 
     @classmethod
     def of(cls, window: Window, read: Interval, write: Interval) -> _Frame:
-        """For outputs `read` and inputs `write`; holds every pixel of the image that the outputs' windows hold."""
+        """For the output pixels `read` and the input pixels `write`; contains all of the image that the windows read."""
         needed = window.input_read_by(read)
         inside = needed & Interval(0, window.extent)
         padding = max(0, -needed.start)
         low = needed.stop - padding
         if inside.stop > low + window.stride - 1 or low - needed.start - padding < window.span:
-            padding = 0  # pixels would be left out, or not hold a window, as the backward of `avg_pool3d` asks
+            padding = 0  # else the frame would miss pixels, or be smaller than a window, which `avg_pool3d`'s backward refuses
         low = needed.stop - padding
         return cls(padding, Interval(needed.start + padding, min(max(write.stop, inside.stop, low), low + window.stride - 1)))
 
 
 class _Framed:
-    """Runs a backward of torch's on a frame of the image, and gives the part of it that is wanted."""
+    """The frame of the image that torch's backward runs on, and how to take the wanted box from its result."""
 
     def __init__(self, windows: list[Window], read: Box, write: Box) -> None:
         self.dims = len(windows)
@@ -151,13 +147,13 @@ class _Framed:
         self.frame = [frame.pixels for frame in frames]
         self.box = tuple(len(interval) for interval in self.frame)
         wanted = write[-self.dims :]
-        sides = [(held.start - to.start, to.stop - held.stop) for held, to in zip(self.frame, wanted, strict=True)]
+        sides = [(pixels.start - to.start, to.stop - pixels.stop) for pixels, to in zip(self.frame, wanted, strict=True)]
         self.pad = [n for pair in reversed(sides) for n in pair] if any(n > 0 for pair in sides for n in pair) else None
-        self.crop = (..., *(slice(-a, len(held) + b) for (a, b), held in zip(sides, self.frame, strict=True)))
+        self.crop = (..., *(slice(-a, len(pixels) + b) for (a, b), pixels in zip(sides, self.frame, strict=True)))
         self.fits = not any(n for pair in sides for n in pair)
 
     def like(self, grad: Tensor, image: Tensor) -> Tensor:
-        """A tensor of the frame's size; torch's backward reads its size and memory format alone."""
+        """A tensor of the frame's size, in place of the image, of which torch's backward reads only size and memory format."""
         return image if self.fits else _blank(image, (*grad.shape[: grad.ndim - self.dims], *self.box))
 
     def wanted(self, out: Tensor) -> Tensor:
@@ -167,7 +163,7 @@ class _Framed:
 
 
 def _blank(like: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Memory of the tile's format, not filled."""
+    """An uninitialized tensor in the memory format of `like`."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.ndim)
     if last is not None and like.is_contiguous(memory_format=last) and not like.is_contiguous():
         return torch.empty(size, dtype=like.dtype, device=like.device, memory_format=last)
@@ -177,11 +173,11 @@ def _blank(like: Tensor, size: tuple[int, ...]) -> Tensor:
 # ---------------------------------------------------------------------------------------------- indices
 
 
-def recounted(flat: Tensor, held: Sequence[Interval], to: Sequence[Interval], *, in_place: bool) -> Tensor:
-    """Flat indices into the pixels `held` as flat indices into the pixels `to`."""
-    old, new = [len(i) for i in held], [len(i) for i in to]
+def reindexed(flat: Tensor, old_box: Sequence[Interval], new_box: Sequence[Interval], *, in_place: bool) -> Tensor:
+    """Flat indices into the box `old_box` as flat indices into the box `new_box`, which count the same pixels."""
+    old, new = [len(i) for i in old_box], [len(i) for i in new_box]
     rows = [(math.prod(old[n:]), (new[n] - old[n]) * math.prod(new[n + 1 :])) for n in range(1, len(old)) if new[n] != old[n]]
-    first = sum((h.start - t.start) * math.prod(new[n + 1 :]) for n, (h, t) in enumerate(zip(held, to, strict=True)))
+    first = sum((h.start - t.start) * math.prod(new[n + 1 :]) for n, (h, t) in enumerate(zip(old_box, new_box, strict=True)))
     added = [torch.div(flat, size, rounding_mode="floor").mul_(more) for size, more in rows]
     out = flat if in_place else flat.clone()
     for part in added:
@@ -189,16 +185,12 @@ def recounted(flat: Tensor, held: Sequence[Interval], to: Sequence[Interval], *,
     return out.add_(first) if first else out
 
 
-def planes(extents: Sequence[int]) -> list[Interval]:
-    return [Interval(0, extent) for extent in extents]
-
-
 # ---------------------------------------------------------------------------------------------- max
 
 
 def _max_pool(dims: int, image: Meta, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False) -> Windowed:
     windows = _windows(image, dims, kernel_size, stride, padding, dilation, ceil_mode)
-    whole = planes(image.shape[-dims:])
+    whole = full_box(image.shape[-dims:])
     pool = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[dims]
     lowest = -math.inf if image.dtype.is_floating_point else torch.iinfo(image.dtype).min
 
@@ -207,7 +199,7 @@ def _max_pool(dims: int, image: Meta, kernel_size, stride=(), padding=0, dilatio
 
         def run(tile: Tensor) -> tuple[Tensor, Tensor]:
             values, flat = pool(fit.before(tile, lowest), fit.size, fit.stride, fit.padding, fit.dilation, fit.ceil_mode)
-            return fit.after(values), recounted(fit.after(flat), fit.frame, whole, in_place=not values.requires_grad)
+            return fit.after(values), reindexed(fit.after(flat), fit.frame, whole, in_place=not values.requires_grad)
 
         return run
 
@@ -220,7 +212,7 @@ def _max_pool_backward(
     dims: int, grad: Meta, image: Meta, kernel_size, stride, padding, dilation, ceil_mode, indices: Meta
 ) -> Windowed:
     windows = _windows(image, dims, kernel_size, stride, padding, dilation, ceil_mode)
-    whole = planes(image.shape[-dims:])
+    whole = full_box(image.shape[-dims:])
     backward = {2: aten.max_pool2d_with_indices_backward.default, 3: aten.max_pool3d_with_indices_backward.default}[dims]
 
     def prepare(part: LocalBoxes):
@@ -229,7 +221,7 @@ def _max_pool_backward(
         frame = _Framed(windows, part.reads[0], part.write)
 
         def run(grad: Tensor, flat: Tensor, image: Tensor) -> Tensor:
-            flat = recounted(flat, whole, frame.frame, in_place=False)
+            flat = reindexed(flat, whole, frame.frame, in_place=False)
             like = frame.like(grad, image)
             return frame.wanted(backward(grad, like, frame.size, frame.stride, frame.padding, frame.dilation, False, flat))
 
@@ -254,7 +246,7 @@ rule(aten.max_pool3d_with_indices_backward.default)(partial(_max_pool_backward, 
 
 
 class _Divisors:
-    """What an average divides by: the window's size, or a constant; fewer pixels where the window leaves the whole."""
+    """The divisors of an average: `number`, and corrections where a window reaches past the image or its counted padding."""
 
     def __init__(self, windows: list[Window], count_include_pad: bool, divisor_override: int | None) -> None:
         self.windows, self.include = windows, count_include_pad
@@ -262,7 +254,7 @@ class _Divisors:
         self.number = divisor_override or math.prod(w.size for w in windows)
 
     def corrections(self, write: Box) -> list[tuple[int, int, float]]:
-        """(dim, output, factor) where the divisor of `write` is another; dims are counted from the last."""
+        """(dim, output, factor) triples: factors for the outputs in `write` that have another divisor; dims are negative."""
         if self.is_fixed:
             return []
         dims = len(self.windows)
@@ -292,8 +284,8 @@ def _avg_pool(
     divisors = _Divisors(windows, count_include_pad, divisor_override)
     if not image.dtype.is_floating_point:
         raise NotImplementedError(
-            f"average pooling of integers ({image.dtype}) has no rule on tiles: at borders other sums are rounded; "
-            "use x.double(), and round what comes"
+            f"average pooling of integers ({image.dtype}) has no rule on tiles: at tile borders other sums would be rounded; "
+            "use x.double(), and round the result"
         )
     pool = {2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}[dims]
 
@@ -342,7 +334,7 @@ rule(aten.avg_pool3d_backward.default)(partial(_avg_pool_backward, 3))
 
 
 def ties(x: Tensor) -> Tensor:
-    """Few different values, so that windows have several largest pixels; the gradient is that of x."""
+    """x rounded, so that windows have several equal maxima; its gradient is that of x."""
     return x + (x.detach().round() - x.detach())
 
 

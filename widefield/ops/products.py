@@ -1,10 +1,10 @@
-"""Products of matrices: mm, bmm, mv, dot and their sums with another tensor; linear, matmul and einsum arrive as these.
+"""Matrix products: mm, bmm, mv, dot, and these plus a bias; linear, matmul and einsum arrive here as such.
 
-Each is written in letters, `bnk,bkm->bnm`, and the axes of the grid are given to letters.  An axis at an outer letter cuts
-the output; at a summed one every rank has a part of the sum.  Where the operands are cut along different dims, the letters
-are chosen so that the fewest numbers travel.
+A product is written as in einsum, `bnk,bkm->bnm`, and every axis of the grid is assigned to a letter.  An axis at a letter of
+the output cuts the output; an axis at a summed letter gives every rank a part of the sum.  Where operands are cut along
+different letters, the assignment is chosen that sends the fewest numbers.
 
-In a backward a sum over pixels stays this rank's part until somebody wants its value, see `tiled/partial_gradient.py`.
+In a backward a sum may stay a partial gradient, see `tiled/partial_gradient.py`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from widefield.rules import Meta, ShardedProduct, case, rule
 aten = torch.ops.aten
 
 
-def planned(letters: str, operands: Sequence[Meta]) -> tuple[list[Layout], Layout, tuple[int, ...]]:
-    """Layouts of the operands and of the output of a product, and the axes along which ranks hold parts of its sum.
+def cheapest_layouts(letters: str, operands: Sequence[Meta]) -> tuple[list[Layout], Layout, tuple[int, ...]]:
+    """The operands' layouts, the output's layout, and the axes along which ranks have parts of a sum; the cheapest choice.
 
-    letters: as in einsum, "nk,km->nm".  Every axis of the grid that cuts an operand gets one of the letters it cuts there.
+    letters: as in einsum, "nk,km->nm".  An axis that cuts an operand is assigned to one of the letters that it cuts.
     """
     grid = next(meta.layout.grid for meta in operands if meta.layout is not None)
     terms, result = letters.split("->")[0].split(","), letters.split("->")[1]
-    held = [_letters_by_axis(term, meta) for term, meta in zip(terms, operands, strict=True)]
-    axes = sorted({axis for found in held for axis in found})
-    choices = [sorted({found[axis] for found in held if axis in found}) for axis in axes]
+    letters_of = [_letters_by_axis(term, meta) for term, meta in zip(terms, operands, strict=True)]
+    axes = sorted({axis for found in letters_of for axis in found})
+    choices = [sorted({found[axis] for found in letters_of if axis in found}) for axis in axes]
     plans = [_plan(terms, result, operands, dict(zip(axes, chosen, strict=True)), grid) for chosen in product(*choices)]
     best = min(plans, key=lambda plan: _cost(plan, operands))
     return best
@@ -45,7 +45,7 @@ def _letters_by_axis(term: str, meta: Meta) -> dict[int, str]:
 
 
 def _plan(terms: Sequence[str], result: str, operands: Sequence[Meta], letter_of: dict[int, str], grid: Grid):
-    """The layouts that follow once every axis has a letter."""
+    """The layouts that follow from an assignment of axes to letters, as `cheapest_layouts` returns them."""
     extents = {
         letter: n for term, meta in zip(terms, operands, strict=True) for letter, n in zip(term, meta.shape, strict=True)
     }
@@ -59,7 +59,7 @@ def _plan(terms: Sequence[str], result: str, operands: Sequence[Meta], letter_of
 
 
 def _cut_of(letter: str, axes: tuple[int, ...], extent: int, terms: Sequence[str], operands: Sequence[Meta], grid: Grid) -> Cut:
-    """The cut of a letter along these axes: that of the largest operand which has it so already, else an even one."""
+    """The cut of a letter along `axes`: that of the largest operand that is cut so already, else an even one."""
     found = [
         (meta.cuts[term.index(letter)], torch.Size(meta.shape).numel())
         for term, meta in zip(terms, operands, strict=True)
@@ -72,25 +72,25 @@ def _cut_of(letter: str, axes: tuple[int, ...], extent: int, terms: Sequence[str
 
 
 def _cost(plan, operands: Sequence[Meta]) -> int:
-    """Numbers that all ranks together receive."""
-    layouts, out, over = plan
+    """How many numbers all ranks together receive."""
+    layouts, out, partial_axes = plan
     moved = sum(
-        torch.Size(size_of(to)).numel() - torch.Size(size_of(meet(to, own))).numel()
+        torch.Size(size_of(to)).numel() - torch.Size(size_of(meet(to, current))).numel()
         for meta, layout in zip(operands, layouts, strict=True)
         if meta.layout is not None
-        for to, own in zip(layout.boxes, meta.layout.boxes, strict=True)
+        for to, current in zip(layout.boxes, meta.layout.boxes, strict=True)
     )
-    ways = out.grid.num_shards(over)
-    summed = sum(torch.Size(size_of(box)).numel() for box in out.boxes) * 2 * (ways - 1) // ways
+    num_shards = out.grid.num_shards(partial_axes)
+    summed = sum(torch.Size(size_of(box)).numel() for box in out.boxes) * 2 * (num_shards - 1) // num_shards
     return moved + summed
 
 
 def _product(run: Callable, letters: str, a: Meta, b: Meta) -> ShardedProduct:
-    layouts, out, over = planned(letters, [a, b])
-    return ShardedProduct([a, b], layouts, run, out, over)
+    layouts, out, partial_axes = cheapest_layouts(letters, [a, b])
+    return ShardedProduct([a, b], layouts, run, out, partial_axes)
 
 
-# ---------------------------------------------------------------------------------------------- products alone
+# ---------------------------------------------------------------------------------------------- products
 
 rule(aten.dot.default)(partial(_product, aten.dot.default, "k,k->"))
 rule(aten.vdot.default)(partial(_product, aten.vdot.default, "k,k->"))
@@ -99,27 +99,28 @@ rule(aten.mm.default)(partial(_product, aten.mm.default, "nk,km->nm"))
 rule(aten.bmm.default)(partial(_product, aten.bmm.default, "bnk,bkm->bnm"))
 
 
-# ---------------------------------------------------------------------------------------------- products and a sum
+# ---------------------------------------------------------------------------------------------- products plus a bias
 
 
 def _added(run: Callable, letters: str, bias: Meta, a: Meta, b: Meta, *, beta=1, alpha=1) -> ShardedProduct:
-    """beta * bias + alpha * product.  Where the product is a sum of parts, one rank's part has the bias."""
-    layouts, out, over = planned(letters, [a, b]) if a.is_cut or b.is_cut else _following(letters, bias, a, b)
+    """beta * bias + alpha * product.  Where ranks have parts of a sum, one rank's part includes the bias."""
+    is_cut = a.is_cut or b.is_cut
+    layouts, out, partial_axes = cheapest_layouts(letters, [a, b]) if is_cut else _layouts_like_bias(letters, bias, a, b)
     missing = len(out.shape) - bias.ndim
     cuts = [cut if extent == out.shape[missing + dim] else None for dim, (extent, cut) in enumerate(_pairs(bias, out))]
     of_bias = layout_of(bias.shape, tuple(cuts), out.grid)
-    if out.grid.place_on(over, out.grid.index) != 0:
+    if out.grid.place_on(partial_axes, out.grid.index) != 0:
         beta = 0
     call = partial(run, beta=beta, alpha=alpha) if (beta, alpha) != (1, 1) else run
-    return ShardedProduct([bias, a, b], [of_bias, *layouts], call, out, over)
+    return ShardedProduct([bias, a, b], [of_bias, *layouts], call, out, partial_axes)
 
 
 def _pairs(bias: Meta, out: Layout) -> list[tuple[int, Cut | None]]:
     return list(zip(bias.shape, out.cuts[len(out.shape) - bias.ndim :], strict=True))
 
 
-def _following(letters: str, bias: Meta, a: Meta, b: Meta) -> tuple[list[Layout], Layout, tuple[int, ...]]:
-    """Only the added tensor is cut: the product is cut as it is."""
+def _layouts_like_bias(letters: str, bias: Meta, a: Meta, b: Meta) -> tuple[list[Layout], Layout, tuple[int, ...]]:
+    """The layouts where only the bias is cut: the product is cut like it."""
     terms, result = letters.split("->")[0].split(","), letters.split("->")[1]
     assert bias.layout is not None, "a product without a tiled tensor is plain"
     extents = dict(zip("".join(terms), (*a.shape, *b.shape), strict=True))

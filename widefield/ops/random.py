@@ -1,12 +1,10 @@
-"""Random numbers on tiles: exactly those that the single device draws.
+"""Random numbers on tiles: exactly those that a single device draws.
 
-Every rank draws for the whole tensor from its own generator, which stands where all others stand, and keeps its tile; so
-the generators stay in step, with tiles, with uncut and with plain tensors alike.  Numbers are drawn in the whole's order in
-memory, as one device would; what the tiles tell of it is compared in each draw, see `draws.order_of`.
+Every rank draws for the whole tensor and takes its tile.  All ranks' generators have the same state, and draw the same for
+tiled, uncut and plain tensors, so they stay in step; each draw checks that, see `tiled/rng.py`.  Numbers are drawn in the order
+in which one device's memory would hold the pixels, see `rng.order_of`.
 
-Cost: one small message, and for the time of the draw the memory of one tensor of the whole's shape.
-
-That all generators stand alike is checked once in each process, at the first draw.
+Cost of a draw: one small message, and temporary memory for one tensor of the whole's shape.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ aten = torch.ops.aten
 
 
 def _fill(operation: Any, tensor: TiledTensor, *args: Any, generator: torch.Generator | None = None) -> Tensor:
-    """An in-place draw: the whole's numbers, of which the tile takes its own."""
+    """An in-place draw into a tiled tensor."""
     check_generators(tensor, generator)
     if operation is aten.normal_.default and base_of(tensor) is not None and base_of(tensor).numel() != tensor.numel():
         raise NotImplementedError(
             f"normal_ on {list(tensor.shape)} px of {list(base_of(tensor).shape)} px cut into tiles: torch draws other numbers "
-            "where pixels lie apart in memory, which tiles do not tell; write part.copy_(torch.randn_like(part))"
+            "where memory has gaps, which tiles do not show; write part.copy_(torch.randn_like(part))"
         )
     part = drawn(tensor, lambda whole: operation(whole, *args, generator=generator))
     aten.copy_.default(tensor, wrap(part, tensor.tile_layout))
@@ -55,7 +53,7 @@ for _operation in (
 
 
 def _like(operation: Any, tensor: TiledTensor, *args: Any, generator: torch.Generator | None = None, **options: Any) -> Tensor:
-    """A new tensor of the same layout, drawn; `options` are dtype, memory format and the like."""
+    """A draw into a new tensor of the same layout; options: dtype, memory format and the like."""
     check_generators(tensor, generator)
     if generator is not None:
         options["generator"] = generator
@@ -76,7 +74,7 @@ for _operation in (
 
 @composed(aten.native_dropout.default, uncut_too=True)
 def native_dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
-    """Dropout as CUDA has it: the output, and the mask that its backward multiplies by."""
+    """Dropout as CUDA implements it: the output, and the mask, by which the backward multiplies."""
     if train is False or p == 0 or image.numel() == 0:
         return image.clone(), torch.ones_like(image, dtype=torch.bool)
     assert type(image) is TiledTensor
@@ -92,8 +90,8 @@ def native_dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[
 # ---------------------------------------------------------------------------------------------- draws that read values
 
 
-def _on_the_whole(operation: Any, *args: Any, **options: Any) -> Any:
-    """A draw whose numbers depend on values, or are as many as values say: every rank gathers them and draws for all."""
+def _draw_whole(operation: Any, *args: Any, **options: Any) -> Any:
+    """A draw whose numbers, or how many there are, depend on the input's values: every rank gathers the input and draws."""
     tiled = [value for value in args if type(value) is TiledTensor]
     check_generators(tiled[0], options.get("generator"))
     layout = next((value.tile_layout for value in tiled if value.tile_layout.is_cut), tiled[0].tile_layout)
@@ -101,19 +99,19 @@ def _on_the_whole(operation: Any, *args: Any, **options: Any) -> Any:
     out = operation(*wholes, **options)
     for number, argument in enumerate(schema_of(operation).arguments[: len(args)]):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            _take_back(args[number], wholes[number])
+            _write_back(args[number], wholes[number])
     if out is wholes[0]:
         return args[0]
-    return _laid_out(out, layout) if isinstance(out, Tensor) else tuple(_laid_out(value, layout) for value in out)
+    return _wrapped(out, layout) if isinstance(out, Tensor) else tuple(_wrapped(value, layout) for value in out)
 
 
-def _take_back(target: Tensor, whole: Tensor) -> None:
-    """An argument that was written to keeps its tile of what was written."""
+def _write_back(target: Tensor, whole: Tensor) -> None:
+    """Copy this rank's tile of what was written to the gathered argument into the argument."""
     if type(target) is TiledTensor and target.local is not whole:
         aten.copy_.default(target, wrap(to_layout(whole, target.tile_layout), target.tile_layout))
 
 
-def _laid_out(value: Tensor, layout: Layout) -> Tensor:
+def _wrapped(value: Tensor, layout: Layout) -> Tensor:
     if value.shape == layout.shape and layout.is_cut:
         return wrap(to_layout(value, layout).clone(), layout)
     return wrap_uncut(value, layout.grid)
@@ -125,13 +123,13 @@ for _operation in (
     aten._standard_gamma.default, aten._sample_dirichlet.default, aten._fused_dropout.default, aten.randint_like.Tensor,
     aten.randint_like.Tensor_generator,
 ):  # fmt: skip
-    composed(_operation, uncut_too=True)(partial(_on_the_whole, _operation))
+    composed(_operation, uncut_too=True)(partial(_draw_whole, _operation))
 
 
 def _rrelu(operation: Any, image: Tensor, noise: Tensor, lower=0.125, upper=1 / 3, training=False, generator=None) -> Any:
-    """A slope is drawn for each negative pixel, so how many are drawn depends on the pixels."""
+    """RReLU: in training it draws a slope for each negative pixel, so how many it draws depends on the pixels."""
     if training:
-        return _on_the_whole(operation, image, noise, lower, upper, training, generator)
+        return _draw_whole(operation, image, noise, lower, upper, training, generator)
     slope = (lower + upper) / 2
     if operation is aten.rrelu_with_noise_.default:
         return aten.leaky_relu_.default(image, slope)
@@ -175,7 +173,7 @@ def _chance(x: Tensor) -> Tensor:
 
 
 def _dropped_again(x: Tensor, w: Tensor) -> Tensor:
-    """Two draws inside of a checkpoint and one after it."""
+    """Two draws inside an activation checkpoint and one after it."""
     block = lambda x: F.dropout(F.dropout2d(F.conv2d(x, w, padding=1), 0.3), 0.4).square()  # noqa: E731
     return F.dropout(checkpoint(block, x, use_reentrant=False), 0.2)
 

@@ -1,9 +1,9 @@
-"""Sums, means, variances, norms, extremes and products over any dims.
+"""Sums, means, variances, norms and products over any dims.
 
-Over dims that no cut runs through, every tile by itself.  Over cut dims each rank gives its tile's part, in one small message,
-and all merge the same parts: so the result is equal on every rank along those cuts, and keeps the others.
+Over uncut dims every tile is reduced by itself.  Over cut dims each rank sends its tile's part, in one small message, and all
+merge the same parts.  The result is the same on every rank along those cuts, and keeps its other cuts.
 
-Variances merge as (mean, sum of squared differences from it, count), which does not cancel (Chan, Golub & LeVeque 1983).
+Variances merge as (mean, sum of squared differences from it, count), without cancellation (Chan, Golub & LeVeque 1983).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from widefield.rules import Description, Local, Meta, Reduced, Tile, case, compo
 
 aten = torch.ops.aten
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
-"""In what a tile's part is kept, so that merging parts rounds no more than one device does."""
+"""The dtypes in which tiles' parts are computed and sent, so that merging them rounds no more than one device does."""
 
 
 def dims_of(image: Meta, dim: int | Sequence[int] | None) -> list[int]:
-    """The dims of an argument that may be one, several or (None or no dim) all of them; ascending."""
+    """The dims that a `dim` argument means, ascending; None and an empty list mean all."""
     if dim is None or (not isinstance(dim, int) and not len(dim)):
         return list(range(image.ndim))
     return sorted(d % image.ndim for d in ([dim] if isinstance(dim, int) else dim))
 
 
 def shrunk(layout: Layout, dims: Sequence[int], keepdim: bool) -> tuple[tuple[int, ...], Cuts]:
-    """Shape and cuts of what is left once `dims` are reduced."""
-    kept = [(1, None) if d in dims else (layout.shape[d], layout.cuts[d]) for d in range(len(layout.shape))]
-    left = [pair for d, pair in enumerate(kept) if keepdim or d not in dims]
+    """Shape and cuts of the result of reducing `dims`."""
+    pairs = [(1, None) if d in dims else (layout.shape[d], layout.cuts[d]) for d in range(len(layout.shape))]
+    left = [pair for d, pair in enumerate(pairs) if keepdim or d not in dims]
     return tuple(extent for extent, _ in left), tuple(cut for _, cut in left)
 
 
@@ -50,7 +50,7 @@ def reduced(
     outs: int = 1,
     by_parts: bool = True,
 ) -> Description:
-    """`plain` on every tile where no cut runs through `dims`; else `local`, the merge and `finish`."""
+    """The rule of a reduction: `plain` on every tile where `dims` are uncut; else `local`, `merge` and `finish`."""
     layout = image.layout
     assert layout is not None
     if all(layout.cuts[d] is None for d in dims):
@@ -60,7 +60,7 @@ def reduced(
 
 
 def ranks_along(layout: Layout, dims: Sequence[int]) -> list[int]:
-    """The ranks whose tiles differ from this one's along `dims` alone, in the order in which their parts are gathered."""
+    """The ranks whose tiles differ from this one's along `dims` alone, in the order in which parts are gathered."""
     axes = {axis for d in dims for axis in (layout.cuts[d].axes if layout.cuts[d] else ())}
     grid = layout.grid
     others = [axis for axis in range(len(grid.sizes)) if axis not in axes]
@@ -135,7 +135,7 @@ def _variance(image: Meta, dim=None, *, correction=None, keepdim=False, root=Fal
     outs = 2 if mean else 1
 
     def plain(tile: Tensor) -> Tensor | tuple:
-        if count and not tile.numel():  # torch warns of too few values there, though no value is missing
+        if count and not tile.numel():  # an empty tile, where torch would warn of too few values
             means = tile.sum(dims, keepdim)
             variances = means.to(image.dtype.to_real())
             return (variances, means) if mean else variances
@@ -144,7 +144,7 @@ def _variance(image: Meta, dim=None, *, correction=None, keepdim=False, root=Fal
 
     def finish(total: Tensor, *_) -> Tensor | tuple:
         means, squares = total
-        if image.dtype.is_complex:  # the real and the imaginary part, one after the other
+        if image.dtype.is_complex:  # parts of real and imaginary values, stacked
             means, squares = torch.complex(*means), squares.sum(0)
         variance = squares / max(0, count - correction)
         variance = (_root(variance) if root else variance).to(image.dtype.to_real())
@@ -164,7 +164,7 @@ for number, overload in enumerate((aten.var, aten.std, aten.var_mean, aten.std_m
 
 
 def _root(variance: Tensor) -> Tensor:
-    """The standard deviation; where it is 0 it has no gradient, as torch's."""
+    """The square root of a variance, with a gradient of 0 where that is 0, as torch has it."""
     if not variance.requires_grad:
         return variance.sqrt()
     still = variance == 0
@@ -172,14 +172,14 @@ def _root(variance: Tensor) -> Tensor:
 
 
 def _counts(image: Meta, dims: Sequence[int]) -> list[int]:
-    """Pixels of each tile that go into one number of the result."""
+    """For each tile along `dims`, how many of its pixels one number of the result is over."""
     assert image.layout is not None
     boxes = image.layout.boxes
     return [math.prod(len(boxes[rank][d]) for d in dims) for rank in ranks_along(image.layout, dims)]
 
 
 def _mean_and_squares(tile: Tensor, *, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """(2, ...): mean and sum of squared differences from it, in float64: they are small, and merging subtracts means."""
+    """(2, ...): the mean, and the sum of squared differences from it.  In float64, for merging subtracts means."""
     count = math.prod(tile.shape[d] for d in dims)
     if not tile.numel():
         empty = tile.sum(dims, keepdim, dtype=torch.float64)
@@ -187,14 +187,14 @@ def _mean_and_squares(tile: Tensor, *, dims: Sequence[int], keepdim: bool) -> Te
     tile = tile.to(WIDE.get(tile.dtype, tile.dtype))
     variance, mean = torch.var_mean(tile, dims, correction=0, keepdim=True)
     exact = mean.double()
-    if tile.dtype is not torch.float64:  # at mean 100 float32 rounds it to 4e-6, which differences of means would feel
+    if tile.dtype is not torch.float64:  # float32 rounds a mean of 100 to 4e-6, too coarse for differences of means
         exact += (tile - mean).mean(dims, keepdim=True)
     parts = torch.stack([exact, variance.double() * count])
     return parts if keepdim else parts.squeeze([dim + 1 for dim in dims])
 
 
 def merge_moments(counts: Sequence[int], parts: Tensor) -> Tensor:
-    """(2, ...) of the whole, from the (tiles, 2, ...) of tiles that have `counts` pixels each."""
+    """(2, ...): mean and squares of the whole, from (tiles, 2, ...), those of tiles that have `counts` pixels."""
     count = parts.new_tensor(counts).view(-1, *[1] * (parts.ndim - 2))
     means, squares = parts[:, 0], parts[:, 1]
     mean = (means * count).sum(0) / sum(counts)
@@ -215,11 +215,11 @@ def _norm(image: Meta, ord=2, dim=None, keepdim=False, *, dtype=None) -> Descrip
             return tile.sum(dims, keepdim).abs() + nothing
         return torch.linalg.vector_norm(tile, ord, dims, keepdim)
 
-    def merge(parts: Tensor) -> Tensor:  # the norm of norms; norm 0 is a count
+    def merge(parts: Tensor) -> Tensor:  # the norm of the tiles' norms; norm 0 is a count
         return parts.sum(0) if ord == 0 else torch.linalg.vector_norm(parts, ord, 0)
 
     plain = partial(aten.linalg_vector_norm.default, ord=ord, dim=dims, keepdim=keepdim, dtype=dtype)
-    by_parts = not math.isinf(ord)  # equal extremes share the gradient, however many each tile has
+    by_parts = not math.isinf(ord)  # equal extremes share the gradient; a part does not say how many it has
     finish = lambda total, *_: total.abs().to(out)  # noqa: E731
     return reduced(image, dims, keepdim, local, plain=plain, merge=merge, finish=finish, by_parts=by_parts)
 
@@ -270,9 +270,9 @@ def logsumexp(image: Meta, dim, keepdim=False) -> Description:
 
 
 def exponentials(tile: Tensor, dims: Sequence[int]) -> Tensor:
-    """(2, ...), dims kept: the largest value and the sum of exponentials under it.
+    """(2, ...), with `dims` of extent 1: the maximum, and the sum of exp(value - maximum).
 
-    What is made of them is the same for any shift, so the largest value is one without a gradient.
+    The maximum has no gradient: results of these two do not depend on what is subtracted.
     """
     pixels = _real(tile.detach())
     has_pixels = all(tile.shape[d] for d in dims)
@@ -281,19 +281,19 @@ def exponentials(tile: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def merge_exponentials(parts: Tensor) -> Tensor:
-    """(2, ...): the largest value and the sum under it, from those of tiles; Milakov & Gimelshein 2018, arXiv:1805.02867."""
+    """(2, ...) of the whole, from the (tiles, 2, ...) of `exponentials`; Milakov & Gimelshein 2018, arXiv:1805.02867."""
     tops, sums = _real(parts[:, 0].detach()), parts[:, 1]
     top = tops.amax(0)
     return torch.stack([top.to(parts.dtype), (sums * (tops - _finite(top)).exp()).sum(0)])
 
 
 def _real(values: Tensor) -> Tensor:
-    """What complex numbers are compared by."""
+    """The real part of complex values, by which they are compared; others as they are."""
     return values.real if values.is_complex() else values
 
 
 def _finite(top: Tensor) -> Tensor:
-    """A largest value that can be subtracted: 0 where there is none but -inf."""
+    """The maximum, and 0 in place of -inf, which cannot be subtracted."""
     return top.masked_fill(top == -math.inf, 0.0)
 
 
@@ -302,13 +302,13 @@ def _finite(top: Tensor) -> Tensor:
 
 @composed(aten.equal.default)
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Whether all pixels of two tensors are equal; the same answer on every rank."""
+    """torch.equal; the same answer on every rank."""
     return a.shape == b.shape and bool((a == b).all())
 
 
 @composed(aten.allclose.default)
 def allclose(a: Tensor, b: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """Whether all pixels of two tensors are close; the same answer on every rank."""
+    """torch.allclose; the same answer on every rank."""
     return bool(torch.isclose(a, b, rtol, atol, equal_nan).all())
 
 

@@ -1,12 +1,12 @@
-"""Reshape: which cuts survive when dims are merged and split, and where the others go.
+"""Reshape: which cuts survive when dims are merged and split, and where the others move.
 
-A reshape falls into groups: runs of input dims and of output dims that hold the same pixels, e.g. (B, C, H, W) -> (B, C, H*W)
-has the groups B -> B, C -> C and (H, W) -> H*W.  In a group the first dim is cut in runs of pixels that are whole in memory
-order, so its cut survives as one of the output's first dim, where the bounds fall between that dim's steps.  So:
+A reshape falls into groups: runs of input dims and of output dims with the same pixels.  (B, C, H, W) -> (B, C, H*W) has the
+groups B -> B, C -> C and (H, W) -> H*W.  A tile of a group's first dim is contiguous in row-major order.  So a cut of the
+first input dim is also one of the first output dim, if its bounds fall between indices of that dim.
 
-- a cut of a group's first dim stays; bounds that fall inside a step (H -> (H/8, 8) at 35) move to the nearest that do not;
-- other cuts of a group (H, W both cut, merged) move to its first dim together;
-- where that dim is too short, they move to the longest first dim of another group; where none is left, they are gathered.
+- A cut of a group's first dim stays.  Bounds inside an index (H -> (H/8, 8), cut at 35) move to the nearest multiple.
+- Other cuts of a group (H and W are both cut, and merged) move to its first dim together.
+- If that dim is too short, they move to the longest first dim of another group.  If none is left, they are gathered.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Group:
-    """Input dims and output dims that hold the same pixels.
+    """Input dims and output dims with the same pixels.
 
-    first, into: the first of the input's and of the output's; extent: of `first`; dims: all of the input's.
-    unit: steps of `first` that make up whole steps of `into`; inner, inner_out: pixels in one step of either.
+    dims: the input dims; first, into: the first input dim and the first output dim; extent: that of `first`.
+    inner, inner_out: the number of pixels per index of `first`, and of `into`.
+    unit: bounds of a cut of `first` must be multiples of this to be bounds of `into`, too.
     """
 
     dims: tuple[int, ...]
@@ -45,7 +46,7 @@ class Group:
 
 
 def groups_of(before: Sequence[int], after: Sequence[int]) -> list[Group]:
-    """The smallest groups, dims of one pixel left out, of two shapes of equally many pixels, more than none.
+    """The smallest groups of a reshape; dims of extent 1 belong to none.  Both shapes have the same number of pixels, not 0.
 
     >>> [(g.first, g.into, g.unit) for g in groups_of((2, 3, 56, 8), (2, 3, 7, 64))]
     [(0, 0, 1), (1, 1, 1), (2, 2, 8)]
@@ -54,27 +55,27 @@ def groups_of(before: Sequence[int], after: Sequence[int]) -> list[Group]:
     groups, i, j = [], 0, 0
     while i < len(ins):
         a, b = i, j
-        held, shown = before[ins[i]], after[outs[j]]
+        pixels_in, pixels_out = before[ins[i]], after[outs[j]]
         i, j = i + 1, j + 1
-        while held != shown:
-            if held < shown:
-                held, i = held * before[ins[i]], i + 1
+        while pixels_in != pixels_out:
+            if pixels_in < pixels_out:
+                pixels_in, i = pixels_in * before[ins[i]], i + 1
             else:
-                shown, j = shown * after[outs[j]], j + 1
-        extent, inner, inner_out = before[ins[a]], held // before[ins[a]], shown // after[outs[b]]
+                pixels_out, j = pixels_out * after[outs[j]], j + 1
+        extent, inner, inner_out = before[ins[a]], pixels_in // before[ins[a]], pixels_out // after[outs[b]]
         unit = inner_out // math.gcd(inner, inner_out)
         groups.append(Group(tuple(ins[a:i]), ins[a], outs[b], extent, unit, inner, inner_out))
     return groups
 
 
 def _bounds(group: Group, axes: tuple[int, ...], bounds: tuple[int, ...] | None, grid: Grid) -> tuple[int, ...] | None:
-    """Bounds of the group's first dim that survive, the nearest to `bounds`; None where it has too few steps for all ranks."""
+    """Bounds of the group's first dim that survive, nearest to `bounds`; None where the dim is too short for all ranks."""
     if bounds is not None and all(bound % group.unit == 0 for bound in bounds):
         return bounds
-    ways = grid.num_shards(axes)
-    if group.extent // group.unit < ways:
+    num_shards = grid.num_shards(axes)
+    if group.extent // group.unit < num_shards:
         return None
-    even = even_cut(group.extent, ways, multiple=group.unit)
+    even = even_cut(group.extent, num_shards, multiple=group.unit)
     if bounds is None:
         return even
     near = tuple((bound + group.unit // 2) // group.unit * group.unit for bound in bounds)
@@ -82,20 +83,21 @@ def _bounds(group: Group, axes: tuple[int, ...], bounds: tuple[int, ...] | None,
 
 
 def cuts_through(cuts: Cuts, groups: Sequence[Group], dims: tuple[int, int], grid: Grid) -> tuple[Cuts, Cuts]:
-    """The cuts that the input has to have, and those of the output that follow; `dims`: how many either has."""
+    """The cuts that the input must have, and those of the output that follow; dims: how many dims input and output have."""
     chosen: dict[Group, Cut] = {}
-    homeless: list[tuple[int, ...]] = []
+    to_move: list[tuple[int, ...]] = []
     for group in groups:
-        held = [(dim, cut) for dim in group.dims if (cut := cuts[dim]) is not None]
-        if not held:
+        cut_dims = [(dim, cut) for dim in group.dims if (cut := cuts[dim]) is not None]
+        if not cut_dims:
             continue
-        axes = tuple(axis for _, cut in held for axis in cut.axes)
-        bounds = _bounds(group, axes, held[0][1].bounds if len(held) == 1 and held[0][0] == group.first else None, grid)
+        axes = tuple(axis for _, cut in cut_dims for axis in cut.axes)
+        (dim, cut), *others = cut_dims
+        bounds = _bounds(group, axes, cut.bounds if not others and dim == group.first else None, grid)
         if bounds is None:
-            homeless.append(axes)
+            to_move.append(axes)
         else:
             chosen[group] = Cut(axes, bounds)
-    for axes in homeless:
+    for axes in to_move:
         for group in sorted(groups, key=lambda group: -group.extent // group.unit):
             if group not in chosen and (bounds := _bounds(group, axes, None, grid)) is not None:
                 chosen[group] = Cut(axes, bounds)
@@ -109,7 +111,7 @@ def cuts_through(cuts: Cuts, groups: Sequence[Group], dims: tuple[int, int], gri
 
 
 def _full_size(size: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """The size with its -1 worked out."""
+    """The size with a number in place of -1.  RuntimeError, as torch's: it does not fit."""
     pixels, known = math.prod(shape), math.prod(extent for extent in size if extent != -1)
     full = tuple((pixels // known if known else 0) if extent == -1 else extent for extent in size)
     if math.prod(full) != pixels or list(size).count(-1) > 1:
@@ -126,24 +128,24 @@ def _reshaped(x: Meta, size: Sequence[int], is_view: bool) -> Local:
     return Local(
         [x],
         lambda _: [(full, after)],
-        lambda _, tile: _shown(tile, tile_shape),
-        at=[layout_of(x.shape, before, grid)],
+        lambda _, tile: _view_of(tile, tile_shape),
+        layouts=[layout_of(x.shape, before, grid)],
         is_view=is_view,
     )
 
 
-def _shown(tile: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A view of the tile, or of a copy without gaps where only those are in the way: all ranks' tiles then lie in one order."""
+def _view_of(tile: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A view of the tile; else of a copy without gaps that keeps the order of dims, as all ranks' tiles must; else a copy."""
     if 0 in tile.shape:
         return tile.reshape(shape)
     order = sorted(range(tile.ndim), key=lambda dim: -tile.stride(dim))
-    for shown in (tile, torch.empty_permuted(tile.shape, order, dtype=tile.dtype, device=tile.device)):
+    for source in (tile, torch.empty_permuted(tile.shape, order, dtype=tile.dtype, device=tile.device)):
         try:
-            view = shown.view(shape)
+            view = source.view(shape)
         except RuntimeError:
             continue
-        if shown is not tile:
-            shown.copy_(tile)
+        if source is not tile:
+            source.copy_(tile)
         return view
     return tile.reshape(shape)
 
@@ -173,7 +175,7 @@ def _back(windows: Tensor, w: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def _squared(function: Any) -> Any:
-    """With a gradient that differs from pixel to pixel."""
+    """A case on squared pixels, whose gradient differs from pixel to pixel."""
     return lambda x, *others: function(x * x, *others)
 
 

@@ -1,8 +1,8 @@
 """Resizing, forward and backward: nearest, linear and cubic, with and without antialiasing, by size or by scale factor.
 
-An output pixel reads pixels around its source, one of the input's gradient reads the output's pixels that read it.  Where a
-tile lies on the whole's raster, as with whole factors, torch's own kernel runs on it, once the weights of every pixel prove to
-be the whole's; along other dims the same sums are made from the weights.
+An output pixel reads the pixels around its source; a pixel of the input's gradient reads the output pixels that read it.  Along
+a dim on which torch's kernel would give a tile's pixels the weights that they have in the whole, as with integer factors, that
+kernel runs on the tile.  Along other dims the sums are computed from the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Side:
-    """What torch's kernel is to do along one dim: make `count` pixels, of which the tile starts after `skip`."""
+    """How torch's kernel is called along one dim: for `count` pixels and with `scale`; the first `skip` are dropped."""
 
     count: int
     scale: float | None = None
@@ -51,7 +51,7 @@ def _resize_backward(
     kernel: Any, kind: str, grad: Meta, size: Sequence[int], input_size: Sequence[int], align_corners: bool, scales: Sequence
 ):
     resizes = _resizes(kind, input_size[2:], size, align_corners, scales, grad)
-    if kind.startswith("nearest"):  # torch rounds to float32 here whatever the dtype
+    if kind.startswith("nearest"):  # torch computes these coordinates in float32 for every dtype
         resizes = [replace(r, single=True) for r in resizes]
 
     def call(tile: Tensor, kernel_size: list[int], kernel_scales: list) -> Tensor:
@@ -85,7 +85,7 @@ def _resizes(kind: str, extents, size, align_corners: bool, scales: Sequence[flo
 
 
 def _kernel_for(tile: Tensor, kernel: Any) -> Callable:
-    """torch's kernel; for a compiler the sums it makes, which fuse with what is around them, where torch has them written."""
+    """Torch's kernel; under a compiler its decomposition, if there is one, which fuses with other operations."""
     return kernel if type(tile) is Tensor else get_decompositions([kernel]).get(kernel, kernel)
 
 
@@ -94,15 +94,15 @@ def _align(kind: str, align_corners: bool) -> list[bool]:
 
 
 def _description(read: Meta, reach: dict[int, Any], shape: tuple[int, ...], call: Callable) -> Windowed:
-    """An operation that maps along each dim by a Resize, or by the adjoint of one."""
+    """The rule of an operation that maps each dim by a Resize or by the adjoint of one.  call: torch's kernel."""
 
     def prepare(part: LocalBoxes) -> Callable[[Tensor], Tensor]:
-        if is_empty(part.reads[0]):  # the gradient of pixels that nobody read
+        if is_empty(part.reads[0]):  # the gradient of pixels that no output reads
             return partial(Tensor.new_zeros, size=size_of(part.write))
         pairs = {dim: (part.reads[0][dim], part.write[dim]) for dim in reach}
         sides = {dim: _side(reach[dim], *pairs[dim]) for dim in reach}
         if _resize_of(reach[2]).kind.endswith("-aa") and any(len(at) < 2 for pair in pairs.values() for at in pair):
-            sides = dict.fromkeys(reach)  # torch 2.15 mixes up the dims of an image that is one pixel wide
+            sides = dict.fromkeys(reach)  # torch 2.15 confuses the dims of an image that is one pixel wide
         weights = [_Weights(dim, reach[dim], *pairs[dim]) for dim in reach if sides[dim] is None]
         return _ResizeRun(list(sides.values()), weights, call, size_of(part.write))
 
@@ -114,7 +114,7 @@ def _resize_of(reach: Resize | Resized) -> Resize:
 
 
 class _ResizeRun:
-    """Along some dims by weights, along all others by one call of torch's kernel."""
+    """The local operation: some dims by weights, then all others by one call of torch's kernel."""
 
     def __init__(self, sides: list[_Side | None], weights: list[_Weights], call: Callable, size: Sequence[int]) -> None:
         self.weights, self.call = weights, call
@@ -122,13 +122,13 @@ class _ResizeRun:
         self.scales = [None if side is None else side.scale for side in sides]
         skips = [0 if side is None else side.skip for side in sides]
         self.at = tuple(slice(skip, skip + n) for skip, n in zip(skips, size[2:], strict=True)) if any(skips) else None
-        self.is_done = all(side is None for side in sides)
+        self.is_weights_only = all(side is None for side in sides)
 
     def __call__(self, tile: Tensor) -> Tensor:
         dtype = tile.dtype
         if self.weights:
             tile = _weighted(tile, self.weights)
-        if not self.is_done:
+        if not self.is_weights_only:
             size = [n if count is None else count for n, count in zip(tile.shape[2:], self.counts, strict=True)]
             tile = self.call(tile, size, self.scales)
         if self.at is not None:
@@ -146,9 +146,9 @@ def _format_of(tile: Tensor) -> torch.memory_format:
 
 
 def _side(reach: Resize | Resized, read: Interval, write: Interval) -> _Side | None:
-    """How torch's kernel makes `write` of `read`, each pixel as in the whole; None where it would not.
+    """The call of torch's kernel that computes `write` from `read` as in the whole; None where there is none.
 
-    Pixels that want more than `read`, which the engine makes again with their halo, may come out in any way.
+    Pixels that read outside of `read` may come out wrong: they are computed again with their halo.
     """
     whole, backward = _resize_of(reach), isinstance(reach, Resized)
     outputs, inputs = (read, write) if backward else (write, read)
@@ -157,15 +157,15 @@ def _side(reach: Resize | Resized, read: Interval, write: Interval) -> _Side | N
     if whole.align_corners or whole.step == 0:
         return None
     first = round(read.start * whole.step) if backward else round(read.start / whole.step)
-    if not 0 <= write.start - first <= 8 * max(1.0, 1 / whole.step):  # further than any halo: it would make what is not wanted
+    if not 0 <= write.start - first <= 8 * max(1.0, 1 / whole.step):  # more than any halo would be dropped
         return None
     count, scale = write.stop - first, whole.scale or whole.count / whole.extent
     extents = (count, len(read)) if backward else (len(read), count)
     local = Resize(whole.kind, *extents, scale, False, whole.single)
     found = Resized(local) if backward else local
-    if local.is_odd or local.extent == local.count and whole.extent != whole.count:  # torch would copy
+    if local.is_odd or local.extent == local.count and whole.extent != whole.count:  # torch would copy, not resample
         return None
-    if not all(local.taps(at)[1] for at in range(local.count)):  # more outputs than the tile has pixels for
+    if not all(local.taps(at)[1] for at in range(local.count)):  # some outputs would read no pixel of the tile
         return None
     if all(_is_same(reach, found, at, first, read) for at in write):
         return _Side(count, scale, write.start - first)
@@ -173,7 +173,7 @@ def _side(reach: Resize | Resized, read: Interval, write: Interval) -> _Side | N
 
 
 def _is_same(reach: Resize | Resized, local: Resize | Resized, at: int, first: int, read: Interval) -> bool:
-    """Whether a kernel on the tile reads for this pixel what the whole's does, where that is at hand at all."""
+    """Whether torch's kernel on the tile gives this output its taps in the whole; True if those lie outside of the tile."""
     start, weights = reach.taps(at)
     if start < read.start or start + len(weights) > read.stop:
         return True
@@ -188,7 +188,7 @@ def _is_same(reach: Resize | Resized, local: Resize | Resized, at: int, first: i
 
 
 class _Weights:
-    """(taps, pixels) which pixels of a box are read along a dim, and how much of each."""
+    """For each tap and each output along one dim: the pixel of the box that is read, and its weight."""
 
     def __init__(self, dim: int, reach: Resize | Resized, read: Interval, write: Interval) -> None:
         taps = [reach.taps(at) for at in write]
@@ -199,18 +199,18 @@ class _Weights:
         self.numbers = [[weights[n] if n < len(weights) else 0.0 for _, weights in taps] for n in range(most)]
         self.unread = [[n >= len(weights) for _, weights in taps] for n in range(most)]
         self.is_copy = most == 1 and all(number == 1.0 for number in self.numbers[0])
-        self.known: dict[Any, tuple[Tensor, Tensor, list[Tensor | None]]] = {}
+        self.cache: dict[Any, tuple[Tensor, Tensor, list[Tensor | None]]] = {}
 
     def tensors(self, tile: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Per tap the pixels, their weights, shaped to be multiplied, and where there is none; once per device and dtype."""
-        if (key := (tile.device, tile.dtype)) in self.known:
-            return self.known[key]
+        """Per tap: the pixels; their weights, shaped to broadcast; and where the tap is unused.  Cached by device and dtype."""
+        if (key := (tile.device, tile.dtype)) in self.cache:
+            return self.cache[key]
         shape = [-1 if dim == self.dim else 1 for dim in range(tile.ndim)]
         numbers = torch.tensor(self.numbers, device=tile.device, dtype=tile.dtype).view(len(self.numbers), *shape)
         unread = [torch.tensor(taps, device=tile.device).view(shape) if any(taps) else None for taps in self.unread]
         made = torch.tensor(self.pixels, device=tile.device), numbers, unread
-        if type(tile) is Tensor and type(numbers) is Tensor:  # and not under a compiler
-            self.known[key] = made
+        if type(tile) is Tensor and type(numbers) is Tensor:  # not under a compiler
+            self.cache[key] = made
         return made
 
     def __call__(self, tile: Tensor) -> Tensor:
@@ -220,20 +220,20 @@ class _Weights:
         out = None
         for at, weights, nothing in zip(pixels, numbers, unread, strict=True):
             tap = tile.index_select(self.dim, at)
-            if nothing is not None:  # a weight of 0 would let NaN and infinity in
+            if nothing is not None:  # 0 * NaN or 0 * inf would spoil the sum
                 tap.masked_fill_(nothing, 0)
             out = tap.mul_(weights) if out is None else out.addcmul_(tap, weights)
         return out
 
 
 def _weighted(tile: Tensor, weights: Sequence[_Weights]) -> Tensor:
-    """Along each dim in turn, those that shrink first; in float32 at least, as torch's kernels add up."""
-    keep = _format_of(tile)
+    """Along one dim after another, those that shrink first; sums are in float32 at least, as in torch's kernels."""
+    memory_format = _format_of(tile)
     if tile.dtype in (torch.float16, torch.bfloat16) and not all(w.is_copy for w in weights):
         tile = tile.float()
     for one in sorted(weights, key=lambda w: not w.shrinks):
         tile = one(tile)
-    return tile.contiguous(memory_format=keep)
+    return tile.contiguous(memory_format=memory_format)
 
 
 # ---------------------------------------------------------------------------------------------- under a compiler
@@ -252,7 +252,7 @@ def _resize_whole_backward(
 
 
 def _rest(size: Sequence[int], given: Sequence[bool], scales: Sequence[float] | None) -> list:
-    """The last arguments of torch's operations; `given`: align_corners, of those that have it."""
+    """The last arguments of torch's operations; given: [align_corners], or [] for operations without it."""
     return [*given, *(scales if scales is not None else [None] * len(size))]
 
 
@@ -290,17 +290,15 @@ def resize_backward(grad: Meta, name: str, size, input_size, given, scales) -> W
 
 
 def _resized(name: str, keys: Any, image: Tensor, size: Sequence[int] | None, *rest: Any) -> Tensor:
-    """torch's resize by size or factors.  A compiler would take it apart into picks of pixels, which gather an image on tiles.
-
-    Untiled images go on as always.
-    """
+    """Torch's resize by size or scale factors.  For tiles under a compiler it becomes one operation of ours: the compiler would
+    decompose it into indexing by tensors, which gathers a cut image."""
     compiling = dispatch_tls_is_dispatch_key_included("PythonDispatcher")
     if compiling and type(image) is not TiledTensor:
         return getattr(aten, name).vec.redispatch(keys & BELOW, image, size, *rest)
     *given, scales = rest
     if size is None:
         size = [int(extent * scale) for extent, scale in zip(image.shape[2:], scales, strict=True)]
-    if not compiling:  # what torch's own kernel does; torch 2.11 cannot go on to that one in inference mode
+    if not compiling:  # as torch's own kernel does; torch 2.11 cannot redispatch to that one in inference mode
         return getattr(aten, name).default(image, size, *_rest(size, given, scales))
     return torch.ops.widefield.resize(image, name, size, given, scales)
 
@@ -309,7 +307,7 @@ def _resized(name: str, keys: Any, image: Tensor, size: Sequence[int] | None, *r
 
 
 def _register(dims: int, kind: str, name: str) -> None:
-    """Rules for an operation of `dims` image dims and its backward; older torch lacks some."""
+    """Register the rules of an operation of `dims` image dims and of its backward, if this version of torch has it."""
     if not hasattr(aten, name):
         return
     kernel, back = getattr(aten, name).default, getattr(aten, f"{name}_backward").default

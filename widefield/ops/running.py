@@ -1,4 +1,4 @@
-"""Running sums and products: cumsum and cumprod."""
+"""Cumulative sums and products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _running(image: Meta, dim: int, *, dtype=None, op=aten.cumsum.default, is_sum=True) -> Description:
-    """Each tile's own running sum, on top of what the tiles before it come to."""
+    """Each tile's own cumulative sum, plus the sums of the tiles before it; for products accordingly."""
     dim %= max(1, image.ndim)
     layout, run = image.layout, partial(op, dim=dim, dtype=dtype)
     assert layout is not None
@@ -30,12 +30,12 @@ def _running(image: Meta, dim: int, *, dtype=None, op=aten.cumsum.default, is_su
         own, others = run(tile), whole(parts[before], 0)
         return (own + others if is_sum else own * others).to(own.dtype)
 
-    local = partial(_whole_of_tile, dim=dim, op=whole, dtype=dtype)
+    local = partial(_total_of_tile, dim=dim, op=whole, dtype=dtype)
     out = Tile(image.shape, layout.cuts)
-    return Reduced([image], [dim], local, [out], lambda parts: parts, finish, by_parts=False)  # the total is of these tiles
+    return Reduced([image], [dim], local, [out], lambda parts: parts, finish, by_parts=False)  # it is per tile
 
 
-def _whole_of_tile(tile: Tensor, *, dim: int, op: Callable, dtype: torch.dtype | None) -> Tensor:
+def _total_of_tile(tile: Tensor, *, dim: int, op: Callable, dtype: torch.dtype | None) -> Tensor:
     out = dtype or (tile.dtype if tile.dtype.is_floating_point or tile.dtype.is_complex else torch.int64)
     return op(tile, dim, keepdim=True, dtype=WIDE.get(out, out))
 

@@ -1,7 +1,7 @@
-"""Pixels taken from elsewhere: at places that a grid gives, and between channels and space.
+"""grid_sample, pixel_shuffle, pixel_unshuffle and channel_shuffle.
 
-`grid_sample` reads what its data say, so every rank gets the image's dims whole and makes the part of the output that its part
-of the grid asks for; the image's gradient is added up over ranks.  Shuffles of pixels are windows.
+What `grid_sample` reads depends on the grid's values.  So every rank gets the image with its spatial dims whole, and computes
+the output of its part of the grid; the image's gradient is added up over ranks.  A pixel shuffle reads windows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from widefield.geometry.interval import natural_cut
 from widefield.geometry.layout import Cut, Cuts, Layout, layout_of, uncut
 from widefield.geometry.window import Spread, Window
 from widefield.rules import Local, LocalBoxes, Meta, Read, Tile, Windowed, case, composed, rule
-from widefield.tiled.redistribute import redistribute
+from widefield.tiled.redistribute import tile_by
 from widefield.tiled.tensor import TiledTensor, wrap
 
 aten = torch.ops.aten
@@ -28,48 +28,41 @@ aten = torch.ops.aten
 
 
 def _sample(kernel: Any, image: Tensor, grid: Tensor, *options: Any) -> Tensor:
-    """(B, C, ...) of an image (B, C, H, W) at the places of a grid (B, ..., 2); or the same in 3-D."""
+    """grid_sample of an image (B, C, H, W) at a grid (B, ..., 2), or the same in 3-D."""
     layout = _sampled_layout(image, grid)
-    pixels, places = _sources(image, grid, layout)
-    return wrap(kernel(pixels, places, *options), layout)
+    pixels, grid_tile = _sources(image, grid, layout)
+    return wrap(kernel(pixels, grid_tile, *options), layout)
 
 
 def _sample_backward(kernel: Any, grad: Tensor, image: Tensor, grid: Tensor, *options: Any) -> tuple[Any, Any]:
-    """The image's gradient, to which every rank's outputs add, and the grid's."""
+    """The gradients of image and grid.  Every rank's outputs add to the image's."""
     layout = grad.tile_layout if type(grad) is TiledTensor and grad.tile_layout.is_cut else _sampled_layout(image, grid)
-    pixels, places = _sources(image, grid, layout)
-    of_image, of_grid = kernel(_part(grad, layout), pixels, places, *options)
+    pixels, grid_tile = _sources(image, grid, layout)
+    of_image, of_grid = kernel(tile_by(grad, layout), pixels, grid_tile, *options)
     space = _axes_of(layout.cuts[2:])
     channels = _axes_of(layout.cuts[1:2])
     pixel_cuts = (*layout.cuts[:2], *[None] * (image.ndim - 2))
-    place_cuts = (layout.cuts[0], *layout.cuts[2:], None)
+    grid_cuts = (layout.cuts[0], *layout.cuts[2:], None)
     return (
-        _summed(of_image, layout_of(tuple(image.shape), pixel_cuts, layout.grid), space, image),
-        _summed(of_grid, layout_of(tuple(grid.shape), place_cuts, layout.grid), channels, grid),
+        _add_up(of_image, layout_of(tuple(image.shape), pixel_cuts, layout.grid), space, image),
+        _add_up(of_grid, layout_of(tuple(grid.shape), grid_cuts, layout.grid), channels, grid),
     )
 
 
 def _sampled_layout(image: Tensor, grid: Tensor) -> Layout:
-    """The output is cut as the grid is; where that is whole, as the image is, evenly."""
+    """The output's layout: cut like the grid; a dim that is uncut there like the image's."""
     shape = (*image.shape[:2], *grid.shape[1:-1])
     of_image: Cuts = image.tile_layout.cuts if type(image) is TiledTensor else (None,) * image.ndim
     of_grid: Cuts = grid.tile_layout.cuts if type(grid) is TiledTensor else (None,) * grid.ndim
     of_grid = (of_grid[0], None, *of_grid[1:-1])
     cuts: list[Cut | None] = list(of_grid)
-    taken = set(_axes_of(of_grid))
+    used = set(_axes_of(of_grid))
     some = next(t for t in (image, grid) if type(t) is TiledTensor)
     for dim, cut in enumerate(of_image):
-        if cut is not None and cuts[dim] is None and not taken & set(cut.axes):
+        if cut is not None and cuts[dim] is None and not used & set(cut.axes):
             same = shape[dim] == image.shape[dim]
             cuts[dim] = cut if same else Cut(cut.axes, natural_cut(shape[dim], some.tile_layout.grid.num_shards(cut.axes)))
     return layout_of(shape, tuple(cuts), some.tile_layout.grid)
-
-
-def _part(tensor: Tensor, layout: Layout) -> Tensor:
-    """This rank's tile of a tensor of the layout's own shape (a dim of one pixel may be cut, so nothing broadcasts)."""
-    if type(tensor) is TiledTensor:
-        return redistribute(tensor, layout)
-    return tensor[tuple(slice(interval.start, interval.stop) for interval in layout.box)] if layout.is_cut else tensor
 
 
 def _axes_of(cuts: Sequence[Cut | None]) -> tuple[int, ...]:
@@ -77,19 +70,19 @@ def _axes_of(cuts: Sequence[Cut | None]) -> tuple[int, ...]:
 
 
 def _sources(image: Tensor, grid: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The samples and channels of the image that the output has here, whole in space, and this part of the grid."""
+    """What this rank's tile of the output reads: its samples and channels of the image, whole in space, and its grid."""
     pixels = layout_of(tuple(image.shape), (*layout.cuts[:2], *[None] * (image.ndim - 2)), layout.grid)
     places = layout_of(tuple(grid.shape), (layout.cuts[0], *layout.cuts[2:], None), layout.grid)
-    return _part(image, pixels), _part(grid, places)
+    return tile_by(image, pixels), tile_by(grid, places)
 
 
-def _summed(part: Tensor | None, layout: Layout, axes: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """`part`, laid out so, added up over ranks along `axes`; laid out like `like` then, plain where that is."""
+def _add_up(part: Tensor | None, layout: Layout, axes: tuple[int, ...], like: Tensor) -> Tensor | None:
+    """The sum of `part`, a tile by `layout`, over ranks along `axes`; in the layout of `like`, or plain like it."""
     if part is None:
         return None
     whole = halo.add_sums(part, layout.grid.group_name(axes)) if layout.grid.num_shards(axes) > 1 else part
     target = like.tile_layout if type(like) is TiledTensor else uncut(tuple(like.shape), layout.grid)
-    tile = _part(wrap(whole, layout), target)
+    tile = tile_by(wrap(whole, layout), target)
     return wrap(tile, target) if type(like) is TiledTensor else tile
 
 
@@ -101,7 +94,7 @@ for _op in (aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward):
 
 @composed(aten.cudnn_grid_sampler.default)
 def cudnn_grid_sampler(image: Tensor, grid: Tensor) -> Tensor:
-    """CuDNN's: bilinear, zeros outside, corners aligned."""
+    """CuDNN's grid_sample: bilinear, zeros outside, corners aligned."""
     return _sample(aten.grid_sampler_2d.default, image, grid, 0, 0, True)
 
 
@@ -123,7 +116,7 @@ def pixel_shuffle(image: Meta, factor: int) -> Windowed:
         shape[dim] *= factor
     reach = {channel: Window(factor**2, factor**2, extent=image.shape[channel], count=shape[channel])}
     reach |= {dim: repeated(image.shape[dim], factor) for dim in (channel + 1, channel + 2)}
-    return _rearranged(image, reach, shape, partial(torch.pixel_shuffle, upscale_factor=factor))
+    return _blocks_rule(image, reach, shape, partial(torch.pixel_shuffle, upscale_factor=factor))
 
 
 @rule(aten.pixel_unshuffle.default)
@@ -135,11 +128,11 @@ def pixel_unshuffle(image: Meta, factor: int) -> Windowed:
         shape[dim] //= factor
     reach = {channel: repeated(image.shape[channel], factor**2)}
     reach |= {dim: Window(factor, factor, extent=image.shape[dim], count=shape[dim]) for dim in (channel + 1, channel + 2)}
-    return _rearranged(image, reach, shape, partial(torch.pixel_unshuffle, downscale_factor=factor))
+    return _blocks_rule(image, reach, shape, partial(torch.pixel_unshuffle, downscale_factor=factor))
 
 
 def _channel_dim(image: Meta, factor: int, *, shuffled: bool = False) -> int:
-    """Which dim the channels are; ValueError: they, or the pixels, do not come in whole blocks."""
+    """The channels' dim.  ValueError: channels, or for an unshuffle rows and columns, are no multiples of the block."""
     name = "pixel_unshuffle" if shuffled else "pixel_shuffle"
     if image.ndim < 3 or factor < 1:
         raise ValueError(f"{name} wants (..., C, H, W) and a positive factor; it got {image.shape} and {factor}")
@@ -153,12 +146,12 @@ def _channel_dim(image: Meta, factor: int, *, shuffled: bool = False) -> int:
 
 
 def repeated(extent: int, times: int) -> Spread:
-    """Output pixels times * i .. times * (i + 1) - 1 read input pixel i."""
+    """The Reach by which output pixels times * i .. times * (i + 1) - 1 read input pixel i."""
     return Spread(Window(times, times, extent=extent * times, count=extent))
 
 
-def _rearranged(image: Meta, reach: dict[int, Any], shape: Sequence[int], run: Callable[[Tensor], Tensor]) -> Windowed:
-    """Blocks of pixels of the dims of `reach`: done on all blocks that the tile has a part of, then cropped."""
+def _blocks_rule(image: Meta, reach: dict[int, Any], shape: Sequence[int], run: Callable[[Tensor], Tensor]) -> Windowed:
+    """The rule of `run`, which rearranges blocks of pixels: it runs on all blocks that the tile meets, then crops."""
 
     def prepare(part: LocalBoxes) -> Callable[[Tensor], Tensor]:
         at = [slice(None)] * image.ndim
@@ -187,7 +180,7 @@ def channel_shuffle(image: Meta, groups: int) -> Local:
 
 
 def _places(grid: Tensor) -> Tensor:
-    """Places in and around the image of a grid (B, 2 or 3, ...) of normal numbers."""
+    """A grid (B, ..., 2 or 3) of places in and around the image, from normal numbers (B, 2 or 3, ...)."""
     return (0.6 * grid).movedim(1, -1)
 
 

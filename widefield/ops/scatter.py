@@ -1,4 +1,4 @@
-"""Pixels that have an index each: gather, scatter and embedding, whose index tensors may be cut as the image is."""
+"""Gather, scatter and embedding: every pixel has its own index, so index tensors are cut like the image."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from torch.nn import functional as F
 from widefield.geometry.layout import Layout, layout_of, uncut
 from widefield.ops.indexing import in_place, labels
 from widefield.rules import Local, Meta, ShardedProduct, case, composed, rule
-from widefield.tiled.redistribute import moved
+from widefield.tiled.redistribute import move_cuts
 
 aten = torch.ops.aten
 
 # ---------------------------------------------------------------------------------------------- gather and scatter
 
 
-def _along(dim: int, *tensors: Meta) -> list[Layout]:
-    """A layout for each: `dim` whole, cut alike on dims where their extents agree; all whole where one is a single number."""
+def _layouts_along(dim: int, *tensors: Meta) -> list[Layout]:
+    """A layout per tensor: `dim` is whole, dims of equal extents are cut the same; all whole if one tensor has no dims."""
     main = next(meta for meta in tensors if meta.is_cut)
     if len({meta.ndim for meta in tensors}) > 1:
         return [uncut(meta.shape, main.layout.grid) for meta in tensors]  # type: ignore[union-attr]
     agree = [d for d in range(main.ndim) if d != dim and len({meta.shape[d] for meta in tensors}) == 1]
-    layout = moved(main.layout, [d for d in range(main.ndim) if d not in agree])  # type: ignore[arg-type]
+    layout = move_cuts(main.layout, [d for d in range(main.ndim) if d not in agree])  # type: ignore[arg-type]
     return [layout_of(meta.shape, layout.cuts, layout.grid) for meta in tensors]
 
 
 @rule(aten.gather.default)
 def gather(x: Meta, dim: int, index: Meta, sparse_grad: bool = False) -> Local:
     dim %= max(1, x.ndim)
-    layouts = _along(dim, x, index)
+    layouts = _layouts_along(dim, x, index)
     out = index.shape, layouts[1].cuts
-    return Local([x, index], lambda _: [out], lambda _, tile, places: aten.gather.default(tile, dim, places), at=layouts)
+    return Local([x, index], lambda _: [out], lambda _, tile, places: aten.gather.default(tile, dim, places), layouts=layouts)
 
 
 def _scatter(operation: Any) -> Any:
-    """`operation` of (x, dim, index, source or value, ...)."""
+    """The rule of a scatter operation with the arguments (x, dim, index, source or value, ...)."""
 
     def scatter(x: Meta, dim: int, index: Meta, source: Any, *how: Any, **options: Any) -> Local:
         dim %= max(1, x.ndim)
         reads = [x, index, source] if isinstance(source, Meta) else [x, index]
-        layouts = _along(dim, *reads)
+        layouts = _layouts_along(dim, *reads)
 
         def run(_: Layout, tile: Tensor, places: Tensor, *given: Tensor) -> Tensor:
             return operation(tile, dim, places, *(given or (source,)), *how, **options)
 
-        return Local(reads, lambda _: [(x.shape, layouts[0].cuts)], run, at=layouts)
+        return Local(reads, lambda _: [(x.shape, layouts[0].cuts)], run, layouts=layouts)
 
     return scatter
 
@@ -81,7 +81,7 @@ def embedding(
         return aten.embedding.default(table, places, padding_idx)
 
     out = (*indices.shape, weight.shape[1]), (*indices.cuts, None)
-    return Local([indices, weight], lambda _: [out], run, at=[indices.layout, None])
+    return Local([indices, weight], lambda _: [out], run, layouts=[indices.layout, None])
 
 
 @rule(aten.embedding_dense_backward.default, plain_outputs=(0,))

@@ -1,7 +1,7 @@
-"""Slices, selections, splits and diagonals, what undoes them, and a part set in place of another.
+"""Slice, select, split, unbind and diagonal, their backward operations, and slice_scatter and the like.
 
-A slice of a cut dim stays where it is: its cut is the tensor's, clipped.  So it is a view of the tile, which what is written to
-it in place reaches.  One pixel of a cut dim goes to every rank.
+A slice of a cut dim is cut where the tensor is, so it is a view of the tile, and in-place writes reach the tensor.  A selected
+index of a cut dim is sent to every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from widefield.geometry.layout import Cut, Cuts, Layout, layout_of
 from widefield.geometry.window import Window
-from widefield.ops.views import seen
+from widefield.ops.views import view_rule
 from widefield.rules import Local, Meta, case, composed, rule
 from widefield.tiled.dispatch import by_rule
 from widefield.tiled.overrides import BELOW, override
@@ -25,11 +25,11 @@ from widefield.tiled.view_writeback import version_of
 
 aten = torch.ops.aten
 
-# ---------------------------------------------------------------------------------------------- slices
+# ---------------------------------------------------------------------------------------------- slices and splits
 
 
 def _sliced_cut(cut: Cut | None, start: int, step: int, count: int) -> Cut | None:
-    """The cut of a slice that stays where it is: output o lies with the owner of pixel start + o * step."""
+    """The cut of a slice whose pixels stay on their ranks: output o is on the rank that owns pixel start + o * step."""
     if cut is None:
         return None
     inner = (min(max(-(-(bound - start) // step), 0), count) for bound in cut.bounds[1:-1])
@@ -37,7 +37,7 @@ def _sliced_cut(cut: Cut | None, start: int, step: int, count: int) -> Cut | Non
 
 
 def _slice_of_tile(x: Meta, out: Layout, dim: int, start: int, step: int) -> tuple[slice, ...]:
-    """Which pixels of this rank's tile a slice shows."""
+    """The index of a slice's pixels in this rank's tile."""
     first = start + out.box[dim].start * step - x.layout.box[dim].start  # type: ignore[union-attr]
     count = len(out.box[dim])
     at = slice(first, first + (count - 1) * step + 1, step) if count else slice(0, 0)
@@ -54,8 +54,8 @@ def _slices(x: Meta, dim: int, ranges: Sequence[range], is_list: bool) -> Local:
     if not is_list:
         pixels = ranges[0]
         window = Window(1, pixels.step, 1, -pixels.start, x.shape[dim], len(pixels))
-        return replace(seen(x, outs, lambda tile: tile[places[0]]), reach={dim: window})
-    return seen(x, outs, lambda tile: [tile[place] for place in places])
+        return replace(view_rule(x, outs, lambda tile: tile[places[0]]), reach={dim: window})
+    return view_rule(x, outs, lambda tile: [tile[place] for place in places])
 
 
 @rule(aten.slice.Tensor)
@@ -85,44 +85,44 @@ def split(x: Meta, size: int, dim: int = 0) -> Local:
 
 @rule(aten.slice_backward.default)
 def slice_backward(grad: Meta, size: Sequence[int], dim: int, start: int, end: int, step: int) -> Local:
-    """Zeros around the gradient, which stays where it is: the cut of the whole follows from the slice's."""
+    """Zeros around the gradient, whose pixels stay on their ranks; the cut of the result follows from the gradient's."""
     dim %= grad.ndim
     extent, cut = size[dim], grad.cuts[dim]
     pixels = range(*slice(start, end, step).indices(extent))
     if cut is not None:
         inner = (min(extent, pixels.start + bound * step) for bound in cut.bounds[1:-1])
         cut = Cut(cut.axes, (0, *inner, extent))
-    return _placed(grad, tuple(size), (*grad.cuts[:dim], cut, *grad.cuts[dim + 1 :]), dim, pixels)
+    return _put_into_zeros(grad, tuple(size), (*grad.cuts[:dim], cut, *grad.cuts[dim + 1 :]), dim, pixels)
 
 
-def _placed(grad: Meta, shape: tuple[int, ...], cuts: Cuts, dim: int, pixels: range) -> Local:
+def _put_into_zeros(grad: Meta, shape: tuple[int, ...], cuts: Cuts, dim: int, pixels: range) -> Local:
     out = layout_of(shape, cuts, grad.layout.grid)  # type: ignore[union-attr]
     first = pixels.start + grad.layout.box[dim].start * pixels.step - out.box[dim].start  # type: ignore[union-attr]
     count = grad.layout.tile_shape[dim]  # type: ignore[union-attr]
     at = slice(first, first + (count - 1) * pixels.step + 1, pixels.step) if count else slice(0, 0)
 
     def run(_: Layout, tile: Tensor) -> Tensor:
-        around = tile.new_zeros(out.tile_shape)
-        around[(slice(None),) * dim + (at,)] = tile
-        return around
+        result = tile.new_zeros(out.tile_shape)
+        result[(slice(None),) * dim + (at,)] = tile
+        return result
 
     return Local([grad], lambda _: [(shape, cuts)], run)
 
 
 @override("tensor_split.tensor_indices_or_sections")
 def _tensor_split(keys: Any, x: Tensor, places: Tensor, dim: int = 0) -> list[Tensor]:
-    """torch's `tensor_split` at places that a tensor gives, of which it would read the memory: a tiled one has to be whole."""
+    """Torch's `tensor_split` at indices in a tensor, whose memory torch would read directly; a tiled one is gathered."""
     if type(places) is TiledTensor:
         return list(torch.tensor_split(x, int(places) if not places.ndim else whole_of(places).tolist(), dim))
     return aten.tensor_split.tensor_indices_or_sections.redispatch(keys & BELOW, x, places, dim)
 
 
-# ---------------------------------------------------------------------------------------------- selections
+# ---------------------------------------------------------------------------------------------- select, unbind and diagonal
 
 
 @composed(aten.select.int)
 def select(x: Tensor, dim: int, index: int) -> Tensor:
-    """On a cut dim the owner's pixel, sent to every rank."""
+    """On a cut dim, the owner sends the pixels to every rank."""
     dim, extent = dim % x.ndim, x.shape[dim]
     if not -extent <= index < extent:
         raise IndexError(f"index {index} is out of range for dim {dim} with {extent} px")
@@ -135,15 +135,15 @@ def select(x: Tensor, dim: int, index: int) -> Tensor:
 
 def _select_uncut(x: Meta, dim: int, index: int) -> Local:
     out = x.shape[:dim] + x.shape[dim + 1 :], x.cuts[:dim] + x.cuts[dim + 1 :]
-    return seen(x, [out], lambda tile: tile.select(dim, index))
+    return view_rule(x, [out], lambda tile: tile.select(dim, index))
 
 
 @rule(aten.select_backward.default)
 def select_backward(grad: Meta, size: Sequence[int], dim: int, index: int) -> Local:
-    """Zeros around the gradient; the new dim is cut along a free axis, so that no rank holds the whole."""
+    """Zeros around the gradient; the new dim is cut along a free axis, if there is one, to save memory."""
     assert grad.layout is not None
     dim, grid, extent = dim % len(size), grad.layout.grid, size[dim]
-    free = [axis for axis, ways in enumerate(grid.sizes) if axis not in grad.layout.axes and 1 < ways <= extent]
+    free = [axis for axis, ranks in enumerate(grid.sizes) if axis not in grad.layout.axes and 1 < ranks <= extent]
     cut = (
         Cut((free[0],), tuple(extent * part // grid.sizes[free[0]] for part in range(grid.sizes[free[0]] + 1)))
         if free
@@ -153,10 +153,10 @@ def select_backward(grad: Meta, size: Sequence[int], dim: int, index: int) -> Lo
     out, at = layout_of(shape, cuts, grid), index % extent
 
     def run(_: Layout, tile: Tensor) -> Tensor:
-        around = tile.new_zeros(out.tile_shape)
+        result = tile.new_zeros(out.tile_shape)
         if at in out.box[dim]:
-            around.select(dim, at - out.box[dim].start).copy_(tile)
-        return around
+            result.select(dim, at - out.box[dim].start).copy_(tile)
+        return result
 
     return Local([grad], lambda _: [(shape, cuts)], run)
 
@@ -186,11 +186,11 @@ def diagonal(x: Meta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Local:
 
 @composed(aten.diagonal_backward.default)
 def diagonal_backward(grad: Tensor, size: Sequence[int], offset: int, dim1: int, dim2: int) -> Tensor:
-    around = grad.new_zeros(size)
-    return aten.diagonal_scatter.default(around, grad, offset, dim1, dim2)
+    zeros = grad.new_zeros(size)
+    return aten.diagonal_scatter.default(zeros, grad, offset, dim1, dim2)
 
 
-# ---------------------------------------------------------------------------------------------- a part in place of another
+# ---------------------------------------------------------------------------------------------- slice_scatter and the like
 
 
 @composed(aten.slice_scatter.default)
@@ -218,7 +218,7 @@ def diagonal_scatter(x: Tensor, part: Tensor, offset: int = 0, dim1: int = 0, di
 
 
 def _written(write: Any) -> Any:
-    """A case that writes to views of a tensor and gives the tensor."""
+    """A case: write to views of a tensor; the result is the tensor's square."""
 
     def run(x: Tensor, *others: Tensor) -> Tensor:
         y = x * 1
@@ -229,15 +229,15 @@ def _written(write: Any) -> Any:
 
 
 def _out_of_range(x: Tensor) -> Tensor:
-    """The tensor, where a row after the last is refused as torch refuses it."""
+    """A case: an index past the last row raises IndexError, as in torch."""
     try:
         return x.select(2, x.shape[2])
     except IndexError:
         return x * x
 
 
-def _in_turn(x: Tensor) -> list[Tensor]:
-    """Two copies of what moved, each written to while the other and the tensor are seen."""
+def _written_alternately(x: Tensor) -> list[Tensor]:
+    """Two views that are copies, and their tensor, each written to while the others exist."""
     y = (x * 1).detach()
     row, column = y[:, :, 3], y[..., 2]
     row.mul_(2)
@@ -251,9 +251,9 @@ _IMAGE = (2, 3, 11, 7)
 
 
 def _two_slices(y: Tensor) -> None:
-    seen = y[:, :, 2:9]
-    seen[..., 1:5] *= 2
-    seen[:, 1:] += y[:, :1, 2:9].detach()
+    rows = y[:, :, 2:9]
+    rows[..., 1:5] *= 2
+    rows[:, 1:] += y[:, :1, 2:9].detach()
 
 
 CASES = [
@@ -322,7 +322,7 @@ CASES = [
     ),
     case("a channel set", _written(lambda y, z: y.__setitem__((slice(None), 0), z)), _IMAGE, (11, 7)),
     case("written after a row was seen", lambda x: (y := x * 1, v := y[:, :, 4], y.mul_(2), y.add_(1), v.sin())[-1], _IMAGE),
-    case("a row and its tensor written in turn", _in_turn, _IMAGE),
+    case("a row and its tensor written in turn", _written_alternately, _IMAGE),
     case("written to a detached row", _written(lambda y: y[:, :, 4].detach()[1:].fill_(7)), _IMAGE),
     case("written to unbound rows", _written(lambda y: y.detach().unbind(2)[3].zero_()), _IMAGE),
     case("written, then read through a view", lambda x: (y := x * 1, v := y[:, :, 2:8], y.mul_(2), v.sin())[-1], _IMAGE),

@@ -1,7 +1,7 @@
-"""Softmax and log-softmax over channels, or over pixels.
+"""Softmax and log-softmax.
 
-Over a dim that no cut runs through, torch's own kernels on every tile.  Over a cut dim each tile gives its largest value and
-its sum of exponentials under it, in one message, which merge as in Milakov & Gimelshein 2018, arXiv:1805.02867.
+Over an uncut dim torch's kernels run on every tile.  Over a cut dim each tile gives its maximum and its sum of exponentials
+relative to that, in one message; these merge as in Milakov & Gimelshein 2018, arXiv:1805.02867.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _forward(image: Meta, dim: int, half_to_float: bool, *, op, is_log: bool) ->
     def finish(total: Tensor, tile: Tensor) -> Tensor:
         shifted = tile.to(wide) - total[0].detach()
         result = shifted.sub_(total[1].log()) if is_log else _divided(shifted.exp_(), total[1])
-        return result.to(out).contiguous()  # as torch's
+        return result.to(out).contiguous()  # row-major, as torch's kernel gives it
 
     return Reduced([image], [dim], local, [Tile(image.shape)], merge_exponentials, finish)
 
 
 def _divided(value: Tensor, by: Tensor) -> Tensor:
-    """value / by; written over `value` unless that has a gradient: an exponential's is itself."""
+    """value / by; in place of `value` unless it has a gradient, for that of an exponential reads it."""
     return value / by if value.requires_grad else value.div_(by)
 
 
@@ -83,13 +83,13 @@ def log_softmax_backward(grad: Meta, result: Meta, dim: int, input_dtype: torch.
 
 
 def _masked(x: Tensor, dim: int) -> Tensor:
-    """Softmax with -inf for about half of the values, a whole tile of them included, but never for all."""
+    """Softmax where rows after the third are -inf, and so all of some tiles."""
     rows = torch.arange(x.shape[2]).view(-1, 1)
     return x.masked_fill((rows > 2).expand(x.shape), -math.inf).softmax(dim)
 
 
 def _safe(x: Tensor, dim: int) -> Tensor:
-    """Rows or channels that are all -inf give zeros."""
+    """Safe softmax, which gives zeros where all values are -inf."""
     columns = torch.arange(x.shape[3])
     return aten._safe_softmax.default(x.masked_fill((columns > 3).expand(x.shape), -math.inf), dim)
 

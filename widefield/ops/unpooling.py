@@ -1,4 +1,4 @@
-"""Pixels at indices of the whole plane: max-unpooling, and what it shares with the backward of adaptive max-pooling."""
+"""Pixels put at flat indices of the whole plane: max unpooling, and the backward of adaptive max pooling."""
 
 from __future__ import annotations
 
@@ -18,34 +18,38 @@ from widefield.rules import LocalBoxes, Meta, Read, Tile, Windowed, case, rule
 aten = torch.ops.aten
 
 
-def _scattered(flat: Tensor, extents: Sequence[int], write: Sequence[Interval]) -> tuple[Tensor, Tensor]:
-    """Where flat indices into the whole plane lie in the box `write`, and whether they do; those that do not are at its end."""
+def _indices_in(flat: Tensor, extents: Sequence[int], write: Sequence[Interval]) -> Tensor:
+    """Flat indices into the whole plane as flat indices into the box `write`; the box's size for those outside of it."""
     inside, at, rest = None, None, flat
     for n, to in enumerate(write):
         size = math.prod(extents[n + 1 :])
         place = torch.div(rest, size, rounding_mode="floor")
         rest = rest - place * size
-        held = (place >= to.start) & (place < to.stop)
-        inside = held if inside is None else inside & held
+        is_here = (place >= to.start) & (place < to.stop)
+        inside = is_here if inside is None else inside & is_here
         at = place - to.start if at is None else at * len(to) + (place - to.start)
     assert inside is not None and at is not None, "a plane without dims"
-    return torch.where(inside, at, math.prod(size_of(tuple(write)))), inside
+    return torch.where(inside, at, math.prod(size_of(tuple(write))))
 
 
 def placed(values: Tensor, flat: Tensor, extents: Sequence[int], write: Sequence[Interval], *, add: bool) -> Tensor:
-    """Zeros in the box `write` with the values at their indices; what lies elsewhere goes to a place past the end."""
+    """The box `write` with `values` at their indices and zeros elsewhere; values whose index is outside are dropped.
+
+    flat: for each value its flat index into the whole plane, whose size is `extents`.
+    add: values at equal indices are added; else one of them is taken.
+    """
     dims = len(extents)
-    at, _ = _scattered(flat, extents, write)
+    at = _indices_in(flat, extents, write)
     lead, size = values.shape[: values.ndim - dims], size_of(tuple(write))
     count = math.prod(size)
-    out = values.new_zeros((*lead, count + 1))
+    out = values.new_zeros((*lead, count + 1))  # the last element takes what lies outside
     at, values = at.reshape(*lead, -1), values.reshape(*lead, -1)
     out = out.scatter_add_(-1, at, values) if add else out.scatter_(-1, at, values)
     return out[..., :count].reshape(*lead, *size)
 
 
 def _max_unpool(dims: int, image: Meta, indices: Meta, output_size, stride=(), padding=()) -> Windowed:
-    """An index may point anywhere in the plane, so every rank reads all pooled pixels and keeps those that are its own."""
+    """An index may point anywhere in the plane, so every rank reads all pooled pixels."""
     extents = list(output_size)
     lead = image.ndim - dims
     reach = {lead + n: Every(extent, extents[n]) for n, extent in enumerate(image.shape[lead:])}

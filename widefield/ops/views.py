@@ -1,7 +1,7 @@
-"""Views that keep each pixel by itself: dims in another order, more or fewer, expanded; and new tensors like another.
+"""Views that permute, add, remove or expand dims, or reinterpret a dtype; and new_zeros and the like.
 
-A view of a tiled tensor shows the tile's own memory, so that what is written to it in place is written to the tensor.  Where a
-pixel has to move first (a cut dim that goes away), the view is a copy, and the engine brings home what is written to it.
+A view of a tiled tensor shares the tile's memory, so in-place writes to it reach the tensor.  Where pixels must move first, as
+for a cut dim that is removed, the view is a copy, and in-place writes to it are written back.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ aten = torch.ops.aten
 
 
 def with_whole(x: Meta, dims: Sequence[int]) -> Layout:
-    """The layout of a tensor whose cuts on `dims` are gathered."""
+    """The layout of a tensor with `dims` uncut, whose cuts are gathered and do not move to other dims."""
     assert x.layout is not None, "a view of a plain tensor is plain"
     return layout_of(x.shape, tuple(None if dim in dims else cut for dim, cut in enumerate(x.cuts)), x.layout.grid)
 
 
-def seen(x: Meta, outs: Sequence[tuple[tuple[int, ...], Cuts]], run: Any, gather: Sequence[int] = ()) -> Local:
-    """A view: `run` of the tile gives the outputs, of these shapes and cuts."""
-    return Local([x], lambda _: outs, lambda _, tile: run(tile), at=[with_whole(x, gather)], is_view=True)
+def view_rule(x: Meta, outs: Sequence[tuple[tuple[int, ...], Cuts]], run: Any, gather: Sequence[int] = ()) -> Local:
+    """The rule of a view: `run` of the tile gives the outputs, of these shapes and cuts; gather: dims that must be whole."""
+    return Local([x], lambda _: outs, lambda _, tile: run(tile), layouts=[with_whole(x, gather)], is_view=True)
 
 
 # ---------------------------------------------------------------------------------------------- the order of dims
@@ -41,7 +41,7 @@ def seen(x: Meta, outs: Sequence[tuple[tuple[int, ...], Cuts]], run: Any, gather
 def permute(x: Meta, dims: Sequence[int]) -> Local:
     order = [dim % x.ndim for dim in dims]
     out = tuple(x.shape[dim] for dim in order), tuple(x.cuts[dim] for dim in order)
-    return seen(x, [out], lambda tile: tile.permute(order))
+    return view_rule(x, [out], lambda tile: tile.permute(order))
 
 
 @rule(aten.transpose.int)
@@ -60,7 +60,7 @@ def t(x: Meta) -> Local:
 def unsqueeze(x: Meta, dim: int) -> Local:
     dim %= x.ndim + 1
     out = (*x.shape[:dim], 1, *x.shape[dim:]), (*x.cuts[:dim], None, *x.cuts[dim:])
-    return seen(x, [out], lambda tile: tile.unsqueeze(dim))
+    return view_rule(x, [out], lambda tile: tile.unsqueeze(dim))
 
 
 @rule(aten.squeeze.default)
@@ -75,23 +75,23 @@ def squeeze_dim(x: Meta, dim: int) -> Local:
 
 @rule(aten.squeeze.dims)
 def squeeze_dims(x: Meta, dims: Sequence[int]) -> Local:
-    gone = [dim % x.ndim for dim in dims if x.shape[dim] == 1]
-    left = [dim for dim in range(x.ndim) if dim not in gone]
+    squeezed = [dim % x.ndim for dim in dims if x.shape[dim] == 1]
+    left = [dim for dim in range(x.ndim) if dim not in squeezed]
     out = tuple(x.shape[dim] for dim in left), tuple(x.cuts[dim] for dim in left)
-    return seen(x, [out], lambda tile: tile.squeeze(gone), gather=gone)
+    return view_rule(x, [out], lambda tile: tile.squeeze(squeezed), gather=squeezed)
 
 
 @rule(aten.expand.default)
 def expand(x: Meta, size: Sequence[int], implicit: bool = False) -> Local:
     new = len(size) - x.ndim
     shape = tuple(x.shape[n - new] if extent == -1 else extent for n, extent in enumerate(size))
-    grown = [dim for dim in range(x.ndim) if x.shape[dim] != shape[dim + new]]
-    cuts = (None,) * new + with_whole(x, grown).cuts
+    expanded = [dim for dim in range(x.ndim) if x.shape[dim] != shape[dim + new]]
+    cuts = (None,) * new + with_whole(x, expanded).cuts
     tile_shape = layout_of(shape, cuts, x.layout.grid).tile_shape  # type: ignore[union-attr]
-    return seen(x, [(shape, cuts)], lambda tile: tile.expand(tile_shape), gather=grown)
+    return view_rule(x, [(shape, cuts)], lambda tile: tile.expand(tile_shape), gather=expanded)
 
 
-# ---------------------------------------------------------------------------------------------- new tensors like another
+# ---------------------------------------------------------------------------------------------- new_zeros and the like
 
 
 def _new(function: Any) -> Any:
@@ -119,25 +119,25 @@ def new_empty_strided(x: Meta, size: Sequence[int], stride: Sequence[int], **kwa
 
 @composed(aten.as_strided.default)
 def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
-    """The tensor itself, as some of torch's operations ask for it to name a memory format; anything else is refused."""
-    return x.view_as(x) if _is_as(x, size, stride, offset) else _refused(x)
+    """The tensor itself, where size and strides are its own, as some of torch's operations ask; else refused."""
+    return x.view_as(x) if _is_same_view(x, size, stride, offset) else _refuse(x)
 
 
 @composed(aten.as_strided_.default)
 def as_strided_(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
-    return x if _is_as(x, size, stride, offset) else _refused(x)
+    return x if _is_same_view(x, size, stride, offset) else _refuse(x)
 
 
-def _is_as(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
-    """Whether a tensor is of this size and has these strides, wherever they matter."""
+def _is_same_view(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
+    """Whether a tensor has this size and these strides, on dims longer than one."""
     same = [extent < 2 or ours == step for extent, ours, step in zip(x.shape, x.stride(), stride, strict=False)]
     return tuple(size) == tuple(x.shape) and all(same) and not offset
 
 
 @composed(aten.as_strided_scatter.default, aten.as_strided_copy.default)
-def _refused(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _refuse(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     raise NotImplementedError(
-        "as_strided speaks of places in memory, which an image cut into tiles does not have; use slices or views"
+        "as_strided addresses places in memory, which an image cut into tiles does not have; use slices or views"
     )
 
 
@@ -151,22 +151,22 @@ _IN_PLACE = {
 }
 
 
-def _seen_in_place(operation: Any) -> Any:
+def _view_in_place(operation: Any) -> Any:
     def changed(x: TiledTensor, *args: Any) -> Tensor:
-        if x.shown and x.requires_grad and torch.is_grad_enabled() and not is_view(x):
+        if x.has_views and x.requires_grad and torch.is_grad_enabled() and not is_view(x):
             raise NotImplementedError(
                 f"the dims of a tensor in tiles, of shape {list(x.shape)}, cannot be changed in place once views of it were "
                 "taken, whose gradients would take the old dims for the new; use the operation that gives a new tensor"
             )
-        shown, made = x.shown, operation(x, *args)
-        x.shown = shown
+        had_views, made = x.has_views, operation(x, *args)
+        x.has_views = had_views  # the operation's own view is not one that remains
         return swap(x, made if type(made) is TiledTensor else wrap_view(made, uncut((), x.tile_layout.grid)))
 
     return changed
 
 
 for _in_place, _operation in _IN_PLACE.items():
-    composed(_in_place, uncut_too=True)(_seen_in_place(_operation))
+    composed(_in_place, uncut_too=True)(_view_in_place(_operation))
 
 
 @composed(aten.view.dtype)
@@ -176,20 +176,20 @@ def view_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
             f"{x.dtype} of {x.element_size()} bytes seen as {dtype} of {dtype.itemsize} would change the shape of an image cut "
             "into tiles; take widefield.whole(x) before it"
         )
-    return by_rule(_seen_as, aten.view.dtype, (x, dtype), {})
+    return by_rule(_view_as, aten.view.dtype, (x, dtype), {})
 
 
-def _seen_as(x: Meta, dtype: torch.dtype) -> Local:
-    return seen(x, [(x.shape, x.cuts)], lambda tile: tile.view(dtype))
+def _view_as(x: Meta, dtype: torch.dtype) -> Local:
+    return view_rule(x, [(x.shape, x.cuts)], lambda tile: tile.view(dtype))
 
 
 # ---------------------------------------------------------------------------------------------- complex numbers
 
 
 def _resolved(x: TiledTensor, *, lazy: Any, now: Any) -> Tensor:
-    """The conjugate or the negative, which torch notes on a tensor and leaves to the next operation.
+    """The conjugate or the negative, of which torch makes a lazy view: a flag for the next operation.
 
-    Below autograd that note is not read, so it is done now; what is written to the one is brought to the other.
+    Below autograd that flag is not read, so it is computed now, as a copy whose in-place writes are written back.
     """
     if x.writeback is not None:
         x.writeback.refresh(version_of(x))
@@ -198,7 +198,7 @@ def _resolved(x: TiledTensor, *, lazy: Any, now: Any) -> Tensor:
         ViewWriteback(x, x.tile_layout, lambda _, tile: lazy(tile), 0, made.local),
         x.may_alias_data,
     )
-    x.shown = True
+    x.has_views = True
     return made
 
 
@@ -208,7 +208,7 @@ composed(aten._neg_view.default, uncut_too=True)(partial(_resolved, lazy=aten._n
 
 @rule(aten.view_as_real.default)
 def view_as_real(x: Meta) -> Local:
-    return seen(x, [((*x.shape, 2), (*x.cuts, None))], torch.view_as_real)
+    return view_rule(x, [((*x.shape, 2), (*x.cuts, None))], torch.view_as_real)
 
 
 @rule(aten.view_as_complex.default)
@@ -220,7 +220,7 @@ def view_as_complex(x: Meta) -> Local:
 
     if not x.ndim or x.shape[-1] != 2:
         raise ValueError(f"view_as_complex wants a last dim of 2, the real and the imaginary part, and not {list(x.shape)}")
-    return seen(x, [(x.shape[:-1], x.cuts[:-1])], run, gather=[x.ndim - 1])
+    return view_rule(x, [(x.shape[:-1], x.cuts[:-1])], run, gather=[x.ndim - 1])
 
 
 # ---------------------------------------------------------------------------------------------- cases

@@ -1,4 +1,4 @@
-"""A rank that has no samples left runs a stand-in for them, a ghost, so that the messages of the others find a partner."""
+"""A rank that has no samples left runs a dummy batch, so that the collectives of the other ranks are complete."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from widefield.tiled.sync_batch_norm import SyncBatchNorm
 
 @contextmanager
 def inactive(model: nn.Module) -> Iterator[None]:
-    """Inside, this rank's batch is a stand-in that counts nothing: run forward and backward of a rank without samples here.
+    """Inside, this rank is inactive: its batch is a dummy that changes neither statistics nor gradients.
 
-    SyncBatchNorm adds zero values to the whole's statistics, normalizes the stand-in with them and sends back no gradient;
-    any other BatchNorm or InstanceNorm leaves its running statistics alone.  The loss of a stand-in must be multiplied by 0
-    for the layers behind the last SyncBatchNorm.  Recomputed activations (checkpointing) need backward inside as well.
+    Run both forward and backward inside, and multiply the loss by 0, for the layers behind the last SyncBatchNorm.
+    A SyncBatchNorm adds nothing to the statistics of the whole batch, normalizes the dummy with them and sends no gradient
+    back.  Any other BatchNorm or InstanceNorm leaves its running statistics as they are.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, NormBase)]
     ours = [layer for layer in layers if isinstance(layer, SyncBatchNorm)]
@@ -29,8 +29,8 @@ def inactive(model: nn.Module) -> Iterator[None]:
     ]
     for sync in ours:
         sync.inactive = True
-    _GHOSTS[model] = others
-    for other, buffers in others:  # they write into copies, which are dropped
+    _INACTIVE[model] = others
+    for other, buffers in others:  # the pass writes into copies, which are dropped
         buffers_of(other).update({name: None if value is None else value.clone() for name, value in buffers.items()})
     try:
         yield
@@ -39,21 +39,21 @@ def inactive(model: nn.Module) -> Iterator[None]:
             del sync.inactive
         for other, buffers in others:
             buffers_of(other).update(buffers)
-        _GHOSTS.pop(model, None)
+        _INACTIVE.pop(model, None)
 
 
-_GHOSTS: WeakKeyDictionary[nn.Module, list[tuple[nn.Module, dict[str, Any]]]] = WeakKeyDictionary()
-"""Models whose batch is a stand-in now, and the buffers that they are not to write to."""
+_INACTIVE: WeakKeyDictionary[nn.Module, list[tuple[nn.Module, dict[str, Any]]]] = WeakKeyDictionary()
+"""Models that run a dummy batch now, and the buffers that it must not write to."""
 
 
 def is_inactive(model: nn.Module) -> bool:
-    """Whether a model's batch is a stand-in now."""
-    return model in _GHOSTS
+    """Whether a model runs a dummy batch now."""
+    return model in _INACTIVE
 
 
 @contextmanager
 def on_rows(model: nn.Module) -> Iterator[None]:
-    """Inside, SyncBatchNorms are given rows of a batch that copies share: a stand-in counts, and what is not cut once."""
+    """Inside, the inputs of SyncBatchNorms are rows of a batch that copies share: all rows count, and an uncut input once."""
     layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)] if is_inactive(model) else []
     for layer in layers:
         layer.inactive = False
@@ -67,8 +67,8 @@ def on_rows(model: nn.Module) -> Iterator[None]:
 
 
 def real_buffers(model: nn.Module) -> None:
-    """Let a stand-in's pass write to the model's own buffers: where copies share a batch, all write the same."""
-    others = _GHOSTS[model]
+    """Let the pass of a dummy batch write to the model's own buffers: where copies share a batch, all write the same."""
+    others = _INACTIVE[model]
     for layer, buffers in others:
         buffers_of(layer).update(buffers)
     others.clear()

@@ -1,7 +1,7 @@
-"""What a step of an optimizer needs where ranks hold parts of a model: norms over all of it, and optimizers that fit parts.
+"""Optimizer steps of a model whose weights are sharded: the norm of all gradients, and which optimizers are exact on shards.
 
-SGD, Adam and their kin step each number of a weight by itself, so that a part steps as the whole would.  Others look at whole
-weights, or at all weights together: a rank with a part would step otherwise than one device does, and in silence.
+SGD, Adam and the like step each element of a weight by itself, so a shard steps as it does in the full weight.  Others use
+norms or products of full weights, or of all weights: on a shard they would compute another step and raise no error.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ OF_WHOLE_WEIGHTS = {
     "Adafactor", "AdafactorBigVision", "AdamP", "Kron", "LARC", "LARS", "LAMB", "Lamb", "Lars", "Muon", "NovoGrad",
     "NvNovoGrad", "SGDP", "SOAP", "Shampoo", "DistributedShampoo",
 }  # fmt: skip
-"""Classes of torch, timm and others, by name, whose step on one number looks at other numbers of its weight."""
+"""Classes of torch, timm and others, by name, whose step on one element depends on other elements of the same weight."""
 OF_ALL_WEIGHTS = {"LBFGS"}
-"""Classes whose step on one weight looks at the other weights."""
+"""Classes whose step on one weight depends on the other weights."""
 STEPS_PARTS = "steps_parts"
-"""The attribute of an optimizer's class that says that it adds up over ranks what it needs to know of wholes."""
+"""An optimizer class with this attribute, set to True, reduces over ranks what it needs of full weights."""
 
-_parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_is_shard: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Of each parameter of a watched model: whether it is a shard, and not the full weight."""
 
 
 def clip_grad_norm_(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
-    """Scale the gradients of `model` so that their norm, over all parameters and all who hold them, is at most `max_norm`.
+    """Scale the gradients of `model` so that their 2-norm, over the full gradients of all parameters, is at most `max_norm`.
 
-    `torch.nn.utils.clip_grad_norm_` for a model of any plan: torch's sees this rank's parts alone where `mesh.channel` or
-    `mesh.stage` cut the model, and each rank would scale otherwise.
-    model: as `parallelize` gave it, after the backward of a step.  mesh: the one it was laid out on.  Every rank calls it.
-    Gives the norm before clipping, one number, equal on every rank.  ValueError: a norm that is not above 0.
+    `torch.nn.utils.clip_grad_norm_` for a model under any plan: torch's sees only this rank's shards where `mesh.channel` or
+    `mesh.stage` cut the model, and each rank would scale by another factor.
+    model, mesh: as given to `parallelize`, after the last backward of a step.  Every rank calls it.
+    Returns the norm before clipping, a tensor without dims, equal on every rank.  ValueError: `max_norm` is not above 0.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} would leave no gradient; give a norm above 0")
@@ -51,28 +52,31 @@ def clip_grad_norm_(model: nn.Module, mesh: Mesh, max_norm: float) -> Tensor:
 
 
 def watch(model: nn.Module) -> None:
-    """From now on, refuse steps of optimizers that do not fit this rank's parts of `model`, of which `holding` was told."""
-    told = sharded_state.registered(model)
+    """From now on, refuse the steps of optimizers that are not exact on the shards of `model` that this rank has."""
+    specs = sharded_state.registered(model)
     for name, parameter in model.named_parameters():
-        if name in told:
-            _parts[parameter] = tuple(told[name].shape) != tuple(parameter.shape)
+        if name in specs:
+            _is_shard[parameter] = tuple(specs[name].shape) != tuple(parameter.shape)
     _start_refusing()
 
 
 @cache
 def _start_refusing() -> None:
-    """Look at each step of any optimizer, from the first model in parts on."""
+    """Check each step of every optimizer, once, from the first model with sharded weights on."""
     register_optimizer_step_pre_hook(_refuse)
 
 
 def refuse_unfit(optimizer: Optimizer, *, has_whole_weights: bool, where: str) -> None:
-    """NotImplementedError where the optimizer's step needs more than this rank has.  where: who holds the rest."""
+    """NotImplementedError: the optimizer's step needs more than this rank has.
+
+    has_whole_weights: whether this rank has each of its weights in full.  where: a clause for the error, who holds the rest.
+    """
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     unfit = kinds & (OF_ALL_WEIGHTS if has_whole_weights else OF_ALL_WEIGHTS | OF_WHOLE_WEIGHTS)
     if unfit and not getattr(type(optimizer), STEPS_PARTS, False):
         looks = "all weights together" if unfit & OF_ALL_WEIGHTS else "whole weights"
         raise NotImplementedError(
-            f"{type(optimizer).__name__} looks at {looks} in each step, and {where}, so ranks would step each in its own way; "
+            f"{type(optimizer).__name__} looks at {looks} in each step, and {where}, so its steps would not be one device's; "
             "take an optimizer that steps each number by itself (SGD, AdamW), optimizer.name=lars or lamb in a recipe, or a "
             "plan whose ranks hold whole models"
         )
@@ -81,6 +85,6 @@ def refuse_unfit(optimizer: Optimizer, *, has_whole_weights: bool, where: str) -
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if {kind.__name__ for kind in type(optimizer).__mro__}.isdisjoint(OF_WHOLE_WEIGHTS | OF_ALL_WEIGHTS):
         return
-    own = [_parts[p] for group in optimizer.param_groups for p in group["params"] if p in _parts]
-    if own:
-        refuse_unfit(optimizer, has_whole_weights=not any(own), where="other ranks hold parts of this model")
+    stepped = [_is_shard[p] for group in optimizer.param_groups for p in group["params"] if p in _is_shard]
+    if stepped:
+        refuse_unfit(optimizer, has_whole_weights=not any(stepped), where="other ranks hold parts of this model")

@@ -1,4 +1,4 @@
-"""Lay a model out over a mesh: the strategies that its plan calls for, in the order of their Phase."""
+"""Parallelize a model over a mesh: apply the strategies that its plan calls for, in the order of their Phase."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def parallelize(
     sample: Tensor | None = None,
     rehearse: Callable[[], Tensor] | None = None,
 ) -> nn.Module:
-    """Make `model`, which is on the mesh's device, train over the ranks of `mesh` as its plan says; the same module back.
+    """Make `model` train over the ranks of `mesh` as the mesh's plan says; returns the same module, changed in place.
 
-    Names, hooks and `state_dict()` stay the model's, and `model(...)` runs in parallel where gradients are wanted and alone
-    elsewhere (but together where its weights lie in parts, see `evaluates_together`).  On one rank the model stays untouched,
-    unless the plan recomputes.  Make the optimizer afterwards: where ranks share weights, parameters become new objects.
-    trial_step: runs the model on a small batch of this rank and returns a scalar loss; every rank gives one or none.
+    The model is on the mesh's device.  Its parameter names, hooks and `state_dict()` stay.  Where gradients are
+    disabled, copies of the model do not communicate, unless weights are sharded (see `evaluates_together`).
+    Make the optimizer afterwards: where weights are sharded, parameters become new objects.
+    trial_step: runs the model on a small batch of this rank and returns a scalar loss; every rank passes one, or none does.
         `rehearse` is its earlier name.
-    sample: a batch such as a pass of this rank has, or a tensor on meta of its shape; asked for where layers are cut or dealt
-    out (mesh.channel, mesh.stage), for which the model is followed on it without pixels.
-    Gradients are averaged over the data ranks: a loss summed over samples wants the factor copies / samples of all
-    copies of the model (on tiles in space, several ranks are one copy).
-    ValueError, on every rank: ranks have different models, or hold parts of this one already.  NotImplementedError: parameters
-    without a shape yet, layers with sparse gradients; and whatever a strategy refuses.
+    sample: a batch as one pass of this rank has it, or a meta tensor of that shape.  mesh.channel and mesh.stage need it: the
+        model is captured on its shape, without pixels.
+    Gradients are averaged over the data ranks.  So multiply a loss that is summed over samples by `mesh.copies` / samples of
+    all copies.  A copy is one rank, or all the ranks that share the tiles, channels or stages of one model.
+    ValueError, on every rank: ranks have different models, or this model is sharded already.  NotImplementedError: lazy
+    parameters, layers with sparse gradients; and what a strategy refuses.
     """
     trial_step = trial_step or rehearse
     if mesh.size > 1:
-        _refuse_parts(model)
-        _check_alike(model, mesh)
+        _refuse_sharded(model)
+        _check_same_model(model, mesh)
     if dist.is_initialized():
         SyncBatchNorm.adopt(model)
     found: list[str | Fallback] = []
@@ -65,13 +65,16 @@ def parallelize(
         found += strategy.apply(model, mesh, trial_step=watched, **more)
     if mesh.plan.channel * mesh.plan.stage > 1:
         optimizer_steps.watch(model)
-    alone = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
-    _CHOICES[model] = [*alone, *mesh.reasons, *found, *([] if watched is None else watched.gathered)]
+    one_rank = ["one rank: nothing is exchanged"] if mesh.size == 1 and mesh.plan.data_strategy == "data" else []
+    _CHOICES[model] = [*one_rank, *mesh.reasons, *found, *([] if watched is None else watched.gathered)]
     return model
 
 
 class _WatchedStep:
-    """A trial step that notes what it brings whole to every rank of an image, as bytes of a pass; share: as of a TrialStep."""
+    """A trial step that records which tiled tensors it gathers in full, with their bytes in a training pass.
+
+    `share`: see TrialStep.
+    """
 
     def __init__(self, step: Callable[[], Tensor], model: nn.Module) -> None:
         self.step, self.model, self.share = step, model, getattr(step, "share", 1.0)
@@ -87,9 +90,10 @@ class _WatchedStep:
 def parallelize_average(
     copy: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
 ) -> nn.Module:
-    """Lay out a copy that learns nothing but averages the weights of a laid out model; the same module back.
+    """Parallelize `copy`, which keeps a moving average of the weights of a parallelized model; returns it, changed in place.
 
-    It holds the same parts, so that they can be averaged one by one; its passes average no gradient.
+    Its weights are sharded as the model's are, so that each shard averages the same shard.  It gets no gradient averaging,
+    since it is never trained.  trial_step, sample: as for `parallelize`.
     """
     for strategy in _strategies(mesh.plan):
         if strategy.PHASE == Phase.SPLIT or (strategy is fully_shard and mesh.plan.sharding.zero > 1):
@@ -99,9 +103,9 @@ def parallelize_average(
 
 
 def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Optimizer:
-    """Share the state of an optimizer of a laid out model over ranks where the plan asks for that; the same optimizer back.
+    """Shard the state of a parallelized model's optimizer where the plan says so (ZeRO-1); returns the same optimizer.
 
-    NotImplementedError: an optimizer that looks at all weights together.
+    NotImplementedError: an optimizer whose step on one weight depends on other weights.
     """
     if mesh.plan.shard > 1 and mesh.plan.sharding.zero == 1:
         optimizer_steps.refuse_unfit(
@@ -119,28 +123,28 @@ def without_sync(model: nn.Module) -> AbstractContextManager[None]:
     return fully_shard.without_sync(model) if fully_shard.is_sharded(model) else data.without_sync(model)
 
 
-def _refuse_parts(model: nn.Module) -> None:
-    """A model whose copies are whole may be laid out anew."""
+def _refuse_sharded(model: nn.Module) -> None:
+    """ValueError where ranks hold shards of the model.  A model of which each rank has all may be parallelized again."""
     if fully_shard.is_sharded(model) or isinstance(model, RankShardModule):
         raise ValueError(
-            f"{type(model).__qualname__} is laid out already and each rank holds a part of its weights; build a new "
-            "model, load its weights from a checkpoint, and lay that out"
+            f"{type(model).__qualname__} is parallelized already and each rank holds a part of its weights; build a new "
+            "model, load its weights from a checkpoint, and parallelize that"
         )
 
 
-def _check_alike(model: nn.Module, mesh: Mesh) -> None:
-    """See that all ranks have the same model, which no strategy has cut yet, laid out in memory as on rank 0; one message."""
+def _check_same_model(model: nn.Module, mesh: Mesh) -> None:
+    """Check that all ranks have the same model, not yet cut, and give its tensors the strides of rank 0; one message."""
     tensors = [(name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta]
-    mine = [_told(name, t) for name, t in tensors], [_strides(t) for _, t in tensors]
+    mine = [_signature(name, t) for name, t in tensors], [_strides(t) for _, t in tensors]
     sparse = [name for name, layer in model.named_modules() if getattr(layer, "sparse", False) is True]
     of_ranks = mesh.gather_objects((*mine, sparse))
-    expected, lie, _ = of_ranks[0]
+    expected, expected_strides, _ = of_ranks[0]
     for rank, (theirs, _, sparse) in enumerate(of_ranks):
         lazy = next((name for name, shape, _ in theirs if shape is None), None)
         if lazy is not None:
             raise NotImplementedError(
                 f"'{lazy}' is lazy: it has no shape yet, so ranks cannot begin with the same; run the model once before it is "
-                "laid out"
+                "parallelized"
             )
         if sparse:
             raise NotImplementedError(
@@ -148,35 +152,37 @@ def _check_alike(model: nn.Module, mesh: Mesh) -> None:
             )
         if theirs != expected:
             pairs = [(a, b) for a, b in zip(expected, theirs, strict=False) if a != b]
-            told = f"{pairs[0][1]} on rank {rank} where rank 0 has {pairs[0][0]}" if pairs else (
+            difference = f"{pairs[0][1]} on rank {rank} where rank 0 has {pairs[0][0]}" if pairs else (
                 f"{len(theirs)} parameters and buffers on rank {rank} where rank 0 has {len(expected)}"
             )  # fmt: skip
-            raise ValueError(f"ranks have different models: {told}; build the same model on every rank")
-    for (_, tensor), strides in zip(tensors, lie, strict=True):
-        if _strides(tensor) != strides:  # gradients travel as weights lie
+            raise ValueError(f"ranks have different models: {difference}; build the same model on every rank")
+    for (_, tensor), strides in zip(tensors, expected_strides, strict=True):
+        if _strides(tensor) != strides:  # a gradient is sent in the memory order of its weight
             values = tensor.detach()
             tensor.data = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
 
 
-def _told(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...] | None, str]:
+def _signature(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...] | None, str]:
     return name, None if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Those of memory without gaps, 1 in dims of one, which tell nothing; None for one without a shape, or a sparse one."""
+    """Strides of a dense copy, 1 in dims of length 1, where strides mean nothing; None for a lazy or a sparse tensor."""
     if is_lazy(tensor) or tensor.layout != torch.strided:
         return None
-    return tuple(by if many > 1 else 1 for by, many in zip(dense_strides(tensor), tensor.shape, strict=True))
+    return tuple(stride if size > 1 else 1 for stride, size in zip(dense_strides(tensor), tensor.shape, strict=True))
 
 
 def evaluates_together(model: nn.Module) -> bool:
-    """Whether a pass in evaluation sends messages over copies of the model, so that ranks need equally many of them."""
+    """Whether a pass in evaluation communicates between copies of the model, so that ranks must run equally many passes."""
     return fully_shard.is_sharded(model)
 
 
 def reasons(model: nn.Module) -> list[str]:
-    """What `parallelize` chose for this model and why, a sentence each, and what runs whole all the same, with its bytes; none
-    for a model it has not seen."""
+    """What `parallelize` chose for this model and why, and its fallbacks with their bytes, a sentence each.
+
+    Empty for a model that was not parallelized.
+    """
     return [*choices(model), *in_words(_of_plan(model))]
 
 
@@ -186,10 +192,9 @@ def choices(model: nn.Module) -> list[str]:
 
 
 def fallbacks(model: nn.Module) -> list[Fallback]:
-    """The operations of a model that run otherwise than was asked for: on what is gathered, though channels are cut, or on the
-    whole image, though it is streamed.
+    """The operations of a model that run on gathered tensors though the plan cuts them, or whole though the model is streamed.
 
-    A stream's are those of the last new shape of its inputs, so there are none before its first call.
+    A stream has none before its first call; afterwards it has those of the last new input shape.
     """
     streams = [(name, part._stream) for name, part in model.named_modules() if isinstance(part, Streamed)]
     inside = [(name, one) for name, stream in streams for one in stream.fallbacks]

@@ -1,9 +1,9 @@
-"""One training pass: forward, loss, backward, however the model is laid out.
+"""One training pass, forward, loss and backward, under any plan.
 
     backward_of(model, image, target, loss_of=task.loss_sum, scaled=lambda loss: loss / samples)
 
-adds to the gradients as `scaled(loss_of(model(image), target)).backward()` does.  A model that is cut into stages cannot be run
-forward first and backward later, for its ranks work on several micro-batches at a time; so a loop asks for both at once.
+adds to the gradients as `scaled(loss_of(model(image), target)).backward()` does.  The stages of a pipeline work on several
+micro-batches at a time, so there forward and backward are interleaved and one call runs both.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ def backward_of(
     loss_of: Callable[[Any, Any], Tensor],
     scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
-    known: Callable[[Tensor], None] = lambda loss: None,
+    on_loss: Callable[[Tensor], None] = lambda loss: None,
 ) -> Tensor:
-    """The detached loss of a pass, whose gradients are added to the parameters' on this rank.
+    """Run forward and backward, adding to the parameters' gradients on this rank; returns the detached loss.
 
-    target: what `loss_of` takes beside the model's output; tensors in it are samples first, as the images are.
-    loss_of: a sum over samples: a model in stages calls it once per micro-batch, on the rank that has the last stage alone.
-    scaled: what is differentiated, of a loss; linear.  autocast: what the model runs under; the loss does not.
-    known: called with the detached loss as soon as this rank has it: before the backward, or after it where stages have it.
+    target: the second argument of `loss_of`; its tensors have the samples in dim 0, as the images do.
+    loss_of: a sum over samples.  A pipeline calls it once per micro-batch, only on the rank with the last stage.
+    scaled: a linear function of the loss; its result is differentiated.  autocast: for the forward, without the loss.
+    on_loss: called with the detached loss as soon as this rank has it: before the backward, in a pipeline after it.
     """
     override = override_of(model)
     if isinstance(override, PipelineForward):
         loss = override.backward(model, image, target, loss_of=loss_of, scaled=scaled, autocast=autocast)
-        known(loss)
+        on_loss(loss)
         return loss
     with autocast():
         output = model(image)
     loss = loss_of(output, target)
-    known(loss.detach())
+    on_loss(loss.detach())
     scaled(loss).backward()
     return loss.detach()
 
 
 def without_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, backward adds to this rank's gradients and sends none to other copies.
+    """Inside, backward adds to this rank's gradients and averages none over copies, as DDP's `no_sync`.
 
-    All passes of a step but the last run here, forward and backward.  Does nothing where there are no other copies.
+    Run all passes of a step but the last inside, forward and backward.  Does nothing where there is one copy.
     """
     override = override_of(model)
     return override.without_sync() if isinstance(override, PipelineForward) else parallelize.without_sync(model)

@@ -1,6 +1,6 @@
-"""How a run is laid out over ranks, as data: the Plan and its text, the plan of a config, and what a plan is refused for.
+"""How a run is parallelized, as data: the Plan and its text, the plan of a config, and the check of a plan.
 
-Imports no torch, and what lies above it only by name, where a plan is checked.
+Imports no torch, except for checking a plan, which loads the strategies by name.
 """
 
 from widefield.plans.checks import check

@@ -1,11 +1,10 @@
-"""Can so many ranks carry out a plan exactly?  What is asked of all plans stands here; every strategy's file is asked the rest.
+"""Can a number of ranks carry out a plan exactly?  This module checks the mesh, each strategy's file the rest.
 
-A strategy is one file, widefield/parallel/strategies/NAME.py: how it lays a model out, and which plans it refuses.  Such a file
-imports torch, and lies floors above this one.  So it is loaded by name, and only when a plan is checked: ranks are about to
-start or to meet then, which takes torch anyway.  Reading a config and writing a plan load none of them; the two constants that
-these need are read from the text of the files (config/strategies.py).  A second file for each strategy, without torch, would
-spare a command that only starts ranks two seconds of imports; but then what a strategy does and what it refuses would stand
-apart, and a new strategy would be two files.
+A strategy is one file, widefield/parallel/strategies/NAME.py: how it changes a model, and which plans it refuses.  Such a file
+imports torch, and is in a room above this one.  So it is loaded by name, and only when a plan is checked; ranks are about to
+start or to join then, which takes torch anyway.  Reading a config and writing a plan load none of them; the two constants that
+these need are read from the text of the files (config/strategies.py).  A second file per strategy, without torch, would save a
+command that only starts ranks two seconds of imports, but would separate what a strategy does from what it refuses.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from widefield.plans.plan import Plan
 
 
 def check(plan: Plan, *, ranks: int, samples_per_step: int | None = None) -> None:
-    """Refuse, in words, a plan that `ranks` ranks cannot carry out exactly.  Every rank calls this before any message.
+    """Refuse a plan that `ranks` ranks cannot carry out exactly.  Every rank calls this before any message.
 
-    Of several problems, the first is told: of the ranks, then of the strategies in their CHECK_ORDER, then of the samples.
-    ValueError: sizes the user can change.  NotImplementedError: what no file in parallel/strategies/ does yet.
+    The first problem is raised: of the axes and ranks, then of the strategies in their CHECK_ORDER, then of the samples.
+    ValueError: the user can change it.  NotImplementedError: no strategy can do it exactly.
     """
     strategies = load_all(STRATEGIES)
     _check_axes(plan, strategies)

@@ -1,4 +1,4 @@
-"""Which plan does a config ask for, on so many ranks?"""
+"""The plan that a config asks for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from widefield.plans.plan import Plan
 
 
 def plan_of(config: RunConfig, ranks: int) -> Plan:
-    """The plan that a config asks for on `ranks` ranks; an axis left null takes the ranks that the others leave.
+    """The plan that a config asks for on `ranks` ranks; mesh.replicate null takes the ranks that the other axes leave.
 
-    It takes over what has the same name in the config: keys of `mesh` and of `gradient`, keys and sections of the run itself.
+    A field of the plan has the value of the same name in the config: a key of `mesh` or `gradient`, or a top-level key or
+    section.
     """
     mesh = config.mesh
     found = {name: value for place in (config, mesh, config.gradient) for name, value in place if name in Plan.model_fields}
@@ -20,7 +21,7 @@ def plan_of(config: RunConfig, ranks: int) -> Plan:
 
 
 def ranks_asked_for(config: RunConfig) -> int | None:
-    """How many ranks the mesh of a config names; None where `replicate` is left to the machine."""
+    """The number of ranks of a config's mesh; None where mesh.replicate is null."""
     mesh = config.mesh
     if mesh.replicate is None:
         return None

@@ -1,7 +1,7 @@
-"""How is a run laid out over ranks?  A Plan: mesh axes with their sizes and the choices of each strategy, as data.
+"""The Plan: mesh axes with their sizes and the choices of each strategy, as data.
 
-Frozen, with a text form that reads back equal; printed, and stored with every checkpoint.  A field has the name of its key in
-the config, where it has one there (see from_config.py), and a strategy's choices are its section of the config.
+It is frozen, has a text form that reads back equal, is printed, and is stored with every checkpoint.  A field has the name of
+its key in the config, if it has one there (see from_config.py); a strategy's choices are its section of the config.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from widefield.section import Section, parse_section, to_yaml
 
 @with_sections_of_strategies
 class Plan(Section):
-    """Mesh axes and sizes, and how gradients and statistics are agreed on."""
+    """Mesh axes and sizes, and how gradients and statistics are reduced.  Undocumented fields: see their keys in the config."""
 
     replicate: Positive = 1
-    """Whole copies of the model, each with its share of the batch."""
+    """Full copies of the model, each with its part of the batch."""
     shard: Positive = 1
     space: list[Positive] = []
-    """Tiles that every image is cut into, a number per dim; none where images stay whole: `[1, 1]` becomes `[]`."""
+    """Tiles that every image is cut into, a number per dim; [] where images stay whole, and `[1, 1]` becomes `[]`."""
     channel: Positive = 1
     stage: Positive = 1
     data_strategy: DataStrategy = "data"
@@ -47,17 +47,17 @@ class Plan(Section):
     powersgd_rank: Positive = 1
     powersgd_start_step: int = 1000
     stream: StreamConfig | None = None
-    """Tiles in time: every rank runs what it holds of an image tile after tile; None runs it at once."""
+    """Tiles in time: every rank runs its images, or its tiles in space, tile after tile; None runs them at once."""
 
     @field_validator("space", mode="after")
     @classmethod
     def _one_tile_is_none(cls, space: list[int]) -> list[int]:
-        """A grid of one tile is no grid, for all who ask."""
+        """One tile means that images are not cut."""
         return space if math.prod(space) > 1 else []
 
     @property
     def axes(self) -> dict[str, int]:
-        """Size of every axis, outermost first."""
+        """The size of every axis, outermost first."""
         return {
             "replicate": self.replicate,
             "shard": self.shard,
@@ -68,16 +68,16 @@ class Plan(Section):
 
     @property
     def is_one_batch(self) -> bool:
-        """Whether copies' samples are one batch where they meet; else a copy draws, writes to buffers and mixes by itself."""
+        """Whether the samples of all copies are treated as one batch; else each copy draws and mixes its own by itself."""
         return self.batch_norm == "synchronized" and not self.independent
 
     @property
     def ranks(self) -> int:
-        """How many ranks the plan needs."""
+        """The number of ranks that the plan needs."""
         return math.prod(self.axes.values())
 
     def __str__(self) -> str:
-        """`replicate=2 x space=[2, 1]` and what differs from one device; `one rank, streamed in 4 x 4 tiles`; `one rank`."""
+        """As `replicate=2 x space=[2, 1]`, `shard=4, ZeRO-3`, `one rank, streamed in 4 x 4 tiles`, `one rank`."""
         used = [f"{axis}={self.space if axis == 'space' else size}" for axis, size in self.axes.items() if size > 1]
         further = [f"ZeRO-{self.sharding.zero}"] * (self.shard > 1)
         further += [section for section, axis in SECTIONS.items() if axis is None and getattr(self, section) is not None]
@@ -86,10 +86,10 @@ class Plan(Section):
 
 
 def to_text(plan: Plan) -> str:
-    """The plan as YAML; `from_text` gives it back equal."""
+    """The plan as YAML, which `from_text` reads back equal."""
     return to_yaml(plan)
 
 
 def from_text(text: str, *, name: str = "plan") -> Plan:
-    """The plan in a YAML text; ValueError names the key that is wrong."""
+    """The plan in a YAML text.  ValueError: an unknown key or a wrong value.  name: of the text, for the error."""
     return parse_section(Plan, text, name=name)

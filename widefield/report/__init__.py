@@ -1,4 +1,4 @@
-"""A run folder's files, or a comparison's -> one page, `report.html`; nothing else is read and nothing is fetched."""
+"""From the files of a run folder, or of a comparison, to one self-contained page, `report.html`."""
 
 from widefield.report.bench import write_bench
 from widefield.report.page import write_report

@@ -1,4 +1,4 @@
-"""Bars of several plans side by side, as SVG that takes its colours from the page (see plots)."""
+"""Bar charts as SVG, whose colours the page sets (see plots)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def bars(
     text: Callable[[float], str],
     stacked: bool = False,
 ) -> str:
-    """SVG of a horizontal bar per name, the first on top; several series side by side, or end to end where `stacked`.
+    """An SVG with a horizontal bar per name, the first on top; several series side by side, or stacked.
 
-    label: of the axis, with the unit.  text: writes the value at a bar's end; of stacked ones the sum.
+    label: of the axis, with the unit.  text: formats the value at a bar's end; of stacked bars, the sum.
     """
     count = 1 if stacked else len(series)
     thick = 0.78 / count

@@ -1,4 +1,4 @@
-"""A comparison's bench.json -> report.html and bench.csv; nothing else is read.  Equal files give equal bytes."""
+"""From a comparison's bench.json to report.html and bench.csv.  Equal files give equal bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from widefield.report.comparison import (
     table_csv,
     waits_for_loader,
 )  # fmt: skip
-from widefield.report.filling import laid_out, of_files
+from widefield.report.filling import from_files, render
 from widefield.report.page import count_of
 from widefield.training.disk import replace_text
 from widefield.training.run_folder import check_own
@@ -33,7 +33,7 @@ from widefield.training.terminal import MIB, memory_text, rate_text
 
 
 def write_bench(folder: str | Path) -> Path:
-    """Write `report.html` and `bench.csv` beside the `bench.json` in a folder; the page's path.
+    """Write `report.html` and `bench.csv` beside the `bench.json` of a folder; returns the page's path.
 
     ValueError: there is no bench.json, it is damaged, or a link leads out of the folder.
     """
@@ -41,7 +41,7 @@ def write_bench(folder: str | Path) -> Path:
     if folder.is_dir():
         check_own(folder)
     result = read_bench(folder)
-    table, page = of_files(lambda: (table_csv(result), _page(result)), folder)
+    table, page = from_files(lambda: (table_csv(result), _page(result)), folder)
     replace_text(folder / "bench.csv", table)
     replace_text(folder / "report.html", page)
     return folder / "report.html"
@@ -64,7 +64,7 @@ def _page(result: Result) -> str:
     rows = in_order(result)
     ranked = ranking(result) is not None
     words = "no plan could run" if not rows else "ranked" if ranked else "not ranked: the loader is the bottleneck"
-    return laid_out(
+    return render(
         "bench.html",
         title=f"{result['model']} on {result['data']}",
         state="failed" if not rows else "complete" if ranked else "interrupted",
@@ -164,18 +164,18 @@ def _meanings(result: Result) -> list[str]:
     return [
         f"img/s: images of all ranks together, over {result['steps']} steps with the recipe's loader and augmentation, after "
         "warm-up; every plan begins with the same weights and takes the same batches. ms/step: the same, of a whole batch.",
-        "img/s, no loader: the same learner on one batch held in memory. What is left between the two is the loader's.",
+        "img/s, no loader: the same learner on one batch in memory. The difference between the two is due to the loader.",
         "data wait: share of a step, with the loader, that the rank waiting longest spent waiting for its batch.",
         "communication: share of a step in which at least one message or collective was under way, mean of the ranks, from "
-        "torch's profiler over 3 further steps on the batch in memory. It holds waiting for slower ranks, and what overlaps "
+        "torch's profiler over 3 further steps on the batch in memory. It includes waiting for slower ranks, and what overlaps "
         "with computation, so it is an upper bound on what communication costs.",
         "bytes/step: size of the tensors that a rank hands to collectives and sends in a step. A ring all-reduce over p ranks "
         "moves 2 (p - 1) / p times as much over each link.",
-        "peak memory: the most that any rank held.",
+        "peak memory: the largest of any rank.",
         "scaling: img/s without a loader, against one rank with as many cores or the same GPU as each rank of the others has.",
         "loss differs: the largest relative difference of a step's loss from one rank's, over all steps on real data. "
-        "Rounding alone grows from step to step; what is held to a tolerance is the first two steps, of which the second one's "
-        "loss hangs on the first one's gradients.",
+        "Rounding alone grows from step to step, so only the first two steps are compared with a tolerance; the second one's "
+        "loss depends on the first one's gradients.",
     ]
 
 

@@ -1,8 +1,7 @@
-"""What do measured plans say?  A table and sentences from the values of bench.json; a pure function of them.
+"""A table and sentences from the values of bench.json.
 
-A plan's row is `measured`, `refused` (it cannot run, in words) or `failed`.  Plans are ranked by what a user gets, images per
-second with the recipe's own loader, and only where no plan waits for that loader: a fast plan that waits is not told apart
-from a slow one.
+A plan's row is `measured`, `refused` (it cannot run) or `failed`.  Plans are ranked by images per second with the recipe's own
+loader, and only where no plan waits for that loader: a fast plan that waits cannot be distinguished from a slow one.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ Row = dict[str, Any]
 Result = dict[str, Any]
 
 LOADER_SHARE = 0.10
-"""By how much a step on real data may be longer than one on a batch in memory before the loader is what is measured."""
+"""By which share a step on real data may be longer than one on a batch in memory; beyond, the loader is measured."""
 UNSTEADY = 2.0
-"""By how many times steps on the same batch may differ before the machine is said to be busy with something else."""
+"""The factor by which steps on the same batch may differ; beyond, the machine is busy with something else."""
 SAME_LOSS = {"float64": 1e-10, "float32": 1e-4, "tf32": 1e-2, "bfloat16": 5e-2, "float16": 5e-2}
-"""How far the losses of the first two steps may be from one rank's, relatively, when only the order of additions differs."""
+"""The relative difference of the first two losses from one rank's that another order of sums may make."""
 
 HEAD = (
     "plan", "ranks", "img/s", "img/s, no loader", "ms/step", "data wait", "communication", "peak memory", "bytes/step",
@@ -47,15 +46,15 @@ def scaling(row: Row, result: Result) -> float | None:
 
 
 def loss_difference(row: Row, result: Result) -> tuple[float, float] | None:
-    """How far losses are from one rank's, relatively: at the worst of the first two steps, and of all; None without one rank.
+    """The largest relative difference of losses from one rank's, of the first two steps and of all; None without one rank.
 
-    The second step's loss is the first that hangs on gradients.
+    The second step's loss is the first that depends on gradients.
     """
     one = one_rank(result)
     if one is None or row is one:
         return None
-    apart = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(row["losses"], one["losses"], strict=False)]
-    return max(apart[:2]), max(apart)
+    differences = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(row["losses"], one["losses"], strict=False)]
+    return max(differences[:2]), max(differences)
 
 
 def data_share(row: Row) -> float:
@@ -63,7 +62,7 @@ def data_share(row: Row) -> float:
 
 
 def waits_for_loader(row: Row) -> bool:
-    """Whether real steps are longer than synthetic ones by more than a tenth, and waiting is half of the difference or more."""
+    """Whether real steps are longer than synthetic ones by LOADER_SHARE, and waiting is over half of the difference."""
     real, synthetic = row["real"]["step_seconds"], row["synthetic"]["step_seconds"]
     return real > (1 + LOADER_SHARE) * synthetic and row["real"]["data_seconds"] > 0.5 * (real - synthetic)
 
@@ -80,13 +79,13 @@ def ranking(result: Result) -> list[Row] | None:
 
 
 def findings(result: Result) -> list[str]:
-    """What the measurements mean, a sentence or two each, the most important first."""
+    """The findings, a sentence or two each, the most important first."""
     rows = measured(result)
     if not rows:
         return ["No plan could run; the reasons are listed with each."]
     order = ranking(result)
-    told = [_refusal_to_rank(result)] if order is None else _order_in_words(order, result)
-    return [*told, *_leanest(rows), *_inexact(result), *_unsteady(result), *trap_in_words(result)]
+    ranking_in_words = [_refusal_to_rank(result)] if order is None else _order_in_words(order, result)
+    return [*ranking_in_words, *_leanest(rows), *_inexact(result), *_unsteady(result), *trap_in_words(result)]
 
 
 def _refusal_to_rank(result: Result) -> str:
@@ -119,7 +118,7 @@ def _order_in_words(order: list[Row], result: Result) -> list[str]:
 
 
 def _overlap(row: Row, best: Row) -> bool:
-    """Whether the fastest step of one is faster than the mean step of the better one: more steps would have to tell."""
+    """Whether the fastest step of one plan is faster than the mean step of the better one, so that the order is uncertain."""
     return row["real"]["fastest_seconds"] <= best["real"]["step_seconds"]
 
 
@@ -146,7 +145,7 @@ def _inexact(result: Result) -> list[str]:
 
 
 def _unsteady(result: Result) -> list[str]:
-    """Whether something else was using the machine: steps on one and the same batch should take equally long."""
+    """A sentence where steps on one and the same batch took unequally long, so something else was using the machine."""
     rows = [row for row in measured(result) if _spread(row) > UNSTEADY]
     if not rows:
         return []
@@ -164,7 +163,7 @@ def _spread(row: Row) -> float:
 
 
 def trap_in_words(result: Result) -> list[str]:
-    """What more loader processes alone did to the same plan."""
+    """The effect of more loader workers on the same plan, as a sentence."""
     rows = [row for row in result["trap"] if row["state"] == "measured"]
     if len(rows) < 2:
         return []
@@ -189,7 +188,7 @@ def _workers(row: Row) -> str:
 
 
 def line(row: Row, result: Result) -> str:
-    """A plan in one line, as it is printed when it has been measured."""
+    """The line that is printed when a plan has been measured."""
     if row["state"] != "measured":
         return f"  {row['name']}: {row['state']}: {row['reason']}"
     real, synthetic = row["real"], row["synthetic"]
@@ -203,20 +202,20 @@ def line(row: Row, result: Result) -> str:
 
 
 def cells(row: Row, result: Result) -> list[str]:
-    """A measured plan's row of the table, as HEAD says."""
-    times, apart = scaling(row, result), loss_difference(row, result)
+    """A measured plan's row of the table, with the columns of HEAD."""
+    times, loss = scaling(row, result), loss_difference(row, result)
     real = row["real"]
     return [
         row["name"], str(row["ranks"]), rate_text(real["images_per_second"]), rate_text(row["synthetic"]["images_per_second"]),
         f"{1e3 * real['step_seconds']:.1f}", f"{100 * data_share(row):.1f} %",
         f"{100 * row['communication_share']:.0f} %" if row["messages"] else "–",
         memory_text(row["memory_bytes"]), bytes_text(row["handed_bytes"]) if row["messages"] else "–",
-        "–" if times is None else f"{times:.2f} x", "–" if apart is None else f"{apart[1]:.0e}" if apart[1] else "0",
+        "–" if times is None else f"{times:.2f} x", "–" if loss is None else f"{loss[1]:.0e}" if loss[1] else "0",
     ]  # fmt: skip
 
 
 def in_order(result: Result) -> list[Row]:
-    """Measured plans, ranked where that is honest, else as they were tried."""
+    """Measured plans in the order of `ranking`, or without one as they were tried."""
     order = ranking(result)
     return measured(result) if order is None else order
 
@@ -240,7 +239,7 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def table_csv(result: Result) -> str:
-    """Every plan with plain numbers: seconds, bytes, shares of 1."""
+    """Every plan as CSV with plain numbers: seconds, bytes, shares of 1."""
     columns = [
         "name", "state", "overrides", "ranks", "workers", "real_images_per_second", "synthetic_images_per_second",
         "real_step_seconds", "synthetic_step_seconds", "data_share", "communication_share", "memory_bytes", "handed_bytes",

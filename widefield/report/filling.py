@@ -1,4 +1,4 @@
-"""Templates filled in with texts, from files that anybody may have made: every text is escaped, and odd values are refused."""
+"""Fills templates with values from files that may not be trusted: texts are escaped, unexpected values are refused."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from markupsafe import Markup
 T = TypeVar("T")
 
 
-def laid_out(template: str, **texts: Any) -> str:
-    """A page of this folder with its texts filled in, and the style that all pages share."""
+def render(template: str, **texts: Any) -> str:
+    """Render a template of this folder with the shared style."""
     folder = resources.files(__package__)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     style = Markup((folder / "style.css").read_text(encoding="utf-8"))
     return environment.from_string((folder / template).read_text(encoding="utf-8")).render(style=style, **texts)
 
 
-def of_files(make: Callable[[], T], folder: Path) -> T:
-    """What `make` makes of a folder's files; ValueError where their values are not such as widefield writes."""
+def from_files(make: Callable[[], T], folder: Path) -> T:
+    """Call `make`, which reads a folder's values.  ValueError: they are not such as widefield writes."""
     try:
         return make()
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:

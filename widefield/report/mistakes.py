@@ -1,4 +1,4 @@
-"""Where was the model wrong?  The confusion matrix and the worst mistakes of an evaluation, ready for the page."""
+"""The confusion matrix and the worst mistakes of an evaluation, as values for the page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MATRIX_CLASSES = 40
 """With more classes than this, the most confused pairs are listed in place of the matrix."""
 LISTED = 20
 PICTURE_PX = 512
-"""Longer pictures are made this long, so that the page stays light."""
+"""Longer pictures are scaled down to this, so that the page stays small."""
 MOST_PX = 2**24
-"""Larger ones are not ours, and may be made to fill memory."""
+"""Training writes no larger pictures, and larger ones could fill memory."""
 TINY_PX = 64
 """Pictures up to this long are enlarged pixel by pixel."""
 
@@ -51,7 +51,7 @@ def confusion(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _cell(count: int, total: int, right: bool, unit: str) -> dict[str, Any]:
-    """`tint` grows with the root of the share, so that a single mistake among hundreds is seen."""
+    """`tint` grows with the square root of the share, so that a single mistake among hundreds is visible."""
     text = f"{count}" if unit == "images" else f"{100 * count / max(total, 1):.1f}"
     tint = round(100 * (count / total) ** 0.5) if total else 0
     return {"count": count if text != "0.0" else 0, "text": text, "right": right, "tint": tint}
@@ -85,9 +85,9 @@ def pictures(folder: Path, evaluation: Mapping[str, Any] | None) -> list[dict[st
 
 
 def opened(folder: Path, name: str) -> Image.Image:
-    """A picture that training left in a folder, not yet decoded; ValueError or OSError where it is none.
+    """A picture that training wrote, not yet decoded.  ValueError or OSError: it is none, or too large.
 
-    PNG alone: of other formats Pillow hands some to programs of their own.
+    Only PNG, since for some formats Pillow runs other programs.
     """
     image = Image.open(inside(folder, name), formats=("PNG",))
     if image.width * image.height > MOST_PX:
@@ -97,13 +97,13 @@ def opened(folder: Path, name: str) -> Image.Image:
 
 
 def _picture(folder: Path, name: str) -> dict[str, Any]:
-    """The picture as a data URI; none where the file is gone, is no picture, or lies outside the run folder."""
+    """The picture as a data URI; None where the file is missing, is no picture, or is outside of the run folder."""
     try:
         with opened(folder, name) as image:
             tiny = max(image.size) <= TINY_PX
             image.thumbnail((PICTURE_PX, PICTURE_PX))
             png = io.BytesIO()
             image.save(png, "PNG")
-    except (OSError, ValueError, SyntaxError):  # Pillow's words for a picture that is none
+    except (OSError, ValueError, SyntaxError):  # what Pillow raises for a damaged file
         return {"uri": None, "tiny": False}
     return {"uri": "data:image/png;base64," + base64.b64encode(png.getvalue()).decode(), "tiny": tiny}

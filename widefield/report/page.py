@@ -1,6 +1,6 @@
-"""What became of a run?  One page from its folder: record.jsonl, evaluation.json, config.yaml, mistakes/, samples/.
+"""The report of a run from its folder: record.jsonl, evaluation.json, config.yaml, mistakes/, samples/.
 
-Every text on the page is made here; page.html only lays it out.  Equal files give equal bytes.
+Every text on the page is made here; page.html only arranges it.  Equal files give equal bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from markupsafe import Markup
 from widefield import plans
 from widefield.config.strategies import AXES
 from widefield.report import mistakes, plots, run_whole, samples, stages
-from widefield.report.filling import laid_out, of_files
+from widefield.report.filling import from_files, render
 from widefield.training.disk import replace_text
 from widefield.training.record import Line, read
 from widefield.training.run_folder import check_own
@@ -33,23 +33,23 @@ DATA_BOUND_SHARE = 0.10  # below a tenth, no change to the loader can make the r
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `report.html` into a run folder and return its path.  The page stands alone: it loads nothing.
+    """Write `report.html` into a run folder and return its path.  The page is self-contained: it loads nothing.
 
-    A run that is still going, was interrupted or never evaluated has a page too, which says so.
-    ValueError: the folder holds no record, a file in it is damaged, or a link leads out of it.
+    A run that is unfinished, was interrupted or never evaluated has a page too, which says so.
+    ValueError: the folder has no record, a file in it is damaged, or a link leads out of it.
     """
     folder = Path(folder)
     if folder.is_dir():
         check_own(folder)
     path = folder / "report.html"
     run = _RunPage(folder, read(folder), _evaluation(folder), _text(folder / "config.yaml"))
-    replace_text(path, of_files(lambda: _page(run), folder))
+    replace_text(path, from_files(lambda: _page(run), folder))
     return path
 
 
 @dataclass(frozen=True)
 class _RunPage:
-    """A run folder, read.  `evaluation` is the newest one in full; None before the first."""
+    """The contents of a run folder.  evaluation: evaluation.json; None before the first evaluation."""
 
     folder: Path
     lines: list[Line]
@@ -75,7 +75,7 @@ class _RunPage:
 
     @cached_property
     def usual_steps(self) -> list[Line]:
-        """Steps without the first of each attempt, which pays for warm-up; all of them where that leaves none."""
+        """The steps without the first one of each attempt, which includes warm-up; all steps where that leaves none."""
         before = [{}, *self.lines]
         warm = [line for line, last in zip(self.lines, before, strict=False)
                 if line.get("kind") == "step" and last.get("kind") not in (None, "start")]  # fmt: skip
@@ -87,7 +87,7 @@ class _RunPage:
 
 
 def _page(run: _RunPage) -> str:
-    return laid_out(
+    return render(
         "page.html",
         title=_title(run.config),
         state=run.end["reason"] if run.end else "open",
@@ -176,7 +176,7 @@ def _metric(name: str, value: float) -> str:
 
 
 def _verdict(run: _RunPage) -> str:
-    """What became of the run, in a sentence or two."""
+    """How the run ended, in a sentence or two."""
     total = run.start.get("steps", run.last_step)
     at = f"at step {run.last_step:,} of {total:,}"
     done = f"{_epochs(run.steps[-1]['epoch'])} ({count_of(run.last_step, 'step')})" if run.steps else "no step"
@@ -201,7 +201,7 @@ def _reached(run: _RunPage) -> str:
 
 
 def _cards(run: _RunPage) -> list[dict[str, str]]:
-    """Headline figures: value, what it is, and what it was taken over."""
+    """Headline figures: value, label and detail."""
     start, steps = run.start, run.steps
     cards = [_metric_card(run), _loss_card(run)]
     if steps:
@@ -244,7 +244,7 @@ def _loss_card(run: _RunPage) -> dict[str, str]:
 
 
 def _wall_seconds(run: _RunPage) -> float:
-    """From each start to the last line that its attempt left."""
+    """The sum over attempts of the time from the start to the last line."""
     seconds, began, last = 0.0, None, None
     for line in run.lines:
         if line.get("kind") == "start":
@@ -343,7 +343,7 @@ def _space(start: Line) -> list[int]:
         space = plans.from_text(start.get("plan", "")).space
     except ValueError:
         return []
-    return space if math.prod(space) <= 10**6 else []  # of a record that somebody made up: so many cuts would be drawn
+    return space if math.prod(space) <= 10**6 else []  # a forged record could ask for millions of lines
 
 
 def _machine(start: Line) -> list[tuple[str, str]]:

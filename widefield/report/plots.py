@@ -1,7 +1,7 @@
-"""The curves of a run as SVG that takes its colours and fonts from the page around it.
+"""The curves of a run as SVG, whose colours and fonts the page sets.
 
 Equal values give equal text: no dates, and ids from a fixed salt.  Colours are drawn as placeholders and replaced by the
-page's CSS variables, so that one picture reads on light and on dark.
+page's CSS variables, so that one picture works in light and in dark mode.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STYLE = {
     "text.parse_math": False, "axes.unicode_minus": True, "figure.constrained_layout.use": True,
 }  # fmt: skip
 BINS = 300
-"""Curves longer than twice this are drawn by the extremes of so many runs of steps."""
+"""Curves of more than 2 * BINS points are drawn by the extremes of this many intervals of steps."""
 
 
 def loss_curve(steps: Sequence[int], losses: Sequence[float]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What ran on the whole though the plan asked for tiles, channels or micro-batches: a table of each kind, the largest first."""
+"""Tables of fallbacks: operations that ran whole though the plan asks for tiles, channels or micro-batches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from widefield.fallback import Fallback, by_kind, head_of, size_text
 
 ROWS_MOST = 50
-"""Rows of a table; what is beyond is counted in its last one."""
+"""The most rows of a table; the last one counts the rest."""
 
 
 def tables(start: dict[str, Any]) -> list[dict[str, Any]]:
-    """`head` and `rows` (module, operation, times, bytes, why) of each kind, from the start of a record; none in an old one."""
+    """`head` and `rows` (module, operation, count, bytes, why) of each kind, the largest first, from a record's start line."""
     found = by_kind(Fallback(**row) for row in start.get("fallbacks", []))
     return [{"head": head_of(kind, rows), "rows": _rows(rows)} for kind, rows in found.items()]
 

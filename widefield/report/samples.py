@@ -1,4 +1,4 @@
-"""What did the model answer for every pixel?  Evaluated images with truth, prediction, errors and the cuts of the plan."""
+"""Evaluated images with labels, predictions, errors and the cuts of the plan, where every pixel has a class."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ Pixels = np.ndarray[Any, Any]
 
 
 def samples(folder: Path, evaluation: Mapping[str, Any] | None, space: Sequence[int]) -> list[dict[str, Any]]:
-    """Pictures of the evaluated images, as data URIs, with the cuts that `space` tiles per dim make; those at hand alone."""
+    """Thumbnails of the evaluated images, as data URIs, with the cuts of `space` tiles per dim; missing files are left out."""
     found = [_sample(folder, one, evaluation or {}, space) for one in (evaluation or {}).get("samples") or []]
     return [one for one in found if one is not None]
 
 
 def _sample(
-    folder: Path, told: Mapping[str, Any], evaluation: Mapping[str, Any], space: Sequence[int]
+    folder: Path, sample: Mapping[str, Any], evaluation: Mapping[str, Any], space: Sequence[int]
 ) -> dict[str, Any] | None:
-    """One image; None where a file of it is gone, is no picture, or lies outside the run folder."""
+    """One image; None where one of its files is missing, is no picture, or is outside of the run folder."""
     try:
-        page, truth, prediction = (_pixels(folder, told[key]) for key in ("image", "truth", "prediction"))
-    except (OSError, ValueError, SyntaxError):  # Pillow's words for a picture that is none
+        page, truth, prediction = (_pixels(folder, sample[key]) for key in ("image", "truth", "prediction"))
+    except (OSError, ValueError, SyntaxError):  # what Pillow raises for a damaged file
         return None
     (height, width), classes = truth.shape, len(evaluation["classes"])
     wrong = (truth != prediction) & (truth < classes)
     over = {"truth": _labels(truth, classes), "prediction": _labels(prediction, classes), "errors": _marks(wrong)}
     panes = [("image", "", None), *((name, "over", uri) for name, uri in over.items())]
-    rows, columns = cuts(told["size"], space)
-    right = f"{100 * told['right'] / told['counted']:.2f} % of" if told["counted"] else "none of"
+    rows, columns = cuts(sample["size"], space)
+    right = f"{100 * sample['right'] / sample['counted']:.2f} % of" if sample["counted"] else "none of"
     return {
-        "id": told["id"], "page": _uri(Image.fromarray(page)), "panes": panes, "rows": rows, "columns": columns,
+        "id": sample["id"], "page": _uri(Image.fromarray(page)), "panes": panes, "rows": rows, "columns": columns,
         "shape": f"{width} / {height}", "tiny": max(height, width) <= TINY_PX,
-        "caption": f"{told['size'][0]:,} x {told['size'][1]:,} px, {right} {told['counted']:,} counted pixels right",
+        "caption": f"{sample['size'][0]:,} x {sample['size'][1]:,} px, {right} {sample['counted']:,} counted pixels right",
     }  # fmt: skip
 
 
@@ -64,14 +64,14 @@ def _pixels(folder: Path, name: str) -> Pixels:
 
 
 def _labels(labels: Pixels, classes: int) -> str:
-    """The classes in their colours; class 0, and what does not count, let the page through."""
+    """The classes in their colours; class 0, and pixels that do not count, are transparent."""
     table = np.zeros((max(classes, int(labels.max(initial=0)) + 1), 4), dtype=np.uint8)
     table[1:classes] = [(*colour, 255) for colour in colours(classes)[1:]]
     return _uri(Image.fromarray(table[labels]))
 
 
 def _marks(wrong: Pixels) -> str:
-    """Where the answer is wrong, and nothing elsewhere."""
+    """The wrong pixels, marked; transparent elsewhere."""
     return _uri(Image.fromarray(np.where(wrong[:, :, None], (*WRONG, 255), 0).astype(np.uint8)))
 
 
@@ -82,7 +82,7 @@ def _uri(image: Image.Image) -> str:
 
 
 def legend(evaluation: Mapping[str, Any] | None) -> list[dict[str, str]]:
-    """Every class with its colour, its pixels in the truth, IoU and Dice; empty where classes are not of pixels."""
+    """Every class with its colour, number of labelled pixels, IoU and Dice; [] where classes are of images."""
     if evaluation is None or evaluation.get("unit") != "pixels" or not evaluation.get("confusion"):
         return []
     names, matrix = evaluation["classes"], evaluation["confusion"]
@@ -96,5 +96,5 @@ def _scores(matrix: Sequence[Sequence[int]], number: int) -> dict[str, str]:
     right, truth, answered = matrix[number][number], sum(matrix[number]), sum(row[number] for row in matrix)
     either = truth + answered - right
     iou, dice = (right / either, 2 * right / (truth + answered)) if either else (math.nan, math.nan)
-    told = {"iou": iou, "dice": dice}
-    return {"pixels": f"{truth:,}"} | {key: f"{100 * one:.2f} %" if either else "–" for key, one in told.items()}
+    scores = {"iou": iou, "dice": dice}
+    return {"pixels": f"{truth:,}"} | {key: f"{100 * one:.2f} %" if either else "–" for key, one in scores.items()}

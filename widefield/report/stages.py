@@ -1,4 +1,4 @@
-"""How ranks share the layers of a model: what each does when, as a picture that takes its colours from the page (see plots)."""
+"""The schedule of a pipeline as SVG, whose colours the page sets (see plots)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from widefield.report.plots import FAINT, INK, SERIES, SURFACE, WIDTH_IN, drawn,
 
 ROW_IN = 0.34
 MOST_NAMED = 72
-"""Slots that a micro-batch's number still fits into."""
+"""The most slots into which the numbers of micro-batches fit."""
 MOST_DRAWN = 4096
-"""Micro-batches times stages; more are no picture that anybody could read, and take minutes to draw."""
+"""The most micro-batches times stages; larger pictures are unreadable and take minutes to draw."""
 _COLOURS = {"F": SERIES[0], "B": SERIES[1], "I": SERIES[1], "W": SERIES[2]}
 _MEANINGS = {"F": "forward", "B": "backward", "I": "backward to the input", "W": "backward to the weights"}
 
 
 def stages(start: dict[str, Any]) -> dict[str, str] | None:
-    """`picture` and `caption` of a run's pipeline, from the start of its record; None where there is none, or too much."""
+    """`picture` and `caption` of a run's pipeline, from its record's start line; None without one, or if it is too large."""
     plan, count = _plan(start), _micro_batches(start)
     if plan is None or plan.stage == 1 or count is None or plan.stage * count > MOST_DRAWN:
         return None
@@ -48,7 +48,7 @@ def _plan(start: dict[str, Any]) -> Plan | None:
 
 
 def _micro_batches(start: dict[str, Any]) -> int | None:
-    """How many there were: the program says it among its reasons, whoever chose them."""
+    """The number of micro-batches, from the reasons in the record, which always state it."""
     found = re.search(r"pipeline\.micro_batches=(\d+)", "\n".join(start.get("reasons", [])))
     return int(found[1]) if found else None
 
@@ -77,7 +77,7 @@ def _picture(grid: Sequence[Sequence[str]], per_rank: int) -> str:
 
 
 def _runs(row: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Where work begins, how many slots it takes, and what it is."""
+    """Yields the first slot of each piece of work, how many slots it takes, and what it is."""
     at = 0
     for slot, same in groupby(row):
         length = len(list(same))

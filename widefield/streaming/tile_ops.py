@@ -33,14 +33,14 @@ class TileOp:
 
     reads: the box that it reads of each tensor argument; None: the whole.  outs: the box that it makes of each result.
     call: from the tensors to the results.
-    known: from a stored result and the tensors to the same result with its autograd history, without computing it again; None
+    attach_grad: from a stored result and the tensors to the same result with its autograd history, without computing it again; None
         if that is not possible.
     """
 
     reads: list[Box | None]
     outs: list[Box | None]
     call: Callable[[list[Tensor]], list[Any]]
-    known: Callable[[Tensor, list[Tensor]], Tensor] | None = None
+    attach_grad: Callable[[Tensor, list[Tensor]], Tensor] | None = None
 
 
 # ---------------------------------------------------------------------------------------------- steps
@@ -96,11 +96,11 @@ def windowed_step(node: Node, d: Windowed, needs: dict[int, Box]) -> TileOp:
     def call(tensors: list[Tensor]) -> list[Any]:
         return results(run(*(tensors[n] for n in numbers), *(tensors[n] for n in others)))
 
-    if not hasattr(run, "known"):
+    if not hasattr(run, "attach_grad"):
         return TileOp(reads, [box] * len(node.outs), call)
-    known = run.known
+    attach_grad = run.attach_grad
     return TileOp(
-        reads, [box] * len(node.outs), call, lambda out, tensors: known(out, *(tensors[n] for n in (*numbers, *others)))
+        reads, [box] * len(node.outs), call, lambda out, tensors: attach_grad(out, *(tensors[n] for n in (*numbers, *others)))
     )
 
 
@@ -111,12 +111,12 @@ def part_step(node: Node, layouts: Sequence[Layout | None], tile: int) -> TileOp
     assert isinstance(d, Reduced), f"{node.op} gave {d!r} in tile {tile}"
     reads = _read_boxes(d, len(node.reads))
     numbers = [meta.number for meta in d.reads]
-    known = d.known
+    attach_grad = d.attach_grad
     return TileOp(
         reads,
         [None],
         lambda tensors: [d.local(*(tensors[n] for n in numbers))],
-        None if known is None else lambda part, tensors: known(part, *(tensors[n] for n in numbers)),
+        None if attach_grad is None else lambda part, tensors: attach_grad(part, *(tensors[n] for n in numbers)),
     )
 
 
@@ -127,11 +127,11 @@ def _at(layout: Layout, tile: int) -> Layout:
 
 def _read_boxes(d: Local | Reduced, count: int) -> list[Box | None]:
     """The box of each tensor argument that the rule's operation needs; None: the whole."""
-    layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+    layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
     assert layout is not None
     boxes: list[Box | None] = [None] * count
     for number, meta in enumerate(d.reads):
-        at = layout if d.at is None else d.at[number]
+        at = layout if d.layouts is None else d.layouts[number]
         if at is not None:
             boxes[meta.number] = broadcast_box(at.shape, meta.shape, at.box)
     return boxes
@@ -176,17 +176,17 @@ class Boxed:
     @classmethod
     def of(cls, node: Node, layouts: list[Layout | None], d: Local | Reduced) -> Boxed | None:
         """None if the rule moves a cut, or if results are not cut in proportion to what is read."""
-        layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+        layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
         assert layout is not None
         if (
             isinstance(d, Local)
-            and d.at is None
+            and d.layouts is None
             and any(layout.cuts[dim % max(1, len(layout.shape))] is not None for dim in d.whole)
         ):
             return None
         for number, meta in enumerate(d.reads):
-            at = layout if d.at is None else d.at[number]
-            if meta.layout is not None and d.at is not None and at is not meta.layout:
+            at = layout if d.layouts is None else d.layouts[number]
+            if meta.layout is not None and d.layouts is not None and at is not meta.layout:
                 return None
         unread = {n for n, lay in enumerate(layouts) if lay is not None} - {meta.number for meta in d.reads}
         if unread:
@@ -245,7 +245,7 @@ class Boxed:
     def step(self, needs: dict[int, Box]) -> TileOp:
         """The operation that makes the boxes in `needs`, by result number."""
         d = self._description(self._intervals(needs))
-        layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+        layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
         numbers = [meta.number for meta in d.reads]
 
         def call(tensors: list[Tensor]) -> list[Any]:
@@ -261,7 +261,7 @@ class Boxed:
         """The end of a reduction on one tile; its first tensor is the total."""
         d = self._description(self._intervals(needs))
         assert isinstance(d, Reduced) and d.finish is not None
-        layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+        layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
         finish = d.finish
         return TileOp(
             [None, *_read_boxes(d, len(self.node.reads))],

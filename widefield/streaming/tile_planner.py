@@ -312,7 +312,7 @@ def _halves(layout: Layout) -> Layout:
 
 def _cut_dims(d: Reduced, axes: set[int]) -> set[int]:
     """The axes that cut the reduced dims."""
-    layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+    layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
     assert layout is not None
     return {axis for dim in d.dims if (cut := layout.cuts[dim]) is not None for axis in cut.axes}
 

@@ -1,6 +1,6 @@
-"""What a network is trained for: a file per task, each with `build(num_classes, **options)` and CASES.
+"""Tasks: a loss, metrics and answers, one file per task, each with `build(num_classes, **options)` and CASES.
 
-`package.module:callable` is a user's own, with the same arguments.  Metrics that a recipe adds are in _metrics.py.
+`package.module:callable` is a user's own, called with the same arguments.  Metrics that a recipe adds are in _metrics.py.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from widefield.own_code import call, code_named, is_code, refuse_object
 
 
 class Task(Protocol):
-    """A loss that is a sum and a count, and metrics whose states add up.  Knows nothing of ranks."""
+    """A loss that is a sum and a count, and metrics whose states add up over ranks.  It is independent of ranks."""
 
     headline: str
-    """Which metric is the result, as a key of `metrics()`."""
+    """The metric that is the result, as a key of `metrics()`."""
     higher_is_better: bool
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
-        """The loss added up over samples (or pixels), a scalar."""
+        """The sum of the loss over samples (or pixels), a scalar."""
 
     def count(self, target: Tensor) -> int | Tensor:
-        """How many samples (or pixels) that sum is over."""
+        """The number of samples (or pixels) in that sum."""
 
     def loss_each(self, output: Tensor, target: Tensor) -> Tensor:
-        """(B,) loss of each sample, the mean where it has several pixels, to find the worst."""
+        """(B,) the loss of each sample, the mean over its pixels where there are several; to find the worst."""
 
     def metrics(self) -> MetricCollection:
-        """Fresh metrics from 0 to 1, updated with `(answers(output), target)`; every state is reduced by sum."""
+        """New metrics from 0 to 1, updated with `(answers(output), target)`; every state is reduced by sum."""
 
     def answers(self, output: Tensor) -> Tensor:
-        """What metrics compare and users see: (B, num_classes) probabilities or, per pixel, (B, *pixels) class numbers."""
+        """What metrics and users get: (B, num_classes) probabilities or, per pixel, (B, *pixels) class numbers."""
 
     def sentence(self, values: dict[str, float]) -> str:
-        """`98.61 % top-1`: the result as said in a log; `values` are in percent."""
+        """The result for the log, as `98.61 % top-1`.  values: the metrics in percent."""
 
 
 def is_per_pixel(task: Task) -> bool:
-    """Whether targets have a class number for every pixel: a task that says `pixels = True`, else one for every image."""
+    """Whether targets have a class number for every pixel (the task has `pixels = True`), and not for every image."""
     return getattr(task, "pixels", False)
 
 
 def build(config: TaskConfig, *, num_classes: int) -> Task:
-    """The task a config names.
+    """The task that a config names.
 
-    ValueError: there is none, it does not take the options, or what a user's own callable gives is no Task.
+    ValueError: there is none, it does not take the options, or a user's callable returns no Task.
     """
     refuse_object(config.name, key="task.name", keyword="task")
     if is_code(config.name):
@@ -67,10 +67,10 @@ def build(config: TaskConfig, *, num_classes: int) -> Task:
 
 
 def checked(task: Any, *, name: str, num_classes: int) -> Task:
-    """A user's own task as it is; ValueError, in words, where it lacks something or its metrics take no answers.
+    """Return a user's own task after checking it.  name: for the error.
 
-    NotImplementedError: a metric of it is not the same on any number of ranks.
-    name: what the error calls it.
+    ValueError: it lacks an attribute, or its metrics cannot be updated with answers.
+    NotImplementedError: a metric that would depend on the number of ranks.
     """
     methods = ("loss_sum", "count", "loss_each", "metrics", "answers", "sentence")
     lacks = [method for method in methods if not callable(getattr(task, method, None))]
@@ -101,29 +101,29 @@ def checked(task: Any, *, name: str, num_classes: int) -> Task:
 
 
 def example_of(task: Task, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Made-up answers and targets such as the metrics of a task are given, the same each time.
+    """Example answers and targets for the metrics of a task, the same in each call; every class occurs in the targets.
 
-    (B, num_classes) probabilities and (B,) class numbers or, per pixel, two of (B, H, W) class numbers; every class occurs.
+    (B, num_classes) probabilities and (B,) class numbers or, per pixel, (B, H, W) class numbers both.
     """
-    draws = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     if is_per_pixel(task):
         shape = (4, 8, -(-num_classes // 8) + 1)
         target = (torch.arange(shape[1] * shape[2]) % num_classes).view(1, *shape[1:]).expand(shape).clone()
-        return torch.randint(num_classes, shape, generator=draws), target
+        return torch.randint(num_classes, shape, generator=generator), target
     count = max(8, 2 * num_classes)
-    return torch.rand(count, num_classes, generator=draws).softmax(1), torch.arange(count) % num_classes
+    return torch.rand(count, num_classes, generator=generator).softmax(1), torch.arange(count) % num_classes
 
 
 def values_of(metrics: Any, answers: Tensor, target: Tensor, *, name: str) -> dict[str, Any]:
-    """What metrics compute of answers, by name; ValueError where they cannot, or are no torchmetrics.  name: for the error.
+    """The values of metrics updated with these answers, by name.  ValueError: they cannot be.  name: for the error.
 
-    On this rank alone: torchmetrics would add states up over ranks, which may be elsewhere.
+    Without torchmetrics' reduction over ranks, since other ranks may not be here.
     """
     try:
         for part in metrics.modules():
             part._to_sync = False
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is odd about a made-up example
+            warnings.simplefilter("ignore")  # torchmetrics may warn of the example
             metrics.update(answers, target)
             values = metrics.compute()
     except Exception as error:
@@ -135,7 +135,7 @@ def values_of(metrics: Any, answers: Tensor, target: Tensor, *, name: str) -> di
 
 
 def output_of(task_name: str, output: Any, *, batch: int, classes: int, pixels: bool = False) -> Tensor:
-    """The output itself if it is a tensor of (batch, classes), or (batch, classes, ...) with `pixels`; else ValueError."""
+    """Return the output, a tensor of (batch, classes), or (batch, classes, ...) with `pixels`; ValueError for any other."""
     if isinstance(output, torch.Tensor) and output.shape[:2] == (batch, classes) and (output.ndim > 2) == pixels:
         return output
     wanted = f"({batch}, {classes}{', ...' if pixels else ''})"

@@ -1,8 +1,8 @@
 """Metrics that a recipe adds to those of its task: torchmetrics by name, or a callable of the user's own that makes one.
 
-Every number of an evaluation is the same on any number of ranks.  So a metric is tried before a run on a made-up example: its
-states must add up over ranks (by sum, largest, smallest, or one after another), and images in two batches must give what they
-give in one; where ranks share images, so must tiles.
+Evaluations are the same on any number of ranks.  So a metric is tried on an example before a run: its states must have an exact
+reduction over ranks (sum, max, min or concatenation), and two batches must give the same value as one; where ranks share
+images, so must two tiles.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from widefield.tasks import Task, example_of, is_per_pixel, values_of
 _LIBRARIES = (torchmetrics.classification, torchmetrics.segmentation)
 _KNOWN = {name: getattr(library, name) for library in _LIBRARIES for name in library.__all__}
 ADD_UP = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
-"""How states of ranks become one, exactly."""
+"""The exact reductions of states over ranks."""
 
 
 @dataclass(frozen=True)
 class RecipeMetric:
-    """A metric by the name that evaluations call it; `make` gives a fresh one."""
+    """A metric with its name in evaluations.  make: returns a new one."""
 
     name: str
     make: Callable[[], Metric]
 
 
 def metrics_of(config: TaskConfig, task: Task, *, num_classes: int, cut: bool) -> list[RecipeMetric]:
-    """The metrics that `task.metrics` lists.  cut: whether several ranks share an image, each updating with its tile.
+    """The metrics that `task.metrics` lists.  cut: whether ranks share images, so that each updates with its tile.
 
-    ValueError: a name or arguments that there are not, two of one name, what is no metric or gives no number.
-    NotImplementedError: one that is not the same on any number of ranks.
+    ValueError: an unknown name or argument, two metrics of one name, a callable that returns no metric, values that are no
+    numbers.  NotImplementedError: a metric that would depend on the number of ranks.
     """
     found = [_one(entry, task, num_classes) for entry in config.metrics]
     taken = set(values_of(task.metrics(), *example_of(task, num_classes), name="the task's metrics")) if found else set()
@@ -55,7 +55,7 @@ def metrics_of(config: TaskConfig, task: Task, *, num_classes: int, cut: bool) -
 
 
 def numbers_of(metric: RecipeMetric, value: Any) -> dict[str, float]:
-    """What a metric computed, by the names that an evaluation shows; ValueError where it is neither number nor dict of them."""
+    """A metric's value as numbers by name.  ValueError: it is neither a number nor a dict of numbers."""
     values = {f"{metric.name}_{key}": one for key, one in value.items()} if isinstance(value, dict) else {metric.name: value}
     for name, one in values.items():
         if torch.as_tensor(one).numel() != 1:
@@ -99,7 +99,7 @@ def _made(make: Callable[..., Any], name: str, options: dict[str, Any]) -> Metri
 
 
 def _try(metric: RecipeMetric, task: Task, num_classes: int, *, cut: bool) -> None:
-    """Refuse a metric whose numbers would depend on ranks; see the module's text."""
+    """NotImplementedError: the metric would depend on the number of ranks; see the module's docstring."""
     fresh = metric.make()
     inner = [type(part).__name__ for part in fresh.modules() if isinstance(part, Metric)][1:]
     if inner:

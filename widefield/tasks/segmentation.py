@@ -1,7 +1,7 @@
-"""One class per pixel: cross entropy, and IoU, Dice and accuracy from the counts of all pixels together.
+"""One class per pixel: cross entropy, and IoU, Dice and accuracy from the counts of all pixels.
 
-The loss is a sum over pixels and their number, and the metrics come from one confusion matrix of pixel counts.  So images,
-tiles of images and ranks add up alike: no mean of the means of images or of tiles is taken anywhere.
+The loss is a sum over pixels and their number, and the metrics come from one confusion matrix of pixel counts.  So the numbers
+do not depend on how pixels are divided into images, tiles and ranks: there is no mean of means.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Segmentation:
         return loss.flatten(1).sum(1) / (target != self.ignore_index).flatten(1).sum(1).clamp(min=1)
 
     def answers(self, output: Tensor) -> Tensor:
-        """(B, *pixels) class numbers: probabilities would take `num_classes` times as much, on images that fill memory."""
+        """(B, *pixels) class numbers: probabilities would take `num_classes` times the memory."""
         return output.argmax(1)
 
     def metrics(self) -> MetricCollection:
@@ -80,7 +80,7 @@ class Segmentation:
         return f"{values['iou']:.2f} % mean IoU"
 
     def _fitting(self, output: Tensor, target: Tensor) -> Tensor:
-        """The output, if it answers for every pixel of the target; else ValueError."""
+        """The output.  ValueError: it has not the size of the target."""
         output = output_of("segmentation", output, batch=len(target), classes=self.num_classes, pixels=True)
         if output.shape[2:] != target.shape[1:]:
             wanted, got = (" x ".join(map(str, shape)) for shape in (target.shape[1:], output.shape[2:]))

@@ -127,7 +127,7 @@ def _same_dim(meta: Meta, dim: int, shape: tuple[int, ...], reach: dict) -> int 
 
 def _local(node: Node, d: Local) -> Independent | None:
     layout = _first_layout(d)
-    if d.at is None and any(layout.cuts[dim % max(1, len(layout.shape))] is not None for dim in d.whole):
+    if d.layouts is None and any(layout.cuts[dim % max(1, len(layout.shape))] is not None for dim in d.whole):
         return None
     outs = [None if cuts is None else _dim(cuts) for _, cuts in d.outs(layout)]
     return Independent(_along(node, d, layout), tuple(outs)) if not set(outs) & set(d.reach) else None
@@ -143,11 +143,11 @@ def _reduced(node: Node, d: Reduced) -> Independent | None:
 
 def _product(node: Node, d: ShardedProduct) -> Independent:
     reads = {meta.number: _dim(layout.cuts) for meta, layout in zip(d.reads, d.layouts, strict=True)}
-    return Independent(_of(node, reads), (_dim(d.out.cuts),), adds=bool(d.over))
+    return Independent(_of(node, reads), (_dim(d.out.cuts),), adds=bool(d.partial_axes))
 
 
 def _first_layout(d: Local | Reduced) -> Layout:
-    layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+    layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
     assert layout is not None
     return layout
 
@@ -156,7 +156,7 @@ def _along(node: Node, d: Local | Reduced, layout: Layout) -> tuple[int | None, 
     """The cut dim of each argument, from the layout of the first one by broadcasting."""
     dims: dict[int, int | None] = {}
     for number, meta in enumerate(d.reads):
-        at = layout if d.at is None else d.at[number]
+        at = layout if d.layouts is None else d.layouts[number]
         dim = None if at is None else _dim(at.cuts)
         missing = 0 if at is None else len(at.shape) - meta.ndim
         fits = dim is not None and at is not None and dim >= missing and meta.shape[dim - missing] == at.shape[dim]

@@ -1,4 +1,4 @@
-"""Between whole tensors and tiled ones: `tile`, `from_tile`, `whole`; each differentiable."""
+"""Conversions between plain and tiled tensors: `tile`, `from_tile`, `whole` and the like.  All are differentiable."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from widefield.tiled.view_writeback import version_of
 
 
 def tile(image: Tensor, mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None = None) -> Tensor:
-    """Keep this rank's tile of a whole that every rank of the mesh's space axes holds.
+    """Cut a tensor that all ranks of the mesh's space axes have whole; each rank keeps its tile.
 
-    image: the whole, equal on all ranks of one copy; its last dims are cut, as many as `mesh.plan.space` has sizes, so
-        (B, C, H, W) images and (B, H, W) targets both come out with H and W cut.
-    cuts: boundaries for each of those dims, e.g. [[0, 35, 64], None]; None cuts evenly.
-    Returns a TiledTensor of the image's shape.  Backward: every rank gets the gradient of the whole image.
-    Errors: ValueError for cuts that do not fit.  A tiled image comes back as it is, and so does any on a mesh without space
-    axes, so that one script runs on every plan.
+    image: the whole, equal on these ranks.  Its last dims are cut, as many as `mesh.plan.space` has sizes, so images
+        (B, C, H, W) and targets (B, H, W) both get H and W cut.
+    cuts: boundaries for each of those dims, e.g. [[0, 35, 64], None]; None cuts nearly evenly.
+    Returns a TiledTensor of the image's shape.  A tiled image is returned as it is, and so is any image on a mesh without space
+    axes, so that one script runs under every plan.
+    Backward: every rank gets the gradient of the whole image.
+    Errors: ValueError for cuts that do not fit.
     """
     if type(image) is TiledTensor or (not mesh.grid.sizes and cuts is None):
         return image
@@ -35,12 +36,12 @@ def tile(image: Tensor, mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None 
 
 
 def from_tile(tile: Tensor, mesh: Mesh, shape: Sequence[int], cuts: Sequence[Sequence[int] | None] | None = None) -> Tensor:
-    """The tiled tensor of which each rank already holds its own part.
+    """The tiled tensor of the tiles that the ranks already have.
 
-    tile: this rank's pixels, of the size that `window` gives for them, in the same memory format on all ranks; shape: the
-        whole's; cuts as for `tile`.
-    Returns a TiledTensor.  Backward: `tile.grad` is this part of the single device's gradient.
-    Errors: ValueError where the tile has another size than its cuts say.
+    tile: this rank's tile, of the size that `window` says, in the same memory format on all ranks.
+    shape: the whole's.  cuts: as for `tile`.
+    Returns a TiledTensor of that shape.  Backward: `tile.grad` is this tile of the single device's gradient.
+    Errors: ValueError for a tile of another size, and for cuts that do not fit.
     """
     if not mesh.grid.sizes and cuts is None and tile.shape == torch.Size(shape):
         return tile
@@ -54,10 +55,11 @@ def from_tile(tile: Tensor, mesh: Mesh, shape: Sequence[int], cuts: Sequence[Seq
 
 
 def whole(tensor: Any) -> Any:
-    """All pixels, as a plain tensor on every rank; a tensor that is plain already comes back as it is.
+    """All pixels of a tiled tensor, as a plain tensor on every rank; a plain tensor is returned as it is.
 
-    Cost: every rank receives what it does not hold.  Backward: the mean over ranks of their gradients, cut into tiles.
-    Lists, tuples and dicts are gone through.
+    tensor: a tensor, or lists, tuples and dicts of tensors.
+    Cost: every rank receives all pixels that it does not have.
+    Backward: the mean over ranks of their gradients, cut into tiles.
     """
     tensor = full_value_with_grad(tensor)
     if type(tensor) is TiledTensor:
@@ -71,29 +73,29 @@ def whole(tensor: Any) -> Any:
 
 
 def window(shape: Sequence[int], mesh: Mesh, cuts: Sequence[Sequence[int] | None] | None = None) -> tuple[slice, ...]:
-    """Which part of a whole of `shape` this rank's tile is, as an index."""
+    """This rank's tile of a tensor of `shape`, as an index: one slice per dim.  cuts: as for `tile`."""
     return tuple(slice(i.start, i.stop) for i in _layout(tuple(shape), mesh, cuts).box)
 
 
 def tile_of(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's part of a tensor, as `window` says, plain and without a gradient; a plain tensor comes back as it is."""
+    """This rank's tile of a tensor, as `window` says, plain and detached; a plain tensor is returned as it is."""
     return to_layout(tensor.detach(), _layout(tuple(tensor.shape), mesh, None)) if type(tensor) is TiledTensor else tensor
 
 
 def as_tile(tile: Tensor, layout: Layout) -> TiledTensor:
-    """The tiled tensor of which this rank holds `tile`, as `layout` says; its gradient comes back as this rank's part."""
+    """The tiled tensor by `layout` whose tile on this rank is `tile`.  Backward: `tile` gets its tile of the gradient."""
     prepare()
     return _FromTile.apply(tile, layout)
 
 
-def cut_by(whole: Tensor, layout: Layout) -> TiledTensor:
-    """The tiled tensor of a plain one that is the same on every rank, as `layout` says; so is the plain one's gradient."""
+def cut_by(image: Tensor, layout: Layout) -> TiledTensor:
+    """A plain tensor, the same on every rank, cut by `layout`.  Backward: every rank gets the gradient of all of it."""
     prepare()
-    return _Tile.apply(whole, layout)
+    return _Tile.apply(image, layout)
 
 
 def own_tile(tensor: Tensor, layout: Layout) -> Tensor:
-    """This rank's part of a tiled tensor by `layout`, plain; its gradient goes back into the tiled one, as the same part."""
+    """This rank's tile of a tiled tensor by `layout`, plain.  Backward: its gradient is that tile of the tensor's."""
     return _OwnTile.apply(tensor, layout)
 
 
@@ -130,7 +132,7 @@ def _checked(bounds: Sequence[int], extent: int, parts: int, dim: int) -> tuple[
     return bounds
 
 
-# Backwards go through such functions again, for gradients may be differentiated themselves.
+# Backwards call such functions, too, so that gradients can be differentiated.
 
 
 class _Tile(torch.autograd.Function):
@@ -138,8 +140,8 @@ class _Tile(torch.autograd.Function):
     def forward(ctx: Any, image: Tensor, layout: Layout) -> Tensor:
         ctx.layout = layout
         part = image[tuple(slice(i.start, i.stop) for i in layout.box)]
-        part = part.clone() if layout.is_cut else part.view_as(part)  # its own memory, in the whole's format
-        return wrap_view(part, layout, image.stride() if is_dense(image) else None)  # which thin tiles do not tell
+        part = part.clone() if layout.is_cut else part.view_as(part)  # memory of its own, in the whole's format
+        return wrap_view(part, layout, image.stride() if is_dense(image) else None)  # thin tiles would not show them
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -162,7 +164,7 @@ class _OwnTile(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: TiledTensor, layout: Layout) -> Tensor:
         ctx.layout = layout
-        return _recut(tensor, layout)
+        return _redistribute(tensor, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -170,20 +172,20 @@ class _OwnTile(torch.autograd.Function):
 
 
 class _Moved(torch.autograd.Function):
-    """A tiled tensor by another layout."""
+    """A tiled tensor, redistributed to another layout."""
 
     @staticmethod
     def forward(ctx: Any, tensor: TiledTensor, layout: Layout) -> Tensor:
         ctx.layout = tensor.tile_layout
-        return wrap(_recut(tensor, layout), layout)
+        return wrap(_redistribute(tensor, layout), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _tiled(grad, ctx.layout), None
 
 
-def _recut(tensor: TiledTensor, layout: Layout) -> Tensor:
-    """This rank's part by another layout, with what was written to the tensor's views, as a tensor of its own."""
+def _redistribute(tensor: TiledTensor, layout: Layout) -> Tensor:
+    """This rank's tile by another layout, as a new tensor; a view that is a copy is refreshed first."""
     if tensor.writeback is not None:
         tensor.writeback.refresh(version_of(tensor))
     value = redistribute(tensor, layout)
@@ -194,7 +196,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: TiledTensor) -> Tensor:
         ctx.layout = tensor.tile_layout
-        return _recut(tensor, uncut(tensor.tile_layout.shape, tensor.tile_layout.grid))
+        return _redistribute(tensor, uncut(tensor.tile_layout.shape, tensor.tile_layout.grid))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -202,13 +204,13 @@ class _Whole(torch.autograd.Function):
 
 
 def _tiled(grad: Tensor, layout: Layout) -> Tensor:
-    """A gradient, of whatever kind, by a layout."""
+    """A tiled, plain or partial gradient, as a tiled one by `layout`."""
     grad = full_value_with_grad(grad)
     return _Moved.apply(grad, layout) if type(grad) is TiledTensor else _MeanOfTiles.apply(grad, layout)
 
 
 class _MeanOfTiles(torch.autograd.Function):
-    """The mean of ranks' plain tensors, cut: gradients of plain values may differ between ranks; the true one is their mean."""
+    """The mean of the ranks' plain gradients, cut.  Ranks may use a plain value differently; the true gradient is the mean."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, layout: Layout) -> Tensor:

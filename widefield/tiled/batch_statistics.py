@@ -1,6 +1,6 @@
-"""The arithmetic of a batch norm over ranks: statistics, the output, its gradient and the gradient of that.
+"""The arithmetic of batch norm over ranks: statistics, output, gradient and second gradient.
 
-What it is used for and what it sends: see normalization.py.
+sync_batch_norm.py uses it, and says what is sent.
 """
 
 from __future__ import annotations
@@ -20,48 +20,51 @@ from widefield.geometry.layout import Layout
 from widefield.kernels import moments
 from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.partial_gradient import full_value, partial_of
-from widefield.tiled.redistribute import moved, to_layout, whole_of
+from widefield.tiled.redistribute import move_cuts, to_layout, whole_of
 from widefield.tiled.tensor import TiledTensor, wrap
 
 ARE_ROWS: ContextVar[bool] = ContextVar("ARE_ROWS", default=False)
-"""Whether images are rows of a batch that copies share now: what is not cut is then the same on all of them."""
+"""Whether the replicas now share one batch, cut by samples; a plain input is then the same on all of them."""
 
 
 @dataclass(frozen=True)
 class StatisticsShare:
-    """What this rank adds to the whole: its pixels, those of a tile whose channels are all there, or a ghost's none.
+    """What this rank contributes to the statistics of the whole batch.
 
-    alike: how many ranks hold the same pixels, each of which counts them in part.  tiles: how many parts the image has.
+    layout: of a tiled input, with its channels uncut; None for a plain one.
+    replicas: how many ranks have the same pixels; each counts them as 1 / replicas.
+    tiles: the number of tiles of the input.
+    is_inactive: the input is a dummy batch, which contributes nothing.
     """
 
     layout: Layout | None
-    alike: int
+    replicas: int
     tiles: int
     is_inactive: bool
 
     def tile_of(self, tensor: Tensor) -> Tensor:
-        """This rank's pixels of the input, or of a gradient of its shape."""
+        """This rank's tile of the input, or of a gradient of the input's shape."""
         return tensor if self.layout is None else to_layout(tensor, self.layout)
 
     def wrapped(self, tile: Tensor) -> Tensor:
-        """The tensor of the input's kind and shape that has this tile."""
+        """The tensor whose tile on this rank is `tile`; tiled if the input is."""
         return tile if self.layout is None else wrap(tile, self.layout)
 
     def partial(self, sums: Tensor) -> Tensor:
-        """What is summed over this rank's pixels as a gradient of which it has a part."""
+        """Sums over this rank's pixels as a gradient: partial for a tiled input; for a plain one they stay plain."""
         return sums if self.layout is None else partial_of(sums * self.tiles, self.layout.grid)
 
 
-def share_of(input: Tensor, alike: int, group: dist.ProcessGroup, *, is_inactive: bool) -> StatisticsShare:
-    if type(input) is not TiledTensor:
-        return StatisticsShare(None, group.size() if ARE_ROWS.get() else alike, 1, is_inactive)
-    layout = moved(input.tile_layout, [1])
+def share_of(image: Tensor, replicas: int, group: dist.ProcessGroup, *, is_inactive: bool) -> StatisticsShare:
+    if type(image) is not TiledTensor:
+        return StatisticsShare(None, group.size() if ARE_ROWS.get() else replicas, 1, is_inactive)
+    layout = move_cuts(image.tile_layout, [1])
     return StatisticsShare(layout, layout.grid.size // layout.num_shards, layout.num_shards, is_inactive)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one batch, per channel; all on the device.  `count` is one number: values per channel."""
+    """The statistics of one batch, per channel, on the device.  count: the number of values per channel."""
 
     mean: Tensor
     var: Tensor
@@ -70,33 +73,34 @@ class Statistics:
 
 
 def merged(
-    input: Tensor, share: StatisticsShare, running_mean: Tensor | None, group: dist.ProcessGroup, *, number: int = 0
+    image: Tensor, share: StatisticsShare, running_mean: Tensor | None, group: dist.ProcessGroup, *, number: int = 0
 ) -> Statistics:
-    """The statistics of all ranks' inputs: one message.
+    """The statistics over all ranks' inputs: one message.
 
-    number: of the layer in its model.  ValueError, on every rank, for one value per channel or none; RuntimeError for ranks
-    that are at different layers.  Neither on a GPU, where nobody waits for the answer.
+    number: the layer's number in its model.
+    On the CPU, and on every rank: ValueError for at most one value per channel, RuntimeError if ranks are at different layers.
+    On a GPU neither is checked, for that would wait for the device.
     """
     # A NaN in the running mean must not reach the output: plain BatchNorm never reads it in training.
     origin = None if running_mean is None else running_mean.double().nan_to_num(0, 0, 0)
-    tile = share.tile_of(input)
-    sums = _sums_about(origin, tile, empty=share.is_inactive or tile.numel() == 0) / share.alike
+    tile = share.tile_of(image)
+    sums = _sums_about(origin, tile, empty=share.is_inactive or tile.numel() == 0) / share.replicas
     sums = torch.cat([sums, sums.new_tensor([number, number * number])])
     dist.all_reduce(sums, group=group)
-    sums, asked = sums[:-2], sums[-2:]
+    sums, numbers = sums[:-2], sums[-2:]
     if not sums.is_cuda:
-        total, squares = asked.tolist()
+        total, squares = numbers.tolist()
         _check_numbers(total, squares, number, group)
     if not sums.is_cuda and sums[-1] <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {group.size()} ranks "
-            f"(this rank's input: {tuple(input.shape)}); use a larger batch or larger images"
+            f"(this rank's input: {tuple(image.shape)}); use a larger batch or larger images"
         )
-    return _finish(sums, origin, moments.statistics_dtype(input.dtype))
+    return _finish(sums, origin, moments.statistics_dtype(image.dtype))
 
 
 def _check_numbers(total: float, squares: float, number: int, group: dist.ProcessGroup) -> None:
-    """All ranks have one number where the mean of squares is the square of the mean."""
+    """RuntimeError unless all ranks sent the same number, as they did if the mean of squares is the square of the mean."""
     if group.size() * squares != total * total:
         raise RuntimeError(
             f"the {group.size()} ranks that share statistics are at different BatchNorms, this one at number {number}, "
@@ -107,11 +111,11 @@ def _check_numbers(total: float, squares: float, number: int, group: dist.Proces
 
 def batch_norm_over(
     image: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    momentum: float, eps: float, group_name: str, alike: int, is_inactive: bool,
+    momentum: float, eps: float, group_name: str, replicas: int, is_inactive: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """What `widefield::batch_norm_over` names, with its gradient: the output, and what the running statistics become."""
+    """What the operator `widefield::batch_norm_over` stands for, differentiable: the output and the new running statistics."""
     group = resolve_process_group(group_name)
-    share = share_of(image, alike, group, is_inactive=is_inactive)
+    share = share_of(image, replicas, group, is_inactive=is_inactive)
     with torch.no_grad():
         whole = merged(image.detach(), share, running_mean, group)
         pairs = ((running_mean, whole.mean), (running_var, whole.unbiased))
@@ -119,19 +123,19 @@ def batch_norm_over(
     return [Normalize.apply(image, weight, bias, whole, eps, group, share), *new]
 
 
-def _sums_about(origin: Tensor | None, input: Tensor, *, empty: bool) -> Tensor:
-    """What this rank adds to the whole: n * (mean - origin), squared deviations from the origin, n; 2C + 1 float64 numbers."""
-    channels = input.size(1)
+def _sums_about(origin: Tensor | None, image: Tensor, *, empty: bool) -> Tensor:
+    """This rank's sums: n * (mean - origin), squared deviations from the origin, and n; 2C + 1 float64 numbers."""
+    channels = image.size(1)
     if empty:
-        return input.new_zeros(2 * channels + 1, dtype=torch.float64)
-    mean, var = (statistic.double() for statistic in moments.moments_of(input))
-    count = input.numel() // channels
+        return image.new_zeros(2 * channels + 1, dtype=torch.float64)
+    mean, var = (statistic.double() for statistic in moments.moments_of(image))
+    count = image.numel() // channels
     shift = mean if origin is None else mean - origin
     return torch.cat([shift * count, (var + shift * shift) * count, shift.new_full((1,), count)])
 
 
 def _finish(sums: Tensor, origin: Tensor | None, dtype: torch.dtype) -> Statistics:
-    """Statistics of the whole from the added-up sums, in `dtype`."""
+    """The statistics of the whole batch, in `dtype`, from the sums over all ranks."""
     channels = (sums.numel() - 1) // 2
     count = sums[-1]
     shift = sums[:channels] / count.clamp(min=1)
@@ -142,15 +146,15 @@ def _finish(sums: Tensor, origin: Tensor | None, dtype: torch.dtype) -> Statisti
 
 
 class Normalize(torch.autograd.Function):
-    """(input - mean) / sqrt(var + eps) * weight + bias, with the gradient that flows through the whole batch's statistics.
+    """(image - mean) / sqrt(var + eps) * weight + bias, with the gradient through the whole batch's statistics.
 
-    A ghost adds nothing to the sums of the backward pass and gets a gradient of zero.
+    An inactive rank adds nothing to the sums of the backward, and its input gets a gradient of zero.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        input: Tensor,
+        image: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         whole: Statistics,
@@ -158,9 +162,9 @@ class Normalize(torch.autograd.Function):
         group: dist.ProcessGroup,
         share: StatisticsShare,
     ) -> Tensor:
-        ctx.save_for_backward(input, weight, whole.mean, whole.var, whole.count)
+        ctx.save_for_backward(image, weight, whole.mean, whole.var, whole.count)
         ctx.eps, ctx.group, ctx.share = eps, group, share
-        return share.wrapped(moments.normalized(share.tile_of(input), whole.mean, whole.var, weight, bias, eps))
+        return share.wrapped(moments.normalized(share.tile_of(image), whole.mean, whole.var, weight, bias, eps))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -169,22 +173,22 @@ class Normalize(torch.autograd.Function):
 
 
 class _NormalizeBackward(torch.autograd.Function):
-    """The gradients of input, weight and bias; two messages at most.  Its own gradient takes the same sums over ranks."""
+    """The gradients of image, weight and bias; one message at most.  Its own backward takes its sums over ranks, too."""
 
     @staticmethod
     def forward(
-        ctx: Any, grad: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, count: Tensor,
+        ctx: Any, grad: Tensor, image: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, count: Tensor,
         eps: float, group: dist.ProcessGroup, share: StatisticsShare, needed: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        ctx.save_for_backward(grad, input, weight, count)
+        ctx.save_for_backward(grad, image, weight, count)
         ctx.eps, ctx.group, ctx.share = eps, group, share
         invstd = moments.invstd_of(var, eps)
-        tile = share.tile_of(input)
-        grad = moments.laid_out_as(tile, share.tile_of(full_value(grad)))
+        tile = share.tile_of(image)
+        grad = moments.in_format_of(tile, share.tile_of(full_value(grad)))
         sums = mean.new_zeros(2, mean.numel()) if share.is_inactive else moments.gradient_sums(grad, tile, mean, invstd)
         grad_input = None
         if needed[0]:
-            whole = sums / share.alike  # weight and bias take this rank's part, the input takes the whole's
+            whole = sums / share.replicas  # weight and bias get this rank's sums, the image's gradient needs those of all ranks
             dist.all_reduce(whole, group=group)
             means = (whole if weight is None else whole * weight.to(whole.dtype)) / count.to(whole.dtype)
             arguments = (grad, tile, mean, invstd, weight, means)
@@ -194,30 +198,33 @@ class _NormalizeBackward(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *pulled: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad, input, weight, count = ctx.saved_tensors
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, image, weight, count = ctx.saved_tensors
         share = ctx.share
-        dtype = moments.statistics_dtype(input.dtype)
+        dtype = moments.statistics_dtype(image.dtype)
         with torch.enable_grad():
-            tile, grad = (share.tile_of(full_value(t)).detach().to(dtype).requires_grad_() for t in (input, grad))
+            tile, grad = (share.tile_of(full_value(t)).detach().to(dtype).requires_grad_() for t in (image, grad))
             factor = None if weight is None else weight.detach().to(dtype).requires_grad_()
             made = _gradients(tile, grad, factor, count.to(dtype), ctx.eps, partial(_SumOverRanks.apply, ctx.group, share))
-            pulls = [None if pull is None else _whole_or_tile(pull, share, n).to(dtype) for n, pull in enumerate(pulled)]
-            scores = [(part * pull).sum() for part, pull in zip(made, pulls, strict=True) if pull is not None]
+            values = [
+                None if cotangent is None else _whole_or_tile(cotangent, share, n).to(dtype)
+                for n, cotangent in enumerate(cotangents)
+            ]
+            scores = [(part * cotangent).sum() for part, cotangent in zip(made, values, strict=True) if cotangent is not None]
             score = sum(scores, start=tile.new_zeros(()))
             wanted = [tile, grad, *([] if factor is None else [factor])]
             of_tile, of_grad, *of_factor = torch.autograd.grad(score, wanted, allow_unused=True, materialize_grads=True)
         if share.is_inactive:
             of_tile, of_grad, of_factor = of_tile * 0, of_grad * 0, [part * 0 for part in of_factor]
-        wrapped = [share.wrapped(part.to(input.dtype)) for part in (of_grad, of_tile)]
+        wrapped = [share.wrapped(part.to(image.dtype)) for part in (of_grad, of_tile)]
         of_weight = share.partial(of_factor[0]).to(weight.dtype) if of_factor else None
         return *wrapped, of_weight, *[None] * 7
 
 
 def _gradients(tile: Tensor, grad: Tensor, weight: Tensor | None, count: Tensor, eps: float, total: Callable) -> list[Tensor]:
-    """Of input, weight and bias, the latter two summed over this rank's pixels, in operations that have gradients.
+    """The gradients of image, weight and bias, by differentiable operations; the latter two are sums over this rank's pixels.
 
-    total: adds up over all ranks.  Source: the derivative of a batch norm (Ioffe and Szegedy, 2015, section 3).
+    total: sums a tensor over ranks.  Source: Ioffe and Szegedy 2015, section 3.
     """
     dims, shape = [dim for dim in range(tile.ndim) if dim != 1], [-1 if dim == 1 else 1 for dim in range(tile.ndim)]
     centered = tile - (total(tile.sum(dims)) / count).view(shape)
@@ -230,12 +237,12 @@ def _gradients(tile: Tensor, grad: Tensor, weight: Tensor | None, count: Tensor,
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over all pixels of a sum over each rank's; so is its gradient, since every rank goes on with the whole."""
+    """The sum over ranks of each rank's sum over pixels.  The backward is the same sum, since every rank uses the result."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, share: StatisticsShare, part: Tensor) -> Tensor:
         ctx.group, ctx.share = group, share
-        whole = part * (0 if share.is_inactive else 1 / share.alike)
+        whole = part * (0 if share.is_inactive else 1 / share.replicas)
         dist.all_reduce(whole, group=group)
         return whole
 
@@ -244,9 +251,9 @@ class _SumOverRanks(torch.autograd.Function):
         return None, None, _SumOverRanks.forward(ctx, ctx.group, ctx.share, grad)
 
 
-def _whole_or_tile(pull: Tensor, share: StatisticsShare, place: int) -> Tensor:
-    """What comes back for the gradient of the input, this rank's pixels of it; for those of weight and bias, all of it."""
-    pull = full_value(pull)
+def _whole_or_tile(cotangent: Tensor, share: StatisticsShare, place: int) -> Tensor:
+    """The gradient of output `place`: this rank's tile of it for the image's, all of it for those of weight and bias."""
+    cotangent = full_value(cotangent)
     if place == 0:
-        return share.tile_of(pull)
-    return whole_of(pull) if type(pull) is TiledTensor else pull
+        return share.tile_of(cotangent)
+    return whole_of(cotangent) if type(cotangent) is TiledTensor else cotangent

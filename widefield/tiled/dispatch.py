@@ -1,4 +1,4 @@
-"""Finds what an operation means on tiled tensors: a rule, a pointwise operation, a composition, or a refusal."""
+"""Finds what runs an operation on tiled tensors: a rule, a composed rule, a pointwise operation, or a refusal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from widefield.tiled.memory_format import ordered
 from widefield.tiled.overrides import install_overrides
 from widefield.tiled.partial_gradient import INTO_LEAF, into_leaf, is_for_leaf
 from widefield.tiled.pointwise import is_pointwise
-from widefield.tiled.redistribute import local_of, moved, redistribute, to_layout, whole_of
+from widefield.tiled.redistribute import local_of, move_cuts, redistribute, to_layout, whole_of
 from widefield.tiled.replicated_ops import is_in_place, on_every_rank, on_uncut, tensors_in
 from widefield.tiled.schemas import new_of, outs_of, written_by
 from widefield.tiled.tensor import TiledTensor, wrap
@@ -43,24 +43,24 @@ from widefield.tiled.view_writeback import counted, version_of
 
 aten = torch.ops.aten
 OPS = "widefield.ops"
-"""The room of rules, which stands above this one: it is known by name alone."""
+"""The room of rules, which imports this one and is therefore known by name alone."""
 
 
 @cache
 def load_rules() -> None:
-    """Import every file of ops/, which registers what it has."""
+    """Import every file of ops/, which registers its rules."""
     for name in names_in(OPS):
         load(OPS, name)
 
 
 def prepare() -> None:
-    """Before the first tiled tensor, and the first capture: import the rules, and put our kernels before some of torch's."""
+    """Import the rules and install the overrides; to be called before the first tiled tensor and the first capture."""
     load_rules()
     install_overrides()
 
 
 def handler_of(func: Any) -> Callable:
-    """What runs `func(*args, **kwargs)` where at least one argument is tiled."""
+    """The function that runs `func`, called as handler(func, args, kwargs), where at least one argument is tiled."""
     prepare()
     found = _handler_of(func)
     if written_by(func):
@@ -71,9 +71,9 @@ def handler_of(func: Any) -> Callable:
 
 
 def _gives_new(func: Any) -> bool:
-    """Whether all that it gives is new; some operations write to what they are given besides."""
-    given = schema_of(func).returns
-    return bool(given) and not func.is_view and all(each.alias_info is None for each in given)
+    """Whether all results are new tensors.  The operation may still write into an argument."""
+    returns = schema_of(func).returns
+    return bool(returns) and not func.is_view and all(each.alias_info is None for each in returns)
 
 
 def _unless_for_leaf(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -101,7 +101,7 @@ def _handler_of(func: Any) -> Callable:
 
 
 def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Every tile by itself, once all operands have the layout of the first tiled one; wraps what comes."""
+    """Runs on tiles, after operands are redistributed to one layout."""
     layout, simple = None, True
     for arg in args:
         if type(arg) is TiledTensor:
@@ -125,33 +125,33 @@ def _pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def alias(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The same memory, whose home is the same."""
+    """detach and alias: the same memory, and so the same write-back."""
     made = _pointwise(func, args, kwargs)
     made.writeback, made.may_alias_data = args[0].writeback, True
     return made
 
 
 def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Operands of several layouts, plain ones among them."""
+    """A pointwise operation on operands of several layouts, or plain ones among them."""
     flat = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     shape = torch.broadcast_shapes(*(a.shape for a in flat))
     layout = _common_layout([a for a in flat if type(a) is TiledTensor], tuple(shape))
-    if not layout.is_cut and not any_cut(flat):  # one pixel that is cut and meets many is brought to all ranks
+    if not layout.is_cut and not any_cut(flat):  # a cut dim of one pixel that broadcasts is gathered
         return on_uncut(func, args, kwargs)
-    call = partial(_brought_to, layout=layout)
+    call = partial(_operand, layout=layout)
     tiles, named = [call(arg) for arg in args], {name: call(value) for name, value in kwargs.items()}
     out = func(*tiles, **named) if not layout.is_empty else without_pixels(func, tiles, named, layout)
     return tuple(wrap(part, layout) for part in out) if type(out) is tuple else wrap(out, layout)
 
 
-def _brought_to(value: Any, layout: Layout) -> Any:
+def _operand(value: Any, layout: Layout) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
         return local_of(value)
     return to_layout(value, layout)
 
 
 def _common_layout(tensors: Sequence[TiledTensor], shape: tuple[int, ...]) -> Layout:
-    """The layout of an output of `shape`: the cuts of the first operand that is cut and large enough to tell."""
+    """The layout of an output of `shape`: each dim is cut like the first operand that is cut there and does not broadcast."""
     grid = tensors[0].tile_layout.grid
     cuts: list = [None] * len(shape)
     taken: set[int] = set()
@@ -169,7 +169,7 @@ def _common_layout(tensors: Sequence[TiledTensor], shape: tuple[int, ...]) -> La
 
 
 def _backward(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The backward of an operation on plain tensors, whose result met a tiled one later, runs on the whole gradient."""
+    """A backward operation; where only the gradient is tiled, the forward was plain, and it runs on the gathered gradient."""
     gradient, *others = tensors_in(args, kwargs)
     if others and type(gradient) is TiledTensor and not any(type(other) is TiledTensor for other in others):
         return func(whole_of(gradient), *args[1:], **kwargs)
@@ -177,6 +177,7 @@ def _backward(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def by_rule(function: Callable[..., Description], func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run `func` by the rule `function`.  What executes the rule's description is cached by the arguments' metadata."""
     tensors: list[Tensor] = []
     is_cut = False
     key: list = [func]
@@ -202,17 +203,17 @@ def by_rule(function: Callable[..., Description], func: Any, args: tuple, kwargs
     if not is_cut and not any(type(t) is TiledTensor and t.tile_layout.is_cut for t in tensors):
         return on_every_rank(func, args, kwargs)
     named = tuple(key)
-    execute = _KNOWN.get(named)
+    execute = _CACHE.get(named)
     if execute is None:
-        if len(_KNOWN) >= KNOWN_MOST:
-            _KNOWN.clear()
-        execute = _KNOWN[named] = _execute_of(function, func, args, kwargs, tensors)
+        if len(_CACHE) >= CACHE_SIZE:
+            _CACHE.clear()
+        execute = _CACHE[named] = _execute_of(function, func, args, kwargs, tensors)
     return execute(tensors)
 
 
-_KNOWN: dict[tuple, Callable] = {}
-KNOWN_MOST = 16384
-"""How many are kept: arguments that are new in every step, as a momentum of 1 / steps is, must not fill the memory."""
+_CACHE: dict[tuple, Callable] = {}
+CACHE_SIZE = 16384
+"""Most entries of the cache; arguments may be new in every step, as a momentum of 1 / steps is."""
 
 
 def _key_of_list(values: Iterable[Any], tensors: list[Tensor]) -> tuple:
@@ -234,7 +235,7 @@ def _key_of_list(values: Iterable[Any], tensors: list[Tensor]) -> tuple:
 
 
 def _execute_of(function: Callable, func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor]) -> Callable:
-    """Ask the rule, see that it covers every cut tensor, and build what carries it out."""
+    """Ask the rule, check that its description reads every cut tensor, and build the function that executes it."""
     count = iter(range(len(tensors)))
     metas: list[Meta] = []
 
@@ -248,7 +249,7 @@ def _execute_of(function: Callable, func: Any, args: tuple, kwargs: dict, tensor
     described_args, described_kwargs = tree_map(described, args), tree_map(described, kwargs)
     description = function(*described_args, **described_kwargs)
     if isinstance(description, NeedsRedistribute):
-        return partial(_again, description, function, func, described_args, described_kwargs)
+        return partial(_after_redistribute, description, function, func, described_args, described_kwargs)
     unread = [meta for meta in metas if meta.is_cut and meta.number not in _numbers_read(description)]
     if unread:
         _refuse(func, f"argument {unread[0].number} is cut into tiles, and there it must be whole")
@@ -258,27 +259,27 @@ def _execute_of(function: Callable, func: Any, args: tuple, kwargs: dict, tensor
 
 
 def _strides_of_views(func: Any, args: tuple, kwargs: dict, strides: tuple[int, ...]) -> list[tuple[int, ...] | None]:
-    """The strides of views, by `func`, of a whole that has `strides`; None where memory is not shown so."""
+    """The strides of the views by `func` of a whole with `strides`; None where torch would have to copy."""
     whole, *others = args
     with disable_current_modes():
         meta = torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device="meta")
         try:
-            shown = func(meta, *others, **kwargs)
+            views = func(meta, *others, **kwargs)
         except RuntimeError:
-            shown = func(torch.empty(whole.shape, dtype=whole.dtype, device="meta"), *others, **kwargs)
-            return [None for _ in tensors_in(shown)]
-        return [view.stride() for view in tensors_in(shown)]
+            views = func(torch.empty(whole.shape, dtype=whole.dtype, device="meta"), *others, **kwargs)
+            return [None for _ in tensors_in(views)]
+        return [view.stride() for view in tensors_in(views)]
 
 
-def _again(
+def _after_redistribute(
     description: NeedsRedistribute, function: Callable, func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor]
 ) -> Any:
-    """The operation on tensors that were brought to the layouts which its rule asked for."""
+    """Run an operation again, by its rule, on tensors redistributed as the rule asked."""
     tensors = list(tensors)
     for meta, whole in description.whole:
         tensor = tensors[meta.number]
         assert isinstance(tensor, TiledTensor), f"argument {meta.number} is plain, and is to be uncut"
-        layout = moved(tensor.tile_layout, whole)
+        layout = move_cuts(tensor.tile_layout, whole)
         tensors[meta.number] = wrap(redistribute(tensor, layout), layout)
 
     def filled(value: Any) -> Any:
@@ -292,7 +293,7 @@ def _numbers_read(description: Description) -> set[int]:
         return {description.read.tensor.number, description.over.number}
     if isinstance(description, Windowed):
         return {read.tensor.number for read in description.reads}
-    assert not isinstance(description, NeedsRedistribute), "a rule asked for other layouts once more"
+    assert not isinstance(description, NeedsRedistribute), "a rule asked twice for a redistribution"
     return {meta.number for meta in description.reads}
 
 
@@ -311,20 +312,20 @@ def any_cut(*values: Any) -> bool:
 
 
 def _other(func: Any, args: tuple, kwargs: dict) -> Any:
-    """No rule: fine where nothing is cut; else torch's own decomposition, or a refusal."""
+    """An operation without a rule: runs as it is where nothing is cut; else by torch's decomposition, or it is refused."""
     if not any_cut(args, kwargs):
         return on_every_rank(func, args, kwargs)
     if is_in_place(func) and not _is_composite(func) and new_of(func) is not None:
         return through_new(func, args, kwargs)
     decomposition = _decomposition_of(func)
     if decomposition is None:
-        _refuse(func, "no file in ops/ says what it means on tiles")
+        _refuse(func, "no file in ops/ has a rule for it")
     return decomposition(*args, **kwargs)
 
 
 @cache
 def is_unknown(func: Any) -> bool:
-    """Whether no rule, and no definition in terms of others, says what an operation means on tiles."""
+    """Whether an operation has no rule and no decomposition, and so cannot run on cut tensors."""
     load_rules()
     if not isinstance(func, OpOverload) or func.namespace == "prim" or _handler_of(func) not in (_other, into_outs):
         return False
@@ -334,16 +335,16 @@ def is_unknown(func: Any) -> bool:
 
 @cache
 def _decomposition_of(func: Any) -> Callable | None:
-    """Torch's own definition of an operation in terms of others."""
+    """Torch's decomposition of an operation; None where there is none."""
     from widefield.private_torch.decompositions import decomposition_table
 
-    if func.namespace == "prims":  # what some of these definitions are made of
+    if func.namespace == "prims":  # some decompositions are made of these
         return getattr(func, "impl_aten", None)
     return func.decompose if _is_composite(func) else decomposition_table.get(func)
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether torch makes it of others itself; in the inference mode it asks us first."""
+    """Whether torch decomposes it itself; in inference mode it arrives here first."""
     return dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
@@ -359,7 +360,7 @@ def _refuse(func: Any, why: str) -> NoReturn:
 
 
 def _call_site() -> str:
-    """The line of the user's own code that asked for it."""
+    """The line of the user's code that called the operation."""
     for frame in reversed(traceback.extract_stack()):
         inside = "/torch/" in frame.filename or frame.filename.startswith((*ENGINE_PATHS, "<"))
         if not inside:

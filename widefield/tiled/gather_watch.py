@@ -1,7 +1,7 @@
-"""What do operations on tiles in space bring whole to every rank?  Noted in a forward that is watched.
+"""Records which operations gather a cut tensor on every rank, during a forward that is watched.
 
-Rules move what they want, and only a run shows it: where no rule can cut a dim, the tiles along it are gathered.  What a model
-brings whole itself, by `widefield.whole`, it has asked for.
+Where an operation needs a dim whole and its cut can move nowhere else, tiles are gathered; only a run shows where.  What a
+model gathers itself, by `widefield.whole`, is not recorded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _DISPATCH = TiledTensor.__torch_dispatch__.__func__.__code__  # type: ignore[att
 
 
 SMALLEST_BYTES = 2**12
-"""Of a tensor that is worth a word: a message of less takes no longer than its start does, as of a number per channel."""
+"""Tensors with fewer bytes, as a number per channel, are not recorded: their messages cost no more than latency."""
 
 
 class GatherWatch:
-    """`with GatherWatch(model) as watch:` around a forward of `model`, on every rank; then `watch.found`, in order."""
+    """`with GatherWatch(model) as watch:` around a forward, on every rank; `watch.found` then lists what was gathered."""
 
     def __init__(self, model: nn.Module) -> None:
         self.paths, self.found = ModulePaths(model), list[Fallback]()
@@ -40,13 +40,13 @@ class GatherWatch:
 
 
 def note_gathered(tensor: TiledTensor, operation: str = "", why: str = "its rule wants the whole of a tensor") -> None:
-    """A tensor that is cut is brought whole to every rank, by the operation that runs, unless one is named."""
+    """Record that a cut tensor is gathered on every rank; operation: "" for the one that runs now."""
     if _WATCHES:
         _note("gathered", tensor, operation, why)
 
 
 def note_drawn(tensor: TiledTensor) -> None:
-    """Random numbers are drawn for the whole of a tensor that is cut, of which every rank keeps its tile."""
+    """Record that every rank draws random numbers for the whole of a cut tensor."""
     if _WATCHES:
         _note("drawn whole", tensor, "", "")
 
@@ -63,7 +63,7 @@ def _note(kind: Kind, tensor: TiledTensor, operation: str, why: str) -> None:
 
 
 def _operation() -> str:
-    """The name of the operation on tiled tensors that runs, the outermost where one is made of others; "" where none does."""
+    """The name of the running operation on tiled tensors, the outermost if one calls others; "" for none."""
     frame: types.FrameType | None = sys._getframe(1)
     name = ""
     while frame is not None:

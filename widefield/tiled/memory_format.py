@@ -1,8 +1,8 @@
-"""The order in memory of what an operation makes of tiles that do not tell it: torch is asked, on tensors without data.
+"""The order of a result's dims in memory, which should be the single device's.
 
-A tile of one pixel on a dim does not say where that dim lies, and what rules make of images with channels last may lie
-otherwise than what torch makes.  Which formulas autograd picks, whether a reshape is a view, and in which order random numbers
-are drawn depend on it.
+Autograd's choice of formulas, whether a reshape is a view, and the order in which random numbers are drawn depend on it.  Rules
+may give channels-last results another order than torch does, and a tile of one pixel on a dim does not show where that dim
+lies.  In such cases torch is asked: the operation runs on fake tensors, or on a few pixels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from widefield.tiled.tensor import TiledTensor, same_order, wrap_view
 aten = torch.ops.aten
 Strides = tuple[int, ...]
 _MADE_OF_OTHERS = {aten.roll.default}
-"""What is made of other operations, which are each in order, and about which torch is wrong without data."""
+"""Composed operations whose parts have the right order, and for which fake tensors give a wrong one."""
 _LIKE: dict[Any, int] = {
     aten.replication_pad2d_backward.default: 1, aten.reflection_pad2d_backward.default: 1,
     aten.replication_pad3d.default: 0, aten.replication_pad3d_backward.default: 1,
@@ -35,16 +35,16 @@ _LIKE: dict[Any, int] = {
     aten.native_batch_norm_backward.default: 1, aten.native_group_norm.default: 0,
     aten.native_group_norm_backward.default: 1, aten.channel_shuffle.default: 0,
 }  # fmt: skip
-"""Kernels that make row-major images, or ones with channels last, as this argument is."""
+"""Operations whose result has the memory format of the argument with this index: channels last, else row-major."""
 _ROW_MAJOR = {
     aten.native_layer_norm_backward.default, aten.mse_loss_backward.default, aten.huber_loss_backward.default,
     aten.glu_backward.default, aten.log_sigmoid_forward.default, aten.poisson.default, aten.rrelu_with_noise.default,
 }  # fmt: skip
-"""Kernels that make row-major images of any."""
+"""Operations whose result is always row-major."""
 
 
 def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
-    """What `run` gives for `func`, which makes new tensors, lying as the whole does."""
+    """The results of run(func, args, kwargs), all new tensors, with their dims in the order of the single device's."""
     out = run(func, args, kwargs)
     if func in _MADE_OF_OTHERS:
         return out
@@ -58,11 +58,11 @@ def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _is_unsure(args: Sequence[Any], *, of_tiles: bool) -> bool:
-    """Whether what comes of it may lie otherwise than the whole does.
+    """Whether the results may have another order of dims in memory than the single device's.
 
-    What comes of a tile that is too thin to tell lies by chance, another on each rank.  And of images that are not row-major
-    some of torch's operations make images like them and some row-major ones, which is more than rules know.
-    of_tiles: the operation itself runs on the tiles.
+    Tiles of one pixel on a dim may give another order on each rank.  For inputs that are not row-major, some of torch's
+    operations keep the order and some do not, which rules do not know.
+    of_tiles: the operation itself runs on the tiles, as torch's pointwise operations do.
     """
     for arg in args:
         if type(arg) is TiledTensor:
@@ -82,37 +82,37 @@ def _in_order(made: Any, strides: Sequence[Strides | None], at: int) -> Any:
     wanted = strides[at] if at < len(strides) else None
     if wanted is None:
         return made
-    tile = _laid(made.local, wanted)
+    tile = _in_memory_order(made.local, wanted)
     return made if wanted == made.stride() and tile is made.local else wrap_view(tile, made.tile_layout, wanted)
 
 
-def _laid(tile: Tensor, wanted: Strides) -> Tensor:
-    """The tile with its dims in the order of a whole's strides; a copy where it lies otherwise.
+def _in_memory_order(tile: Tensor, wanted: Strides) -> Tensor:
+    """The tile with its dims in the order of the whole's strides; a copy where it has another order.
 
-    A dim of one pixel has the stride that torch would give it, for by others kernels may see another format.
+    A dim of one pixel gets the stride that torch would give it, for kernels infer the memory format from that, too.
     """
-    lies = _lies_as(tile, wanted)
-    if lies and 1 not in tile.shape:
+    has_order = _has_order(tile, wanted)
+    if has_order and 1 not in tile.shape:
         return tile
     strides = strides_like(tile.shape, wanted)
-    if lies and is_dense(tile):
+    if has_order and is_dense(tile):
         return tile if tile.stride() == strides else tile.as_strided(tile.shape, strides)
-    return tile if lies else torch.empty_strided(tile.shape, strides, dtype=tile.dtype, device=tile.device).copy_(tile)
+    return tile if has_order else torch.empty_strided(tile.shape, strides, dtype=tile.dtype, device=tile.device).copy_(tile)
 
 
-def _lies_as(tile: Tensor, wanted: Strides) -> bool:
+def _has_order(tile: Tensor, wanted: Strides) -> bool:
     return same_order([dim for dim in range(tile.ndim) if tile.shape[dim] > 1], wanted, tile.stride())
 
 
 # ---------------------------------------------------------------------------------------------- asking torch
 
-_KNOWN: dict[tuple, tuple[Strides | None, ...]] = {}
-KNOWN_MOST = 16384
-"""How many answers are kept: arguments that are new in every step must not fill the memory."""
+_CACHE: dict[tuple, tuple[Strides | None, ...]] = {}
+CACHE_SIZE = 16384
+"""Most entries of the cache; arguments may be new in every step."""
 
 
 def _strides(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
-    """The strides of what `func` makes of the wholes, as far as their shapes tell."""
+    """The strides of the results of `func` on whole tensors, one per result; None or missing where they are unknown."""
     key: list = [func]
     for arg in args if not kwargs else (*args, *kwargs.items()):
         if isinstance(arg, Tensor):
@@ -122,13 +122,13 @@ def _strides(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]
             key.append(_key(arg) if isinstance(arg, (list, tuple)) else arg)
     named = tuple(key)
     try:
-        known = _KNOWN.get(named)
+        known = _CACHE.get(named)
     except TypeError:  # an argument without a hash
-        return _asked(func, args, kwargs)
+        return _compute_strides(func, args, kwargs)
     if known is None:
-        if len(_KNOWN) >= KNOWN_MOST:
-            _KNOWN.clear()
-        known = _KNOWN[named] = _asked(func, args, kwargs)
+        if len(_CACHE) >= CACHE_SIZE:
+            _CACHE.clear()
+        known = _CACHE[named] = _compute_strides(func, args, kwargs)
     return known
 
 
@@ -138,30 +138,30 @@ def _key(value: Any) -> Any:
     return (type(value), *map(_key, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _asked(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
-    if _runs_on_few(func):
-        return _of_few(func, args, kwargs)
-    with disable_current_modes(), FakeTensorMode(), quiet():  # on this device: kernels choose, and meta has its own
+def _compute_strides(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
+    if _can_probe(func):
+        return _probe(func, args, kwargs)
+    with disable_current_modes(), FakeTensorMode(), quiet():  # fakes of this device, for the order depends on its kernels
         try:
             given, named = tree_map(_empty, args), tree_map(_empty, kwargs)
-            made = as_kernels_lay(func, given, named, func(*given, **named))
-        except (NotImplementedError, RuntimeError, ValueError):  # it looks at values
+            made = with_kernel_strides(func, given, named, func(*given, **named))
+        except (NotImplementedError, RuntimeError, ValueError):  # it reads values
             return ()
     return tuple(each.stride() if isinstance(each, Tensor) else None for each in (made if type(made) is tuple else (made,)))
 
 
-def _runs_on_few(func: Any) -> bool:
-    """Whether torch can be asked on a few pixels: what goes through pixels one by one looks at no sizes."""
+def _can_probe(func: Any) -> bool:
+    """Whether running `func` on a few pixels shows the order: pointwise operations do not depend on sizes."""
     return is_pointwise(func) and torch.Tag.nondeterministic_seeded not in func.tags
 
 
-def _of_few(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
-    """The strides of what `func` makes, by torch's own kernels on images of one pixel, or two, per dim that lie alike."""
+def _probe(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
+    """The strides of the results of `func`, by running it on tensors of one or two pixels per dim in the same order."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     with disable_current_modes(), torch.no_grad():
         try:
             shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-            made = func(*tree_map(_few, args), **tree_map(_few, kwargs))
+            made = func(*tree_map(_probe_input, args), **tree_map(_probe_input, kwargs))
         except (NotImplementedError, RuntimeError, ValueError):
             return ()
     return tuple(
@@ -170,7 +170,7 @@ def _of_few(func: Any, args: tuple, kwargs: dict) -> tuple[Strides | None, ...]:
     )
 
 
-def _few(value: Any) -> Any:
+def _probe_input(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     few = [min(2, max(1, extent)) for extent in value.shape]
@@ -178,8 +178,8 @@ def _few(value: Any) -> Any:
     return torch.empty_strided(few, strides, dtype=value.dtype, device=value.device).fill_(1)
 
 
-def as_kernels_lay(func: Any, args: tuple, kwargs: dict, made: Any) -> Any:
-    """What an operation that is no view makes without data, as its kernels lay it out, where torch says otherwise."""
+def with_kernel_strides(func: Any, args: tuple, kwargs: dict, made: Any) -> Any:
+    """The fake results `made` of an operation that is no view, with the order of its kernels where fake tensors differ."""
     first = made[0] if isinstance(made, tuple) else made
     if not isinstance(first, Tensor):
         return made
@@ -187,10 +187,10 @@ def as_kernels_lay(func: Any, args: tuple, kwargs: dict, made: Any) -> Any:
         first = torch.empty_like(first, memory_format=torch.contiguous_format)
     elif func in _LIKE:
         first = torch.empty_like(first, memory_format=suggest_memory_format(args[_LIKE[func]]))
-    elif "batch_norm" in func.__name__ and isinstance(made, tuple):  # forward, which keeps any order without data
+    elif "batch_norm" in func.__name__ and isinstance(made, tuple):  # forward: as a fake it keeps any order
         first = torch.empty_like(first, memory_format=suggest_memory_format(first))
-    elif _runs_on_few(func) and any(isinstance(a, Tensor) and not a.is_contiguous() for a in tree_leaves((args, kwargs))):
-        (strides, *_) = _of_few(func, args, kwargs) or (None,)
+    elif _can_probe(func) and any(isinstance(a, Tensor) and not a.is_contiguous() for a in tree_leaves((args, kwargs))):
+        (strides, *_) = _probe(func, args, kwargs) or (None,)
         if strides is not None and len(strides) == first.ndim and strides != first.stride():
             first = first.new_empty_strided(first.shape, strides)
     return (first, *made[1:]) if isinstance(made, tuple) else first
@@ -204,9 +204,9 @@ def _empty(value: Any) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Fake tensors print the errors that they raise, too."""
+    """Suppress the log of fake tensors, which repeats the errors that they raise."""
     log = logging.getLogger(FAKE_TENSOR_LOGGER)
-    was, log.disabled = log.disabled, True  # another level would empty the caches of all loggers
+    was, log.disabled = log.disabled, True  # setting a level would clear the caches of all loggers
     try:
         yield
     finally:

@@ -1,12 +1,12 @@
-"""Operators of torch that are caught before torch takes them apart: for these a rule would come too late.
+"""Overrides of operators that torch decomposes above autograd, where a rule would come too late.
 
-Rules see what arrives at `__torch_dispatch__`, below autograd.  Torch makes some operators of others above autograd, which on
-tiles would gather an image, or write to an empty tensor.  An override is a kernel of ours where torch first meets a tensor
-that has a `__torch_dispatch__`, above autograd.  It takes tiled tensors, and hands everything else on to torch's own.
+Rules see the operations that arrive at `__torch_dispatch__`, below autograd.  Some operators are decomposed before, into
+operations that on tiles would gather an image or write to an empty tensor.  An override is our kernel at the dispatch key by
+which torch first handles a tensor with a `__torch_dispatch__`, above autograd.  It handles tiled tensors and redispatches all
+others to torch's kernel.
 
-The dispatcher has one table for the whole process, so kernels are put there with the first tiled tensor or the first capture,
-and not by an import.  They stay from then on, for only by counting each tensor would one know that the last is gone; whoever
-knows may call `remove_overrides`.
+The dispatcher's table belongs to the whole process.  So overrides are installed with the first tiled tensor or the first
+capture, not by an import, and stay until `remove_overrides` is called.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.library import Library
 from widefield.private_torch.dispatcher import DispatchKey, destroy_library, dispatch_keyset_full_after
 
 FIRST_MET = DispatchKey.PythonTLSSnapshot
-"""The layer of the dispatcher above all others that a tensor with a `__torch_dispatch__`, or a mode, has."""
+"""The first dispatch key of a tensor with a `__torch_dispatch__`, or under a dispatch mode."""
 BELOW = dispatch_keyset_full_after(FIRST_MET)
-"""All layers below it: `operator.redispatch(keys & BELOW, ...)` is what torch itself would do."""
+"""All dispatch keys below it: `operator.redispatch(keys & BELOW, ...)` runs torch's own kernel."""
 
 OVERRIDES: dict[str, Callable] = {}
 """Kernels by the operator's name in aten, with its overload."""
 
 
 def override(*operators: str) -> Callable:
-    """Register `kernel(keys, *args)` for operators of aten, as "tensor_split.tensor_indices_or_sections".
+    """Register the decorated kernel(keys, *args) for operators of aten, as "tensor_split.tensor_indices_or_sections".
 
-    keys: the layers of the call.  AssertionError: one of them has a kernel already.
+    keys: the call's dispatch keys.  AssertionError: an operator has an override already.
     """
 
     def register(kernel: Callable) -> Callable:
@@ -42,7 +42,7 @@ def override(*operators: str) -> Callable:
 
 
 def install_overrides() -> None:
-    """Put what is registered before torch's own kernels, for the whole process, unless it is there."""
+    """Install the registered overrides, for the whole process, unless they are installed."""
     if not _INSTALLED:
         _INSTALLED.append(Library("aten", "IMPL"))
         for operator, kernel in OVERRIDES.items():
@@ -50,7 +50,7 @@ def install_overrides() -> None:
 
 
 def remove_overrides() -> None:
-    """Leave torch's operators as they were, until the next tiled tensor is made; tensors that are there are not to be used."""
+    """Restore torch's operators, until the next tiled tensor is made.  Existing tiled tensors must not be used any more."""
     while _INSTALLED:
         destroy_library(_INSTALLED.pop())
 

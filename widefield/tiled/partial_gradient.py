@@ -1,16 +1,16 @@
 """PartialGradient: a gradient of which every rank of an image's grid has a part; its value is the mean of the parts.
 
-The gradient of a weight is a sum over all pixels, and a rank has its own pixels' share of it, times the number of tiles.  The
-mean over ranks, which a reducer or FSDP2 takes anyway, is then the whole's gradient, so nothing needs to be sent here.
+The gradient of a weight is a sum over all pixels.  A rank has the sum over its own pixels, times the number of tiles.  The mean
+over ranks, which DDP or FSDP2 takes anyway, is then the gradient, so nothing is sent here.
 
-That it is a part travels with the value, by its type:
+The type carries this property along:
 
-- operations that are affine in it, with factors that every rank has alike, give a part again: views, sums, products with plain
-  values, the backward operations of plain layers that a weight went through;
-- whatever else looks at it gets the value: it is added up over the ranks first (one message), and is tiled without cuts from
-  then on, or plain where it is one number.  So a weight that was computed from the image, a hook, a penalty on gradients see
-  one device's numbers;
-- a leaf takes it: a `managed` one as its rank's plain part, for whoever promised the mean, any other as the plain value.
+- Operations that are affine in it, with factors that are the same on every rank, return a PartialGradient: views, sums,
+  products with plain values, the backward operations of plain layers.
+- Any other operation gets the value, which is reduced over the ranks first (one message), and is then an uncut tiled tensor, or
+  plain if a single number.  So weights that are computed from the image, hooks and gradient penalties see one device's numbers.
+- A leaf that is `managed` gets this rank's part as a plain tensor, and somebody else takes the mean.  Any other leaf gets the
+  value as a plain tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from widefield.private_torch.tensors import disabled_torch_function_impl, make_w
 from widefield.rooms import is_of_engine
 from widefield.tiled.in_place import each
 from widefield.tiled.redistribute import space_group, whole_of
-from widefield.tiled.replicated_ops import is_in_place, repeats_places
+from widefield.tiled.replicated_ops import has_internal_overlap, is_in_place
 from widefield.tiled.schemas import targets_of
 from widefield.tiled.tensor import OTHER_KINDS, TiledTensor, wrap_uncut
 from widefield.tiled.view_writeback import version_of
@@ -41,18 +41,18 @@ aten = torch.ops.aten
 LEAF_NODE = "torch::autograd::AccumulateGrad"
 
 _MANAGED: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Leaves whose gradients somebody averages over the ranks of the grid, with how many there are that do."""
+"""Leaves whose gradients somebody averages over the grid's ranks, each with the number of calls of `manage`."""
 
 
 class PartialGradient(Tensor):
-    """`part` is this rank's plain part, `grid` the ranks whose parts' mean is the value."""
+    """A gradient whose value is the mean over the ranks of `grid` of their plain tensors `part`."""
 
     part: Tensor
     grid: Grid
     writes: list[int]
-    """How many operations wrote to the part, or to what shows the same memory."""
-    known: Any = None
-    """The value, once it was asked for, and how many writes there were by then."""
+    """[the number of in-place writes to `part`]; a list that its views share."""
+    cached: Any = None
+    """(the number of writes, the value) of the last time that the value was computed; else None."""
 
     __torch_function__ = disabled_torch_function_impl
 
@@ -78,7 +78,7 @@ class PartialGradient(Tensor):
 
 
 def partial_of(part: Tensor, grid: Grid) -> Tensor:
-    """The gradient of which this rank has `part`; plain, and the part itself, on a grid of one rank."""
+    """The PartialGradient whose part on this rank is `part`; on a grid of one rank `part` itself."""
     if grid.size == 1:
         return part
     made = make_wrapper_subclass(PartialGradient, part.shape, strides=part.stride(), dtype=part.dtype, device=part.device)
@@ -87,23 +87,23 @@ def partial_of(part: Tensor, grid: Grid) -> Tensor:
 
 
 def full_value(tensor: Any) -> Any:
-    """The value of a partial gradient: tiled without cuts, or plain where it is one number; anything else as it is.
+    """The value of a partial gradient, as an uncut tiled tensor, or plain if a single number; other values as they are.
 
-    Cost: one sum over the grid of as many numbers as differ; once per tensor.  Every rank of the grid calls it.
+    Every rank of the grid must call it.  Cost: one all-reduce, of one number along expanded dims; the value is cached.
     """
     if type(tensor) is not PartialGradient:
         return tensor
-    if tensor.known is None or tensor.known[0] != tensor.writes[0]:
-        tensor.known = tensor.writes[0], wrap_uncut(_mean(tensor.part, tensor.grid), tensor.grid)
-    return tensor.known[1]
+    if tensor.cached is None or tensor.cached[0] != tensor.writes[0]:
+        tensor.cached = tensor.writes[0], wrap_uncut(_mean(tensor.part, tensor.grid), tensor.grid)
+    return tensor.cached[1]
 
 
 def full_value_with_grad(tensor: Any) -> Any:
-    """`full_value`, through which gradients of gradients go."""
-    return _Settle.apply(tensor) if type(tensor) is PartialGradient else tensor
+    """`full_value`, differentiable."""
+    return _FullValue.apply(tensor) if type(tensor) is PartialGradient else tensor
 
 
-class _Settle(torch.autograd.Function):
+class _FullValue(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: PartialGradient) -> Tensor:
         value = full_value(tensor)
@@ -115,7 +115,7 @@ class _Settle(torch.autograd.Function):
 
 
 def _mean(part: Tensor, grid: Grid) -> Tensor:
-    """The mean over ranks; of dims that repeat one value, that alone is sent."""
+    """The mean over ranks; of expanded dims one element is sent."""
     shape = part.shape
     for dim, (extent, step) in enumerate(zip(shape, part.stride(), strict=True)):
         if step == 0 and extent > 1:
@@ -127,13 +127,13 @@ def _mean(part: Tensor, grid: Grid) -> Tensor:
 
 
 def manage(parameters: Iterable[Tensor]) -> None:
-    """Promise that the gradients of these leaves are averaged over ranks before anybody reads them."""
+    """Promise to average the gradients of these leaves over the grid's ranks before anybody reads them."""
     for parameter in parameters:
         _MANAGED[parameter] = _MANAGED.get(parameter, 0) + 1
 
 
 def release(parameters: Iterable[Tensor]) -> None:
-    """Take one promise of `manage` back."""
+    """Undo one call of `manage`."""
     for parameter in parameters:
         if _MANAGED.get(parameter, 0) > 1:
             _MANAGED[parameter] -= 1
@@ -142,30 +142,27 @@ def release(parameters: Iterable[Tensor]) -> None:
 
 
 def part_of_mean(gradient: Tensor) -> Tensor:
-    """What this rank gives so that the mean over the ranks of the grid is the gradient: plain, and nothing is sent."""
+    """A plain tensor per rank whose mean over the grid's ranks is the gradient; nothing is sent."""
     if type(gradient) is PartialGradient:
         return gradient.part
     if type(gradient) is not TiledTensor:
         return gradient
-    own, layout = _own(gradient), gradient.tile_layout
+    tile, layout = _local(gradient), gradient.tile_layout
     if not layout.is_cut:
-        return own
-    whole = own.new_zeros(layout.shape)
-    whole[tuple(slice(i.start, i.stop) for i in layout.box)] = own * layout.num_shards
+        return tile
+    whole = tile.new_zeros(layout.shape)
+    whole[tuple(slice(i.start, i.stop) for i in layout.box)] = tile * layout.num_shards
     return whole
 
 
 INTO_LEAF = {
     aten.detach.default, aten.clone.default, aten.new_empty_strided.default, aten.copy_.default, aten.add_.Tensor,
 }  # fmt: skip
-"""What autograd does with a gradient that has reached a leaf."""
+"""The operations by which autograd puts a gradient into a leaf's `.grad`."""
 
 
 def is_for_leaf() -> bool:
-    """Whether the operation that is dispatched now is autograd's own, which hands a gradient to a plain leaf.
-
-    It detaches or copies the gradient, or adds it to what is there.  What a hook does, which it calls, is not.
-    """
+    """Whether the running operation is autograd's own accumulation of a gradient into a plain leaf, and not a hook's."""
     if current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     node = current_autograd_node()
@@ -178,11 +175,11 @@ def is_for_leaf() -> bool:
 
 
 def into_leaf(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The leaf gets what is its own: a managed one what this rank's part is, any other the value."""
+    """Run autograd's operation on what the leaf gets: this rank's part if it is managed, else the value; plain."""
     is_managed = current_autograd_node().variable in _MANAGED
     take: Callable[[Any], Any] = part_of_mean if is_managed else plain_value
-    if func is aten.new_empty_strided.default:  # which asks for a dtype and a device alone
-        take = _own
+    if func is aten.new_empty_strided.default:  # only dtype and device of the gradient matter
+        take = _local
     for target in targets_of(func, args, kwargs):
         if type(target) is PartialGradient:
             target.writes[0] += 1
@@ -193,7 +190,7 @@ def into_leaf(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def plain_value(tensor: Tensor) -> Tensor:
-    """What a gradient is, as a plain tensor that every rank has."""
+    """The value of a plain, tiled or partial gradient, as a plain tensor on every rank."""
     value = full_value(tensor)
     return whole_of(value) if type(value) is TiledTensor else value
 
@@ -202,19 +199,19 @@ def plain_value(tensor: Tensor) -> Tensor:
 
 
 def run_partial(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`func`, one of whose tensor arguments is a partial gradient."""
+    """Run `func`, one of whose tensor arguments is a partial gradient."""
     if func in INTO_LEAF and is_for_leaf():
         return into_leaf(func, args, kwargs)
     if schema_of(func).name.startswith("aten::_foreach_"):
         return each(func, args, kwargs)
     check = _affine_if(func)
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    is_affine = check is not None and check(args, kwargs) and all(map(_is_alike, tensors))
+    is_affine = check is not None and check(args, kwargs) and all(map(_is_replicated, tensors))
     if any(type(target) is PartialGradient for target in targets_of(func, args, kwargs)):
         return _in_place(func, args, kwargs, is_affine=is_affine and is_in_place(func))
     grid = next(tensor.grid for tensor in tensors if type(tensor) is PartialGradient)
     if is_affine:
-        out = func(*tree_map(_own, args), **tree_map(_own, kwargs))
+        out = func(*tree_map(_local, args), **tree_map(_local, kwargs))
         return tree_map(lambda leaf: _made(leaf, grid, args[0] if func.is_view else None), out)
     if func in _SUMS and _have_one_shape(tensors):
         return partial_of(func(*tree_map(_part, args), **kwargs), grid)
@@ -222,40 +219,43 @@ def run_partial(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _affine_if(func: Any) -> Callable[[tuple, dict], bool] | None:
-    """When an operation is affine in its partial arguments; None where it never is.  Every view but of bits is."""
+    """The condition on its arguments under which an operation is affine in partial ones; None if it never is.
+
+    Every view is, except one that reinterprets bits.
+    """
     if func in _AFFINE:
         return _AFFINE[func]
     if _is_backward(func) or (func.is_view and func is not aten.view.dtype):
-        return _first_alone
+        return _only_first
     return None
 
 
-def _made(leaf: Any, grid: Grid, shown: Any) -> Any:
-    """What an affine operation gave of parts.  shown: whose memory it shows, if it does."""
+def _made(leaf: Any, grid: Grid, source: Any) -> Any:
+    """A result of an affine operation on parts.  source: the tensor of which it is a view, or None."""
     if not isinstance(leaf, Tensor):
         return leaf
     made = partial_of(leaf, grid)
-    if shown is not None:
-        made.writes = shown.writes  # type: ignore[attr-defined]
+    if source is not None:
+        made.writes = source.writes  # type: ignore[attr-defined]
     return made
 
 
 def _in_place(func: Any, args: tuple, kwargs: dict, *, is_affine: bool) -> Any:
-    """Write to parts; unless that is affine in them, to the values, which every rank then has as its part."""
+    """An in-place operation: on the parts if it is affine in them; else on the values, which then become every rank's part."""
     targets = [target for target in targets_of(func, args, kwargs) if type(target) is PartialGradient]
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     for target in targets:
-        if repeats_places(target.part):
-            target.part, target.writes, target.known = target.part.contiguous(), [0], None
-    take: Callable[[Any], Any] = _own
+        if has_internal_overlap(target.part):
+            target.part, target.writes, target.cached = target.part.contiguous(), [0], None
+    take: Callable[[Any], Any] = _local
     if func in _SUMS_IN_PLACE and _have_one_shape(tensors):
         take = _part
     elif not is_affine:
         for target in targets:
             target.part.copy_(plain_value(target))
         take = lambda value: plain_value(value) if isinstance(value, Tensor) else value  # noqa: E731
-    kept = {id(target): target for target in targets}
-    args, kwargs = tree_map(lambda value: value.part if id(value) in kept else take(value), (args, kwargs))
+    target_ids = {id(target) for target in targets}
+    args, kwargs = tree_map(lambda value: value.part if id(value) in target_ids else take(value), (args, kwargs))
     out = func(*args, **kwargs)
     for target in targets:
         target.writes[0] += 1
@@ -271,7 +271,7 @@ def _part(value: Any) -> Any:
     return part_of_mean(value) if isinstance(value, Tensor) else value
 
 
-def _own(value: Any) -> Any:
+def _local(value: Any) -> Any:
     if type(value) is PartialGradient:
         return value.part
     if type(value) is not TiledTensor:
@@ -281,8 +281,8 @@ def _own(value: Any) -> Any:
     return value.local
 
 
-def _is_alike(tensor: Tensor) -> bool:
-    """Whether a tensor is a partial gradient, or the same on every rank."""
+def _is_replicated(tensor: Tensor) -> bool:
+    """Whether a tensor is plain, partial or uncut: all but cut ones."""
     return type(tensor) is not TiledTensor or not tensor.tile_layout.is_cut
 
 
@@ -295,18 +295,18 @@ def _is_backward(func: Any) -> bool:
     return "_backward" in name and not schema_of(func).is_mutable
 
 
-def _first_alone(args: tuple, kwargs: dict) -> bool:
-    """Of the arguments the first alone is partial: what a view shows, or the gradient that a backward operation is given."""
+def _only_first(args: tuple, kwargs: dict) -> bool:
+    """Whether only the first argument is partial: the source of a view, or the gradient of a backward operation."""
     return type(args[0]) is PartialGradient and _count((args[1:], kwargs)) == 0
 
 
 def _one_factor(args: tuple, kwargs: dict) -> bool:
-    """Of two factors one is partial."""
+    """Whether one of two factors is partial."""
     return _count((args, kwargs)) == 1
 
 
 def _into_part(args: tuple, kwargs: dict) -> bool:
-    """What is written to is partial."""
+    """Whether the target is partial."""
     return type(args[0]) is PartialGradient
 
 
@@ -327,13 +327,13 @@ _AFFINE: dict[Any, Callable[[tuple, dict], bool]] = {
         aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.as_strided.default,
         aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.neg_.default, aten.zero_.default,
         aten.fill_.Scalar,
-    ], _first_alone),
+    ], _only_first),
     **dict.fromkeys([
         aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default,
     ], _one_factor),
     **dict.fromkeys([aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default], _any_number),
     **dict.fromkeys([aten.copy_.default, aten.add_.Tensor, aten.sub_.Tensor], _into_part),
 }  # fmt: skip
-"""Operations that are affine in their partial arguments, where the others are alike on every rank, and when they are."""
+"""Operations that may be affine in their partial arguments, if the others are the same on every rank, and when they are."""
 
 OTHER_KINDS[PartialGradient] = run_partial

@@ -1,4 +1,4 @@
-"""Which operations give each output pixel from the same pixel of their inputs?"""
+"""Which operations are pointwise: compute each output pixel from the same pixel of their inputs?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAME_PIXELS = {
     aten.leaky_relu_.default, aten.hardshrink_backward.default, aten.softshrink_backward.default, aten.complex.default,
     aten.polar.default, aten._standard_gamma_grad.default,
 }  # fmt: skip
-"""Operations that give each output pixel from the same pixel of the inputs, though torch does not tag them pointwise."""
+"""Pointwise operations that torch does not tag as such."""
 
 
 def is_pointwise(func: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Where do a tensor's pixels live, which of them does a rank want, and how does a tensor come to another layout?"""
+"""Changes of layout: which boxes a rank has, which it needs, and the exchange between them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from widefield.comm import halo
 from widefield.comm.halo import Move
-from widefield.geometry.box import Box, is_empty
+from widefield.geometry.box import Box, full_box, is_empty
 from widefield.geometry.interval import Interval, even_cut
-from widefield.geometry.layout import KEPT_MOST, Cut, Cuts, Grid, Layout, layout_of
+from widefield.geometry.layout import CACHE_SIZE, Cut, Cuts, Grid, Layout, layout_of
 from widefield.rules import Meta, Read
 from widefield.tiled.gather_watch import note_gathered
 from widefield.tiled.tensor import TiledTensor
@@ -20,25 +20,25 @@ NOTHING = Interval(0, 0)
 
 
 def first_cut(metas: Sequence[Meta]) -> Meta:
-    """The tensor whose layout the others follow: the first that is cut, else the first."""
+    """The first tensor that is cut, whose layout others follow; else the first."""
     return next((meta for meta in metas if meta.is_cut), metas[0])
 
 
 def boxes_of(meta: Meta, grid: Grid) -> tuple[Box, ...]:
-    """What each rank holds of a tensor."""
+    """Each rank's box of a tensor; all of it for a plain tensor."""
     if meta.layout is not None:
         return meta.layout.boxes
-    return (tuple(Interval(0, extent) for extent in meta.shape),) * grid.size
+    return (full_box(meta.shape),) * grid.size
 
 
 _MOVES: dict[tuple, Move] = {}
 
 
 def move_for(layout: Layout, wanted: tuple[Box, ...]) -> Move:
-    """The exchange by which each rank gets its `wanted` box of a tensor laid out so; the same object for equal ones."""
+    """The exchange that gives each rank its `wanted` box of a tensor by `layout`; cached, so equal ones are one object."""
     key = (layout, wanted)
     if key not in _MOVES:
-        if len(_MOVES) >= KEPT_MOST:
+        if len(_MOVES) >= CACHE_SIZE:
             _MOVES.clear()
         sources = None if layout.num_shards == layout.grid.size else layout.sources
         _MOVES[key] = halo.move_of(layout.grid.index, layout.boxes, wanted, sources)
@@ -46,11 +46,12 @@ def move_for(layout: Layout, wanted: tuple[Box, ...]) -> Move:
 
 
 def wanted_by(read: Read, writes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """What each rank must have of a read tensor to write its box of an output of `shape`."""
+    """The box of a read tensor that each rank needs to compute its box, of `writes`, of an output of `shape`."""
     return tuple(wanted_box(read, write, shape) for write in writes)
 
 
 def wanted_box(read: Read, write: Box, shape: tuple[int, ...]) -> Box:
+    """The box of a read tensor that is needed to compute the box `write` of an output of `shape`; padding is left out."""
     meta = read.tensor
     if is_empty(write):
         return (NOTHING,) * meta.ndim
@@ -75,31 +76,34 @@ def following_cuts(read: Read, shape: tuple[int, ...]) -> Cuts:
     return tuple(cuts[: len(shape)]) + (None,) * (len(shape) - len(cuts))
 
 
-def moved(layout: Layout, whole: Sequence[int], keep: Sequence[int] = ()) -> Layout:
-    """`layout` with the dims in `whole` uncut: their axes cut the longest dim that is free instead, or none."""
+def move_cuts(layout: Layout, whole: Sequence[int]) -> Layout:
+    """`layout` with the dims in `whole` uncut.  Their cuts move to the longest uncut dim outside of `whole`.
+
+    If no such dim has a pixel for every shard, the cut is dropped, and redistributing gathers.
+    """
     cuts = list(layout.cuts)
     for dim in whole:
         cut, cuts[dim] = cuts[dim], None
         if cut is None:
             continue
-        ways = layout.grid.num_shards(cut.axes)
-        free = [d for d in range(len(cuts)) if cuts[d] is None and d not in whole and d not in keep and layout.shape[d] >= ways]
+        num_shards = layout.grid.num_shards(cut.axes)
+        free = [d for d in range(len(cuts)) if cuts[d] is None and d not in whole and layout.shape[d] >= num_shards]
         if free:
             target = max(free, key=lambda d: (layout.shape[d], -d))
-            cuts[target] = Cut(cut.axes, even_cut(layout.shape[target], ways))
+            cuts[target] = Cut(cut.axes, even_cut(layout.shape[target], num_shards))
     return layout_of(layout.shape, tuple(cuts), layout.grid)
 
 
 def num_shards_of(meta: Meta) -> int:
-    """Among how many tiles a tensor's pixels are shared out."""
+    """The number of tiles of a tensor; 1 for a plain tensor."""
     return 1 if meta.layout is None else meta.layout.num_shards
 
 
-# ---------------------------------------------------------------------------------------------- bringing tensors to a layout
+# ---------------------------------------------------------------------------------------------- redistribute
 
 
 def redistribute(tensor: TiledTensor, layout: Layout) -> Tensor:
-    """The tile that `layout`, of the same shape, gives this rank."""
+    """This rank's tile of a tensor by another layout of its shape; below autograd."""
     if tensor.tile_layout is layout:
         return tensor.local
     if tensor.tile_layout.is_cut and not layout.is_cut:
@@ -109,38 +113,40 @@ def redistribute(tensor: TiledTensor, layout: Layout) -> Tensor:
     return tile
 
 
+def tile_by(tensor: Tensor, layout: Layout) -> Tensor:
+    """This rank's tile, by `layout`, of a tensor of the layout's shape: tiled ones are redistributed, plain ones cut."""
+    if type(tensor) is TiledTensor:
+        return redistribute(tensor, layout)
+    return tensor[tuple(slice(interval.start, interval.stop) for interval in layout.box)] if layout.is_cut else tensor
+
+
 def to_layout(tensor: Tensor, layout: Layout) -> Tensor:
-    """This rank's part of a tensor that broadcasts against `layout`: tiled ones are re-cut, plain ones cut."""
+    """This rank's part of a tensor that broadcasts against `layout`; its dims of another extent stay uncut."""
     if type(tensor) is TiledTensor and tensor.tile_layout is layout:
         return tensor.local
     missing = len(layout.shape) - tensor.ndim
     there = zip(tensor.shape, layout.shape[missing:], layout.cuts[missing:], strict=True)
-    wanted = tuple(cut if extent == whole else None for extent, whole, cut in there)  # else one pixel stands for all
-    target = layout_of(tuple(tensor.shape), wanted, layout.grid)
-    if type(tensor) is TiledTensor:
-        return redistribute(tensor, target)
-    if not target.is_cut:
-        return tensor
-    return tensor[tuple(slice(interval.start, interval.stop) for interval in target.box)]
+    wanted = tuple(cut if extent == whole else None for extent, whole, cut in there)  # else it broadcasts
+    return tile_by(tensor, layout_of(tuple(tensor.shape), wanted, layout.grid))
 
 
 def whole_of(tensor: TiledTensor) -> Tensor:
-    """All pixels on every rank, below autograd."""
+    """All pixels of a tiled tensor, on every rank; below autograd."""
     return redistribute(tensor, layout_of(tensor.tile_layout.shape, (None,) * tensor.ndim, tensor.tile_layout.grid))
 
 
 def space_group(grid: Grid) -> str:
-    """The process group of all ranks of a grid."""
+    """The name of the process group of all ranks of a grid; "" for one rank."""
     return grid.group_name(tuple(range(len(grid.sizes)))) if grid.size > 1 else ""
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """What `permute` takes to undo `permute(order)`."""
+    """The permutation that undoes `permute(order)`."""
     return sorted(range(len(order)), key=order.__getitem__)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a run of memory, in whatever order of dims."""
+    """Whether a tensor's memory has no gaps and no overlap, in whatever order of dims."""
     expected = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent != 1 and stride != expected:
@@ -150,14 +156,15 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's strides, or where its memory has gaps those of a row-major one."""
+    """A dense tensor's strides; for others those of a row-major tensor."""
     return tuple(tensor.stride()) if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in a row, as they lie in memory: messages take no other order of dims."""
+    """A 1-D view of a dense tensor's elements in the order of memory, as messages need it."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def local_of(tensor: Tensor) -> Tensor:
+    """A tiled tensor's tile; a plain tensor itself."""
     return tensor.local if type(tensor) is TiledTensor else tensor

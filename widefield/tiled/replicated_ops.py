@@ -1,6 +1,6 @@
-"""Operations on tensors that every rank has alike: the plain operation, which gives every rank the same.
+"""Operations on tensors that are the same on every rank: each rank runs the plain operation.
 
-Where a gradient repeats one value over an image, as that of a mean does, it is computed once and not per pixel.
+A gradient that repeats one value over an image, as a mean's does, is computed once and not per pixel.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from widefield.tiled.view_writeback import version_of
 
 
 def on_every_rank(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Every tensor is the same on every rank, so the plain operation is, too."""
+    """Run `func` on tensors that are the same on every rank, and so is its result."""
     grid: Grid | None = None
-    given, moved = (args, kwargs), False
+    given, has_writeback = (args, kwargs), False
     targets: dict[int, TiledTensor] = {}
 
     def plain(value: Any) -> Any:
-        nonlocal grid, moved
+        nonlocal grid, has_writeback
         if type(value) is not TiledTensor:
             return value
         if value.writeback is not None:
-            moved = True
+            has_writeback = True
             value.writeback.refresh(version_of(value))
         grid = value.tile_layout.grid
         targets[id(value.local)] = value
@@ -57,22 +57,22 @@ def on_every_rank(func: Any, args: tuple, kwargs: dict) -> Any:
             else value
             for number, value in enumerate(out)
         )
-    if moved:
-        made = _follow_homes(func, *given, made)
+    if has_writeback:
+        made = _write_back(func, *given, made)
     if func.is_view:
-        given[0][0].shown = True
+        given[0][0].has_views = True
     return made
 
 
 def _written(target: TiledTensor) -> TiledTensor:
-    """A tensor that was written to, which may have taken another shape so."""
+    """The tensor that was written to; an operation on its tile may have changed its shape."""
     if target.local.shape == target.shape:
         return target
     return swap(target, wrap_view(target.local, uncut(tuple(target.local.shape), target.tile_layout.grid)))
 
 
-def _follow_homes(func: Any, args: tuple, kwargs: dict, made: Any) -> Any:
-    """Of moved views: what was written to them goes home, and what views one belongs there, too."""
+def _write_back(func: Any, args: tuple, kwargs: dict, made: Any) -> Any:
+    """Write back the targets that are views and copies; a view of such a view gets the same write-back."""
     for target in targets_of(func, args, kwargs):
         if type(target) is TiledTensor and target.writeback is not None:
             target.writeback.flush(version_of(target) + 1)
@@ -83,19 +83,20 @@ def _follow_homes(func: Any, args: tuple, kwargs: dict, made: Any) -> Any:
 
 
 def _view_of(source: TiledTensor, view: Tensor) -> TiledTensor:
-    """A view of a moved view; also one of a single number, to which may be written."""
+    """A view of a view that is a copy.  It is tiled even if it is a single number, for writes to it are written back."""
     view = view if type(view) is TiledTensor else wrap_view(view, uncut((), source.tile_layout.grid))
     view.writeback, view.may_alias_data = source.writeback, source.may_alias_data
     return view
 
 
 def is_in_place(func: Any) -> bool:
+    """Whether an operation writes into its first argument."""
     arguments = schema_of(func).arguments
     return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """All tensors in arguments, those in lists too."""
+    """All tensors among the values, also in lists, tuples and dicts."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -107,17 +108,17 @@ def tensors_in(*values: Any) -> list[Tensor]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- one value at many places
+# ---------------------------------------------------------------------------------------------- expanded gradients
 
 
 def on_uncut(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Operands that every rank has whole; in a backward once only along dims on which all of them repeat one value.
+    """Run a pointwise operation on uncut operands; in a backward only once along dims that all operands repeat.
 
-    The gradient of a mean is spread over all pixels and then divided: an image would be filled with it, on every rank.
+    Torch expands the gradient of a mean and then divides it, which would fill an image on every rank.
     """
-    if current_graph_task_id() == -1:  # in a forward the result may be a tensor that the model writes on
+    if current_graph_task_id() == -1:  # in a forward, the model may write to the result
         return on_every_rank(func, args, kwargs)
-    if kwargs.get("memory_format") is torch.contiguous_format:  # a view is taken of it next that repeated places do not allow
+    if kwargs.get("memory_format") is torch.contiguous_format:  # asked for a view that an expanded tensor does not allow
         return on_every_rank(func, args, kwargs)
     tiles = [t.local if type(t) is TiledTensor else t for t in tensors_in(args, kwargs)]
     shape = torch.broadcast_shapes(*(tile.shape for tile in tiles))
@@ -131,13 +132,13 @@ def on_uncut(func: Any, args: tuple, kwargs: dict) -> Any:
     return _spread(out, shape)
 
 
-def repeats_places(tile: Tensor) -> bool:
-    """Whether places of a tensor share their memory, as in an expanded one."""
+def has_internal_overlap(tile: Tensor) -> bool:
+    """Whether several elements of a tensor share memory, as in an expanded tensor."""
     return 0 in tile.stride() and any(step == 0 and extent > 1 for step, extent in zip(tile.stride(), tile.shape, strict=True))
 
 
 def _repeated_dims(tiles: Sequence[Tensor], shape: Sequence[int]) -> list[int]:
-    """Dims, counted from the last as -1, of a result of `shape` along which every operand has one value only."""
+    """The dims, as negative numbers, of a result of `shape` along which every operand repeats one value."""
 
     def repeats(tile: Tensor, dim: int) -> bool:
         return -dim > tile.ndim or tile.shape[dim] == 1 or tile.stride(dim) == 0
@@ -147,7 +148,7 @@ def _repeated_dims(tiles: Sequence[Tensor], shape: Sequence[int]) -> list[int]:
 
 
 def _narrowed(value: Any, dims: Sequence[int]) -> Any:
-    """One value along each of `dims`, still a view; tiled if it was."""
+    """The view of the first element along each of `dims`; tiled if the value is."""
     if not isinstance(value, Tensor):
         return value
     tile = value.local if type(value) is TiledTensor else value
@@ -158,15 +159,18 @@ def _narrowed(value: Any, dims: Sequence[int]) -> Any:
 
 
 def _spread(out: TiledTensor, shape: Sequence[int]) -> Any:
-    """The result at its full shape, in the memory of one value along the repeated dims."""
+    """The result, expanded to its full shape."""
     return wrap_uncut(out.local.expand(shape), out.tile_layout.grid)
 
 
 def writable(target: TiledTensor, tiles: list[Any]) -> list[Any]:
-    """The operands of an operation that writes on `target`, of which places share their memory."""
+    """The operands of an in-place operation on `target`, which has internal overlap.
+
+    They are narrowed to one element along repeated dims; where that is not enough, `target` gets memory of its own.
+    """
     dims = _repeated_dims([tile for tile in tiles if isinstance(tile, Tensor)], target.shape)
     narrowed = [_narrowed(tile, dims) for tile in tiles]
-    if not repeats_places(narrowed[0]):
+    if not has_internal_overlap(narrowed[0]):
         return narrowed
     target.local = target.local.contiguous()
     return [target.local, *tiles[1:]]

@@ -1,4 +1,4 @@
-"""How a rank draws random numbers for a whole tensor, and sees that all ranks draw the same."""
+"""Random numbers of a whole tensor, which every rank draws, and the check that all ranks draw the same."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from widefield.comm import collectives, halo
-from widefield.geometry.box import Box, is_empty, size_of, within
-from widefield.geometry.interval import Interval
+from widefield.geometry.box import Box, full_box, is_empty, size_of, within
 from widefield.private_torch.dispatcher import EffectType, register_effectful_op
 from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.gather_watch import note_drawn
@@ -22,46 +21,45 @@ from widefield.tiled.tensor import TiledTensor, usual_orders, whole_strides
 
 
 def drawn(tensor: TiledTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
-    """This rank's part of what `draw` makes of an empty whole: a view, so copy it to let the whole go.
+    """This rank's tile of draw(an empty tensor of the whole's shape); a view, to be copied so that the whole can be freed.
 
-    The whole has the tensor's dtype, and its dims lie in memory in the tiles' order, which is the order of the draws.
+    The empty tensor has the tensor's dtype, and its dims the order in memory that they have on a single device, since numbers
+    are drawn in that order.
     """
     note_drawn(tensor)
     layout, tile = tensor.tile_layout, tensor.local
     like = torch.empty_strided(layout.shape, whole_strides(layout, order_of(tensor)), dtype=tile.dtype, device="meta")
-    everything = tuple(Interval(0, extent) for extent in layout.shape)
-    return draw(torch.empty_like(like, device=tile.device))[within(everything, layout.box)]
+    return draw(torch.empty_like(like, device=tile.device))[within(full_box(layout.shape), layout.box)]
 
 
 # ---------------------------------------------------------------------------------------------- the order in memory
 
 
 def order_of(tensor: TiledTensor) -> tuple[int, ...]:
-    """Strides, of a tile or like a tile's, that tell in which order the whole's dims lie in memory; equal on all ranks.
+    """Strides, up to scale, that order the whole's dims in memory; the same on all ranks.
 
-    Tiles of one pixel on a dim do not tell where it lies, and torch forgets it from there on.  Where there are such tiles, all
-    tell what they know, in one small message.  NotImplementedError, on every rank, where they do not know or do not agree.
+    The strides of a tile with one pixel on a dim do not show where that dim lies.  If there are such tiles, all ranks exchange
+    their strides, in one small message.  NotImplementedError, on every rank: the order remains unknown, or tiles contradict
+    each other.
     """
     layout, tile = tensor.tile_layout, tensor.local
-    if (
-        not layout.is_cut and tensor.writeback is not None
-    ):  # a view of what is cut: how the tile came to lie differs between ranks
+    if not layout.is_cut and tensor.writeback is not None:  # a gathered view: ranks' copies may differ in strides
         return tuple(tensor.stride())
     if not layout.is_thin:
         return tuple(tile.stride())
-    if type(tile) is not Tensor:  # a compiler looks on: no message can be read
+    if type(tile) is not Tensor:  # under a compiler no message can be read
         raise NotImplementedError(
             f"a compiled model cannot draw random numbers for {list(layout.shape)} px in tiles as thin as one pixel; "
             "leave this model uncompiled, or use fewer ranks or a larger image"
         )
     mine = torch.tensor(tile.stride(), dtype=torch.int64, device=tile.device)
     strides = halo.gather_sums(mine, layout.grid.size, space_group(layout.grid)).tolist()
-    known = {pair for box, own in zip(layout.boxes, strides, strict=True) for pair in _told_by(box, own)}
-    told = [own for own in strides if _pairs(own, layout.shape) <= known and _tells_all(own, layout.shape)]
-    kept = tuple(tensor.stride())  # by the operations that made it, see memory_order
-    if not told and _tells_all(kept, layout.shape) and _fits(kept, known):
-        return kept
-    orders = told or [kept, *usual_orders(len(layout.shape))]
+    known = {pair for box, own in zip(layout.boxes, strides, strict=True) for pair in _order_known_by(box, own)}
+    complete = [own for own in strides if _pairs(own, layout.shape) <= known and _orders_all(own, layout.shape)]
+    recorded = tuple(tensor.stride())  # as memory_format.py recorded it
+    if not complete and _orders_all(recorded, layout.shape) and _fits(recorded, known):
+        return recorded
+    orders = complete or [recorded, *usual_orders(len(layout.shape))]
     fitting = {_pairs(order, layout.shape): tuple(order) for order in orders if _fits(order, known)}
     if len(fitting) != 1:
         agree = not any((inner, outer) in known for outer, inner in known)
@@ -74,8 +72,8 @@ def order_of(tensor: TiledTensor) -> tuple[int, ...]:
     return next(iter(fitting.values()))
 
 
-def _told_by(box: Box, strides: Sequence[int]) -> frozenset[tuple[int, int]]:
-    """Pairs (outer, inner) of dims that a tile with these strides knows."""
+def _order_known_by(box: Box, strides: Sequence[int]) -> frozenset[tuple[int, int]]:
+    """The pairs (outer, inner) of dims whose order the strides of a tile show."""
     return frozenset() if is_empty(box) else _pairs(strides, size_of(box))
 
 
@@ -84,21 +82,21 @@ def _pairs(strides: Sequence[int], shape: Sequence[int]) -> frozenset[tuple[int,
     return frozenset((a, b) for a in dims for b in dims if strides[a] > strides[b])
 
 
-def _tells_all(strides: Sequence[int], shape: Sequence[int]) -> bool:
+def _orders_all(strides: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether no two dims of more than one pixel have the same stride."""
-    own = [stride for stride, extent in zip(strides, shape, strict=True) if extent > 1]
-    return len(set(own)) == len(own)
+    long = [stride for stride, extent in zip(strides, shape, strict=True) if extent > 1]
+    return len(set(long)) == len(long)
 
 
 def _fits(order: Sequence[int], known: Set[tuple[int, int]]) -> bool:
     return all(order[outer] > order[inner] for outer, inner in known)
 
 
-# ---------------------------------------------------------------------------------------------- do all ranks draw the same?
+# ---------------------------------------------------------------------------------------------- comparing generators
 
 
 def check_generators(tensor: TiledTensor, generator: torch.Generator | None) -> None:
-    """Asked before every draw on tiles: see `compare_generators`."""
+    """Called before every draw on tiles: see `compare_generators`."""
     grid, tile = tensor.tile_layout.grid, tensor.local
     if grid.size == 1:
         return
@@ -116,15 +114,15 @@ def check_generators(tensor: TiledTensor, generator: torch.Generator | None) -> 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Where the generators of a group's ranks stood, on its way.  mark: this rank's, which is being sent."""
+    """A comparison of generators under way.  mark: a hash of this rank's state; marks: those of all ranks, once received."""
 
     mark: Tensor
     marks: Tensor
     work: dist.Work | None
     whose: str
 
-    def settle(self) -> None:
-        """ValueError where they stood at different places."""
+    def check(self) -> None:
+        """Wait for the marks.  ValueError: they differ."""
         if self.work is not None:
             self.work.wait()
         marks = self.marks.tolist()
@@ -136,42 +134,42 @@ class _Comparison:
             )
 
 
-_UNDER_WAY: WeakKeyDictionary[dist.ProcessGroup, _Comparison] = WeakKeyDictionary()
-"""The last comparison of each group."""
-_MET: WeakKeyDictionary[dist.ProcessGroup, set[tuple]] = WeakKeyDictionary()
-"""The kinds of generators of which the first comparison was waited for."""
+_PENDING: WeakKeyDictionary[dist.ProcessGroup, _Comparison] = WeakKeyDictionary()
+"""The comparison of each group that was not yet checked."""
+_CHECKED: WeakKeyDictionary[dist.ProcessGroup, set[tuple]] = WeakKeyDictionary()
+"""The kinds of generators that were checked once, by group: their later comparisons are checked a draw later."""
 
 
 def compare_generators(
     group: dist.ProcessGroup, device: torch.device, generator: torch.Generator | None = None, *, drawn: Sequence[int] = ()
 ) -> None:
-    """Tell a group's ranks where this rank's generator stands; every rank of it calls it before each draw.
+    """Compare the states of a group's generators; every rank of the group calls it before each draw.
 
-    generator: None for torch's own of the device.  drawn: the shape of what is about to be drawn.
-    ValueError, on every rank at the same draw, where they stood at different places: at the next draw of any generator, or at
-    this one, if it is the first of its kind.
-    Cost: 8 bytes from each rank to each, which travel while the draw and what follows is computed.
+    generator: None for torch's own of the device.  drawn: the shape of what will be drawn.
+    ValueError, on every rank at the same draw: the states differ.  It is raised at the next draw of any generator, so that no
+    rank waits, or at this one, if it is the first of its kind.
+    Cost: an all-gather of 8 bytes per rank, which overlaps with computation.
     """
-    before = _UNDER_WAY.pop(group, None)
+    before = _PENDING.pop(group, None)
     if before is not None:
-        before.settle()
+        before.check()
     mark = torch.tensor([_mark(device, generator, drawn)], dtype=torch.int64, device=_device_of(group, device))
     marks = mark.new_empty(group.size())
     halo.TRAFFIC.draw_messages += 1
     work = collectives.all_gather_single(marks, mark, group=group, async_op=True)
     whose = f"torch's generators on {device.type}" if generator is None else f"their torch.Generator on {generator.device}"
     comparison, kind = _Comparison(mark, marks, work, whose), (device, generator is None)
-    if kind in _MET.setdefault(group, set()):
-        _UNDER_WAY[group] = comparison
+    if kind in _CHECKED.setdefault(group, set()):
+        _PENDING[group] = comparison
     else:
-        _MET[group].add(kind)
-        comparison.settle()
+        _CHECKED[group].add(kind)
+        comparison.check()
 
 
 def forget() -> None:
-    """As if no rank had compared its generators with others'."""
-    _UNDER_WAY.clear()
-    _MET.clear()
+    """Drop all comparisons, as if there had been none."""
+    _PENDING.clear()
+    _CHECKED.clear()
 
 
 def _mark(device: torch.device, generator: torch.Generator | None, drawn: Sequence[int]) -> int:
@@ -187,7 +185,7 @@ def _state_of(device: torch.device) -> Tensor:
 
 
 def _device_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a message lies: on the CPU where the group has messages there, so that no rank waits for its GPU."""
+    """The device of a message: the CPU if the group has a CPU backend, so that no rank waits for its GPU."""
     return torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else device
 
 

@@ -1,8 +1,9 @@
-"""Does an operation mix the samples of a batch?  Rules send something between ranks that have different samples where it may.
+"""Finds operations that mix the samples of a batch, or that treat samples differently by their index in it.
 
-A value alone does not show it: where samples meet in a step, in a maximum or in what a normalization takes out again, the
-numbers of one batch may be those that a part of it gives.  And where samples are told apart by their number in the batch, as
-where its first one is clamped, other samples are taken in each part of it, and a rule may send nothing.
+The batch is cut into tiles, a rank per part, and operations are watched: where samples mix, a rule exchanges pixels between
+ranks with different samples.  Comparing values would not do: in a maximum, or where a normalization cancels what was mixed, a
+part of the batch may happen to give the whole batch's numbers.  Operations that depend on a sample's index, as one that clamps
+the first sample, may exchange nothing; they are found by their arguments.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from widefield.tiled.replicated_ops import tensors_in
 from widefield.tiled.tensor import TiledTensor
 
 VIEWS = {"aten.view", "aten._unsafe_view", "aten.reshape"}
-"""Operations that make fewer rows of samples without leaving any out: several samples' numbers come to lie in one."""
+"""Operations by which several samples may come to share a row, without any being dropped."""
 ROW_BY_ROW = {"linear", "aten.native_group_norm", "aten.native_layer_norm"} | VIEWS
-"""Operations that mix no samples whose rows lie along a first dim, though rules may send something for them: sums of groups,
-rows that come to lie elsewhere."""
+"""Operations that mix no samples if these are rows of the first dim, though their rules may exchange something."""
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
-"""Those that mix none as long as one factor alone is made of samples, and is not added up over them."""
+"""Products: they mix no samples if only one factor has samples, and the sum is not over them."""
 
 
 def name_of(func: Any) -> str:
@@ -36,7 +36,7 @@ def name_of(func: Any) -> str:
 
 
 def may_mix(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operation for which ranks talk mixes samples, as far as its kind and the dims of its arguments tell."""
+    """Whether an operation that exchanged something may mix samples, by its kind and the dims of its arguments."""
     name = name_of(func)
     if name in VIEWS or isinstance(func, OpOverload) and torch.Tag.pointwise in func.tags:
         return False
@@ -51,7 +51,7 @@ def may_mix(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _dims_summed(name: str, args: Sequence[Any], place: int) -> Collection[int] | None:
-    """Over which dims of the tensor at `place` a norm or a product adds up; None of a tensor that only scales or shifts."""
+    """The dims of the argument `place` over which a norm or a product sums; None for a norm's weight or bias."""
     ndim, of_norm = args[place].ndim, "norm" in name
     if of_norm and place:
         return None
@@ -61,12 +61,12 @@ def _dims_summed(name: str, args: Sequence[Any], place: int) -> Collection[int] 
         return range(ndim - len(args[1]), ndim)
     if name == "linear":
         return {ndim - 1} if place < 2 else set()
-    left = 1 if name in ("aten.addmm", "aten.baddbmm") else 0  # behind what is added
+    left = 1 if name in ("aten.addmm", "aten.baddbmm") else 0  # after the bias
     return {ndim - 1} if place == left else {ndim - 2} if place == left + 1 else set()
 
 
 def _bounds(tensor: TiledTensor) -> tuple[int, ...] | None:
-    """Of each rank's samples, along the dim where they lie; None where samples are not cut, or not one after another."""
+    """The bounds of the ranks' samples; None where samples are not cut along one dim."""
     dim = _dim_of_samples(tensor)
     cut = None if dim is None else tensor.tile_layout.cuts[dim]
     return None if cut is None else cut.bounds[:: tensor.tile_layout.grid.num_shards(cut.axes[1:])]
@@ -77,7 +77,7 @@ def _dim_of_samples(tensor: TiledTensor) -> int | None:
 
 
 def leaves_some_out(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
-    """Whether some ranks' samples have more rows in a result than others', as where the first sample of a batch is taken."""
+    """Whether a result has not the same number of rows for every sample, as where the first sample is selected."""
     of = {bounds for tensor in tiled if (bounds := _bounds(tensor)) is not None}
     if len(of) != 1:
         return False
@@ -94,9 +94,9 @@ def leaves_some_out(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
 
 
 def tells_samples_apart(func: Any, args: tuple) -> bool:
-    """Whether an operation does something else to some rows of samples than to others, by their number in the batch.
+    """Whether an operation treats samples differently by their index in the batch.
 
-    Or its backward, as that of an embedding which counts how often the batch asks for a row.
+    Or whether its backward depends on the batch, as that of an embedding which scales gradients by frequency.
     """
     if not isinstance(func, OpOverload):
         return False
@@ -104,7 +104,7 @@ def tells_samples_apart(func: Any, args: tuple) -> bool:
     name = func.overloadpacket.__name__
     if name.rstrip("_") in ("tril", "triu"):
         return any(dim >= ndim - 2 for ndim, dim in dims[:1])
-    if name.startswith("masked_scatter"):  # which numbers it takes depends on how many the samples before have taken
+    if name.startswith("masked_scatter"):  # the values for a sample depend on how many the samples before it took
         return bool(dims)
     if name.startswith(("embedding", "_embedding_bag")):
         return bool(dims) and len(args) > 3 and args[3] is True
@@ -115,32 +115,30 @@ def tells_samples_apart(func: Any, args: tuple) -> bool:
 
 
 def _differs_along(plain: Tensor, dim: int) -> bool:
-    """Whether rows along a dim, counted from the last, are not all the same."""
+    """Whether the rows along a (negative) dim are not all equal."""
     if plain.is_meta or plain.ndim < -dim or plain.shape[dim] < 2:
         return False
     first = plain.narrow(dim, 0, 1)
     return not bool(((plain == first) | (plain != plain) & (first != first)).all())
 
 
-def _takes_them_together(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
-    """Whether a reduction gives something that has no longer a row for each row of what it read."""
+def _reduces_samples(func: Any, tiled: Sequence[TiledTensor], made: Any) -> bool:
+    """Whether a reduction's result has not a row for each row of what it read."""
     if not (isinstance(func, OpOverload) and torch.Tag.reduction in func.tags):
         return False
-    rows = {
-        len(tensor) for tensor in tiled if tensor.ndim and tensor.tile_layout.is_cut
-    }  # else of no sample, or of all already
+    rows = {len(tensor) for tensor in tiled if tensor.ndim and tensor.tile_layout.is_cut}  # uncut ones have no rows of samples
     return bool(rows) and any(not out.ndim or len(out) not in rows for out in tensors_in((made,), {}))
 
 
-def _lies_by_samples(tensor: TiledTensor) -> bool:
-    """Whether ranks have their samples' rows; rules may cut a batch along other dims, and what is sent then says little."""
+def _is_cut_by_samples(tensor: TiledTensor) -> bool:
+    """Whether a tensor's first dim is cut over the samples' axis; rules may have moved that cut to another dim."""
     cut = tensor.tile_layout.cuts[0] if tensor.ndim else None
     return cut is not None and cut.axes[0] == 0
 
 
 class SampleMixingWatch(TorchDispatchMode):
-    """Inside, `found` gets the names of operations that mix samples which lie along the first axis of `grid`, or that tell
-    them apart by their number in the batch, which in a copy's part of it is another."""
+    """A mode that records in `found` the operations that mix samples, which are cut over the first axis of `grid`, or that
+    treat them differently by their index in the batch."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
@@ -148,7 +146,7 @@ class SampleMixingWatch(TorchDispatchMode):
         self._each = grid.size // grid.sizes[0]
         self._whole = grid.group_name(tuple(range(len(grid.sizes))))
         self._between = {name for axes, name in grid.groups if 0 in axes}
-        self._has_talked = False
+        self._has_sent = False
 
     def __enter__(self) -> SampleMixingWatch:
         halo.LISTENERS.append(self._hear)
@@ -159,21 +157,22 @@ class SampleMixingWatch(TorchDispatchMode):
         super().__exit__(*error)
 
     def _hear(self, group_name: str, peers: Sequence[int] | None) -> None:
-        """A message on a group: to peers by their place in it, or, None, to all."""
+        """Called for every message of a group; peers: their ranks in it, None for all."""
         if peers is not None and group_name == self._whole:
             here = self.grid.index // self._each
-            self._has_talked |= any(peer // self._each != here for peer in peers)
+            self._has_sent |= any(peer // self._each != here for peer in peers)
         else:
-            self._has_talked |= group_name in self._between
+            self._has_sent |= group_name in self._between
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self._has_talked = False
+        self._has_sent = False
         tiled = [tensor for tensor in tensors_in(args, kwargs or {}) if type(tensor) is TiledTensor]
-        if tiled and tells_samples_apart(func, args):  # before it runs, for on rows it may be refused
+        if tiled and tells_samples_apart(func, args):  # before it runs, for on cut samples it may be refused
             self.found[name_of(func)] = None
         made = func(*args, **(kwargs or {}))
-        of_rows = all(map(_lies_by_samples, tiled))  # else a rank may have all samples of what it has, and need no message
-        mixes = self._has_talked and may_mix(func, args) if of_rows else _takes_them_together(func, tiled, made)
+        # A rank with all samples of its pixels could mix them without a message, so there the result's shape must do.
+        of_rows = all(map(_is_cut_by_samples, tiled))
+        mixes = self._has_sent and may_mix(func, args) if of_rows else _reduces_samples(func, tiled, made)
         if tiled and (mixes or leaves_some_out(func, tiled, made)):
             self.found[name_of(func)] = None
         return made

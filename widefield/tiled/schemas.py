@@ -1,4 +1,4 @@
-"""What an operation writes into, by its schema: its first argument, or tensors given as `out=`."""
+"""What an operation writes into, by its schema: its first argument, or the tensors given as `out=`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from widefield.private_torch.dispatcher import schema_of
 
 @cache
 def written_by(func: Any) -> tuple[int | str, ...]:
-    """Which arguments an operation writes into: places of those in a row, names of the others."""
+    """The arguments that an operation writes into: indices of positional ones, names of keyword-only ones."""
     arguments = schema_of(func).arguments
     places = [a.name if a.kwarg_only else place for place, a in enumerate(arguments) if _is_written(a)]
     return tuple(places)
@@ -35,13 +35,13 @@ def _is_written(argument: Any) -> bool:
 
 @cache
 def outs_of(func: Any) -> list[str]:
-    """The names of the arguments by which results are asked into given tensors: ["out"], or ["values", "indices"]."""
+    """The names of an operation's `out=` arguments: ["out"], or ["values", "indices"]; [] for none."""
     return [a.name for a in schema_of(func).arguments if a.kwarg_only and _is_written(a)]
 
 
 @cache
 def new_of(func: Any) -> Any:
-    """The operation of the same arguments that makes new tensors in place of writing; None where there is none."""
+    """The variant of an operation that returns new tensors and writes into none; None where there is none."""
     packet = func.overloadpacket
     if outs_of(func):
         packets = [packet]

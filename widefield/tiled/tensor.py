@@ -1,13 +1,12 @@
-"""TiledTensor: a whole tensor whose pixels live in tiles, one per rank of a grid.
+"""TiledTensor: a tensor whose pixels are cut into tiles, one per rank of a grid.
 
-It has the whole's shape, so model code reads and computes sizes as on one device, and it carries this rank's tile.  Torch's
-autograd works on top of it: what arrives here are aten operations, forward and backward alike, and each has a rule in rules/.
-Values and gradients alike are those of the single device:
+It has the whole's shape, so model code computes sizes as on one device, and holds this rank's tile.  Autograd works on top of
+it: it intercepts aten operations, in forward and backward.  Values and gradients are those of a single device.  A tensor is
 
-- tiled: cut over ranks by its layout; or uncut, the same on every rank, which is what becomes of sums over pixels;
-- plain: an ordinary tensor that every rank has alike; a sum down to one number is plain, so that a loss is;
-- a sum over pixels in a backward, as the gradient of a weight, is partial: a rank has its own pixels' part, times the number
-  of tiles, so that the mean over ranks, which is taken anyway where weights learn, is the value.  See `partial.py`.
+- tiled: cut over ranks by its layout, or uncut, and then the same on every rank, as sums over pixels are;
+- plain: an ordinary tensor, the same on every rank; a sum to a single number is plain, and so a loss is;
+- partial, as the gradient of a weight: a rank has the part of its own pixels, times the number of tiles, so that the mean over
+  ranks, which data parallelism takes anyway, is the value.  See `partial_gradient.py`.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from widefield.private_torch.tensors import disabled_torch_function_impl, make_w
 
 
 class TiledTensor(Tensor):
-    """A tensor of the whole's shape; `local` is this rank's part of it and `tile_layout` says which part that is.
+    """A tensor of the whole's shape, of which `local` is this rank's tile and `tile_layout` says which part that is.
 
-    Make it with `tile` or `from_tile`; `whole` gives a plain tensor back.
+    `tile` and `from_tile` make one; `whole` returns a plain tensor.
     """
 
     local: Tensor
     tile_layout: Layout
-    """Where its pixels live (`layout` is taken: torch means dense or sparse by it)."""
-    kept: dict
-    """The halos that a forward operation fetched, for its backward: of tensors without a gradient alone."""
+    """Which rank has which pixels (torch's own `layout` means dense or sparse)."""
+    saved_halos: dict
+    """Halos that forward operations received, saved for their backwards; only of tensors that need no gradient."""
 
     writeback: Any = None
-    """Of a view whose pixels had to move, and of views of that: what brings writes to it back to the tensor it shows."""
+    """Of a view that is a copy, or a view of one: keeps it and its source the same after in-place writes; else None."""
 
     may_alias_data: bool = False
-    """Whether it may be `.data` of another, or a view of that: torch's count of writes to it is then not the other's."""
+    """Whether it may be the `.data` of another tensor, or a view of such, whose version counter differs from that tensor's."""
 
-    repeats: bool = False
-    """Whether it is an expanded tensor or a view of one, in which places may share their memory."""
+    may_overlap: bool = False
+    """Whether it is an expanded tensor or a view of one, several of whose elements may share memory."""
 
-    shown: bool = False
-    """Whether views were taken of it."""
+    has_views: bool = False
+    """Whether views of it were made."""
 
     __torch_function__ = disabled_torch_function_impl
 
@@ -56,8 +55,8 @@ class TiledTensor(Tensor):
             for kind in types:
                 if kind in OTHER_KINDS:
                     return OTHER_KINDS[kind](func, args, kwargs or {})
-        if args and type(args[0]) is TiledTensor and args[0].tile_layout.alone is not None:
-            return _run_alone(func, args, kwargs)
+        if args and type(args[0]) is TiledTensor and args[0].tile_layout.single_rank_layouts is not None:
+            return _run_single_rank(func, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is None:
             handler = _find(func)
@@ -70,12 +69,12 @@ class TiledTensor(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, size: Any, stride: Any) -> TiledTensor:
         return wrap(inner["local"], layout)
 
-    def __coerce_same_metadata_as_tangent__(self, laid: Layout, kind: type | None = None) -> Tensor:
-        """A gradient as a compiled backward expects it: cut as its forward's output was."""
+    def __coerce_same_metadata_as_tangent__(self, layout: Layout, kind: type | None = None) -> Tensor:
+        """A gradient as a compiled backward expects it: cut like the forward's output."""
         return (
             _redistribute(self, uncut(self.tile_layout.shape, self.tile_layout.grid))
             if kind is Tensor
-            else wrap(_redistribute(self, laid), laid)
+            else wrap(_redistribute(self, layout), layout)
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -95,16 +94,16 @@ class TiledTensor(Tensor):
 
 
 def wrap(tile: Tensor, layout: Layout) -> TiledTensor:
-    """The tiled tensor of which this rank holds `tile`; AssertionError where the tile is not of the layout's size.
+    """The tiled tensor whose tile on this rank is `tile`; AssertionError: the tile's shape is not the layout's.
 
-    Its dims lie in memory in the tile's order, for torch asks for that: a reshape is a view or a copy by it.
+    Its strides order the dims like the tile's, for torch decides by strides, as whether a reshape is a view.
     """
     assert tile.shape == layout.tile_shape, f"a tile of {tuple(tile.shape)} for {layout}, which wants {layout.tile_shape}"
     return wrap_view(tile, layout)
 
 
 def wrap_view(tile: Tensor, layout: Layout, strides: tuple[int, ...] | None = None) -> TiledTensor:
-    """`wrap` with the whole's strides, or in the tile's order."""
+    """`wrap` without the check; strides: the whole's, None: in the tile's order."""
     set_view_replay_enabled(True)
     strides = _strides(tile, layout) if strides is None else strides
     made = make_wrapper_subclass(TiledTensor, layout.shape, strides=strides, dtype=tile.dtype, device=tile.device)
@@ -114,7 +113,7 @@ def wrap_view(tile: Tensor, layout: Layout, strides: tuple[int, ...] | None = No
 
 
 def swap(tensor: TiledTensor, other: TiledTensor) -> TiledTensor:
-    """Make `tensor` show what `other` shows, its shape too: what operations do that change dims in place."""
+    """Give `tensor` the data, shape and layout of `other`, as in-place operations on dims do."""
     tensor.data = other
     tensor.local, tensor.tile_layout, tensor.writeback = other.local, other.tile_layout, other.writeback
     return tensor
@@ -130,36 +129,36 @@ def _strides(tile: Tensor, layout: Layout) -> tuple[int, ...]:
 
 
 def _order_of_thin(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Like strides, of a whole of which some tiles are one pixel thin, whose own strides do not tell where that dim lies.
+    """Strides, up to scale, of a whole with tiles of one pixel on a dim, whose strides do not say where that dim lies.
 
-    Autograd picks formulas by a tensor's strides, and all ranks must pick the same.  So only dims of which all ranks have two
-    pixels tell.  What they do not tell is as in row-major memory, or in images as channels last; `memory_order` knows better,
-    where an operation's inputs tell.
+    Autograd picks formulas by strides, and all ranks must pick the same.  So only dims of which all ranks have two pixels
+    count.  The other dims lie as in row-major memory, or as in channels last; `memory_format.py` does better where an
+    operation's inputs show the order.
     """
-    told = [dim for dim in layout.dims_told if strides[dim]]
+    ordered = [dim for dim in layout.ordered_dims if strides[dim]]
     orders = usual_orders(len(layout.shape))
-    return next((order for order in orders if same_order(told, order, strides)), orders[0])
+    return next((order for order in orders if same_order(ordered, order, strides)), orders[0])
 
 
 def usual_orders(dims: int) -> list[tuple[int, ...]]:
-    """Like strides: row-major and, of images, channels last."""
+    """Strides, up to scale, of the usual memory formats: row-major and, for 4 or 5 dims, channels last."""
     return [tuple(range(dims, 0, -1)), *([(dims + 1, 1, *range(dims, 2, -1))] if dims in (4, 5) else [])]
 
 
 def same_order(dims: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
-    """Whether these dims lie in memory in the same order by two tensors' strides."""
+    """Whether two tensors' strides put these dims in the same order in memory."""
     return sorted(dims, key=lambda dim: -ours[dim]) == sorted(dims, key=lambda dim: -theirs[dim])
 
 
 def whole_strides(layout: Layout, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a whole without gaps whose dims lie in memory in the order of a tile's `strides`."""
+    """The strides of a whole without gaps, whose dims lie in the order of a tile's `strides`."""
     if not layout.is_cut:
         return strides
     return strides_like(layout.shape, strides, keeps_zeros=True)
 
 
 def wrap_uncut(value: Any, grid: Any) -> Any:
-    """A result that every rank has alike: tiled without cuts; a single number stays plain."""
+    """A result that is the same on every rank, as a tiled tensor without cuts; a single number stays plain."""
     if type(value) is TiledTensor or not isinstance(value, Tensor) or value.ndim == 0:
         return value
     layout = uncut(tuple(value.shape), grid)
@@ -167,10 +166,10 @@ def wrap_uncut(value: Any, grid: Any) -> Any:
 
 
 OTHER_KINDS: dict[type, Callable] = {}
-"""What runs an operation on tiled tensors and such a kind of tensor together."""
+"""By tensor subclass: what runs operations on tensors of that class and tiled tensors together."""
 _HANDLERS: dict[Any, Callable] = {}
 _handler_of: Callable[[Any], Callable]
-_run_alone: Callable[[Any, tuple, dict | None], Any]
+_run_single_rank: Callable[[Any, tuple, dict | None], Any]
 _redistribute: Callable[[TiledTensor, Layout], Tensor]
 
 
@@ -179,12 +178,12 @@ def _find(func: Any) -> Callable:
     return handler
 
 
-def install(*, handler_of: Callable, run_alone: Callable, redistribute: Callable) -> None:
-    """Tell tiled tensors what runs their operations, which is written in terms of them: once, in this room's `__init__.py`.
+def install(*, handler_of: Callable, run_single_rank: Callable, redistribute: Callable) -> None:
+    """Set the functions that run operations on tiled tensors.  Those import this file, so `__init__.py` sets them, once.
 
-    handler_of(func): what runs an operation.
-    run_alone(func, args, kwargs): runs one on a grid of one rank.
-    redistribute(tensor, layout): the tile that another layout gives this rank.
+    handler_of(func): the function that runs an operation.
+    run_single_rank(func, args, kwargs): runs an operation on a grid of one rank.
+    redistribute(tensor, layout): this rank's tile by another layout.
     """
-    global _handler_of, _run_alone, _redistribute
-    _handler_of, _run_alone, _redistribute = handler_of, run_alone, redistribute
+    global _handler_of, _run_single_rank, _redistribute
+    _handler_of, _run_single_rank, _redistribute = handler_of, run_single_rank, redistribute

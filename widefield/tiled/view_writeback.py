@@ -1,4 +1,8 @@
-"""Views whose pixels had to move: writes to them go home, and they fetch again what was written there."""
+"""Views that are copies, because pixels had to move: in-place writes to view or source reach the other.
+
+A write to the view is written back at once (`flush`).  A write to the source is noticed by version counters, and the view is
+copied again before its next use (`refresh`).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
 
 
 def attach_writeback(made: Any, source: Any, layout: Layout, run: Callable) -> None:
-    """Tell views that are copies, because pixels had to move, where their pixels belong."""
-    source.shown = True
+    """Give views of `source` their write-back: that of `source` where memory is shared, their own where pixels moved."""
+    source.has_views = True
     for number, view in enumerate([made] if isinstance(made, Tensor) else made):
         view.may_alias_data = source.may_alias_data
-        view.repeats = source.repeats or _bytes_of(view) > _bytes_of(source)
+        view.may_overlap = source.may_overlap or _bytes_of(view) > _bytes_of(source)
         if source.tile_layout is layout and is_alias_of(view.local, source.local):
             view.writeback = source.writeback
         else:
@@ -33,81 +37,81 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 class ViewWriteback:
-    """Keeps a moved view and the tensor that it shows the same, whichever of them is written to in place.
+    """Keeps a view that is a copy and its source the same, whichever is written to in place.
 
-    source: the tensor, as it is now: in place it may become one of another shape; layout: where its pixels were brought to
-        before `run` showed them; tile: the view's, its `number`th.
-    version: the count of writes when they were last the same, see `version_of`.
+    source: the viewed tensor.  layout: that to which it was redistributed.  run(layout, tile): the views of such a tile.
+    number, tile: which of these the view is, and its tile.
+    version: the count of writes when view and source were last the same, see `version_of`.
     """
 
     def __init__(self, source: TiledTensor, layout: Layout, run: Callable, number: int, tile: Tensor) -> None:
-        self.source, self.layout, self.run, self.number, self.local = same_of(source), layout, run, number, tile
+        self.source, self.layout, self.run, self.number, self.local = stable_alias(source), layout, run, number, tile
         self.version = version_of(source)
 
     def flush(self, version: int) -> None:
-        """Send the view's pixels home, on every rank alike; `version`: the count once this write is counted."""
+        """Write the view's pixels back to the source, on every rank.  version: the count of writes that includes this one."""
         source, self.version = self.source, version
         tile = to_layout(source, self.layout).clone(memory_format=torch.contiguous_format)
-        shown = self._shown(tile)
-        repeated = _repeated_dims(shown)
-        _first_of(shown, repeated).copy_(_first_of(self.local, repeated))
+        view = self._view_of(tile)
+        repeated = _repeated_dims(view)
+        _first_of(view, repeated).copy_(_first_of(self.local, repeated))
         source.local.copy_(redistribute(wrap(tile, self.layout), source.tile_layout))
         if source.writeback is not None:
             source.writeback.flush(version)
 
     def refresh(self, version: int) -> None:
-        """Fetch the pixels again where the tensor was written to since, which all ranks see alike."""
+        """Copy the source again if it was written to since; ranks agree on that, for all of them count the same writes."""
         if version == self.version:
             return
         self.version = version
         if self.source.writeback is not None:
             self.source.writeback.refresh(version)
-        shown = self._shown(to_layout(self.source, self.layout))
+        view = self._view_of(to_layout(self.source, self.layout))
         repeated = _repeated_dims(self.local)
-        _first_of(self.local, repeated).copy_(_first_of(shown, repeated))
+        _first_of(self.local, repeated).copy_(_first_of(view, repeated))
 
-    def _shown(self, tile: Tensor) -> Tensor:
-        shown = self.run(self.layout, tile)
-        return shown if isinstance(shown, Tensor) else shown[self.number]
+    def _view_of(self, tile: Tensor) -> Tensor:
+        views = self.run(self.layout, tile)
+        return views if isinstance(views, Tensor) else views[self.number]
 
 
 def _repeated_dims(tile: Tensor) -> list[int]:
-    """Dims along which all places share their memory, which cannot be written to more than once."""
+    """Dims of stride 0, all of whose elements share memory; copy_ refuses to write to them."""
     return [dim for dim, step in enumerate(tile.stride()) if step == 0]
 
 
 def _first_of(tile: Tensor, dims: Sequence[int]) -> Tensor:
-    """The first of each of these dims, still a view."""
+    """The view of the first element along each of these dims."""
     for dim in dims:
         tile = tile[(slice(None),) * dim + (slice(0, 1),)]
     return tile
 
 
-def same_of(tensor: TiledTensor) -> TiledTensor:
-    """Another name of a tensor's memory, which stays as it is where the tensor becomes another in place."""
-    same = wrap_view(tensor.local, tensor.tile_layout)
-    same.writeback = tensor.writeback
-    return same
+def stable_alias(tensor: TiledTensor) -> TiledTensor:
+    """Another tensor of the same memory, which keeps its shape and layout if operations change those of `tensor` in place."""
+    alias = wrap_view(tensor.local, tensor.tile_layout)
+    alias.writeback = tensor.writeback
+    return alias
 
 
-# ---------------------------------------------------------------------------------------------- how often was it written to?
+# ---------------------------------------------------------------------------------------------- counting writes
 
 
 _UNSEEN = [0]
-"""Writes to tensors of which torch keeps no count that their views and sources share; all ranks see the same."""
+"""The number of writes that torch's version counters miss; the same on every rank."""
 
 
 def version_of(tensor: Tensor) -> int:
-    """A number that grows whenever the tensor is written to, or a view of the same memory.
+    """A number that grows with every in-place write to the tensor or to a view of it.
 
-    Torch's own count, which a tensor and its views share, and the writes that it does not count: all in the inference mode,
-    and those through `.data`.
+    It is torch's version counter, which a tensor shares with its views, plus the writes that this misses: all in inference
+    mode, and those through `.data`.
     """
     return _UNSEEN[0] + (0 if tensor.is_inference() else version_counter(tensor))
 
 
 def counted(handler: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operation that writes into its arguments, and count what torch does not."""
+    """Run an operation that writes into its arguments, and count the write if torch's counters miss it."""
     before = _UNSEEN[0]
     out = handler(func, args, kwargs)
     if any(type(t) is TiledTensor and (t.may_alias_data or t.is_inference()) for t in targets_of(func, args, kwargs)):
@@ -116,5 +120,5 @@ def counted(handler: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def count_write() -> None:
-    """Say that a tensor was written to of which torch may keep no count."""
+    """Count a write that torch's version counters may miss."""
     _UNSEEN[0] += 1

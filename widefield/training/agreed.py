@@ -1,7 +1,7 @@
-"""Do all ranks of a copy of the model have the same batch?  They agree on what of it all of them could read.
+"""The ranks of a copy of the model agree on which images of a batch all of them could read.
 
-Where a copy lies on several ranks, each reads the images itself, or its window of them, and a disk may fail on one of them
-alone.  Its batch would have other samples than its peers', and the messages of a pass other sizes.
+Where a copy has several ranks, each reads the images, or its window of them, and reading may fail on one rank only.  Without
+agreement its batch would have other samples than those of its peers, and the messages of a pass other sizes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ _NO_SHAPE = 2**63 - 1
 
 
 class Agreed:
-    """A loader's batches as every rank of this copy of the model can use them; all of them take as many.
+    """An iterator over a loader's batches, with only the images that every rank of this copy of the model could read.
 
-    What one rank could not read, none of them has.  `dummy_batch` takes the place of a batch that none can use; None where such
-    a batch is not run.
-    Cost per batch: one message of a few numbers over the ranks of the copy; none where it is on one rank.
+    dummy_batch: replaces a batch with no such image; None where such a batch is not run.
+    Cost per batch: one message of a few numbers over the ranks of the copy; none where the copy is one rank.
     """
 
     def __init__(
@@ -43,22 +42,22 @@ class Agreed:
     def _agreed(self, batch: Batch) -> Batch:
         fine = batch.problem is None and not self._mesh.is_called_to_agree
         shape = seed_of(*batch.shape) if batch.problem is None and any(batch.readable) else None
-        told = [int(fine), *([_NO_SHAPE] * 2 if shape is None else [shape, -shape]), *map(int, batch.readable)]
-        all_fine, least, most, *readable = self._mesh.least_of_copy(told)
+        numbers = [int(fine), *([_NO_SHAPE] * 2 if shape is None else [shape, -shape]), *map(int, batch.readable)]
+        all_fine, least, most, *readable = self._mesh.least_of_copy(numbers)
         if least not in (_NO_SHAPE, -most):
             problem = f"this rank read images of {batch.shape} (C, H, W) and another rank the same images of another size"
-            return self._stand_in(replace(batch, problem=batch.problem or f"{problem}; let all machines see the same files"))
-        return self._of_all(batch, readable) if all_fine else self._stand_in(batch)
+            return self._dummy(replace(batch, problem=batch.problem or f"{problem}; let all machines see the same files"))
+        return self._readable_everywhere(batch, readable) if all_fine else self._dummy(batch)
 
-    def _stand_in(self, batch: Batch) -> Batch:
-        told = {"problem": batch.problem, "skipped": batch.skipped, "asked": batch.asked}
-        return replace(self._dummy_batch or batch, samples=0, refused=True, **told)
+    def _dummy(self, batch: Batch) -> Batch:
+        errors = {"problem": batch.problem, "skipped": batch.skipped, "asked": batch.asked}
+        return replace(self._dummy_batch or batch, samples=0, refused=True, **errors)
 
-    def _of_all(self, batch: Batch, readable: list[int]) -> Batch:
-        """What all ranks could read of it."""
+    def _readable_everywhere(self, batch: Batch, readable: list[int]) -> Batch:
+        """The batch with the images that all ranks could read."""
         if all(readable):
             return batch
-        is_real = batch.samples > 0 or bool(batch.skipped)  # a stand-in that could not be read is nobody's loss
+        is_real = batch.samples > 0 or bool(batch.skipped)  # of a dummy batch, an unreadable image is not skipped
         lost = [self._name_of(index) for index, could in zip(batch.asked, readable, strict=True) if not could and is_real]
         here = [number for number, could in enumerate(batch.readable) if could]
         rows = [row for row, number in enumerate(here) if readable[number]]
@@ -69,9 +68,9 @@ class Agreed:
 
 
 def dummy_batch_of(reader: SampleReader, mesh: Mesh) -> Batch:
-    """The first image that every rank can read, as a stand-in batch: the same on all of them.  Every rank calls it.
+    """A batch of the first image that every rank can read, the same on all ranks.  Every rank calls it.
 
-    AgreedError on every rank where there is none, or, unless data.bad_images=skip, where any rank cannot read the first.
+    AgreedError on every rank: there is no such image, or, unless data.bad_images=skip, a rank cannot read the first one.
     """
     first, count = 0, len(reader)
     while first < count:

@@ -1,4 +1,4 @@
-"""In which numbers does the model compute?  The five precisions, and what each means to torch."""
+"""The five precisions, and the dtypes, autocast and switches of torch that each means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """`dtype` of weights and images; `low` the type that autocast computes in, or None."""
+    """dtype: of weights and images.  low: the dtype of autocast; None: no autocast."""
 
     precision: str
     device: torch.device
@@ -20,13 +20,13 @@ class Arithmetic:
     low: torch.dtype | None = None
 
     def autocast(self) -> AbstractContextManager:
-        """Where the forward pass runs."""
+        """The context to run the forward in."""
         if self.low is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.low)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Scales float16's loss so that small gradients survive; does nothing in other precisions."""
+        """A loss scaler, which is disabled except in float16."""
         return torch.amp.GradScaler(self.device.type, enabled=self.low == torch.float16)
 
 
@@ -43,7 +43,7 @@ def choose_precision(asked: str | None, device: torch.device) -> tuple[str, str 
 
 
 def arithmetic_of(precision: str, device: torch.device) -> Arithmetic:
-    """Set torch's switches for `precision` and say what the model computes in.  ValueError: tf32 without such a GPU."""
+    """Set torch's TF32 switches for `precision` and return its dtypes.  ValueError: tf32 without such a GPU."""
     if precision == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise ValueError(
             f"precision=tf32 is a mode of NVIDIA GPUs from Ampere on and the device is {_name(device)}; set precision=float32"

@@ -1,6 +1,6 @@
-"""From a config and a mesh to the things that train: dataset, model, learner, loaders.
+"""Builds dataset, model, learner and loaders from a config and a mesh.
 
-Every value that the program chooses comes back with its reason.
+Every value that the program chooses is returned with its reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from widefield.training.weight_average import average_of
 
 @dataclass(frozen=True)
 class Parts:
-    """What training, evaluation and prediction have in common: the data, an unwrapped model and how it computes."""
+    """What training, evaluation and prediction share: the data, the model before `parallelize`, and its precision."""
 
     config: RunConfig
     mesh: Mesh
@@ -58,13 +58,13 @@ class Parts:
     channels_last: bool
     reasons: list[str] = field(default_factory=list)
     window: Callable[[tuple[int, ...]], Window] | None = None
-    """The part of an image of (H, W) pixels that this rank reads; None reads the whole."""
+    """From the (H, W) of an image, the window that this rank reads; None: the whole image."""
     metrics: list[RecipeMetric] = field(default_factory=list)
-    """Those that the recipe adds to the task's."""
+    """The metrics that the recipe adds to the task's."""
     given: Given = NOTHING
 
     def preparation(self, *, train: bool) -> Preparation:
-        """Images to the device; random augmentation there where that is no CPU."""
+        """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
         data, on_device = self.config.data, train and self.mesh.device.type != "cpu" and self.window is None
         return Preparation(
             device=self.mesh.device,
@@ -89,24 +89,27 @@ class Parts:
         )
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
-        """This copy's part of the evaluation split; with `together`, as many batches on every copy, stand-ins at the end."""
+        """This copy's part of the evaluation split.
+
+        together: equally many batches on every copy, with dummy batches at the end, for a model whose passes are collective.
+        """
         batch = self.config.data.evaluate_batch_size or self.config.data.batch_size
         samples = len(self.dataset.evaluate)
         sampler = EvaluateSampler(samples, batch=batch, rank=self.mesh.copy, ranks=self.mesh.copies, even=together)
         reader = self.reader(train=False)
-        shared = together and self.mesh.copy_group is not None  # else a batch that nobody can use is not run
+        shared = together and self.mesh.copy_group is not None  # else a batch without a readable image is left out
         return self.agreed(reader, sampler, dummy_batch=dummy_batch_of(reader, self.mesh) if shared else None)
 
     def agreed(self, reader: SampleReader, sampler: Sampler[list[Key]], *, dummy_batch: Batch | None) -> Iterator[Batch]:
-        """The sampler's batches, as all ranks of this copy can use them."""
+        """The sampler's batches, with the images that all ranks of this copy could read; see `Agreed`."""
         batches = iter(load_batches(reader, sampler, workers=self.workers, device=self.mesh.device))
         return Agreed(batches, self.mesh, dummy_batch=dummy_batch, name_of=reader.images.name_of)
 
 
 def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None, *, given: Given = NOTHING) -> Parts:
-    """Open the data (unless it is open) and build the model, the same on every rank, but for what is given.
+    """Open the data and build the model, the same on every rank, except for the objects in `given`.
 
-    ValueError: what the config names, or what was given, does not exist or fit.
+    dataset: used in place of the config's.  ValueError: what the config names, or `given`, does not exist or fit.
     """
     precision, why_precision = choose_precision(config.precision, mesh.device)
     arithmetic = arithmetic_of(precision, mesh.device)
@@ -139,7 +142,7 @@ def _task_of(config: RunConfig, given: Given, *, num_classes: int) -> Task:
 def _model_of(
     config: RunConfig, mesh: Mesh, given: Given, arithmetic: Arithmetic, dataset: Dataset, *, channels_last: bool
 ) -> nn.Module:
-    """The model on the device, in the order of memory and with the weights that the config asks for."""
+    """The model on the device, in the memory format and with the weights that the config asks for."""
     model = given.model_copy()
     if model is None:
         model = models.build(config.model, in_channels=dataset.channels, num_classes=len(dataset.classes))
@@ -155,10 +158,7 @@ def _model_of(
 
 
 def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
-    """A learner at step 0, its model laid out over the mesh; and the reasons of what was chosen on the way.
-
-    Ranks talk in here (strategies look at a trial pass together), so every rank must call it.
-    """
+    """A learner at step 0, its model parallelized over the mesh, and the reasons of what was chosen.  Every rank calls it."""
     config, mesh, model = parts.config, parts.mesh, parts.model
     steps = Steps(len(parts.dataset.train), config.data.batch_size)
     lr, why_lr = learning_rate(config.optimizer, config.data.batch_size)
@@ -181,17 +181,17 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     if config.model.compile:
         model.compile()
     check_tiles(mesh.plan.stream, learner.dummy_batch)
-    _lay_out(learner)
+    _parallelize(learner)
     why_stream = look_ahead(learner)
     seed_everything(seed_of(config.seed, "rank", 0 if mesh.plan.is_one_batch else mesh.copy))
     reasons = [*([why_lr] if why_lr else []), *_cuts_of(learner.dummy_batch, mesh), *parallel_reasons(learner.model)]
     return learner, [*reasons, *why_stream]
 
 
-def _lay_out(learner: Learner) -> None:
-    """Lay model and average out over the mesh, and build the optimizer anew: parameters may be new objects."""
+def _parallelize(learner: Learner) -> None:
+    """Parallelize the model and its average, and build the optimizer again, since parameters may be new objects."""
     config, mesh = learner.config, learner.mesh
-    sample = learner.like_a_pass()
+    sample = learner.meta_pass()
     share = 2 / len(sample)
     if learner.ema is not None:
         average = learner.ema.module
@@ -201,7 +201,7 @@ def _lay_out(learner: Learner) -> None:
 
 
 def _check_scaling(parts: Parts) -> None:
-    """ValueError where ranks could disagree on whether scaled gradients overflowed, and so on whether to step."""
+    """ValueError: loss scaling where ranks could disagree on whether gradients overflowed, and so on whether to step."""
     plan = parts.mesh.plan
     for axis, size in (("channel", plan.channel), ("stage", plan.stage)):
         if size > 1 and parts.arithmetic.scaler().is_enabled():
@@ -217,9 +217,9 @@ def _cuts_of(dummy_batch: Batch, mesh: Mesh) -> list[str]:
 
 
 def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch | None = None) -> Iterator[Batch]:
-    """The passes of this rank's copy of the model, of the steps from `first` to before `last`.  Every rank calls it.
+    """The batches of this rank's copy, one per pass, of steps `first` to `last` - 1.  Every rank calls it.
 
-    spare: the learner's stand-in; read anew where None.
+    dummy_batch: the learner's; None reads one.
     """
     config, mesh = parts.config, parts.mesh
     mixing = config.data.mixup > 0 or config.data.cutmix > 0
@@ -231,14 +231,14 @@ def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch 
         rank=mesh.copy,
         ranks=mesh.copies,
         passes=config.gradient.accumulate,
-        multiple=2 if mixing else 1,  # a pair that is mixed stays on one rank
+        multiple=2 if mixing else 1,  # mixup and cutmix mix pairs, which stay on one rank
     )
     reader = parts.reader(train=True)
     return parts.agreed(reader, sampler, dummy_batch=dummy_batch or dummy_batch_of(reader, mesh))
 
 
 def write_model_of(folder: Path, parts: Parts) -> None:
-    """Leave in the run folder what using the model takes beside its weights."""
+    """Write model.json: what is needed to use the model besides its weights."""
     prepare = parts.preparation(train=False)
     batch = parts.reader(train=False).__getitems__([Key(0, 0, 0, real=False)])
     if batch.problem is not None:
@@ -261,7 +261,7 @@ def _check_channels(config: RunConfig, dataset: Dataset) -> None:
 
 
 def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
-    """ValueError where the data has other labels than the task learns, or where pixels would leave their labels behind."""
+    """ValueError: labels of another kind than the task's, or transforms that move pixels but not their labels."""
     name, kinds = config.data.name, ("one class number per image", "one per pixel")
     if is_per_pixel(task) != dataset.pixels:
         other = "classification" if is_per_pixel(task) else "segmentation"
@@ -287,7 +287,7 @@ def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
 
 
 def _check_values(config: RunConfig, dataset: Dataset) -> None:
-    """ValueError where transforms of bytes are asked for and images are floating-point numbers."""
+    """ValueError: transforms of uint8 images for floating-point images."""
     for field_name in ("read", "read_evaluate", "augment"):
         if dataset.floating and getattr(config.data, field_name):
             raise ValueError(
@@ -298,7 +298,7 @@ def _check_values(config: RunConfig, dataset: Dataset) -> None:
 
 
 def _why_scaled(config: RunConfig, dataset: Dataset) -> str | None:
-    """How pixels of a user's own datasets are normalized, which say nothing of it."""
+    """The reason for the normalization of a user's own datasets, which have no mean and std."""
     if not isinstance(dataset.train, MapStyle) or config.data.mean is not None or config.data.std is not None:
         return None
     how = "taken as the dataset gives them" if dataset.floating else "scaled to 0..1"
@@ -309,7 +309,7 @@ def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[in
     if config.data.workers is not None:
         return config.data.workers, None
     if dataset.in_memory:
-        return 0, f"data.workers=0: {config.data.name} lies in memory, so there is nothing to wait for"
+        return 0, f"data.workers=0: {config.data.name} is in memory, so there is nothing to wait for"
     cores = usable_cores()
     workers = max(0, min(8, cores // mesh.world.local_size - 1))
     return workers, f"data.workers={workers}: {cores} cores for {mesh.world.local_size} ranks, one left to each rank, 8 at most"

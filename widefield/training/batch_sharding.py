@@ -1,4 +1,4 @@
-"""Which part of a batch does a rank read, and how does it become a tensor of the whole?"""
+"""Which window of an image does a rank read, and how does a batch of windows become a TiledTensor?"""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from widefield.tiled.api import from_tile, window
 
 
 def window_of(mesh: Mesh) -> Callable[[tuple[int, ...]], Window] | None:
-    """What a reader must read of an image of a given spatial shape on this rank; None where images are not cut.
+    """A function from the spatial shape of an image to the window that this rank reads; None where images are not cut.
 
-    ValueError, when called: the plan has more or fewer space axes than the image has dims.
+    The function raises ValueError where the plan has more or fewer space axes than the image has dims.
     """
     if not mesh.grid.sizes:
         return None
@@ -33,7 +33,7 @@ def window_of(mesh: Mesh) -> Callable[[tuple[int, ...]], Window] | None:
 
 
 def cuts_in_words(shape: Sequence[int], sizes: Sequence[int]) -> str:
-    """Where an image of `shape` pixels is cut into `sizes` tiles per dim.
+    """A sentence: where an image of `shape` pixels is cut into `sizes` tiles per dim.
 
     >>> cuts_in_words((256, 256), (2, 1))
     'images of 256 x 256 px are cut at row 128: tiles of 128 x 256 px'
@@ -57,9 +57,9 @@ def _px(extents: Iterable[int]) -> str:
 
 
 def on_tiles(tensor: Tensor, batch: Batch, mesh: Mesh) -> Tensor:
-    """The tiled whole of which `tensor`, made of `batch`, is this rank's part; itself where images are not cut.
+    """The TiledTensor whose local tile is `tensor`; `tensor` itself where images are not cut.
 
-    tensor: (B, C, *pixels) images or (B, *pixels) labels.
+    tensor: (B, C, *pixels) images or (B, *pixels) labels, this rank's window of those of `batch`.
     """
     if batch.whole_shape is None:
         return tensor

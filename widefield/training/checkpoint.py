@@ -1,8 +1,7 @@
-"""What survives a crash?  Checkpoints: written beside, hashed, synced, renamed, and only then current.
+"""Checkpoints that survive a crash: written to a temporary folder, hashed, synced, and then renamed.
 
-Every rank writes its share of the tensors while training goes on, as tensors.py says.  Plain values go into JSON.
-checkpoint_directory.py says what is on the disk and manifest.py how a flipped bit is found.  Nothing that is read here can run
-code.
+Every rank writes some of the tensors while training goes on (tensors.py); plain values go into JSON.  checkpoint_directory.py
+describes the files and manifest.py the hashes.  Reading a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["About", "Checkpoints", "Found", "newest_sound_in", "read"]
 
 @dataclass(frozen=True)
 class _Staged:
-    """One rank's part of a save, copied, so that training may change everything it came from."""
+    """One rank's part of a save, copied, so that training may go on while it is written."""
 
     about: About
     tensors: dict[str, Tensor]
@@ -39,16 +38,16 @@ class _Staged:
 
 
 class _Failed(ValueError):
-    """What some rank could not do; the text is the same on every rank."""
+    """Saving failed on some rank; the text is the same on every rank."""
 
 
 class Checkpoints:
     """The checkpoints of a run.  Every rank calls every method, in the same order.
 
-    folder: one that all ranks share.  Making this removes what a killed run left half done there.
-    keep_last, keep_best: how many stay, newest first and by `About.metric`; the one just saved always stays.
+    folder: one that all ranks share.  The constructor removes what a killed run left there half written.
+    keep_last, keep_best: how many are kept, the newest and the best by `About.metric`; the one just saved is always kept.
     background: write in a thread while training goes on.
-    warn: called on rank 0 alone, maybe from that thread.
+    warn: called on rank 0 only, possibly from that thread.
     """
 
     def __init__(
@@ -64,44 +63,44 @@ class Checkpoints:
         mesh.agree(_problem_of(lambda: checkpoint_directory.clean(self.folder)) if mesh.is_main else None)
 
     def save(self, state: dict, about: About, *, own: dict | None = None, wait: bool = False) -> None:
-        """Save `state`, equal on all ranks, and `own`, this rank's alone; wait first for a save that is in flight.
+        """Save `state`, the same on all ranks, and `own`, which differs between ranks; first wait for an unfinished save.
 
         Leaves are tensors on any device, int, float, str, bool and None, in dicts, lists and tuples.
-        Cost: a copy of all tensors to memory before this returns; with wait, or no background, the whole write.
-        A save that fails (a full disk) warns, sets `failure` and loses nothing.  A checkpoint of the same step is replaced.
-        ValueError, on every rank and before anything is written, where a leaf on any rank is of another kind.
+        Cost: before this returns, a copy of all tensors to the CPU's memory; with `wait`, or without background, the write too.
+        A save that fails (a full disk) warns and sets `failure`; older checkpoints stay.  One of the same step is replaced.
+        ValueError, on every rank and before anything is written: a leaf of another type, on any rank.
         """
         self.wait()
         taken: list[_Staged] = []
         problem = _problem_of(lambda: taken.append(_stage(state, about, own, self._mesh.rank)))
         self._mesh.agree(problem)
-        # A daemon: a rank whose peer died must be able to end; what it leaves half done is never current.
+        # A daemon thread: a rank whose peer died must be able to exit; a half-written checkpoint has no valid name.
         self._thread = threading.Thread(target=self._write, args=taken, name="checkpoint", daemon=True)
         self._thread.start()
         if wait or not self._background:
             self.wait()
 
     def wait(self) -> None:
-        """Return once no save is in flight; call it before the process ends.  Never raises: see `failure`."""
+        """Return when no save is unfinished; call it before the process ends.  Never raises: see `failure`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight on this rank."""
+        """Whether a save is unfinished on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
     def newest_sound(self) -> Found | None:
-        """The newest checkpoint whose every byte is as written, the same on every rank; a warning for each passed over.
+        """The newest checkpoint whose hashes are right, the same on every rank; None where there is none.
 
-        Rank 0 reads all files of it.  None where there is none.
+        Rank 0 reads all of its files, and warns of each newer checkpoint that is damaged.
         """
         self.wait()
         return self._together(lambda: newest_sound_in(self.folder, warn=self._warn) if self._mesh.is_main else None)[0]
 
     def load(self, found: Found, *, model: Mapping[str, Sequence[int]] | None = None) -> tuple[dict, dict | None]:
-        """(state, own) of a checkpoint; see `read`.  What fails on one rank is a ValueError on all of them."""
+        """(state, own) of a checkpoint; see `read`.  An error on one rank is a ValueError on all."""
         self.wait()
         loaded: list[tuple[dict, dict | None]] = []
 
@@ -114,7 +113,7 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------------ writing
 
     def _write(self, staged: _Staged) -> None:
-        """Save on every rank or on none; the thread's whole life."""
+        """The thread's function: save on every rank or on none."""
         try:
             self._write_and_seal(staged)
             self.failure = None
@@ -123,7 +122,7 @@ class Checkpoints:
             self._warn(self.failure)
 
     def _write_and_seal(self, staged: _Staged) -> None:
-        """Each line is done by all ranks before any begins the next; a failure on one ends it on all."""
+        """Every step is finished on all ranks before any rank begins the next; an error on one rank stops all."""
         partial = checkpoint_directory.partial_of(self.folder, staged.about.step)
         rank, main = self._mesh.rank, self._mesh.is_main
         if self._mesh.device.type == "cuda":
@@ -139,14 +138,14 @@ class Checkpoints:
             )
 
     def _write_tensors(self, partial: Path, tensors: dict[str, Tensor]) -> None:
-        """Each tensor by one of the ranks that have it, and then the index of all of them."""
-        held = self._together(lambda: {name: tensor.nbytes for name, tensor in tensors.items()})
-        mine = files.dealt(held)[self._mesh.rank]
+        """Write each tensor on one of the ranks that have it, then, on rank 0, the index."""
+        sizes = self._together(lambda: {name: tensor.nbytes for name, tensor in tensors.items()})
+        mine = files.assign_writers(sizes)[self._mesh.rank]
         entries = self._together(lambda: files.write(partial, self._mesh.rank, {name: tensors[name] for name in mine}))
         self._together(lambda: files.write_index(partial, _union(entries)) if self._mesh.is_main else None)
 
     def _give_up(self, staged: _Staged, error: Exception) -> str:
-        """Remove what a failed save wrote; the text of the failure."""
+        """Remove what a failed save wrote; returns the warning."""
         if self._mesh.is_main:
             shutil.rmtree(checkpoint_directory.partial_of(self.folder, staged.about.step), ignore_errors=True)
         needed = sum(tensor.nbytes for tensor in staged.tensors.values())
@@ -161,9 +160,9 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------------ agreeing
 
     def _together(self, work: Callable[[], T]) -> list[T]:
-        """Every rank's result of `work`, on every rank; _Failed on all of them where it fails on any.
+        """The results of `work` on all ranks, in rank order; _Failed on all ranks where it fails on any.
 
-        Over a process group of its own, so that the thread's messages never mix with training's.
+        It uses a process group of its own, so that the thread's messages do not mix with those of training.
         """
         results: list[T] = []
         problem = _problem_of(lambda: results.append(work()))
@@ -183,10 +182,10 @@ class Checkpoints:
 def read(
     found: Found, *, rank: int = 0, ranks: int | None = None, model: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[dict, dict | None]:
-    """(state, own): what was saved, in its nesting, every tensor whole and on the CPU.
+    """(state, own) as they were saved, with full tensors on the CPU.
 
-    own is what `rank` saved as its own; None where it saved none, or where `ranks` is not the number that saved.
-    model: names and shapes that the state must fit; ValueError names those that differ.
+    own: of `rank`; None where it saved none, or where another number of ranks than `ranks` saved.
+    model: the names and shapes that the state must have.  ValueError: they differ, or the files are not widefield's.
     """
     if model is not None:
         checkpoint_directory.check_model(found, model)
@@ -198,7 +197,7 @@ def read(
         texts = [(place / name).read_text(encoding="utf-8") for name in names]
         strides = {name: stride for text in texts for name, stride in tree_json.tensors_in(text).items()}
         tensors = files.read(place, strides)
-        values = [tree_json.put_together(text, tensors) for text in texts]
+        values = [tree_json.from_json(text, tensors) for text in texts]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"the checkpoint {place} is as its hashes say, and not what widefield writes: {error or type(error).__name__}. "
@@ -211,21 +210,21 @@ def read(
 
 
 def _stage(state: dict, about: About, own: dict | None, rank: int) -> _Staged:
-    """Texts and copied tensors of this rank's part; `state`'s texts on rank 0 alone."""
-    plain, tensors = tree_json.take_apart(state)
+    """Copies of this rank's tensors, and its texts; rank 0 also has those of `state`."""
+    plain, tensors = tree_json.to_json(state)
     texts = {}
     if rank == 0:
-        texts = {PLAIN: plain, ABOUT: tree_json.take_apart(dataclasses.asdict(about))[0]}
+        texts = {PLAIN: plain, ABOUT: tree_json.to_json(dataclasses.asdict(about))[0]}
     if own is not None:
         own_name = _own_name(rank)
-        texts[own_name], own_tensors = tree_json.take_apart(own, name=f"own_{rank}", taken=tensors)
+        texts[own_name], own_tensors = tree_json.to_json(own, name=f"own_{rank}", taken=tensors)
         tensors = tensors | own_tensors
     files.check(tensors)
     return _Staged(about, _copy_to_memory(tensors), texts)
 
 
 def _copy_to_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the CPU's memory, each in its order of memory; those from GPUs travel side by side."""
+    """Copies in the CPU's memory with the same strides; those from GPUs are asynchronous until the end."""
     copies = {}
     for name, tensor in tensors.items():
         copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.preserve_format)
@@ -243,7 +242,7 @@ def _write_texts(partial: Path, texts: Mapping[str, str]) -> None:
 
 
 def _sync_and_hash(partial: Path, rank: int) -> dict[str, str]:
-    """Put the files that this rank wrote on the disk; their hashes."""
+    """Sync the files that this rank wrote to the disk; returns their hashes."""
     mine = [files.file_of(rank), _own_name(rank), *[PLAIN, ABOUT, files.INDEX] * (rank == 0)]
     names = sorted(name for name in mine if (partial / name).is_file())
     for name in names:
@@ -256,7 +255,7 @@ def _own_name(rank: int) -> str:
 
 
 def _problem_of(work: Callable[[], Any]) -> str | None:
-    """Do `work`; what went wrong, in words, or None."""
+    """Call `work`; returns its error as text, or None."""
     try:
         work()
     except Exception as error:
@@ -269,4 +268,4 @@ def _union(parts: Sequence[dict[str, T]]) -> dict[str, T]:
 
 
 def _say_nothing(text: str) -> None:
-    """Ranks other than 0 are silent."""
+    """The `warn` of ranks other than 0."""

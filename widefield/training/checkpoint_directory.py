@@ -1,15 +1,15 @@
-"""Which checkpoints stand in a folder, which of them are sound, and which stay?  Files and names alone: no tensor, no rank.
+"""The folder of checkpoints: which there are, which are undamaged, and which are kept.  Files only, no tensors or ranks.
 
-    step_00000120/            a checkpoint that counts
-      about.json              what it is: step, metric, plan, names and shapes of the model
-      plain.json              the state without its tensors; own_R.json the same for what is rank R's alone
-      tensors.json            which tensor lies in which file; tensors_R.safetensors what rank R wrote of them
+    step_00000120/            a complete checkpoint
+      about.json              step, metric, plan, names and shapes of the model
+      plain.json              the state without its tensors; own_R.json the same for the state of rank R only
+      tensors.json            the file of each tensor; tensors_R.safetensors those that rank R wrote
       manifest.sha256         the hash of every file above; `sha256sum -c manifest.sha256` checks it
-    .step_00000140.partial/   one being written; a killed run leaves it, the next one removes it
-    .step_00000100.trash/     one being deleted
-    .step_00000120.replaced/  the one before, while a new one of the same step takes its name
+    .step_00000140.partial/   being written; after a killed run, the next run removes it
+    .step_00000100.trash/     being deleted
+    .step_00000120.replaced/  the old one, while a new one of the same step takes its name
 
-One run at a time writes to a folder.  Anyone may read beside it: finding what is sound changes nothing.
+One run at a time writes to a folder.  Others may read it meanwhile: reading changes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|trash)")
 
 @dataclass(frozen=True)
 class About:
-    """What a checkpoint is of.  `model` gives the shape of each parameter and buffer; `plan` is the plan's text."""
+    """The metadata of a checkpoint.  model: the full shape of each parameter and buffer.  plan: the plan's text."""
 
     step: int
     epoch: int
@@ -47,7 +47,7 @@ class About:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint whose every byte was seen to be as written."""
+    """A checkpoint whose hashes were checked."""
 
     folder: Path
     about: About
@@ -61,16 +61,16 @@ def name_of(step: int) -> str:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, sound or not, oldest step first."""
+    """The checkpoints in a folder, damaged ones too, oldest step first."""
     if not folder.is_dir():
         return []
     return sorted((place for place in folder.iterdir() if _STEP.fullmatch(place.name)), key=_step_of)
 
 
 def newest_sound_in(folder: Path, *, warn: Warn) -> Found | None:
-    """The newest checkpoint whose every byte is as written; a warning that names the bad file for each passed over.
+    """The newest checkpoint whose hashes are right, or None; warns of each newer one, with the damaged file.
 
-    ValueError: the next one is of a widefield that kept the list of tensors in a pickle.
+    ValueError: an older version of widefield wrote the next one, with a pickle.
     """
     for place in reversed(steps_in(Path(folder))):
         _refuse_pickled(place)
@@ -85,7 +85,7 @@ def newest_sound_in(folder: Path, *, warn: Warn) -> Found | None:
 
 
 def _refuse_pickled(place: Path) -> None:
-    """Not passed over: the run would begin anew in the same folder."""
+    """ValueError for a checkpoint with a pickle: if it were passed over, the run would begin anew in the same folder."""
     if (place / PICKLED).exists() and not (place / tensors.INDEX).exists():
         raise ValueError(
             f"the checkpoint {place} was written by an older widefield, which kept the list of its tensors in a pickle "
@@ -95,13 +95,13 @@ def _refuse_pickled(place: Path) -> None:
 
 
 def _sound(place: Path) -> tuple[About | None, str | None]:
-    """What a checkpoint is of; else the first bad file, and what is wrong with it."""
+    """The metadata of an undamaged checkpoint, or None and what is wrong."""
     problem = manifest.what_is_wrong(place, needed=(ABOUT, PLAIN, tensors.INDEX))
     if problem is not None:
         return None, problem
     try:
         unlisted = tensors.files_in(place) - manifest.names_in(place)
-    except tensors.NotOurs as error:
+    except tensors.FormatError as error:
         return None, f"it is whole, and not what this version of widefield writes: {error}"
     if unlisted:
         return None, f"{min(unlisted)}, which {tensors.INDEX} names, is not listed in {manifest.MANIFEST}"
@@ -110,7 +110,7 @@ def _sound(place: Path) -> tuple[About | None, str | None]:
 
 
 def check_model(found: Found, model: Mapping[str, Sequence[int]]) -> None:
-    """ValueError, naming the first that differ, where the checkpoint's names and shapes are not those of `model`."""
+    """ValueError, naming the first that differ: the checkpoint's names and shapes are not those of `model`."""
     saved = found.about.model
     differ = [name for name in sorted({*saved, *model}) if _shape(saved, name) != _shape(model, name)]
     if not differ:
@@ -129,7 +129,7 @@ def _shape(model: Mapping[str, Sequence[int]], name: str) -> str:
 
 def _about_or_none(folder: Path) -> About | None:
     try:
-        about = About(**tree_json.put_together((folder / ABOUT).read_text(encoding="utf-8"), {}))
+        about = About(**tree_json.from_json((folder / ABOUT).read_text(encoding="utf-8"), {}))
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     numbers = (about.step, about.epoch, about.samples, about.ranks, about.metric or 0.0)
@@ -148,7 +148,7 @@ def _step_of(place: Path) -> int:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed run left; a replaced checkpoint whose successor never got the name has it back."""
+    """Remove what a killed run left; rename a `.replaced` checkpoint back where the new one is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in sorted(folder.glob(".step_*.replaced")):
         current = left.with_name(left.name.removeprefix(".").removesuffix(".replaced"))
@@ -162,7 +162,7 @@ def clean(folder: Path) -> None:
 
 
 def partial_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it counts."""
+    """The folder where the checkpoint of a step is written, before it is renamed."""
     return folder / f".{name_of(step)}.partial"
 
 
@@ -172,9 +172,9 @@ def make_anew(partial: Path) -> None:
 
 
 def make_current(partial: Path, hashes: Mapping[str, str]) -> None:
-    """Seal a written folder and give it its name: from then on it counts, and after a power cut still does.
+    """Write the manifest and rename the folder; when this returns, the checkpoint survives a power cut.
 
-    hashes: of every file in it, all of them on the disk already.  A checkpoint of the same step is replaced.
+    hashes: of every file in it, all of them synced.  A checkpoint of the same step is replaced.
     """
     manifest.write_manifest(partial, hashes)
     folder = partial.parent
@@ -186,7 +186,7 @@ def make_current(partial: Path, hashes: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _replaced(current: Path) -> Iterator[None]:
-    """Put a checkpoint aside, and back if what is done meanwhile fails; killed meanwhile, `clean` puts it back."""
+    """Rename an existing checkpoint for the time inside, and delete it; after an error or a kill it gets its name back."""
     aside = current.with_name(f".{current.name}.replaced")
     if not current.exists():
         yield
@@ -206,10 +206,10 @@ def _replaced(current: Path) -> Iterator[None]:
 
 
 def prune(folder: Path, *, step: int, last: int, best: int, warn: Warn) -> None:
-    """Delete what need not be kept now that `step` is saved; what does not let itself be deleted is a warning."""
-    # Later steps were found unsound by the run that resumed before them.  Counted, they would push out this one.
+    """Delete the checkpoints that need not be kept now that `step` is saved; warns of those that cannot be deleted."""
+    # Checkpoints of later steps are damaged: the run resumed before them.  Counted, they would push out this one.
     old = [place for place in steps_in(folder) if _step_of(place) <= step]
-    keep = kept({place.name: _about_or_none(place) for place in old}, last=last, best=best)
+    keep = names_to_keep({place.name: _about_or_none(place) for place in old}, last=last, best=best)
     for place in old:
         if place.name not in keep:
             try:
@@ -218,11 +218,11 @@ def prune(folder: Path, *, step: int, last: int, best: int, warn: Warn) -> None:
                 warn(f"the old checkpoint {place} could not be deleted: {error}; delete it by hand")
 
 
-def kept(abouts: Mapping[str, About | None], *, last: int, best: int) -> set[str]:
-    """Names of the checkpoints to keep, of those given oldest first: the `last` newest and the `best` by metric.
+def names_to_keep(abouts: Mapping[str, About | None], *, last: int, best: int) -> set[str]:
+    """The names of the checkpoints to keep: the `last` newest and the `best` by metric.
 
-    Of equal metrics the newer is kept.  One without a metric, or with nan, is no candidate for best, nor is a None, whose
-    about.json cannot be read.
+    abouts: oldest first; None where about.json cannot be read.  Of equal metrics the newer is kept.  Checkpoints without a
+    metric, or with nan, are not among the best.
     """
     merit: dict[str, float] = {}
     for name, about in abouts.items():
@@ -234,7 +234,7 @@ def kept(abouts: Mapping[str, About | None], *, last: int, best: int) -> set[str
 
 
 def _delete(place: Path) -> None:
-    """Take a checkpoint's name away first, so that one half deleted never looks current."""
+    """Rename a checkpoint before deleting it, so that a half-deleted one is never taken for complete."""
     trash = place.with_name(f".{place.name}.trash")
     shutil.rmtree(trash, ignore_errors=True)
     place.rename(trash)

@@ -1,7 +1,7 @@
-"""What of a run may fail to be written, and how is it told?  A full disk ends nothing that can go on without it.
+"""Writing to a disk that may be full.
 
-A run needs its checkpoints, its record and, at its end, its weights.  All else it writes are views of these: one that fails is
-warned of once.
+A run needs its checkpoints, its record and, at its end, its weights.  All other files are views of these: where one cannot be
+written, the run warns once and goes on.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MOST_BYTES = 16 * 2**20
-"""Of lines that wait for room on the disk: those of some fifty thousand steps."""
+"""The most bytes of lines that wait in memory for a full disk: those of some fifty thousand steps."""
 
 
 def free_bytes(folder: Path) -> int:
-    """What is free on the disk that holds a folder, which need not be there yet; 0 where that cannot be told."""
+    """The free bytes on the disk of a folder, which need not exist yet; 0 where that cannot be found out."""
     with contextlib.suppress(OSError):
         return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
     return 0
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in words: the disk's own, where a serializer has put another on top of it."""
+    """An error as text; where an OSError is its cause, as when a serializer wraps one, that one's."""
     deepest: BaseException | None = error
     while deepest is not None and not isinstance(deepest, OSError):
         deepest = deepest.__cause__ or deepest.__context__
@@ -41,30 +41,30 @@ def in_words(what: str | Path, error: BaseException, folder: Path) -> str:
 
 
 class Attempts:
-    """Tries what a run can do without: `attempt("summary.csv", work)` gives what `work` gives, or warns and gives None.
+    """For work that a run can do without: `attempt("summary.csv", work)` returns what `work` does, or warns and returns None.
 
-    Each thing is warned of once, however often it fails.
+    It warns once for each name.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self._folder, self._warn = folder, warn
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def __call__(self, what: str, work: Callable[[], T]) -> T | None:
         try:
             return work()
         except Exception as error:
-            if what not in self._told:
-                self._told.add(what)
+            if what not in self._warned:
+                self._warned.add(what)
                 cure = "The run goes on without; free some space there, or see to the disk"
                 self._warn(f"{in_words(what, error, self._folder)}. {cure}")
             return None
 
 
 class Lines:
-    """A file that lines are added to.  What the disk refuses waits in memory and is tried again with the next line.
+    """A file that text is appended to.  What cannot be written waits in memory and is tried again with the next text.
 
-    Whole lines, in order: a line that was written in part is written to its end before the next one.
+    The order is kept, and a partly written text is completed before the next one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class Lines:
         return len(self._waiting)
 
     def add(self, text: str) -> None:
-        """Hand the text to the operating system, or keep it for the next time."""
+        """Write the text, or keep it in memory for the next call."""
         assert self._file is not None, "lines are added to an open file"
         self._waiting += text.encode("utf-8", "backslashreplace")
         try:
@@ -94,7 +94,7 @@ class Lines:
             self.error = error
 
     def close(self) -> None:
-        """Put the lines on the disk; a second call does nothing.  `error` says what it refuses."""
+        """Sync and close the file; a second call does nothing.  `error` is set where that failed."""
         if self._file is None:
             return
         self.add("")
@@ -107,7 +107,7 @@ class Lines:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give `path` this text or leave it as it was: written beside, synced, renamed.  UTF-8; lone surrogates are escaped."""
+    """Replace the content of `path` atomically: write a file beside it, sync, rename.  UTF-8; lone surrogates are escaped."""
     beside = path.with_name(path.name + ".part")
     try:
         with beside.open("wb") as file:
@@ -117,7 +117,7 @@ def replace_text(path: Path, text: str) -> None:
         beside.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            beside.unlink()  # what there is of it takes room
+            beside.unlink()  # a partial file would take space on the full disk
         if error.filename is None:
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise

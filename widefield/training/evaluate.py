@@ -1,9 +1,9 @@
-"""How good is the model, exactly?  Every image once, on any number of ranks, with the count that proves it.
+"""Exact evaluation: every image once, on any number of ranks, with the count that proves it.
 
-Each copy of the model evaluates its part of the split; metric states, the loss sum and a tally of who was evaluated how
-often are added up over ranks once, at the end.  Ranks may have different numbers of batches: nothing is sent in between,
-but by a model whose weights lie in parts.  Its passes take all ranks, so that there one that runs out runs stand-ins.
-Where a copy lies on several ranks, each counts the pixels of its window; what is of a whole image, its first rank counts.
+Each copy of the model evaluates its part of the split.  Metric states, the loss sum and a tally of how often each image was
+evaluated are summed over ranks once, at the end.  Copies may have different numbers of batches, since they do not communicate
+before that; where weights are sharded, passes are collective, and a copy that runs out of images runs dummy batches.
+Where a copy has several ranks, each counts the pixels of its window, and the first one counts what belongs to whole images.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from widefield.tasks._metrics import RecipeMetric, numbers_of
 from widefield.tiled.api import tile_of, whole
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
-from widefield.training.thumbnails import Thumbnail, put_together, small_piece_of, thumbnails_of
+from widefield.training.thumbnails import Thumbnail, join_thumbnails, small_thumbnail_of, thumbnails_of
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One image the model got wrong, or was least sure of."""
+    """A wrong answer: class numbers, the probability of the predicted class, and the loss."""
 
     index: int
     truth: int
@@ -43,11 +43,13 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one evaluation, the same on every rank; `mistakes` are the worst by loss over all ranks.
+    """The result of one evaluation, the same on every rank.
 
-    `metrics`: the task's in percent, then those that the recipe adds, as they compute themselves.
-    `confusion` counts images or, where every pixel has a class, pixels: `unit` says which.
-    `pieces` are pictures of the first images, where every pixel has a class; `pictures` those of mistakes, of `channels`.
+    metrics: the task's in percent, then those that the recipe adds, as they compute themselves.
+    confusion: counts of images or, where every pixel has a class, of pixels (`unit`); rows are true classes.
+    mistakes: the worst wrong answers by loss, over all ranks; pictures: thumbnails of their images.
+    pieces: thumbnails of the first images, where every pixel has a class.
+    images, of: how many images were evaluated, and how many the split has.
     """
 
     metrics: dict[str, float]
@@ -64,7 +66,7 @@ class Evaluation:
     pieces: list[Thumbnail] = field(default_factory=list, repr=False)
     pictures: list[Thumbnail] = field(default_factory=list, repr=False)
     channels: int = 3
-    """Of the images, of which a picture shows one or three."""
+    """The number of channels of the images; a thumbnail shows one or three."""
 
 
 @torch.no_grad()
@@ -79,16 +81,16 @@ def evaluate(
     samples: int,
     worst: int = 24,
     together: bool = False,
-    further: Sequence[RecipeMetric] = (),
+    extra_metrics: Sequence[RecipeMetric] = (),
 ) -> Evaluation:
-    """Evaluate `model` on this rank's `batches` of a split of `samples` images; every rank calls it and gets the whole result.
+    """Evaluate `model` on this rank's `batches` of a split of `samples` images.  Every rank calls it; all get the same result.
 
-    together: every rank has as many batches and runs its model on each, for the model's passes send messages.
-    further: metrics beside the task's own.
-    Counts are bit for bit those of one rank.  ValueError, everywhere: an image that cannot be read (unless skipped).
+    worst: how many mistakes to return.  together: passes of the model are collective, so every rank has equally many batches.
+    extra_metrics: metrics besides the task's own.
+    Counts are exactly those of one rank.  AgreedError, on every rank: an image cannot be read (unless it is skipped).
     """
     start, training = time.monotonic(), [(module, module.training) for module in model.modules()]
-    seen, problem = _Seen.nothing(task.metrics(), samples, mesh, further), None
+    seen, problem = _Counts.empty(task.metrics(), samples, mesh, extra_metrics), None
     model.eval()
     for batch in batches:
         seen.skipped += batch.skipped if seen.first else []
@@ -104,46 +106,46 @@ def evaluate(
         if batch.samples == 0:
             continue
         seen.add(batch, output.to(torch.promote_types(output.dtype, torch.float32)), target, task=task, worst=worst)
-    for module, flag in training:  # a layer that a user keeps in evaluation stays there
+    for module, flag in training:  # not model.train(): the user may keep layers in evaluation mode
         module.training = flag
     mesh.agree(problem)
     return _total(task, seen, mesh, worst, time.monotonic() - start)
 
 
 def _is_over(batch: Batch, mesh: Mesh, *, together: bool) -> bool:
-    """Whether to stop before this batch: at a problem of a rank of this copy, or of any where the next pass takes all ranks."""
+    """Whether to stop before this batch: a rank of this copy has a problem or, with collective passes, any rank."""
     if batch.problem is not None:
-        mesh.call_to_agree()  # copies send each other nothing until they are done
+        mesh.call_to_agree()  # else other copies would learn of it only when they are done
     stops = batch.refused or batch.problem is not None
     return bool(mesh.sum_(torch.tensor(float(stops), device=mesh.device))) if together else stops
 
 
 @dataclass
-class _Seen:
-    """What one rank has counted so far; `losses` is the sum and how many losses it is of, `tally` how often each image came."""
+class _Counts:
+    """What one rank has counted so far.  losses: their sum and number.  tally: how often each image was evaluated."""
 
     metrics: MetricCollection
     tally: Tensor
     losses: Tensor
     first: bool
-    """Whether this rank counts the images of its copy of the model; others count pixels alone."""
+    """Whether this rank is the first of its copy of the model, which counts what belongs to whole images."""
     counts: bool
-    """Whether this rank counts its pixels, which others that share the model's layers may hold too."""
+    """Whether this rank counts the pixels of its window, which ranks of the same tile also have."""
     mistakes: list[Mistake] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     pieces: list[Thumbnail] = field(default_factory=list)
     pictures: dict[int, Thumbnail] = field(default_factory=dict)
-    """By the number of the image, of what may turn out to be among the worst: this rank's windows."""
+    """By image number, thumbnails of this rank's windows of the images in `mistakes`."""
     channels: int = 0
-    further: list[tuple[RecipeMetric, Metric]] = field(default_factory=list)
-    """Metrics that the recipe adds, each with its states."""
+    extra_metrics: list[tuple[RecipeMetric, Metric]] = field(default_factory=list)
+    """The metrics that the recipe adds, each with the torchmetrics object that counts."""
 
     @classmethod
-    def nothing(cls, metrics: MetricCollection, samples: int, mesh: Mesh, further: Sequence[RecipeMetric] = ()) -> _Seen:
+    def empty(cls, metrics: MetricCollection, samples: int, mesh: Mesh, extra_metrics: Sequence[RecipeMetric] = ()) -> _Counts:
         losses = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         tally = torch.zeros(samples, dtype=torch.int64)
-        made = [(metric, metric.make().to(mesh.device)) for metric in further]
-        return cls(metrics.to(mesh.device), tally, losses, mesh.is_first_of_copy, mesh.is_first_of_tile, further=made)
+        made = [(metric, metric.make().to(mesh.device)) for metric in extra_metrics]
+        return cls(metrics.to(mesh.device), tally, losses, mesh.is_first_of_copy, mesh.is_first_of_tile, extra_metrics=made)
 
     def add(self, batch: Batch, output: Tensor, target: Tensor, *, task: Task, worst: int) -> None:
         pixels, answers = is_per_pixel(task), task.answers(output)
@@ -151,7 +153,7 @@ class _Seen:
             self.tally.index_add_(0, batch.index, torch.ones_like(batch.index))
         if self.first or (pixels and self.counts):
             self.metrics.update(answers, target)
-            for _, metric in self.further:
+            for _, metric in self.extra_metrics:
                 metric.update(answers, target)
             self.losses[0] += task.loss_sum(output, target)
             self.losses[1] += task.count(target)
@@ -164,12 +166,12 @@ class _Seen:
         self.channels = batch.shape[0]
 
     def _picture(self, batch: Batch) -> None:
-        """Keep pictures of the worst so far, those of the batch among them."""
-        kept, rows = {}, {int(index): row for row, index in enumerate(batch.index)}
+        """Make thumbnails of this batch's images among `mistakes`, and drop those of images no longer among them."""
+        pictures, rows = {}, {int(index): row for row, index in enumerate(batch.index)}
         for index in (mistake.index for mistake in self.mistakes):
-            piece = small_piece_of(batch, rows[index]) if index in rows else self.pictures.get(index)
-            kept |= {} if piece is None else {index: piece}
-        self.pictures = kept
+            piece = small_thumbnail_of(batch, rows[index]) if index in rows else self.pictures.get(index)
+            pictures |= {} if piece is None else {index: piece}
+        self.pictures = pictures
 
 
 def _mistakes(index: Tensor, target: Tensor, answers: Tensor, loss: Tensor, worst: int) -> list[Mistake]:
@@ -187,8 +189,8 @@ def _by_loss(mistake: Mistake) -> tuple[float, int]:
     return mistake.loss, -mistake.index
 
 
-def _total(task: Task, seen: _Seen, mesh: Mesh, worst: int, seconds: float) -> Evaluation:
-    """Add everything up over ranks and put it into words."""
+def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float) -> Evaluation:
+    """Sum everything over ranks."""
     for metric in seen.metrics.values():
         _add_up(metric, mesh)
     losses = mesh.sum_(seen.losses)
@@ -201,23 +203,24 @@ def _total(task: Task, seen: _Seen, mesh: Mesh, worst: int, seconds: float) -> E
     images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names, *_ in gathered for name in names]
     duplicates = int(tally.sum()) - images
     numbers = {name: 100 * float(value) for name, value in values.items()}
-    others = _further(seen, mesh)
-    said = "".join(f", {name} {value:.4g}" for name, value in others.items())
-    told = f", {len(skipped)} unreadable left out" if skipped else ""
+    extra = _extra_metrics(seen, mesh)
+    extra_in_words = "".join(f", {name} {value:.4g}" for name, value in extra.items())
+    skipped_in_words = f", {len(skipped)} unreadable left out" if skipped else ""
+    sentence = f"{task.sentence(numbers)}{extra_in_words} on {images:,}/{of:,} images, {duplicates} duplicates"
     return Evaluation(
-        metrics=numbers | others,
+        metrics=numbers | extra,
         confusion=confusion,
         loss=float(losses[0] / losses[1]),
         images=images,
         of=of,
         duplicates=duplicates,
         skipped=skipped,
-        sentence=f"{task.sentence(numbers)}{said} on {images:,}/{of:,} images, {duplicates} duplicates{told}",
+        sentence=sentence + skipped_in_words,
         seconds=seconds,
         mistakes=mistakes,
         unit="pixels" if is_per_pixel(task) else "images",
-        pieces=put_together([piece for *_, pieces, _ in gathered for piece in pieces]),
-        pictures=put_together([piece for pieces in mesh.gather_objects(shown) for piece in pieces]),
+        pieces=join_thumbnails([piece for *_, pieces, _ in gathered for piece in pieces]),
+        pictures=join_thumbnails([piece for pieces in mesh.gather_objects(shown) for piece in pieces]),
         channels=max(channels for *_, channels in gathered),
     )
 
@@ -232,14 +235,14 @@ def _add_up(metric: torch.nn.Module, mesh: Mesh) -> None:
                 "use a metric whose states are sums"
             )
         mesh.sum_(state)
-    metric._to_sync = False  # the states are the whole's by now; torchmetrics would add them up over ranks once more
-    metric._update_count = max(1, metric._update_count)  # and a rank without images has them too, so there is no need to warn
+    metric._to_sync = False  # else torchmetrics would sum the states over ranks once more
+    metric._update_count = max(1, metric._update_count)  # else it would warn on a rank that had no images
 
 
-def _further(seen: _Seen, mesh: Mesh) -> dict[str, float]:
-    """What the metrics that the recipe adds compute of all ranks' states; tasks/_metrics.py has tried that these add up."""
+def _extra_metrics(seen: _Counts, mesh: Mesh) -> dict[str, float]:
+    """The values of the metrics that the recipe adds, over all ranks; tasks/_metrics.py checks that their states add up."""
     found: dict[str, float] = {}
-    for metric, states in seen.further:
+    for metric, states in seen.extra_metrics:
         for name, reduce in states._reductions.items():
             setattr(states, name, _joined(getattr(states, name), reduce, mesh))
         states._to_sync = False
@@ -249,7 +252,7 @@ def _further(seen: _Seen, mesh: Mesh) -> dict[str, float]:
 
 
 def _joined(state: Any, reduce: Callable[[Tensor], Tensor], mesh: Mesh) -> Any:
-    """All ranks' states of a metric as one: their sum, largest or smallest, or one rank's after another's."""
+    """A metric's state reduced over ranks: the sum, the largest or smallest, or the states concatenated in rank order."""
     if reduce is dim_zero_sum:
         return mesh.sum_(state)
     if reduce is dim_zero_cat:

@@ -1,7 +1,7 @@
-"""What a Python program passes in place of names in a recipe: a model, datasets, a task.
+"""Objects that a Python program passes in place of names in a recipe: a model, datasets, a task.
 
-A config, and so a run folder, holds the class's name alone, in angle brackets; the record of a run has their sizes and texts.
-Whoever takes the run up later passes them again.
+A config, and so a run folder, has only the class's name, in angle brackets; the record of a run has their sizes and texts.
+To resume or evaluate the run, pass them again.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from widefield.own_code import object_name
 from widefield.tasks import Task
 
 MOST_TEXT = 20_000
-"""Characters of an object's text that a record holds."""
+"""The most characters of an object's text that a record has."""
 REPLACED = {"model": ("name", "options"), "data": ("name", "options", "path", "hold_out"), "task": ("name", "options")}
-"""Keys of each section that say what an object replaces; all others of the section are still the recipe's."""
+"""The keys of each section that an object replaces; the other keys still apply."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What was passed; None where the config names it.  `data` opens the data, on every rank."""
+    """The passed objects; None where the config names them.  data: opens the dataset, on every rank."""
 
     model: nn.Module | None = None
     data: Callable[[], Dataset] | None = None
     task: Task | None = None
 
     def model_copy(self) -> nn.Module | None:
-        """A copy of the model that may be laid out; the user's stays as it is.  ValueError where it cannot be copied."""
+        """A copy of the model for the run, since `parallelize` changes it.  ValueError: it cannot be copied."""
         try:
             return copy.deepcopy(self.model)
         except Exception as error:
@@ -47,18 +47,18 @@ class Given:
             ) from None
 
     def described(self, dataset: Dataset) -> dict[str, Any]:
-        """What a record says of the objects: class, sizes, text."""
-        told: dict[str, Any] = {}
+        """The record's entry for the objects: class, sizes, text."""
+        facts: dict[str, Any] = {}
         if self.model is not None:
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
-            told["model"] = {"class": object_name(self.model), "parameters": parameters, "text": _text(self.model)}
+            facts["model"] = {"class": object_name(self.model), "parameters": parameters, "text": _text(self.model)}
         for images in (dataset.train, dataset.evaluate):
             if isinstance(images, MapStyle):
                 about = {"class": object_name(images.samples), "samples": len(images), "text": _text(images.samples)}
-                told.setdefault("data", {})[images.split] = about
+                facts.setdefault("data", {})[images.split] = about
         if self.task is not None:
-            told["task"] = {"class": object_name(self.task), "text": _text(self.task)}
-        return told
+            facts["task"] = {"class": object_name(self.task), "text": _text(self.task)}
+        return facts
 
 
 NOTHING = Given()
@@ -69,9 +69,9 @@ def _text(thing: object) -> str:
 
 
 def overrides_for(overrides: Sequence[str], **objects: object) -> list[str]:
-    """Overrides that give objects their place in a config, then the user's own.  objects: by section, those that are not None.
+    """Overrides that put the names of objects into a config, then the user's own.  objects: by section; None where not passed.
 
-    ValueError: the user sets a key that an object stands for.
+    ValueError: the user sets a key that an object replaces.
     """
     own: list[str] = []
     for section, thing in objects.items():
@@ -89,10 +89,10 @@ def overrides_for(overrides: Sequence[str], **objects: object) -> list[str]:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """ValueError where a model is wrapped, has parameters without a shape, or is in evaluation mode as a whole."""
+    """ValueError: the model is wrapped in DataParallel or DDP, has lazy parameters, or is entirely in evaluation mode."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(
-            f"the model is wrapped in {type(model).__name__}; pass the plain module (model.module), the run lays it out by "
+            f"the model is wrapped in {type(model).__name__}; pass the plain module (model.module), which the run parallelizes "
             "itself"
         )
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
@@ -100,30 +100,30 @@ def check_trainable(model: nn.Module) -> None:
         raise ValueError(f"'{lazy}' of the model is lazy: it has no shape yet; run one image through the model first")
     if not any(module.training for module in model.modules()):
         raise ValueError(
-            "the model is in evaluation mode, in which dropout and running statistics stand still; call model.train() first. "
-            "Parts of it may stay in evaluation mode"
+            "the model is in evaluation mode, in which dropout does nothing and running statistics are not updated; call "
+            "model.train() first. Parts of it may stay in evaluation mode"
         )
 
 
-def make_alike(given: Given, dataset: Dataset, model: nn.Module, mesh: Mesh) -> None:
-    """See that all ranks were given the same, and let all begin with rank 0's weights.  Every rank calls it.
+def share_given(given: Given, dataset: Dataset, model: nn.Module, mesh: Mesh) -> None:
+    """Check that all ranks were given equal objects, and broadcast the weights of rank 0.  Every rank calls it.
 
-    AgreedError on every rank: datasets of other sizes, classes or kinds, or a model of other names or shapes.
+    AgreedError, on every rank: datasets with different sizes, classes or types, or models with different names or shapes.
     """
     if mesh.size == 1:
         return
     if given.data is not None:
-        _check_alike(mesh, _told_of_data(dataset), "datasets", "open the same data on every rank")
+        _check_equal(mesh, _facts_of(dataset), "datasets", "open the same data on every rank")
     if given.model is not None:
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        _check_alike(
+        _check_equal(
             mesh, {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors}, "models", "build the same model on every rank"
         )
         everywhere = replace(mesh, data_group=mesh.group)  # broadcasts over all ranks
         everywhere.broadcast_all_([tensor.detach() for _, tensor in tensors])
 
 
-def _told_of_data(dataset: Dataset) -> dict[str, object]:
+def _facts_of(dataset: Dataset) -> dict[str, object]:
     kind = ("uint8", "floating-point")[dataset.floating]
     return {
         "images to train on": len(dataset.train),
@@ -135,8 +135,8 @@ def _told_of_data(dataset: Dataset) -> dict[str, object]:
     }
 
 
-def _check_alike(mesh: Mesh, told: dict[str, Any], what: str, cure: str) -> None:
-    first, *others = mesh.gather_objects(told)
+def _check_equal(mesh: Mesh, facts: dict[str, Any], what: str, cure: str) -> None:
+    first, *others = mesh.gather_objects(facts)
     for rank, other in enumerate(others, start=1):
         for key in dict.fromkeys([*first, *other]):
             if first.get(key) != other.get(key):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask for an end; the loop saves after its step and stops on all ranks."""
+"""Ctrl-C and SIGTERM: the loop finishes its step, saves and stops on all ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import FrameType
 
 
 class Interrupt:
-    """While open, the first SIGINT, SIGTERM or SIGUSR1 (Slurm's warning) is remembered; a second SIGINT ends the process.
+    """While open, records the first SIGINT, SIGTERM or SIGUSR1 (Slurm's warning); a further SIGINT ends the process.
 
-    watch_parent: the death of the process that started this one counts as a request too; for ranks, which would be
-        orphans without their launcher, and not for a run that a shell started and left.
-    A signal that was ignored stays so, as in a job that a shell runs in the background.  Outside the main thread Python
-    takes no handlers, so only the parent is watched there.
+    watch_parent: the end of the parent process counts as a request too.  For ranks of a launcher, not for a run that was
+        started from a shell, which may exit.
+    A signal that was ignored before stays ignored, as in a background job.  Outside of the main thread Python allows no
+    handlers, so only the parent is watched there.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -26,8 +26,8 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._remember) for number in heard}
+            handled = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._remember) for number in handled}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step, and the order of things around it.
+"""One optimizer step.
 
     for each step:
         passes <- this rank's batches of the step, from the loader
@@ -9,8 +9,9 @@
         at the end of an epoch, or as asked: evaluate;  save
 
 Gradients are averaged over ranks, so a loss scaled by copies of the model / count gives the gradient of the mean over the
-whole batch, however unevenly it is shared.  The count is known when the backward has begun; so first it is taken for the
-nominal one, of all samples (or all their pixels), and where fewer counted the gradients are scaled by nominal / count.
+whole batch, however unevenly it is divided among ranks.  The count of the batch is known only after the backward has begun.  So
+the loss is scaled by the nominal count, of all samples (or all their pixels), and where fewer counted, the gradients are
+multiplied by nominal / count.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from widefield.training.schedule import Schedule
 
 
 class NonFiniteLossError(AgreedError):
-    """The loss is NaN or infinite; `index` numbers the images of the step, over all ranks."""
+    """The loss is NaN or infinite.  index: the numbers of the step's images, of all ranks."""
 
     def __init__(self, text: str, *, step: int, index: list[int]) -> None:
         super().__init__(text)
@@ -52,7 +53,7 @@ class NonFiniteLossError(AgreedError):
 
 @dataclass
 class Learner:
-    """A model with all that changes as it learns."""
+    """A model with everything that changes while it trains."""
 
     config: RunConfig
     mesh: Mesh
@@ -66,14 +67,14 @@ class Learner:
     prepare: Preparation
     steps: Steps
     dummy_batch: Batch
-    """A batch of one image, for a rank that has none of its own."""
+    """A batch of one image, for a rank without samples in a pass."""
     ema: AveragedModel | None = None
     step: int = 0
     """Optimizer steps done."""
     skipped: list[str] = field(default_factory=list)
-    """Unreadable images this rank left out, and names as the first of its copy."""
+    """The names of unreadable images that were left out; only on the first rank of a copy."""
     order: str = ""
-    """SHA-256 chain over the images this rank has learnt from, in order: two runs with the same one saw the same images."""
+    """A SHA-256 chain over the numbers of the images this rank has trained on: equal where two runs saw the same images."""
 
     @property
     def _trained(self) -> list[nn.Parameter]:
@@ -89,20 +90,20 @@ class Learner:
         return self.lr * self.schedule.factor(self.steps.seen(self.step))
 
     def trial_step(self, model: nn.Module | None = None) -> Tensor:
-        """Loss of the model on one image twice: a trial pass, for strategies that look at the graph first."""
-        image, target = self._placed(self.dummy_batch)
+        """The mean loss on a batch of one image twice: the `trial_step` of `parallelize`.  model: in place of the learner's."""
+        image, target = self._on_tiles(self.dummy_batch)
         with self.arithmetic.autocast():
             output = (self.model if model is None else model)(torch.cat([image, image]))
         target = torch.cat([target, target])
         return self._loss_of(output, target) / len(target)
 
     def images_of_a_pass(self) -> Tensor:
-        """As many images as this rank's first pass has, all of them the spare one: what the model is going to be given."""
-        image, _ = self._placed(self.dummy_batch)
+        """The dummy image repeated to the size of this rank's first pass; tiled where the mesh cuts images."""
+        image, _ = self._on_tiles(self.dummy_batch)
         return torch.cat([image] * self._rows_of_a_pass())
 
-    def like_a_pass(self) -> Tensor:
-        """The same without memory, on meta; whole images, where the mesh cuts them."""
+    def meta_pass(self) -> Tensor:
+        """A meta tensor like the images of this rank's first pass, whole images even where the mesh cuts them."""
         image, _ = self.prepare(self.dummy_batch)
         shape = self.dummy_batch.whole_shape or image.shape[1:]
         like = torch.empty((self._rows_of_a_pass(), *shape), dtype=image.dtype, device="meta")
@@ -111,19 +112,19 @@ class Learner:
     def _rows_of_a_pass(self) -> int:
         return -(-len(self.steps.positions(0)) // (self.mesh.copies * self.config.gradient.accumulate))
 
-    def _placed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Images and targets as the model and the task take them: tiled where the mesh cuts images."""
+    def _on_tiles(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Prepared images and targets, as TiledTensors where the mesh cuts images."""
         image, target = self.prepare(batch)
         pixels = is_per_pixel(self.task)
         return on_tiles(image, batch, self.mesh), on_tiles(target, batch, self.mesh) if pixels else target
 
     def learn(self, passes: list[Batch], *, stop: bool) -> tuple[float, bool]:
-        """One optimizer step on this rank's passes; the loss of the whole batch, and whether any rank wants to stop.
+        """One optimizer step on this rank's passes.  Returns the mean loss of the whole batch, and whether any rank has `stop`.
 
-        AgreedError on every rank, weights untouched: a rank could not read its data.  NonFiniteLossError likewise.
+        AgreedError, on every rank, with the weights unchanged: a rank could not read its data.  NonFiniteLossError likewise.
         """
         passes = [batch for batch in passes if not batch.idle]
-        nominal = len(self.steps.positions(self.step)) * self._counted_in(self.dummy_batch)
+        nominal = len(self.steps.positions(self.step)) * self._losses_per_image(self.dummy_batch)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr_now()
         self.optimizer.zero_grad(set_to_none=True)
@@ -137,17 +138,17 @@ class Learner:
         return loss_sum / count, wants_to_stop
 
     @staticmethod
-    def _counted_in(batch: Batch) -> int:
-        """How many losses an image has: one, or one per pixel of the whole."""
+    def _losses_per_image(batch: Batch) -> int:
+        """The number of losses of one image: 1, or the number of its pixels."""
         pixels = batch.target.shape[1:]
         return math.prod(pixels if batch.whole_shape is None or not pixels else batch.whole_shape[1:])
 
     def _gradients(self, passes: list[Batch], stop: bool, nominal: int) -> tuple[float, float, bool]:
-        """Backward of every pass; sums over ranks of the loss and its count, and whether to stop."""
+        """Run every pass.  Returns the sums over ranks of the loss and its count, and whether to stop."""
         own = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         totals: list[Callable[[], list[float]]] = []
 
-        def known(loss: Tensor, count: int | Tensor, *, last: bool) -> None:
+        def on_loss(loss: Tensor, count: int | Tensor, *, last: bool) -> None:
             if self.mesh.is_first_of_copy:
                 own[0] += loss
                 own[1] += count
@@ -161,18 +162,18 @@ class Learner:
                     stack.enter_context(without_sync(self.model))
                 if batch.samples == 0:
                     stack.enter_context(inactive(self.model))
-                self._pass(batch, nominal, partial(known, last=last))
+                self._pass(batch, nominal, partial(on_loss, last=last))
         loss_sum, count, problems, stops = totals[0]()
         if problems:
             self.mesh.agree(next((batch.problem for batch in passes if batch.problem is not None), None))
         return loss_sum, count, stops > 0
 
-    def _pass(self, batch: Batch, nominal: int, known: Callable[[Tensor, int | Tensor], None]) -> None:
-        """Forward and backward of one pass.  A batch that is a stand-in has a loss and a count of 0, with a graph all the same.
+    def _pass(self, batch: Batch, nominal: int, on_loss: Callable[[Tensor, int | Tensor], None]) -> None:
+        """Forward and backward of one pass.  A dummy batch runs too, with its loss multiplied by 0 and a count of 0.
 
-        known: told the loss sum and the count as soon as this rank has them.
+        on_loss: called with the loss sum and the count as soon as this rank has them.
         """
-        image, target = self._placed(batch)
+        image, target = self._on_tiles(batch)
         count = self.task.count(target) if batch.samples else 0
         backward_of(
             self.model,
@@ -181,11 +182,11 @@ class Learner:
             loss_of=self._loss_of if batch.samples else lambda output, target: self._loss_of(output, target) * 0.0,
             scaled=lambda loss: self.scaler.scale(loss * (self.mesh.copies / nominal)),
             autocast=self.arithmetic.autocast,
-            known=lambda loss: known(loss, count),
+            on_loss=lambda loss: on_loss(loss, count),
         )
 
     def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
-        """Losses are taken in float32 or wider, outside autocast."""
+        """The task's loss sum, computed in float32 or wider, outside of autocast."""
         if isinstance(output, Tensor):
             output = output.to(torch.promote_types(output.dtype, torch.float32))
         return self.task.loss_sum(output, target)
@@ -213,9 +214,9 @@ class Learner:
             )
 
     def _update(self, scale: float) -> None:
-        """Clip, step, average.  `scale` corrects gradients where not every sample or pixel of the batch counted."""
+        """Scale and clip gradients, step, update the moving average.  scale: nominal / actual count of losses."""
         if scale != 1.0:
-            foreach_mul_(self._gradients_here(), scale)
+            foreach_mul_(self._local_gradients(), scale)
         if self.config.optimizer.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.model, self.mesh, self.config.optimizer.clip_norm)
@@ -224,12 +225,12 @@ class Learner:
         if self.ema is not None:
             self.ema.update_parameters(self.model)
 
-    def _gradients_here(self) -> list[Tensor]:
-        """This rank's part of every gradient; they share the gradients' memory."""
+    def _local_gradients(self) -> list[Tensor]:
+        """This rank's shard of every gradient, sharing its memory."""
         return [sharded_state.local(p.grad) for p in self._trained if p.grad is not None]
 
     def is_finite(self) -> bool:
-        """Whether every weight is a finite number, on every rank; where ranks hold parts, every rank calls it."""
+        """Whether all weights are finite, on all ranks.  Every rank calls it."""
         return sharded_state.are_finite(self.mesh, self._trained)
 
 
@@ -242,25 +243,26 @@ def _chained(order: str, passes: list[Batch]) -> str:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Wall seconds of a step, and how many of them went into waiting for data."""
+    """The wall time of a step, and the part of it spent waiting for data."""
 
     seconds: float
     data_seconds: float
 
 
 class Passes:
-    """Groups a loader's batches into steps and notes the time spent waiting for them.
+    """Groups a loader's batches into steps and measures the time spent waiting for them.
 
-    begins: called as each step does.
+    passes: batches per step.  begins: called at the beginning of each step.
     """
 
     def __init__(self, batches: Iterator[Batch], passes: int, begins: Callable[[], None] | None = None) -> None:
         self._batches, self._passes, self._begins = batches, passes, begins
         self.in_step_since: float | None = None
-        """When the step that runs now began; None between steps.  Other threads may read it."""
+        """The `time.perf_counter()` at the beginning of the current step; None between steps.  Other threads may read it."""
         self._waited, self._began = 0.0, time.perf_counter()
 
     def next(self) -> list[Batch]:
+        """The batches of the next step."""
         if self._begins is not None:
             self._begins()
         self.in_step_since = start = time.perf_counter()
@@ -269,16 +271,16 @@ class Passes:
         return group
 
     def lap(self) -> StepTimes:
-        """Times since the last lap."""
+        """The times since the last lap."""
         now = time.perf_counter()
         times = StepTimes(now - self._began, self._waited)
         self._began, self.in_step_since = now, None
         return times
 
     def close(self) -> None:
-        """End the processes that read ahead."""
+        """End the loader's worker processes."""
         close(self._batches)
 
     def skip_lap(self) -> None:
-        """Leave what has happened since the last lap (evaluation, a save) out of the next one."""
+        """Exclude the time since the last lap (evaluation, a save) from the next one."""
         self._began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Is every byte of a folder as it was written?  A SHA-256 per file in `manifest.sha256`, which `sha256sum -c` reads too.
+"""Detects damaged files: `manifest.sha256` has a SHA-256 per file of a folder, in the format of `sha256sum -c`.
 
-The manifest is read strictly: what was understood is written again and must be the same bytes.  So a flipped bit is found
-wherever it is, in the manifest itself too.
+The manifest is read strictly: it must equal, byte for byte, what is written for the hashes read from it.  So a flipped bit in
+the manifest itself is detected too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from widefield.trust import leads_out
 
 MANIFEST = "manifest.sha256"
 _LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_][A-Za-z0-9_.-]*)")  # a name of this folder: no `/`, no `..`
-_THREADS = 4  # hashing leaves the interpreter free: 4 files at once, as fast as a disk reads
+_THREADS = 4  # hashing releases the GIL, and 4 threads are as fast as a disk reads
 
 
 def sha256_of(path: Path) -> str:
@@ -27,14 +27,14 @@ def sha256_of(path: Path) -> str:
 
 
 def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of each file in `folder`, by name; several are read at once."""
+    """The SHA-256 of each of the files in `folder`, by name."""
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: sha256_of(folder / name), names), strict=True))
 
 
 def sync(path: Path) -> None:
-    """Return once the file's bytes, or the folder's list of names, are on the disk."""
+    """fsync a file, or a folder's list of names."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -48,7 +48,7 @@ def to_bytes(hashes: Mapping[str, str]) -> bytes:
 
 
 def from_bytes(raw: bytes) -> dict[str, str]:
-    """The hashes in a manifest, by name; ValueError where it is not, byte for byte, what `to_bytes` writes."""
+    """The hashes in a manifest, by name.  ValueError: it is not, byte for byte, what `to_bytes` writes."""
     hashes: dict[str, str] = {}
     for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
         match = _LINE.fullmatch(line.decode("ascii", "replace"))
@@ -61,7 +61,7 @@ def from_bytes(raw: bytes) -> dict[str, str]:
 
 
 def write_manifest(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Put the manifest into `folder` and return once it and the names in the folder are on the disk."""
+    """Write the manifest of `folder`, and sync it and the folder."""
     path = folder / MANIFEST
     path.write_bytes(to_bytes(hashes))
     sync(path)
@@ -69,14 +69,14 @@ def write_manifest(folder: Path, hashes: Mapping[str, str]) -> None:
 
 
 def names_in(folder: Path) -> set[str]:
-    """The files that the manifest of a folder lists; ValueError or OSError where it cannot be read."""
+    """The files that the manifest of a folder lists.  ValueError or OSError: it cannot be read."""
     return set(from_bytes((folder / MANIFEST).read_bytes()))
 
 
 def what_is_wrong(folder: Path, *, needed: Iterable[str] = ()) -> str | None:
-    """None where every file of `folder` is as the manifest says; else the first bad file and what is wrong with it.
+    """None where every file that the manifest of `folder` lists has its hash; else the first bad file and what is wrong.
 
-    needed: files that the manifest must list.  A file that it does not list is of no interest.
+    needed: files that the manifest must list.  Files that it does not list are ignored.
     """
     try:
         hashes = from_bytes((folder / MANIFEST).read_bytes())

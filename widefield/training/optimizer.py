@@ -1,4 +1,4 @@
-"""Optimizers by name, and the learning rate that a batch size asks for."""
+"""Optimizers by name, and the learning rate for a batch size."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from widefield.comm.mesh import Mesh
 from widefield.config import OptimizerConfig
 from widefield.naming import did_you_mean
 from widefield.own_code import is_code
-from widefield.training.own_optimizer import Groups, check_own, check_steps_parts, own_optimizer
-from widefield.training.trust_ratio import for_parts
+from widefield.training.own_optimizer import Groups, check_own, check_steps_shards, own_optimizer
+from widefield.training.trust_ratio import for_shards
 
 
 def _sgd(groups: Groups, config: OptimizerConfig, lr: float, fused: bool) -> torch.optim.Optimizer:
@@ -52,11 +52,14 @@ _OPTIMIZERS: dict[str, tuple[Build, float, str]] = {
     "lars": (_lars, 0.5, "linear"),  # You et al. 2017, arXiv:1708.03888
     "lamb": (_lamb, 1.75e-3, "sqrt"),  # timm's A2 recipe: 5e-3 at 2,048
 }
-"""name: how to build it, its learning rate at a batch of 256, and how that grows with the batch."""
+"""By name: the function that builds it, its learning rate at a batch of 256, and the rule by which that grows."""
 
 
 def learning_rate(config: OptimizerConfig, batch: int) -> tuple[float, str | None]:
-    """The peak learning rate for a global batch and, where the program chose it, the rule as a sentence."""
+    """The peak learning rate for a global batch and, where the config does not set it, the reason.
+
+    ValueError: the config sets none, and the optimizer is a user's own without optimizer.base_lr and lr_rule.
+    """
     if config.lr is not None:
         return config.lr, None
     own_lr, own_rule = (None, None) if is_code(config.name) else _known(config.name)[1:]
@@ -72,12 +75,12 @@ def learning_rate(config: OptimizerConfig, batch: int) -> tuple[float, str | Non
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, mesh: Mesh | None = None) -> torch.optim.Optimizer:
-    """The optimizer over the parameters of `model` that take gradients, in torch's fused form where it has one.
+    """The optimizer over the parameters of `model` with requires_grad, in torch's fused form where it has one.
 
-    mesh: what the model is laid out over, if it is: where ranks hold parts, norms of tensors are taken of wholes.
-    Weight decay spares parameters of one dim (biases, normalization) unless `decay_norm_and_bias`.
-    ValueError: no such optimizer, arguments it does not take, or a model without parameters to train.
-    NotImplementedError: a user's own that steps a part of a weight in another way than the whole, where ranks hold parts.
+    mesh: that of a parallelized model; LARS and LAMB then use norms of full tensors.
+    Parameters of one dim (biases, normalization) have no weight decay unless `decay_norm_and_bias`.
+    ValueError: no such optimizer, arguments it does not accept, or a model without parameters to train.
+    NotImplementedError: weights are sharded, and a user's own optimizer steps a shard differently than the full weight.
     """
     build = own_optimizer(config.name) if is_code(config.name) else _known(config.name)[0]
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -85,18 +88,18 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, mesh: 
         raise ValueError("the model has no parameter that takes gradients, so there is nothing to train")
     in_parts = any(sharded_state.is_part(p) for p in parameters)
     fused = all(p.is_floating_point() and p.device.type in ("cuda", "cpu") for p in parameters)
-    if in_parts and config.name == "sgd":  # DTensors have fused Adam alone
+    if in_parts and config.name == "sgd":  # of the fused optimizers, DTensor has only Adam
         fused = False
         config = config.model_copy(update={"options": {"foreach": True} | config.options})
     try:
         optimizer = build(_groups(parameters, config), config, lr, fused)
-    except (TypeError, ValueError) as error:  # also a number that it will not have
+    except (TypeError, ValueError) as error:  # ValueError: a number out of range
         raise ValueError(f"optimizer.options {config.options} do not fit '{config.name}': {error}") from None
     if is_code(config.name):
         check_own(optimizer, parameters, config.name)
         if mesh is not None and sharded_state.is_sharded(mesh):
-            check_steps_parts(lambda own: build(_groups(own, config), config, lr, False), name=config.name, plan=mesh.plan)
-    return optimizer if mesh is None else for_parts(optimizer, model, mesh)
+            check_steps_shards(lambda own: build(_groups(own, config), config, lr, False), name=config.name, plan=mesh.plan)
+    return optimizer if mesh is None else for_shards(optimizer, model, mesh)
 
 
 def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> Groups:

@@ -1,8 +1,8 @@
-"""`optimizer.name=package.module:callable`: how a user's own optimizer is made, and what is asked of it.
+"""A user's own optimizer, `optimizer.name=package.module:callable`: how it is called, and what it must satisfy.
 
-It is called as torch's are, `callable(groups, lr=..., **optimizer.options)`, so a class of torch.optim serves as it is.  One
-that has a parameter `config` is called as a row of the table in optimizer.py is: `callable(groups, config, lr, fused)`.
-groups: parameter groups with their weight decay.  The learning rate of every step is written into its groups.
+It is called as torch's are, `callable(groups, lr=..., **optimizer.options)`, so a class of torch.optim can be named directly.
+A callable with a parameter `config` is called as those of optimizer.py are: `callable(groups, config, lr, fused)`.
+groups: parameter groups with their weight decay.  The learning rate of every step is written into the optimizer's groups.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from widefield.plans import Plan
 
 Groups = list[dict[str, Any]]
 TRIED_STEPS = 3
-"""Steps after which a whole weight and its parts are compared; momenta have begun by then."""
+"""Steps after which a full weight and its shards are compared; momenta are nonzero by then."""
 
 
 def own_optimizer(name: str) -> Callable[[Groups, OptimizerConfig, float, bool], Any]:
-    """The callable that `name` says, with the arguments of a row of the table; ValueError where there is none."""
+    """The callable that `name` names, with the arguments (groups, config, lr, fused).  ValueError: there is none."""
     make = code_named(name, key="optimizer.name")
 
     def build(groups: Groups, config: OptimizerConfig, lr: float, fused: bool) -> Any:
@@ -36,7 +36,7 @@ def own_optimizer(name: str) -> Callable[[Groups, OptimizerConfig, float, bool],
 
 
 def check_own(optimizer: Any, parameters: Sequence[nn.Parameter], name: str) -> None:
-    """ValueError where a user's callable gave no optimizer, or one of other parameters than it was given."""
+    """ValueError: the callable returned no optimizer, or one that does not step each of `parameters` once by group["lr"]."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer.name={name} gives a {type(optimizer).__name__}; a torch.optim.Optimizer is wanted")
     stepped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -53,23 +53,23 @@ def check_own(optimizer: Any, parameters: Sequence[nn.Parameter], name: str) -> 
         )
 
 
-def check_steps_parts(build: Callable[[list[nn.Parameter]], Any], *, name: str, plan: Plan) -> None:
-    """NotImplementedError where the optimizer steps a part of the weights in another way than it steps them all together.
+def check_steps_shards(build: Callable[[list[nn.Parameter]], Any], *, name: str, plan: Plan) -> None:
+    """NotImplementedError: the optimizer steps shards of the weights differently than the full weights.
 
     Tried in float64 on a matrix of 4 rows and a vector: once together, once as 2 rows, and 2 rows with the vector.
     """
-    draws = torch.Generator().manual_seed(0)
-    first = [torch.randn(shape, generator=draws, dtype=torch.float64) for shape in ((4, 3), (5,))]
-    gradients = [[torch.randn(w.shape, generator=draws, dtype=torch.float64) for w in first] for _ in range(TRIED_STEPS)]
+    generator = torch.Generator().manual_seed(0)
+    first = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3), (5,))]
+    gradients = [[torch.randn(w.shape, generator=generator, dtype=torch.float64) for w in first] for _ in range(TRIED_STEPS)]
     rows = slice(0, 2), slice(2, 4)
     whole, vector = _stepped(build, first, gradients)
     (upper,) = _stepped(build, [first[0][rows[0]]], [[matrix[rows[0]]] for matrix, _ in gradients])
     lower, beside = _stepped(build, [first[0][rows[1]], first[1]], [[matrix[rows[1]], other] for matrix, other in gradients])
-    for together, apart in ((whole, torch.cat([upper, lower])), (vector, beside)):
-        if not torch.allclose(together, apart, rtol=1e-9, atol=1e-12):  # float64, three steps
+    for full, sharded in ((whole, torch.cat([upper, lower])), (vector, beside)):
+        if not torch.allclose(full, sharded, rtol=1e-9, atol=1e-12):  # float64, three steps
             raise NotImplementedError(
                 f"optimizer.name={name} steps a part of a weight in another way than the whole (by up to "
-                f"{(together - apart).abs().max():.2g} on a trial weight), and under {plan} ranks hold parts; take one that "
+                f"{(full - sharded).abs().max():.2g} on a trial weight), and under {plan} ranks hold parts; take one that "
                 "steps each number by itself, or a plan whose ranks hold whole models, as mesh.replicate or mesh.space"
             )
 
@@ -80,7 +80,7 @@ def _stepped(
     """Copies of `weights` after a step with each of `gradients`."""
     parameters = [nn.Parameter(weight.clone()) for weight in weights]
     optimizer = build(parameters)
-    if getattr(type(optimizer), STEPS_PARTS, False):  # it says that it looks after parts itself
+    if getattr(type(optimizer), STEPS_PARTS, False):  # its class declares that it is exact on shards
         return list(weights)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):

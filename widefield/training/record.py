@@ -1,19 +1,18 @@
-"""What does a run write down, and how is it read back?  record.jsonl, summary.csv, TensorBoard, W&B and the terminal.
+"""The record of a run, record.jsonl, and the views of it: summary.csv, TensorBoard, W&B and the terminal.
 
-`record.jsonl` is the record; everything else is a view of it.  One JSON object per line, each with `kind` and `time`
-(unix seconds):
+One JSON object per line, each with `kind` and `time` (unix seconds):
 
     start       versions, machine, ranks, plan (YAML text), reasons, resumed_from, steps, samples_per_epoch, parameters,
-                fallbacks (what runs whole though the plan asks for parts: kind, module, operation, bytes, why, count);
-                objects, where a Python program passed any: by what they are, their class, sizes and text
+                fallbacks (operations that do not run as the plan asks: kind, module, operation, bytes, why, count);
+                objects, where a Python program passed any: `model`, `data`, `task` with class, sizes and text
     step        step, epoch (epochs done), loss, lr, samples (over all ranks), seconds, data_seconds, memory_bytes (peak)
     evaluation  step, epoch, images, of, duplicates, skipped, loss, metrics, seconds
     checkpoint  step, name
     warning     text
     end         reason (complete, interrupted or failed), step, text
 
-A number that is not finite is written as the text "nan", "inf" or "-inf", so that strict parsers read every line and
-`float(...)` understands the value; `read` gives it back as a float.
+A number that is not finite is written as the text "nan", "inf" or "-inf", which strict JSON parsers and `float(...)` accept;
+`read` returns it as a float.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ FILE, SUMMARY = "record.jsonl", "summary.csv"
 
 
 def read(folder: str | Path) -> list[Line]:
-    """Every line of the record in a run folder, oldest first; a last line torn by a kill is left out.
+    """The lines of the record in a run folder, oldest first, without a last line that a kill left incomplete.
 
-    ValueError: the folder holds no record, or a line before the last is damaged.
+    ValueError: the folder has no record, or a line before the last is damaged.
     """
     path = Path(folder) / FILE
     if not path.is_file():
@@ -64,7 +63,7 @@ def read(folder: str | Path) -> list[Line]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes the numbers."""
+    """The versions of Python, torch, torchvision and widefield."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "widefield")}
     return {"python": platform.python_version(), **packages}
 
@@ -89,22 +88,22 @@ def machine() -> dict[str, Any]:
 
 
 class Record:
-    """The open record of a run; rank 0 alone holds one.  Call it from one thread; `close` it, or use it in a `with`.
+    """The open record of a run, on rank 0 only.  Call it from one thread; `close` it, or use it in a `with`.
 
-    Every line is handed to the operating system before the call returns, so a kill loses none.  Where the disk is full lines
-    wait until it is not; views of the record are left out, with a warning.
+    Every line is written before the call returns, so that killing the process loses none.  Where the disk is full, lines wait
+    in memory; views that cannot be written are left out, with a warning.
     """
 
     def __init__(self, folder: Path, log: LogConfig, resumed_step: int | None, stream: TextIO) -> None:
-        kept = _cut_back(folder, resumed_step)
+        lines = _cut_back(folder, resumed_step)
         self._folder, self._log, self._resumed_step = folder, log, resumed_step
-        self._evaluations = [line for line in kept if line.get("kind") == "evaluation"]
+        self._evaluations = [line for line in lines if line.get("kind") == "evaluation"]
         self._terminal = terminal(stream)
         self._pace = Throughput()
         self._steps = 0
-        self._lines, self._told_of_lines = Lines(folder / FILE), False
+        self._lines, self._warned_of_lines = Lines(folder / FILE), False
         self.attempt = Attempts(folder, self.warning)
-        """For what a run writes beside its record and can do without."""
+        """For files beside the record that the run can do without."""
         self._summarize()
         self._scalars: list[tuple[str, ScalarLog]] = []
         for name, begin in scalar_logs(folder, log, resumed_step).items():
@@ -115,12 +114,12 @@ class Record:
     def open(
         cls, folder: str | Path, *, log: LogConfig, resumed_step: int | None = None, stream: TextIO | None = None
     ) -> Record:
-        """Begin or go on with the record in `folder`, which is made if need be.
+        """Create the record in `folder`, or continue the one there.
 
-        resumed_step: the step whose checkpoint was loaded.  Lines of later steps are dropped, since those steps will be run
-            again; None begins again at step 0, and lines of every step are dropped.  Starts and warnings always stay.
-        stream: where lines for people go, standard output if left out; a progress bar is drawn where it is a terminal.
-        ValueError, with no file touched: see `check_log`, and `read` for a damaged record.
+        resumed_step: the step whose checkpoint was loaded.  Lines of later steps are deleted, since those steps run again;
+            None: lines of all steps are deleted.  Lines without a step, as starts and warnings, stay.
+        stream: for printed lines, standard output by default; with a progress bar where it is a terminal.
+        ValueError, with no file changed: see `check_log`, and `read` for a damaged record.
         """
         folder = Path(folder)
         check_log(log, folder)
@@ -139,7 +138,7 @@ class Record:
         fallbacks: Sequence[Fallback] = (),
         objects: Mapping[str, Any] | None = None,
     ) -> None:
-        """Note what runs and where, before the first step.  `steps`: optimizer steps of the whole run."""
+        """Write the line `start`, before the first step.  steps: optimizer steps of the whole run."""
         self._steps = steps
         line = self._write(
             "start", versions=versions(), machine=machine(), ranks=ranks, plan=plan, reasons=list(reasons),
@@ -147,7 +146,7 @@ class Record:
             fallbacks=[asdict(one) for one in by_size(fallbacks)],
             **({"objects": objects} if objects else {}),
         )  # fmt: skip
-        self._tell_scalars(lambda log: log.describe(line))
+        self._log_to_scalars(lambda log: log.describe(line))
         self._terminal.begin(self._resumed_step or 0, steps)
 
     def step(
@@ -162,9 +161,9 @@ class Record:
         data_seconds: float,
         memory_bytes: int,
     ) -> None:
-        """Note one optimizer step; every `log.every` steps, and at the last, print a line and log the scalars.
+        """Write the line of one optimizer step; every `log.every` steps, and at the last, print it and log the scalars.
 
-        seconds: wall time of the step, of which data_seconds went into waiting for data.  samples: over all ranks.
+        seconds: the wall time of the step, data_seconds the part of it spent waiting for data.  samples: over all ranks.
         """
         line = self._write(
             "step", step=step, epoch=epoch, loss=loss, lr=lr, samples=samples, seconds=seconds,
@@ -190,7 +189,7 @@ class Record:
         seconds: float,
         text: str,
     ) -> None:
-        """Note an evaluation and print its sentence `text`, as `98.61 % top-1 on 360/360 images, 0 duplicates`."""
+        """Write the line of an evaluation and print its sentence `text`, as `98.61 % top-1 on 360/360 images, 0 duplicates`."""
         line = self._write(
             "evaluation", step=step, epoch=epoch, images=images, of=of, duplicates=duplicates, skipped=skipped,
             loss=loss, metrics=dict(metrics), seconds=seconds,
@@ -198,47 +197,47 @@ class Record:
         self._evaluations.append(line)
         self._summarize()
         self._log_scalars(step, {"val/loss": loss, **{f"val/{name}": value for name, value in metrics.items()}})
-        self._pace.also(seconds)
+        self._pace.add_evaluation(seconds)
         self.say(f"step {step}  ep {epoch:.2f}".removesuffix(".00") + f"  {text}  loss {loss:.4g}")
 
     def checkpoint(self, *, step: int, name: str) -> None:
-        """Note that a checkpoint is whole and current."""
+        """Write that a checkpoint is complete."""
         self._write("checkpoint", step=step, name=name)
 
     def warning(self, text: str) -> None:
-        """Note and print what went wrong without ending the run."""
+        """Write and print a warning."""
         self._write("warning", text=text)
         self.say(f"warning: {text}")
 
     def say(self, text: str) -> None:
-        """Print lines for people; not part of the record."""
+        """Print lines that are not part of the record."""
         self._terminal.say(printable(text))
 
     def end(self, reason: Literal["complete", "interrupted", "failed"], *, step: int, text: str) -> None:
-        """Note how the run ended, and print `text`."""
+        """Write how the run ended, and print `text`."""
         self._write("end", reason=reason, step=step, text=text)
         self.say(text)
 
     @property
     def is_lost(self) -> bool:
-        """Whether more lines wait for room on the disk than memory should hold."""
+        """Whether more than MOST_BYTES of lines wait in memory for a full disk; the run then stops."""
         return self._lines.waiting_bytes > MOST_BYTES
 
     def close(self) -> None:
-        """Give files and terminal back; a second call does nothing."""
+        """Close files and terminal; a second call does nothing."""
         if not self._lines.is_open:
             return
-        self._tell_scalars(lambda log: log.close())
+        self._log_to_scalars(lambda log: log.close())
         self._lines.close()
         self._terminal.close()
 
     @property
     def missing(self) -> str | None:
-        """What the closed record lacks, in words; None where it is whole."""
+        """A sentence on what the closed record lacks; None where it is complete."""
         if self._lines.error is None:
             return None
         what = f"the last {self._lines.waiting_bytes:,} bytes of {self._lines.path}"
-        return f"{in_words(what, self._lines.error, self._folder)}. What they told is lost; free some space there"
+        return f"{in_words(what, self._lines.error, self._folder)}. These lines are lost; free some space there"
 
     def __enter__(self) -> Record:
         return self
@@ -248,11 +247,11 @@ class Record:
 
     def _write(self, kind: str, **values: Any) -> Line:
         line = {"kind": kind, "time": time.time(), **values}
-        self._lines.add(_encoded(line))  # into the kernel: a kill -9 of this process cannot take it back
-        if self._lines.error is not None and not self._told_of_lines:
-            self._told_of_lines = True
-            told = in_words(self._lines.path, self._lines.error, self._folder)
-            self.warning(f"{told}. Its lines wait in memory until they can; free some space there, or see to the disk")
+        self._lines.add(_encoded(line))  # an os.write: a kill -9 of this process does not lose it
+        if self._lines.error is not None and not self._warned_of_lines:
+            self._warned_of_lines = True
+            problem = in_words(self._lines.path, self._lines.error, self._folder)
+            self.warning(f"{problem}. Its lines wait in memory until they can; free some space there, or see to the disk")
         return line
 
     def _summarize(self) -> None:
@@ -260,7 +259,7 @@ class Record:
             self.attempt(SUMMARY, lambda: replace_text(self._folder / SUMMARY, _summary(self._evaluations)))
 
     def _report_interval(self, line: Line, eta: str) -> None:
-        """Print and log what is averaged since the last printed line.  TensorBoard's five calls take 0.13 ms."""
+        """Print and log the averages since the last printed line.  TensorBoard's five scalars take 0.13 ms."""
         images_per_second, data_share = self._pace.interval()
         memory_gib = line["memory_bytes"] / GIB
         self._log_scalars(line["step"], {
@@ -274,12 +273,12 @@ class Record:
         )
 
     def _log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._tell_scalars(lambda log: log.scalars(step, values))
+        self._log_to_scalars(lambda log: log.scalars(step, values))
 
-    def _tell_scalars(self, tell: Callable[[ScalarLog], None]) -> None:
-        """A log that fails is told no more."""
+    def _log_to_scalars(self, write: Callable[[ScalarLog], None]) -> None:
+        """Call `write` with each scalar log; one that fails is dropped."""
         for name, log in list(self._scalars):
-            if self.attempt(name, lambda log=log: (tell(log), True)) is None:  # type: ignore[misc]
+            if self.attempt(name, lambda log=log: (write(log), True)) is None:  # type: ignore[misc]
                 self._scalars.remove((name, log))
 
 
@@ -291,7 +290,7 @@ def _encoded(line: Line) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with numbers that JSON has no word for as text."""
+    """`value` with numbers that are not finite as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -300,14 +299,14 @@ def _finite(value: Any) -> Any:
 
 
 def _decoded(row: bytes) -> Line | None:
-    """The line in a row of the file; None where there is no whole JSON object."""
+    """The line in a row of the file; None where it is no JSON object."""
     try:
         line = json.loads(row)
     except (ValueError, RecursionError):
         return None
     if not isinstance(line, dict):
         return None
-    return _numbers_back(line) if line.get("kind") in ("step", "evaluation") else line  # those two hold no text
+    return _numbers_back(line) if line.get("kind") in ("step", "evaluation") else line  # these two have only numbers
 
 
 def _numbers_back(value: Any) -> Any:
@@ -317,21 +316,21 @@ def _numbers_back(value: Any) -> Any:
 
 
 def _cut_back(folder: Path, resumed_step: int | None) -> list[Line]:
-    """Drop what steps after `resumed_step` wrote, and a torn last line; the lines that stay."""
+    """Delete the lines of steps after `resumed_step`, and an incomplete last line; returns the lines that stay."""
     if not (folder / FILE).exists():
         return []
     last, lines = -1 if resumed_step is None else resumed_step, read(folder)
     try:
-        kept = [line for line in lines if line.get("step", -1) <= last]
-        text = "".join(map(_encoded, kept))
-        _summary([line for line in kept if line.get("kind") == "evaluation"])
+        lines = [line for line in lines if line.get("step", -1) <= last]
+        text = "".join(map(_encoded, lines))
+        _summary([line for line in lines if line.get("kind") == "evaluation"])
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{folder / FILE} holds values that widefield does not write ({type(error).__name__}: {error}); take it from where "
             "it was written, or begin a run of its own with another --run folder"
         ) from None
     replace_text(folder / FILE, text)
-    return kept
+    return lines
 
 
 def _summary(evaluations: Sequence[Line]) -> str:

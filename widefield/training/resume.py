@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how a learner takes it up again."""
+"""The state of a run in a checkpoint, and how a learner loads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from widefield.training.weight_average import weights_of
 
 
 def state_of(learner: Learner) -> dict[str, Any]:
-    """What is one run's, whoever holds it: wholes, where ranks hold parts of them.  Every rank calls it."""
+    """The state that does not depend on the number of ranks, with full tensors.  Every rank calls it."""
     state = {
         "model": dict(learner.model.state_dict()),
         "optimizer": optimizer_state(learner.model, learner.optimizer),
@@ -33,13 +33,16 @@ def state_of(learner: Learner) -> dict[str, Any]:
 
 
 def own_state(learner: Learner) -> dict[str, Any]:
-    """What belongs to this rank alone."""
+    """The state that differs between ranks: random states, the order of images, and the state of compression."""
     hook = hook_state(learner.model)
     return {"random": random_state(), "order": learner.order} | ({"hook": hook} if hook is not None else {})
 
 
 def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str, Any] | None:
-    """Put a checkpoint's state into the learner; this rank's own part of it, for what must come last."""
+    """Load a checkpoint into the learner.  Returns this rank's `own_state`, whose random states the caller loads last.
+
+    It is None where another number of ranks saved.  ValueError: the checkpoint does not fit the model, data or optimizer.
+    """
     state, own = checkpoints.load(found, model=shapes_of(learner.model))
     check_state(state, found, own=own)
     learner.step = _step_after(learner, state["progress"], found.folder)
@@ -55,7 +58,7 @@ def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str
 
 
 def check_state(state: Any, found: Found, *, own: Any = None) -> None:
-    """ValueError where a checkpoint's state is not laid out as `state_of` gives it, or `local` not as `own_state` does."""
+    """ValueError: `state` does not have the structure of `state_of`, or `own` not that of `own_state`."""
     counted = ("step", "samples", "samples_per_epoch", "seed")
     try:
         shapes = {name: list(value.shape) for name, value in state["model"].items()}
@@ -76,7 +79,7 @@ def check_state(state: Any, found: Found, *, own: Any = None) -> None:
 
 
 def _load_average(ema: AveragedModel, saved: dict[str, Any], model: dict[str, Any]) -> None:
-    """The average that was saved; the model, where it was switched on after that checkpoint."""
+    """Load the average that was saved, or, where ema was not used before, the model's weights."""
     average = weights_of(saved)
     ema.module.load_state_dict(parts(ema.module, average or model))
     if average:
@@ -84,7 +87,10 @@ def _load_average(ema: AveragedModel, saved: dict[str, Any], model: dict[str, An
 
 
 def _step_after(learner: Learner, progress: dict[str, Any], source: Path) -> int:
-    """The step to go on with, such that each image of the epoch is still seen once; ValueError where there is none."""
+    """The step to go on with, so that each image of the epoch is seen once.
+
+    ValueError: another seed or dataset size, or a batch size that does not divide the samples seen.
+    """
     steps = learner.steps
     for key, now in (("seed", learner.config.seed), ("samples_per_epoch", steps.samples)):
         if progress[key] != now:

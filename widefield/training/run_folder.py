@@ -1,7 +1,7 @@
-"""The run folder: what lies where, who may write, and the files that belong to no step.
+"""The run folder: which files it has, the lock of the process that trains there, and reading and writing of its files.
 
 config.yaml  plan.yaml  record.jsonl  summary.csv  tensorboard/  checkpoints/  report.html
-weights.safetensors  evaluation.json  mistakes/  samples/ (of labels per pixel)  nan.json (after a loss that was no number)
+model.json  weights.safetensors  evaluation.json  mistakes/  samples/ (of labels per pixel)  nan.json (after a loss of NaN)
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from widefield.trust import check_links
 WEIGHTS = "weights.safetensors"
 MODEL = "model.json"
 OF_VALUES = "(value - mean) / std"
-"""How model.json says that a run's images were floating-point numbers."""
+"""The entry `pixels` of model.json where a run's images were floating-point numbers."""
 _WRITTEN = (
     "config.yaml", "plan.yaml", "record.jsonl", "summary.csv", "tensorboard", "checkpoints", "report.html", WEIGHTS, MODEL,
     "evaluation.json", "mistakes", "samples", "nan.json",
 )  # fmt: skip
-"""What training leaves in its folder."""
+"""The files and folders that training writes."""
 _FURTHER = re.compile(
     r"\.lock|wandb_run_id\.txt|timeline-rank\d+\.json|bench\.(json|csv)|model\.(safetensors|pt|onnx)|.*\.part"
 )
 
 
 def fresh_folder(root: Path = Path("runs")) -> Path:
-    """Make and give the next free numbered folder, `runs/0001`."""
+    """Create the next free numbered folder, as `runs/0001`, and return it."""
     root.mkdir(parents=True, exist_ok=True)
     taken = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit()]
     for number in range(max(taken, default=0) + 1, 10**9):
@@ -60,7 +60,7 @@ def fresh_folder(root: Path = Path("runs")) -> Path:
 
 
 def existing_folder(path: str | Path) -> Path:
-    """`path` as a run folder; ValueError, with the nearest name, where it is none or a link leads out of it."""
+    """`path` as a run folder.  ValueError: it is none, with the nearest name, or a link leads out of it."""
     folder = Path(path)
     if (folder / "config.yaml").is_file():
         check_own(folder)
@@ -71,13 +71,13 @@ def existing_folder(path: str | Path) -> Path:
 
 
 def check_own(folder: Path) -> None:
-    """ValueError where a file or folder of a run is a symbolic link that leads out of the run's folder."""
+    """ValueError: a file or folder of the run is a symbolic link that leads out of the run folder."""
     names = [entry.name for entry in os.scandir(folder)]
     check_links(folder, sorted(name for name in names if name in _WRITTEN or _FURTHER.fullmatch(name)))
 
 
 def claim(folder: Path) -> IO[str]:
-    """Make a run folder of `folder`, or go on with the one it is; see `lock` for what is given back.
+    """Create the run folder, or take the existing one, and lock it; returns the lock, see `lock`.
 
     ValueError: it cannot be written, or training would overwrite files there that are no run's.
     """
@@ -104,20 +104,23 @@ def _check_free(folder: Path) -> None:
 
 
 def check_fresh(folder: Path, *, passed_over: Sequence[str]) -> None:
-    """ValueError where training from the start would overwrite what a run came to; with why its checkpoints are none."""
+    """ValueError: training from the start would overwrite the weights of a run without a usable checkpoint.
+
+    passed_over: why its checkpoints are not usable, for the error.
+    """
     if (folder / WEIGHTS).exists():
-        told = "".join(f"\n  {text}" for text in passed_over)
+        why = "".join(f"\n  {text}" for text in passed_over)
         raise ValueError(
             f"{folder} holds the {WEIGHTS} of a run and no checkpoint to go on from, so training would begin anew and "
             "overwrite them and the record; name another folder with --run, take checkpoints/ from where it is whole, or "
-            f"delete {folder / WEIGHTS}{told}"
+            f"delete {folder / WEIGHTS}{why}"
         )
 
 
 def lock(folder: Path) -> IO[str]:
-    """Keep other processes from training into `folder` while the file given back is open.
+    """Lock `folder` for training while the returned file is open.
 
-    The lock goes with the process, however it dies, also where children of it live on.  ValueError: somebody else trains there.
+    The lock ends with the process, however it dies, even where its children live on.  ValueError: another process has it.
     """
     file = (folder / ".lock").open("a+")
     try:
@@ -137,19 +140,19 @@ def lock(folder: Path) -> IO[str]:
 
 
 _LOCKS: WeakSet[IO[str]] = WeakSet()
-"""A child that a process forks, such as a loader's worker, has the open file too, and a lock lasts while any process has it."""
+"""Forked children, such as a loader's workers, inherit the open file, and a lock lasts while any process has it open."""
 
 
-def _let_go() -> None:
+def _close_locks() -> None:
     for file in list(_LOCKS):
         file.close()  # the parent's stays open, and so does its lock
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def write_config(folder: Path, config: RunConfig, plan: Plan) -> list[str]:
-    """Leave the config and the plan in the folder; what differs from the config that was there, as sentences."""
+    """Write the config and the plan; returns the differences to the config that was there, as texts."""
     path = folder / "config.yaml"
     changed = [] if not path.is_file() else differences(read_config(path, trust=True), config)  # compared, never built
     replace_text(path, to_yaml(config))
@@ -159,7 +162,7 @@ def write_config(folder: Path, config: RunConfig, plan: Plan) -> list[str]:
 
 @dataclass(frozen=True)
 class NoImages:
-    """Stands for a split whose images are not at hand; `shape` is what one of them was, (C, H, W)."""
+    """A split without images, where only a run's metadata is known.  shape: of one of its images, (C, H, W)."""
 
     shape: list[int]
 
@@ -174,8 +177,8 @@ class NoImages:
 
 
 def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[float], std: list[float], name: str) -> None:
-    """Leave what using the model takes beside its weights: classes and of what, image shape (C, H, W), normalization."""
-    told = {
+    """Write model.json: classes, kind of labels, image shape (C, H, W) and normalization, needed to use the weights."""
+    values = {
         "model": name,
         "classes": dataset.classes,
         "image": shape,
@@ -184,19 +187,19 @@ def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[
         "mean": mean,
         "std": std,
     }
-    replace_text(folder / MODEL, json.dumps(told, indent=1) + "\n")
+    replace_text(folder / MODEL, json.dumps(values, indent=1) + "\n")
 
 
 def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
-    """What `write_model` left, as a dataset without images; ValueError where the run never came so far, or it is damaged."""
+    """What `write_model` wrote, as a Dataset without images.  ValueError: the file is missing or damaged."""
     path = folder / name
     if not path.is_file():
         raise ValueError(f"{folder} has no {name}, so its run never began to train; train it first")
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        shape, classes = [int(length) for length in told["image"]], [str(name) for name in told["classes"]]
-        mean, std = ([float(value) for value in told[name]] for name in ("mean", "std"))
-        channels, pixels, floating = shape[0], told.get("labels") == "pixels", told.get("pixels") == OF_VALUES
+        values = json.loads(path.read_text(encoding="utf-8"))
+        shape, classes = [int(length) for length in values["image"]], [str(name) for name in values["classes"]]
+        mean, std = ([float(value) for value in values[name]] for name in ("mean", "std"))
+        channels, pixels, floating = shape[0], values.get("labels") == "pixels", values.get("pixels") == OF_VALUES
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}); take it from where the run was trained"
@@ -206,13 +209,13 @@ def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> Path:
-    """Save a run's weights where `widefield evaluate` and others look for them; the path."""
+    """Save a run's weights in its folder; returns the path."""
     save_weights(folder / WEIGHTS, weights)
     return folder / WEIGHTS
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Save parameters and buffers under the plain model's own names, whole or not at all; equal weights, equal bytes."""
+    """Save parameters and buffers by the plain model's names, atomically; equal weights give equal bytes."""
     beside = path.with_suffix(".part")
     tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     try:
@@ -221,12 +224,12 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
             os.fsync(file.fileno())
         beside.replace(path)
     except Exception:
-        beside.unlink(missing_ok=True)  # what there is of it takes room
+        beside.unlink(missing_ok=True)  # a partial file would take space on a full disk
         raise
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors refuses two names for one memory (tied weights, or a view of another), so each gets a copy of its own."""
+    """Copies of tensors that share memory (tied weights, views), which safetensors refuses."""
     seen: set[int] = set()
     copies = {}
     for name, value in tensors.items():
@@ -237,7 +240,10 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_weights(path: str | Path, model: nn.Module) -> None:
-    """Load a .safetensors file into the plain model; ValueError names what is missing, unknown or of another shape."""
+    """Load a .safetensors file into a model that is not parallelized.
+
+    ValueError: no such file, or names or shapes that are not the model's.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there are no weights at {path}; name a .safetensors file")
@@ -254,7 +260,7 @@ def load_weights(path: str | Path, model: nn.Module) -> None:
 
 
 def check_names(given: dict[str, list[int]], wanted: dict[str, list[int]], source: str) -> None:
-    """ValueError where names or shapes differ, naming the first of each kind."""
+    """ValueError, with the first three differences: names or shapes differ."""
     problems = [
         f"{name} is {given[name]} there and {shape} here"
         for name, shape in wanted.items()
@@ -292,13 +298,13 @@ def write_evaluation(
     images: Images,
     attempt: Callable[[str, Callable[[], Any]], Any] = lambda what, work: work(),
 ) -> None:
-    """Leave an evaluation in the folder with pictures of its worst mistakes or, of labels per pixel, of some images.
+    """Write evaluation.json, with thumbnails of the worst mistakes or, where pixels have labels, of the first images.
 
-    attempt: does what is to be written, by name; what it gives None for is left out.
+    attempt: calls a function that writes, named by the first argument; where it returns None that file is left out.
     """
     pieces = {piece.index: piece for piece in evaluation.pictures}
-    left = ("mistakes", "pieces", "pictures", "channels", "seconds")
-    values = {key: value for key, value in vars(evaluation).items() if key not in left}
+    omitted = ("mistakes", "pieces", "pictures", "channels", "seconds")
+    values = {key: value for key, value in vars(evaluation).items() if key not in omitted}
     values |= {"step": step, "epoch": epoch, "classes": classes, "shown": shown_in_words(evaluation.channels)}
     values["mistakes"] = [
         asdict(_picture(folder, number, mistake, pieces.get(mistake.index), classes, images, attempt))
@@ -317,7 +323,7 @@ def write_evaluation(
 def _picture(
     folder: Path, number: int, mistake: Mistake, piece: Thumbnail | None, classes: list[str], images: Images, attempt: Any
 ) -> Picture:
-    """What the report wants to know of a mistake, its picture in mistakes/; "" where there is none."""
+    """What the report shows of a mistake; its thumbnail is written to mistakes/, and `picture` is "" where there is none."""
     file = folder / f"mistakes/{number:02}.png"
     written = None if piece is None else attempt("the pictures of mistakes", partial(_write_picture, piece, file))
     return Picture(
@@ -337,7 +343,7 @@ def _write_picture(piece: Thumbnail, file: Path) -> Path:
 
 
 def _write_sample(folder: Path, piece: Thumbnail, name: str) -> dict[str, Any]:
-    """Leave the three pictures of an image in samples/; what the report wants to know of them."""
+    """Write the three thumbnails of an image to samples/; returns what the report needs."""
     place = folder / "samples"
     place.mkdir(exist_ok=True)
     files = {kind: f"samples/{piece.index:02}_{kind}.png" for kind in ("image", "truth", "prediction")}
@@ -348,13 +354,13 @@ def _write_sample(folder: Path, piece: Thumbnail, name: str) -> dict[str, Any]:
 
 
 def write_nan(folder: Path, values: dict[str, Any]) -> Path:
-    """Leave which images a loss that is no number came from."""
+    """Write the images of a step whose loss was NaN or infinite; returns the path."""
     replace_text(folder / "nan.json", json.dumps(values, indent=1) + "\n")
     return folder / "nan.json"
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this rank has held: allocated on its GPU, or resident in its process."""
+    """The peak memory of this rank: allocated on its GPU, or resident in its process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -1,4 +1,4 @@
-"""Where do a run's curves go beside its record?  TensorBoard, and Weights & Biases where it is asked for."""
+"""A run's curves in TensorBoard, and in Weights & Biases where the config asks for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RUN_ID = "wandb_run_id.txt"
 
 
 def check_log(log: LogConfig, folder: Path) -> None:
-    """ValueError where the log asks for a package that is not installed, or the folder names no run of it.  Touches no file."""
+    """ValueError: wandb is asked for and not installed, or the folder's W&B run id is invalid.  Changes no file."""
     if log.wandb is None:
         return
     if importlib.util.find_spec("wandb") is None:
@@ -29,20 +29,22 @@ def check_log(log: LogConfig, folder: Path) -> None:
             f"log.wandb={log.wandb} needs the package wandb, which is not installed; "
             "run `pip install 'widefield[wandb]'`, or set log.wandb=null"
         )
-    kept = folder / _RUN_ID
-    told = kept.read_text(encoding="utf-8", errors="replace") if kept.is_file() else None
-    if told is not None and not re.fullmatch(r"[\w-]{1,64}", told):  # it goes into names of files, and may be anybody's
-        raise ValueError(f"{kept} holds no id of a W&B run: {told[:80]!r}; write it there, or delete the file")
+    id_file = folder / _RUN_ID
+    run_id = id_file.read_text(encoding="utf-8", errors="replace") if id_file.is_file() else None
+    if run_id is not None and not re.fullmatch(r"[\w-]{1,64}", run_id):  # not trusted: wandb uses it in file names
+        raise ValueError(f"{id_file} holds no id of a W&B run: {run_id[:80]!r}; write it there, or delete the file")
 
 
 class ScalarLog(Protocol):
+    """A view of the record: `describe` gets its `start` line, `scalars` numbers by name."""
+
     def describe(self, start: Mapping[str, Any]) -> None: ...
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 def scalar_logs(folder: Path, log: LogConfig, resumed_step: int | None) -> dict[str, Callable[[], ScalarLog]]:
-    """What the config asks for, by name: each is called to begin it."""
+    """The logs that the config asks for, by name; call one to open it."""
     logs: dict[str, Callable[[], ScalarLog]] = {}
     if log.wandb is not None:
         logs["Weights & Biases' log"] = partial(_WeightsAndBiases, folder, log.wandb)
@@ -53,19 +55,19 @@ def scalar_logs(folder: Path, log: LogConfig, resumed_step: int | None) -> dict[
 
 
 class _TensorBoard:
-    """Writes events itself: torch's SummaryWriter has a thread for it, whose traceback nobody catches on a full disk."""
+    """Writes events itself: torch's SummaryWriter writes in a thread, whose error on a full disk cannot be caught."""
 
     def __init__(self, folder: Path, purge_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # here: importing it takes a second
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        # the reader takes files in the order of their names, so a run that goes on within a second comes after
+        # TensorBoard reads files in the order of their names: a run that is resumed within a second must come after
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._event, self._file = Event, (folder / name).open("wb")
         self._writer = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        # a session that starts makes the reader forget what a killed run wrote for that step and later ones
+        # a session start makes TensorBoard drop what a killed run wrote for this step and later ones
         self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def describe(self, start: Mapping[str, Any]) -> None: ...
@@ -85,19 +87,19 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """One W&B run per run folder: its id is kept there, so that a resumed run goes on with the same curves."""
+    """One W&B run per run folder: its id is saved there, so that a resumed run continues the same curves."""
 
     def __init__(self, folder: Path, project: str) -> None:
         import wandb
 
-        kept = folder / _RUN_ID
-        if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:12])
+        id_file = folder / _RUN_ID
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:12])
         config = folder / "config.yaml"
         values = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        self._run = wandb.init(project=project, dir=str(folder), id=kept.read_text(), resume="allow")
+        self._run = wandb.init(project=project, dir=str(folder), id=id_file.read_text(), resume="allow")
         self._run.config.update(values, allow_val_change=True)
-        self._run.define_metric("*", step_metric="step")  # W&B's own step only grows, ours goes back on resume
+        self._run.define_metric("*", step_metric="step")  # W&B's own step never decreases, as ours may on resume
 
     def describe(self, start: Mapping[str, Any]) -> None:
         facts = {key: start[key] for key in ("versions", "machine", "ranks", "plan", "parameters")}

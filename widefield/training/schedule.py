@@ -1,7 +1,7 @@
-"""The learning rate at a moment of training, as a pure function of the samples seen.
+"""The learning rate as a pure function of the samples seen.
 
-Counted in samples, so that neither the number of ranks nor accumulation changes it, and a resumed run needs no state.
-Every curve is a factor of the peak learning rate.
+So neither the number of ranks nor accumulation changes it, and a resumed run needs no state.  Every curve is a factor of the
+peak learning rate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Curve = Callable[["Schedule", float, int], float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """`total` samples of training, `warmup` of them rising; `every` samples between drops of `step`."""
+    """A curve and its lengths in samples: `total` of training, `warmup` of them linear, `every` between drops of `step`."""
 
     config: ScheduleConfig
     total: int
@@ -29,7 +29,7 @@ class Schedule:
     curve: Curve
 
     def factor(self, samples: int) -> float:
-        """The learning rate after `samples` samples, as a share of the peak."""
+        """The learning rate after `samples` samples / the peak learning rate.  ValueError: a user's curve gives no factor."""
         if samples < self.warmup:
             start = self.config.warmup_from
             return start + (1 - start) * samples / self.warmup
@@ -44,10 +44,10 @@ class Schedule:
 
 
 def build_schedule(config: ScheduleConfig, *, seen: Callable[[int], int], steps_per_epoch: int) -> Schedule:
-    """The schedule of a config; `seen(step)` is the samples consumed before a step.
+    """The schedule of a config.  seen(step): the samples consumed before a step.
 
-    ValueError: no such curve, a run of nothing, a warm-up longer than the run, `step` without `every`, `onecycle`
-    without a warm-up, a user's own curve that gives no factors.
+    ValueError: no such curve, a run of no steps, a warm-up longer than the run, `step` without `every`, `onecycle` without a
+    warm-up, a user's own curve that gives no factors.
     """
     curve = _curve(config.name)
     length, warmup = config.length.in_steps(steps_per_epoch), config.warmup.in_steps(steps_per_epoch)
@@ -65,7 +65,7 @@ def build_schedule(config: ScheduleConfig, *, seen: Callable[[int], int], steps_
     every = config.every.in_steps(steps_per_epoch) if config.every is not None else length
     schedule = Schedule(config, seen(length), seen(warmup), seen(every), curve)
     for samples in (schedule.warmup, (schedule.warmup + schedule.total) // 2, schedule.total):
-        schedule.factor(samples)  # refused now rather than in mid-run
+        schedule.factor(samples)  # to refuse a user's curve now and not in mid-run
     return schedule
 
 

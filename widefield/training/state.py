@@ -1,6 +1,6 @@
-"""Everything a resumed run needs, as nested dicts of tensors and plain values, and back.
+"""State of the optimizer and of random generators as nested dicts of tensors and plain values, and back.
 
-Optimizer state goes by parameter name, not by number, so that it survives another order of parameter groups.
+Optimizer state is stored by parameter name, not by number, so that it survives another order of parameter groups.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ Nested = dict[str, Any]
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Nested:
-    """`parameters`: state of each parameter by its name; `groups`: counters that some optimizers (timm's Lamb) keep there;
-    `kind`: the optimizer's class.
+    """The state as a dict: `parameters`, by name; `groups`, the counters of groups (timm's Lamb has them); `kind`, the class.
 
-    Hyperparameters are left out: they come from the config.  Tensors are what this rank has of them.
+    Hyperparameters are left out: they come from the config.  Tensors are this rank's shards.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
     known = {"params", "initial_lr", *optimizer.defaults}
     groups = [{key: value for key, value in group.items() if key not in known} for group in optimizer.param_groups]
-    kept = {str(number): group for number, group in enumerate(groups)}
-    return {"kind": type(optimizer).__name__, "parameters": state, "groups": kept}
+    saved = {str(number): group for number, group in enumerate(groups)}
+    return {"kind": type(optimizer).__name__, "parameters": state, "groups": saved}
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Nested) -> None:
-    """Take over what `optimizer_state` gave, its tensors whole: this rank's part of them, on its parameter's device.
+    """Load what `optimizer_state` returned, with full tensors, of which this rank takes its shards.
 
-    ValueError: the state is of another optimizer, or of other parameters.
+    ValueError: the state is of another optimizer class, or of parameters that the model does not have.
     """
     kind = type(optimizer).__name__
     if state["kind"] != kind:
@@ -55,12 +54,12 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
                 key: _like(model, name, parameter, value, shapes[name]) for key, value in values.items()
             }
     groups = list(state["groups"].values())
-    for number, group in enumerate(optimizer.param_groups):  # groups count the same steps, so the last serves further ones
-        group.update({key: _own(value) for key, value in groups[min(number, len(groups) - 1)].items()})
+    for number, group in enumerate(optimizer.param_groups):  # all groups count the same steps: the last serves further ones
+        group.update({key: _copied(value) for key, value in groups[min(number, len(groups) - 1)].items()})
 
 
 def _like(model: nn.Module, name: str, parameter: nn.Parameter, value: Any, shape: list[int]) -> Any:
-    """Momenta live beside their parameter, in parts where it does; a fused optimizer's step counter does too."""
+    """A value of the state on its parameter's device; a tensor of the parameter's shape is sharded as the parameter is."""
     if not isinstance(value, torch.Tensor):
         return value
     if list(value.shape) == shape:
@@ -70,13 +69,13 @@ def _like(model: nn.Module, name: str, parameter: nn.Parameter, value: Any, shap
     return value.to(parameter.device)
 
 
-def _own(value: Any) -> Any:
-    """A copy, since optimizers count in place and each group must count for itself."""
+def _copied(value: Any) -> Any:
+    """A copy, since optimizers count in place and two groups may get the same tensor."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def random_state() -> Nested:
-    """Where Python's, NumPy's and torch's random numbers stand on this rank."""
+    """The states of Python's, NumPy's and torch's global generators on this rank."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: Nested = {
@@ -90,7 +89,7 @@ def random_state() -> Nested:
 
 
 def load_random_state(state: Nested) -> None:
-    """Go on where `random_state` stood; ValueError where it never stood so."""
+    """Load what `random_state` returned.  ValueError: it is no state of these generators."""
     try:
         python, numpy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
@@ -106,12 +105,12 @@ def load_random_state(state: Nested) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Start Python's, NumPy's and torch's random numbers from `seed`."""
+    """Seed Python's, NumPy's and torch's global generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
-    """Name and whole shape of every parameter and buffer: what a checkpoint must match."""
+    """The name and full shape of every parameter and buffer, which a checkpoint must have."""
     return sharded_state.shapes(model)

@@ -1,4 +1,4 @@
-"""Tiles in time in a run: the model runs what this rank holds of an image tile after tile, as the plan says."""
+"""Tiles in time in a run: the model runs this rank's images, or its tiles in space of them, tile after tile."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from widefield.training.loop import Learner
 
 
 def stream_as(asked: StreamConfig, model: nn.Module, *, compiles: bool) -> None:
-    """Make `model` run tile after tile; it stays the same object.
-
-    compiles: whether the whole model is to be compiled, which is refused (ValueError).
-    """
+    """Make `model` run tile after tile, in place.  ValueError: `compiles`, the whole model is to be compiled too."""
     if compiles:
         raise ValueError(
             "model.compile=true compiles the model as a whole, and with stream it runs tile after tile; set "
@@ -24,9 +21,9 @@ def stream_as(asked: StreamConfig, model: nn.Module, *, compiles: bool) -> None:
 
 
 def look_ahead(learner: Learner) -> list[str]:
-    """What the stream chooses for the images of a pass, and why; found by arithmetic, so that it is told before the first step.
+    """The reasons of what the stream chooses for the images of a pass, planned before the first step; [] without a stream.
 
-    None for a model that is not streamed.  NotImplementedError: something in the model cannot run tile after tile.
+    NotImplementedError: an operation of the model cannot run tile after tile.
     """
     if learner.mesh.plan.stream is None:
         return []
@@ -36,7 +33,7 @@ def look_ahead(learner: Learner) -> list[str]:
 
 
 def check_tiles(asked: StreamConfig | None, batch: Batch) -> None:
-    """ValueError where tiles are asked for of another number of dims than images have."""
+    """ValueError: stream.tiles has another number of dims than images have."""
     pixels = batch.image.shape[2:]
     if asked is not None and asked.tiles is not None and len(asked.tiles) != len(pixels):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""How do the tensors of a checkpoint lie on the disk?  In safetensors files with an index in JSON: reading them runs nothing.
+"""The tensors of a checkpoint: safetensors files and an index in JSON.  Reading them runs no code.
 
-    tensors_R.safetensors   the tensors that rank R wrote, each whole
-    tensors.json            of every tensor its file, dtype and shape
+    tensors_R.safetensors   the full tensors that rank R wrote
+    tensors.json            file, dtype and shape of every tensor
 
-Any reader of safetensors opens the files.  Complex numbers lie in them as pairs, in a last dim of 2: the format knows no
+Any reader of safetensors opens the files.  Complex numbers are stored as pairs, in a last dim of 2, since the format has no
 complex128.
 """
 
@@ -37,8 +37,8 @@ Entry = dict[str, Any]
 """`file`, `dtype` and `shape` of a tensor."""
 
 
-class NotOurs(ValueError):
-    """What was read is not what this file writes; the text says in what."""
+class FormatError(ValueError):
+    """A file or index that was not written by this module; the text says why."""
 
 
 def file_of(rank: int) -> str:
@@ -46,24 +46,24 @@ def file_of(rank: int) -> str:
 
 
 def check(tensors: Mapping[str, Tensor]) -> None:
-    """ValueError names the first tensor of a dtype that no file can hold."""
+    """ValueError: a tensor of a dtype that the files cannot have."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _STORED and tensor.dtype not in _PAIRS:
             raise ValueError(f"a checkpoint cannot hold {name}, a tensor of {tensor.dtype}; give it as {', '.join(_DTYPES)}")
 
 
-def dealt(held: Sequence[Mapping[str, int]]) -> list[list[str]]:
-    """Which tensors each rank writes: of the ranks that hold one, the one with the fewest bytes so far, large tensors first.
+def assign_writers(sizes_of_ranks: Sequence[Mapping[str, int]]) -> list[list[str]]:
+    """The names of the tensors that each rank writes: large ones first, each by the rank with the fewest bytes that has it.
 
-    held: of each rank, the bytes of its tensors by name.
+    sizes_of_ranks: for each rank, the bytes of its tensors by name.
 
-    >>> dealt([{"a": 4, "b": 2, "c": 1}, {"a": 4, "b": 2}])
+    >>> assign_writers([{"a": 4, "b": 2, "c": 1}, {"a": 4, "b": 2}])
     [['a', 'c'], ['b']]
     """
-    sizes = {name: size for of_rank in held for name, size in of_rank.items()}
-    loads, names = [0] * len(held), [list[str]() for _ in held]
+    sizes = {name: size for of_rank in sizes_of_ranks for name, size in of_rank.items()}
+    loads, names = [0] * len(sizes_of_ranks), [list[str]() for _ in sizes_of_ranks]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = min((rank for rank, of_rank in enumerate(held) if name in of_rank), key=loads.__getitem__)
+        rank = min((rank for rank, of_rank in enumerate(sizes_of_ranks) if name in of_rank), key=loads.__getitem__)
         loads[rank] += sizes[name]
         names[rank].append(name)
     return names
@@ -73,13 +73,13 @@ def dealt(held: Sequence[Mapping[str, int]]) -> list[list[str]]:
 
 
 def write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """Write a rank's tensors, all in the CPU's memory, into its file; their entries in the index.  No file where there is none.
+    """Write a rank's tensors, on the CPU, into its file, if there are any; returns their entries in the index.
 
-    By hand and not by safetensors.torch.save_file, which holds Python's lock while it writes, so that training would wait.
+    Not by safetensors.torch.save_file, which holds the GIL while it writes, so that training would wait.
     """
     if not tensors:
         return {}
-    # Large elements first: then each tensor begins at a multiple of its element's size, as readers that map the file want it.
+    # Large elements first: then each tensor begins at a multiple of its element size, as readers that map the file require.
     names = sorted(tensors, key=lambda name: (-_plain(tensors[name]).element_size(), name))
     header, at = {}, 0
     for name in names:
@@ -113,28 +113,28 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def files_in(folder: Path) -> set[str]:
-    """The files that the index names; NotOurs where it is none of ours, OSError where it cannot be read."""
+    """The files that the index names.  FormatError: it is not an index of this module; OSError: it cannot be read."""
     return {entry["file"] for entry in _index(folder).values()}
 
 
 def read(folder: Path, strides: Mapping[str, list[int] | None]) -> dict[str, Tensor]:
-    """The tensors named, whole, in memory of their own.
+    """The tensors named by `strides`, in memory of their own.
 
-    strides: of each tensor that is to lie in another order of memory than the plain one.
-    NotOurs: the index or a file holds something else than `write` leaves.  OSError: a file cannot be read.
+    strides: for each tensor to read, the strides that it gets; None: contiguous.
+    FormatError: the index or a file holds something else than `write` leaves.  OSError: a file cannot be read.
     """
     index, tensors = _index(folder), {}
     missing = next((name for name in strides if name not in index), None)
     if missing is not None:
-        raise NotOurs(f"{INDEX} has no tensor {missing!r}")
+        raise FormatError(f"{INDEX} has no tensor {missing!r}")
     for file in sorted({index[name]["file"] for name in strides}):
         wanted = {name: stride for name, stride in strides.items() if index[name]["file"] == file}
         try:
             with safe_open(inside(folder, file), framework="pt") as opened:
                 for name, stride in wanted.items():
-                    tensors[name] = _taken(opened.get_tensor(name), index[name], stride)
+                    tensors[name] = _checked_copy(opened.get_tensor(name), index[name], stride)
         except (SafetensorError, RuntimeError, TypeError) as error:
-            raise NotOurs(f"{file}: {error}") from None
+            raise FormatError(f"{file}: {error}") from None
     return tensors
 
 
@@ -142,28 +142,28 @@ def _index(folder: Path) -> dict[str, Entry]:
     try:
         index = json.loads((folder / INDEX).read_text(encoding="ascii"))
     except (ValueError, RecursionError) as error:
-        raise NotOurs(f"{INDEX} is no JSON ({error})") from None
+        raise FormatError(f"{INDEX} is no JSON ({error})") from None
     if not isinstance(index, dict):
-        raise NotOurs(f"{INDEX} holds a {type(index).__name__}")
+        raise FormatError(f"{INDEX} holds a {type(index).__name__}")
     for name, entry in index.items():
         match entry:
             case {"file": str(file), "dtype": str(dtype), "shape": [*shape]} if len(entry) == 3:
                 if _FILE.fullmatch(file) and dtype in _DTYPES and all(type(length) is int and length >= 0 for length in shape):
                     continue
-        raise NotOurs(f"{INDEX} says of {name!r}: {str(entry)[:100]}")
+        raise FormatError(f"{INDEX} says of {name!r}: {str(entry)[:100]}")
     return index
 
 
-def _taken(stored: Tensor, entry: Entry, stride: list[int] | None) -> Tensor:
-    """A copy of what lies in a file, in its own dtype and order of memory."""
+def _checked_copy(stored: Tensor, entry: Entry, stride: list[int] | None) -> Tensor:
+    """A copy of a stored tensor, with the dtype of the index and the given strides; FormatError where these do not fit."""
     dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
     pairs = dtype in _PAIRS
     if stored.dtype != _PAIRS.get(dtype, dtype) or list(stored.shape) != [*shape, *[2] * pairs]:
-        raise NotOurs(f"a tensor is {list(stored.shape)} of {stored.dtype} there, and {INDEX} says {shape} of {dtype}")
+        raise FormatError(f"a tensor is {list(stored.shape)} of {stored.dtype} there, and {INDEX} says {shape} of {dtype}")
     whole = torch.view_as_complex(stored) if pairs else stored
     if stride is None:
         return whole.clone(memory_format=torch.contiguous_format)
-    laid = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    if not is_dense(laid):
-        raise NotOurs(f"a tensor of {shape} cannot lie in memory by {stride}")
-    return torch.empty_like(laid, device="cpu").copy_(whole)
+    layout = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    if not is_dense(layout):
+        raise FormatError(f"a tensor of {shape} cannot lie in memory by {stride}")
+    return torch.empty_like(layout, device="cpu").copy_(whole)

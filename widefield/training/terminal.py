@@ -1,4 +1,4 @@
-"""What do people see while a run trains?  Dense lines, and a progress bar where they sit at a terminal.
+"""What a run prints: dense lines, and a progress bar on a terminal.
 
 On a file or a pipe, as under Slurm, there are plain lines without control characters.
 """
@@ -18,7 +18,7 @@ GIB, MIB = 2**30, 2**20
 
 
 class Terminal(Protocol):
-    """Where lines for people go.  `begin` comes before the first `advance`, `say` may come at any time."""
+    """Prints lines and progress.  `begin` is called before the first `advance`, `say` at any time."""
 
     def begin(self, done: int, steps: int) -> None: ...
     def advance(self, step: int, loss: float, images_per_second: float, eta: str) -> None: ...
@@ -33,8 +33,8 @@ def terminal(stream: TextIO) -> Terminal:
 
 
 @contextmanager
-def heard(stream: TextIO) -> Iterator[None]:
-    """Inside, what is written to a stream that takes no more (a full disk, a reader who left) goes nowhere, from then on."""
+def ignoring_closed(stream: TextIO) -> Iterator[None]:
+    """Inside, if writing to `stream` fails (a full disk, a closed pipe), redirect it to /dev/null from then on."""
     try:
         yield
     except OSError:
@@ -53,8 +53,8 @@ class _PlainTerminal:
     def advance(self, step: int, loss: float, images_per_second: float, eta: str) -> None: ...
 
     def say(self, text: str) -> None:
-        encoding = self._stream.encoding or "utf-8"  # under LANG=C it is ASCII, and a path may not be
-        with heard(self._stream):
+        encoding = self._stream.encoding or "utf-8"  # ASCII under LANG=C, and paths may have other characters
+        with ignoring_closed(self._stream):
             self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
             self._stream.flush()
 
@@ -62,9 +62,9 @@ class _PlainTerminal:
 
 
 class _Bar:
-    """A progress bar at the foot of a terminal, lines above it.
+    """A progress bar at the bottom of a terminal, with lines above it.
 
-    Redrawn by `advance`, never by a thread: a worker forked while such a thread holds its lock would hang when it prints.
+    Redrawn by `advance` and not by a thread: a worker forked while the thread holds its lock would hang when it prints.
     """
 
     REDRAW_SECONDS = 0.1
@@ -91,12 +91,12 @@ class _Bar:
         self._progress.update(self._task, completed=step, facts=facts)
         now = time.monotonic()
         if now - self._drawn >= self.REDRAW_SECONDS:
-            with heard(self._stream):
+            with ignoring_closed(self._stream):
                 self._progress.refresh()
             self._drawn = now
 
     def say(self, text: str) -> None:
-        with heard(self._stream):
+        with ignoring_closed(self._stream):
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -105,14 +105,14 @@ class _Bar:
 
 @dataclass
 class Throughput:
-    """Throughput and time left, from the steps this process has done.
+    """Throughput and time left, from the steps of this process.
 
-    Its first step pays for warm-up (allocation, the search for kernels, compilation), often many times a usual step, so
-    that it counts only as long as there is no other.
+    The first step includes warm-up (allocation, the search for kernels, compilation), so it counts only until there is a
+    second.
     """
 
     images_per_second: float = math.nan
-    """Over the last interval, or over the steps so far in the first one."""
+    """Of the last interval; in the first interval, of the steps so far."""
     _seen: int = 0
     _spent: float = 0.0
     _samples: int = 0
@@ -130,12 +130,12 @@ class Throughput:
         if math.isnan(self.images_per_second) or self._seen == 2:
             self.images_per_second = self._samples / max(self._seconds, 1e-9)
 
-    def also(self, seconds: float) -> None:
-        """Time that went into evaluation, which comes again as the run goes on."""
+    def add_evaluation(self, seconds: float) -> None:
+        """Add the time of an evaluation, since there will be further ones."""
         self._spent += seconds if self._seen > 1 else 0.0
 
     def seconds_left(self, steps: int) -> float | None:
-        """For so many steps more; None while only the first step is known."""
+        """The time of `steps` more steps; None after the first step only."""
         return steps * self._spent / (self._seen - 1) if self._seen > 1 else None
 
     def interval(self) -> tuple[float, float]:
@@ -147,7 +147,7 @@ class Throughput:
 
 
 def clock_text(seconds: float | None) -> str:
-    """`0:23`, `1:02:03`, `2d 03:04`; `-:--` where it is not known."""
+    """`0:23`, `1:02:03`, `2d 03:04`; `-:--` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "-:--"
     minutes, second = divmod(round(seconds), 60)

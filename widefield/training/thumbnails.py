@@ -1,10 +1,10 @@
-"""What does a network see of an image, small enough to show?  Thinned pictures that ranks make of their windows.
+"""Thumbnails of images, labels and predictions, which ranks make of their windows.
 
-A picture with labels keeps every s-th row and column of the whole, counted from its corner; a small one of an image alone keeps
-blocks of s rows and columns, each by its mean.  So what a window shows of it depends on where the window lies and on nothing
-beside it, and pieces of several ranks put together are the picture of the whole.
+A thumbnail with labels has every s-th row and column of the image, counted from its corner; a small one without labels has the
+means of blocks of s rows and columns.  So a rank's part depends only on its window, and the parts of several ranks, joined, are
+the thumbnail of the whole image.
 
-A picture has one channel, grey, or three, red, green and blue.  Its memory does not grow with the image.
+A thumbnail has one channel, grey, or three, red, green and blue.  Its size does not grow with the image.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from widefield.data.batch import Batch
 from widefield.geometry import Interval
 
 SHOWN = 4
-"""So many images of the evaluation split are pictured with their labels, the first ones, so that evaluations show the same."""
+"""How many images of the evaluation split get a thumbnail with labels: always the first ones, so evaluations compare."""
 LONGEST_PX = 700
 SMALL_PX = 160
 SAMPLED = 8
-"""So many rows and columns of a block count in its mean."""
+"""The most rows and columns of a block that its mean samples."""
 
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """What one rank holds of image `index`, thinned: `image` (1 or 3, h, w) uint8.
+    """One rank's part of the thumbnail of image number `index`, or all of it.
 
-    `truth` and `prediction` (h, w) are class numbers, empty where the image has one class.
-    `top` and `left` place it in the picture of the whole, which is `shape` (h, w); the whole has `size` (H, W) pixels.
-    `right` of the `counted` pixels of the window, before thinning, were answered right.
+    image: (1 or 3, h, w) uint8.  truth, prediction: (h, w) class numbers; empty where the image has one class.
+    top, left: its place in the whole thumbnail, which has `shape` (h, w); the image has `size` (H, W) pixels.
+    counted: pixels of the window, not of the thumbnail, that have a label; right: those predicted right.
     """
 
     index: int
@@ -49,12 +49,12 @@ class Thumbnail:
 
 
 def channels_shown(image_CHW: Tensor) -> Tensor:
-    """The first three channels, or the first alone where there are fewer."""
+    """The first three channels; the first one where there are fewer."""
     return image_CHW[: 3 if len(image_CHW) >= 3 else 1]
 
 
 def as_bytes(image: Tensor, shown: tuple[float, float]) -> Tensor:
-    """An image as uint8: itself, or floating-point numbers of which `shown` become 0 and 255."""
+    """An image as uint8; of a floating-point image, the values `shown` become 0 and 255."""
     if not image.is_floating_point():
         return image
     low, high = shown
@@ -63,7 +63,7 @@ def as_bytes(image: Tensor, shown: tuple[float, float]) -> Tensor:
 
 
 def shown_in_words(channels: int) -> str | None:
-    """Which channels a picture shows; None where these are all of an image's.
+    """Which channels of an image a thumbnail shows; None where it shows all.
 
     >>> shown_in_words(5)
     'channels 1, 2 and 3 of 5, as red, green and blue'
@@ -76,8 +76,8 @@ def shown_in_words(channels: int) -> str | None:
 
 
 def thumbnails_of(batch: Batch, answers: Tensor, target: Tensor, *, ignore: int) -> list[Thumbnail]:
-    """Pieces of those images of a batch that are shown; (B, H, W) `answers` and `target` as this rank holds them."""
-    if target.ndim != 3:  # volumes have no picture
+    """This rank's parts of the thumbnails of a batch's images among the first SHOWN; answers, target: its (B, H, W) windows."""
+    if target.ndim != 3:  # volumes have none
         return []
     size, window = _place(batch)
     return [
@@ -90,7 +90,7 @@ def thumbnails_of(batch: Batch, answers: Tensor, target: Tensor, *, ignore: int)
 
 
 def _place(batch: Batch) -> tuple[tuple[int, int], tuple[Interval, ...]]:
-    """Pixels of the whole images, and this rank's window of them."""
+    """The (H, W) of the whole images, and this rank's window of them."""
     height, width = batch.shape[-2:]
     return (height, width), batch.window or (Interval(0, height), Interval(0, width))
 
@@ -116,8 +116,8 @@ def _labelled(
     )
 
 
-def small_piece_of(batch: Batch, row: int) -> Thumbnail | None:
-    """What this rank holds of one image of a batch, for a picture SMALL_PX long at most; None of a volume."""
+def small_thumbnail_of(batch: Batch, row: int) -> Thumbnail | None:
+    """This rank's part of the thumbnail, up to SMALL_PX long, of one image of a batch; None of a volume."""
     if batch.image.ndim != 4:
         return None
     size, window = _place(batch)
@@ -133,7 +133,7 @@ def small_piece_of(batch: Batch, row: int) -> Thumbnail | None:
 
 
 def _means(image_CHW: Tensor, side: int) -> Tensor:
-    """Means of blocks of `side` rows and columns, what there is of the last ones too."""
+    """The means of blocks of `side` rows and columns; the last ones may be smaller."""
     if image_CHW.numel() == 0:
         return image_CHW.new_zeros(len(image_CHW), *(-(-length // side) for length in image_CHW.shape[1:]))
     if side == 1:
@@ -142,8 +142,8 @@ def _means(image_CHW: Tensor, side: int) -> Tensor:
     return means.round().clamp(0, 255).to(torch.uint8)
 
 
-def put_together(pieces: Sequence[Thumbnail]) -> list[Thumbnail]:
-    """One whole Thumbnail for each image, in their order; an image of which a rank's part is missing is left out."""
+def join_thumbnails(pieces: Sequence[Thumbnail]) -> list[Thumbnail]:
+    """The whole Thumbnail of each image, by image number; images with a missing part are left out."""
     wholes = []
     for index in sorted({piece.index for piece in pieces}):
         parts = [piece for piece in pieces if piece.index == index]

@@ -1,4 +1,4 @@
-"""The loop and what happens around it: steps, evaluations, saves, and how a run ends."""
+"""The training loop: steps, evaluations, saves, and the end of a run."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ from widefield.training.weight_average import follow_buffers
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, on every rank; `status` is for the shell, 0 where all is well.
+    """How a run ended, on every rank.
 
-    `evaluation`: the last that was made now; None where the run was complete before, or stopped before the first.
+    status: the exit status, 0 where all is well.  run: the run folder.
+    evaluation: the last one of this call; None where the run was complete before, or stopped before the first evaluation.
     """
 
     reason: Literal["complete", "interrupted"]
@@ -44,12 +45,11 @@ class Outcome:
     status: int
     evaluation: Evaluation | None
     run: Path
-    """The run folder."""
 
 
 @dataclass
 class Trainer:
-    """The loop and what happens around it."""
+    """The training loop.  record: on rank 0 only.  last: the run's last step.  warnings: those of the thread that saves."""
 
     config: RunConfig
     folder: Path
@@ -68,15 +68,15 @@ class Trainer:
     def mesh(self) -> Mesh:
         return self.learner.mesh
 
-    def tell(self, passes: Passes, interrupt: Interrupt) -> Outcome:
-        """Train to the last step or until somebody asks to stop."""
+    def fit(self, passes: Passes, interrupt: Interrupt) -> Outcome:
+        """Train to the last step, or until a signal or a full disk asks to stop."""
         learner, config, stopped = self.learner, self.config, False
         evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
         while learner.step < self.last and not stopped:
             stopped = self.step(passes, stop=interrupt.asked or (self.record is not None and self.record.is_lost))
             due = learner.step == self.last
             if learner.step % learner.steps.per_epoch == 0 and config.batch_norm == "averaged":
-                self._agree_on_buffers()
+                self._synchronize_buffers()
             if due or (learner.step % evaluate_every == 0 and not stopped):
                 self._evaluate()
                 passes.skip_lap()
@@ -88,19 +88,19 @@ class Trainer:
         return self._end(interrupt, complete=learner.step >= self.last)
 
     def step(self, passes: Passes, *, stop: bool) -> bool:
-        """One optimizer step and its line in the record; whether any rank asked to stop."""
+        """One optimizer step and its line in the record; returns whether any rank asked to stop."""
         learner = self.learner
         lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
         loss, stopped = learner.learn(passes.next(), stop=stop)
-        self._note(loss, lr, samples, passes)
+        self._record_step(loss, lr, samples, passes)
         return stopped
 
     def _steps(self, duration: Duration) -> int:
         return duration.in_steps(self.learner.steps.per_epoch)
 
-    def _note(self, loss: float, lr: float, samples: int, passes: Passes) -> None:
+    def _record_step(self, loss: float, lr: float, samples: int, passes: Passes) -> None:
         times = passes.lap()
-        self._pass_on()
+        self._record_saves()
         if self.record is not None:
             self.record.step(
                 step=self.learner.step,
@@ -113,8 +113,8 @@ class Trainer:
                 memory_bytes=peak_memory_bytes(self.mesh.device),
             )
 
-    def _pass_on(self) -> None:
-        """Put into the record what the thread that writes checkpoints has to say."""
+    def _record_saves(self) -> None:
+        """Write the warnings of the thread that saves, and a completed save, into the record."""
         if self.record is None or self.checkpoints.busy:
             return
         while self.warnings:
@@ -124,13 +124,13 @@ class Trainer:
         self.saving = None
 
     @property
-    def _answering(self) -> nn.Module:
+    def _evaluated_model(self) -> nn.Module:
         """The model that is evaluated and exported: the moving average where there is one."""
         return self.learner.model if self.learner.ema is None else self.learner.ema.module
 
     def _evaluate(self) -> None:
-        self._agree_on_buffers()
-        self.evaluation, self.evaluated_step = evaluate_parts(self.parts, self._answering), self.learner.step
+        self._synchronize_buffers()
+        self.evaluation, self.evaluated_step = evaluate_parts(self.parts, self._evaluated_model), self.learner.step
         if self.record is not None:
             self._write_evaluation(self.evaluation, self.record)
 
@@ -158,8 +158,8 @@ class Trainer:
             attempt=record.attempt,
         )
 
-    def _agree_on_buffers(self) -> None:
-        """Where batch normalization is not synchronized, make its running statistics equal on all ranks, the average's too."""
+    def _synchronize_buffers(self) -> None:
+        """Where BatchNorm is not synchronized, make its running statistics equal on all ranks, also those of the average."""
         learner = self.learner
         if self.config.batch_norm == "averaged":
             average_running_statistics(learner.model, self.mesh)
@@ -169,11 +169,11 @@ class Trainer:
             follow_buffers(learner.ema, learner.model)
 
     def _save(self, *, wait: bool) -> None:
-        """Save all that a resumed run needs; in the background unless the run is about to end."""
+        """Save a checkpoint; wait: until it is written."""
         learner = self.learner
         self.checkpoints.wait()
-        self._pass_on()  # on the save before this one
-        self._agree_on_buffers()
+        self._record_saves()  # that of the save before this one
+        self._synchronize_buffers()
         self._report_skipped()
         if not learner.is_finite():
             raise AgreedError(
@@ -182,7 +182,7 @@ class Trainer:
             )
         self.checkpoints.save(state_of(learner), self._about(), own=own_state(learner), wait=wait)
         self.saving = learner.step
-        self._pass_on()
+        self._record_saves()
 
     def _about(self) -> About:
         learner, evaluation = self.learner, self.evaluation if self.evaluated_step == self.learner.step else None
@@ -199,22 +199,22 @@ class Trainer:
         )
 
     def _report_skipped(self) -> None:
-        """Tell about unreadable images that any rank left out since the last time."""
+        """Warn of the unreadable images that ranks left out since the last call."""
         names = sorted(name for part in self.mesh.gather_objects(self.learner.skipped) for name in part)
         self.learner.skipped.clear()
         if names and self.record is not None:
             self.record.warning(f"{len(names)} unreadable images were left out of training: {', '.join(names[:20])}")
 
     def _end(self, interrupt: Interrupt, *, complete: bool) -> Outcome:
-        """Leave weights behind, and say how it went."""
+        """Write the weights and the end of the record."""
         learner = self.learner
         self.checkpoints.wait()
-        self._pass_on()
+        self._record_saves()
         status = 1 if self.checkpoints.failure is not None else 0
-        if not complete and self.mesh.world.launcher != "torchrun":  # elastic takes any other status for a crash
+        if not complete and self.mesh.world.launcher != "torchrun":  # torchrun takes any status but 0 for a crash
             status = 128 + (interrupt.signal or signal.SIGTERM)
-        weights = gather_full_on_main(self._answering, self.mesh, dict(self._answering.state_dict()))
-        self.mesh.together(lambda: self._leave(weights) if self.record is not None else None)
+        weights = gather_full_on_main(self._evaluated_model, self.mesh, dict(self._evaluated_model.state_dict()))
+        self.mesh.together(lambda: self._write_weights(weights) if self.record is not None else None)
         if self.record is not None:
             at = f"step {learner.step} of {self.last}"
             text = "trained to the end" if complete else f"stopped at {at}; the same command goes on from there"
@@ -224,22 +224,22 @@ class Trainer:
             status = self._close(self.record) or status
         return Outcome("complete" if complete else "interrupted", learner.step, status, self.evaluation, self.folder)
 
-    def _leave(self, weights: dict) -> None:
-        """Write the run's weights; ValueError, in words, where the disk refuses them."""
+    def _write_weights(self, weights: dict) -> None:
+        """Write the run's weights.  ValueError: the disk refuses them."""
         try:
             write_weights(self.folder, weights)
         except Exception as error:
             saved = self.checkpoints.failure is None
             where = "The last checkpoint has them" if saved else "The last checkpoint was not saved either; older ones stand"
             needed = sum(value.nbytes for value in weights.values())
-            told = disk.in_words(self.folder / WEIGHTS, error, self.folder)
+            problem = disk.in_words(self.folder / WEIGHTS, error, self.folder)
             raise ValueError(
-                f"{told}, and the weights take {needed:,}. {where}: free some space there and give the same command again"
+                f"{problem}, and the weights take {needed:,}. {where}: free some space there and give the same command again"
             ) from None
 
     @staticmethod
     def _close(record: Record) -> int:
-        """Close the record; the status of a run whose record lacks something."""
+        """Close the record; returns 1 where it is incomplete, else 0."""
         record.close()
         if record.missing is None:
             return 0
@@ -247,7 +247,7 @@ class Trainer:
         return 1
 
     def fail(self, error: Exception | str) -> None:
-        """Write down why the run ends here: an error of this rank, one that all raise, or words on another rank."""
+        """Write into the record why the run ends: an error of this rank or of all, or a text on that of another rank."""
         if self.record is None:
             return
         known = isinstance(error, str | AgreedError | PeerFailedError)
@@ -274,5 +274,5 @@ def evaluate_parts(parts: Parts, model: nn.Module) -> Evaluation:
         mesh=parts.mesh,
         samples=len(parts.dataset.evaluate),
         together=together,
-        further=parts.metrics,
+        extra_metrics=parts.metrics,
     )

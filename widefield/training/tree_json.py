@@ -1,8 +1,8 @@
-"""How does a nested dict of tensors and plain values become one JSON text and named tensors, and itself again?
+"""Nested dicts of tensors and plain values as one JSON text and named tensors, and back.
 
-JSON because reading it can run nothing, and because a person can read it.  What JSON has no word for is a dict of one key
-that begins with `$`: {"$tensor": name}, {"$tuple": [...]}, {"$float": bits} for nan and the infinities, and
-{"$dict": [[key, value], ...]} for a dict with a key that is no text, or that begins with `$` itself.
+Reading JSON cannot run code.  What JSON does not have is a dict of one key that begins with `$`: {"$tensor": ...},
+{"$tuple": [...]}, {"$float": bits} for nan and the infinities, and {"$dict": [[key, value], ...]} for a dict with a key that is
+no text, or that begins with `$` itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from widefield.sharded_state import RemoteTensor
 
 
-def take_apart(value: Any, *, name: str = "", taken: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
-    """The JSON of `value`, and its tensors by name: the keys that lead to one, joined by dots, after `name`.
+def to_json(value: Any, *, name: str = "", taken: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
+    """The JSON of `value`, and its tensors by name: `name` and the keys that lead to a tensor, joined by dots.
 
-    taken: names that others have; a name that is taken, or comes twice, gets a `~`.
-    A RemoteTensor has a name in the JSON and no tensor, for another rank has that.
-    Dicts come back as dict, lists as list, tuples (named ones too) as tuple; every float comes back bit for bit.
-    ValueError where a leaf is neither a plain tensor, int, float, str, bool nor None.
+    taken: names in use elsewhere; a name that is in use gets a `~`.
+    A RemoteTensor has a name in the JSON and no tensor here, since another rank has it.
+    `from_json` returns dicts as dict, lists as list, tuples (named ones too) as tuple, and every float bit for bit.
+    ValueError: a leaf that is no plain tensor, int, float, str, bool or None.
     """
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_encode(value, name, tensors, taken or {}), allow_nan=False)
@@ -33,7 +33,7 @@ def take_apart(value: Any, *, name: str = "", taken: Mapping[str, Tensor] | None
 
 
 def tensors_in(text: str) -> dict[str, list[int] | None]:
-    """The names of the tensors that a JSON text asks for, and the strides of those that are not contiguous."""
+    """The tensors that a JSON text refers to, by name, with the strides of those that are not contiguous, else None."""
     found: dict[str, list[int] | None] = {}
 
     def note(read: dict[str, Any]) -> dict[str, Any]:
@@ -45,8 +45,8 @@ def tensors_in(text: str) -> dict[str, list[int] | None]:
     return found
 
 
-def put_together(text: str, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `take_apart` took apart; `tensors` may hold more than the text asks for."""
+def from_json(text: str, tensors: Mapping[str, Tensor]) -> Any:
+    """The value from which `to_json` made the text.  tensors: by name; there may be more than the text refers to."""
     return _decode(json.loads(text), tensors)
 
 
@@ -79,7 +79,7 @@ def _name_tensor(value: Tensor, path: str, tensors: dict[str, Tensor], taken: Ma
     while path in tensors or path in taken:
         path += "~"
     tensors[path] = value.detach()
-    # The order of memory (channels_last) is kept: elementwise kernels may round otherwise on another one.
+    # Strides (channels_last) are kept: elementwise kernels may round differently with others.
     stride = torch.empty_like(value, device="meta").stride()
     return {"name": path} if value.is_contiguous() else {"name": path, "stride": list(stride)}
 

@@ -1,7 +1,7 @@
-"""LARS and LAMB where ranks hold parts: how far a tensor steps depends on norms of the whole, whoever holds it.
+"""LARS and LAMB for sharded weights: their steps depend on norms of full tensors.
 
-timm's classes take norms of the tensors that they are given.  Where these are parts, they get the steps below, with timm's
-arguments, state and arithmetic, and norms that are added up over ranks: one message for all tensors.
+timm's classes compute norms of the tensors that they have.  For shards they get the steps below, with timm's arguments, state
+and arithmetic, and norms that are summed over ranks: one message for all tensors.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from widefield.comm.mesh import Mesh
 from widefield.parallel.optimizer_steps import STEPS_PARTS
 
 Sums = Callable[[Mapping[Tensor, Sequence[Tensor]], int], dict[Tensor, Tensor]]
-"""Adds up, for each parameter, so many numbers that ranks have of their parts: (parameter -> numbers, how many) -> sums.  Every
-rank calls it, whichever parameters it steps."""
+"""Sums numbers of shards over ranks: (by parameter, its numbers; how many these are) -> by parameter, the sums for the full
+parameter.  Every rank calls it, whichever parameters it steps."""
 
 
-def for_parts(optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> Optimizer:
-    """Let an optimizer of timm's that scales its steps by norms take them of wholes; any other stays.  The same optimizer."""
+def for_shards(optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> Optimizer:
+    """Make timm's Lars or Lamb use norms of full tensors where weights are sharded; returns the same optimizer."""
     step = {"Lars": _step_lars, "Lamb": _step_lamb}.get(type(optimizer).__name__)
     if step is not None and sharded_state.is_sharded(mesh):
         sums = _sums_over(model, mesh)
@@ -55,7 +55,7 @@ def _square(tensor: Tensor) -> Tensor:
 
 
 def _stepped(optimizer: Optimizer) -> list[tuple[nn.Parameter, dict[str, Any]]]:
-    """What this rank steps now, each with its group."""
+    """The parameters that this rank steps now, each with its group."""
     return [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
@@ -86,13 +86,15 @@ def _step_lars(optimizer: Optimizer, sums: Sums) -> None:
 
 
 def _with_momentum(state: dict[str, Any], parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-    kept = state.get("momentum_buffer")
-    if kept is None:
-        kept = state["momentum_buffer"] = torch.zeros_like(parameter)
-        sharded_state.local(kept).copy_(gradient)
+    buffer = state.get("momentum_buffer")
+    if buffer is None:
+        buffer = state["momentum_buffer"] = torch.zeros_like(parameter)
+        sharded_state.local(buffer).copy_(gradient)
     else:
-        sharded_state.local(kept).mul_(group["momentum"]).add_(gradient, alpha=1.0 - group["dampening"])
-    return gradient.add(sharded_state.local(kept), alpha=group["momentum"]) if group["nesterov"] else sharded_state.local(kept)
+        sharded_state.local(buffer).mul_(group["momentum"]).add_(gradient, alpha=1.0 - group["dampening"])
+    return (
+        gradient.add(sharded_state.local(buffer), alpha=group["momentum"]) if group["nesterov"] else sharded_state.local(buffer)
+    )
 
 
 def _step_lamb(optimizer: Optimizer, sums: Sums) -> None:
@@ -104,9 +106,9 @@ def _step_lamb(optimizer: Optimizer, sums: Sums) -> None:
         clip = (torch.stack(list(squares.values())).sum().sqrt() / most).clamp(min=1.0)
     for group in optimizer.param_groups:
         group["step"] = group.get("step", torch.zeros(())) + 1  # a tensor, as timm wants it in a checkpoint
-    updates = {p: _moved(optimizer.state[p], p, clip, group) for p, group in stepped}
+    updates = {p: _adam_update(optimizer.state[p], p, clip, group) for p, group in stepped}
     if any(group["caution"] for group in optimizer.param_groups):
-        _be_cautious(stepped, updates, clip, sums)
+        _apply_caution(stepped, updates, clip, sums)
     for p, group in stepped:
         _decay(sharded_state.local(p), updates[p], group)
     squares = sums({p: [_square(p), _square(update)] for p, update in updates.items()}, 2)
@@ -119,8 +121,8 @@ def _step_lamb(optimizer: Optimizer, sums: Sums) -> None:
         sharded_state.local(p).add_(update, alpha=-group["lr"])
 
 
-def _moved(state: dict[str, Any], parameter: Tensor, clip: Tensor | None, group: dict[str, Any]) -> Tensor:
-    """Move the moments; Adam's update."""
+def _adam_update(state: dict[str, Any], parameter: Tensor, clip: Tensor | None, group: dict[str, Any]) -> Tensor:
+    """Update the moments; returns Adam's update."""
     if not state:
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
     mean, square = sharded_state.local(state["exp_avg"]), sharded_state.local(state["exp_avg_sq"])
@@ -137,8 +139,8 @@ def _clipped(parameter: Tensor, clip: Tensor | None) -> Tensor:
     return gradient if clip is None else gradient / clip.to(gradient)
 
 
-def _be_cautious(stepped: list[Any], updates: dict[Tensor, Tensor], clip: Tensor | None, sums: Sums) -> None:
-    """Leave out of updates, where a group asks for it, what the gradient speaks against; arXiv:2411.16085."""
+def _apply_caution(stepped: list[Any], updates: dict[Tensor, Tensor], clip: Tensor | None, sums: Sums) -> None:
+    """Mask the elements of updates whose sign is not the gradient's, in groups that ask for it; arXiv:2411.16085."""
     masks = {p: updates[p] * _clipped(p, clip) > 0 for p, group in stepped if group["caution"]}
     sizes = {p: torch.tensor(float(mask.numel()), dtype=torch.float64) for p, mask in masks.items()}
     counts = sums({p: [mask.sum(dtype=torch.float64), sizes[p]] for p, mask in masks.items()}, 2)

@@ -1,4 +1,4 @@
-"""The moving average of a model's weights, which is what a run evaluates and exports where it has one."""
+"""The exponential moving average (EMA) of a model's weights, which a run with `ema` evaluates and exports."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from widefield.sharded_state import local
 
 
 def average_of(model: nn.Module, decay: float) -> AveragedModel:
-    """A copy of `model` whose weights follow the model's, `decay` being the weight of the old at each step.
+    """A copy of `model` that averages its weights: average = decay * average + (1 - decay) * weight at each step.
 
-    Make it before the model is laid out, and lay the copy out alike: each rank then averages the parts that it holds.
+    Make it before the model is parallelized, and pass the copy to `parallelize_average`: each rank then averages its shards.
     """
-    move = get_ema_multi_avg_fn(decay)
+    update = get_ema_multi_avg_fn(decay)
 
-    def move_parts(averages: list[Tensor], weights: list[Tensor], steps: Tensor | int) -> None:
-        move([local(tensor) for tensor in averages], [local(tensor) for tensor in weights], steps)
+    def update_shards(averages: list[Tensor], weights: list[Tensor], steps: Tensor | int) -> None:
+        update([local(tensor) for tensor in averages], [local(tensor) for tensor in weights], steps)
 
-    return AveragedModel(model, multi_avg_fn=move_parts)
+    return AveragedModel(model, multi_avg_fn=update_shards)
 
 
 @torch.no_grad()
 def follow_buffers(average: AveragedModel, model: nn.Module) -> None:
-    """Give the average the model's buffers as they are now: it has those of the last step, and ranks have agreed since."""
+    """Copy the model's buffers to the average, whose buffers are those of the last step, before ranks synchronized them."""
     for own, buffer in zip(average.module.buffers(), model.buffers(), strict=True):
         own.copy_(buffer)
 
 
 def weights_of(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The average's parameters and buffers under the model's names, out of its `state_dict`; empty where that is."""
+    """The average's parameters and buffers by the model's names, from its `state_dict`; {} for an empty one."""
     return {name.removeprefix("module."): value for name, value in saved.items() if name.startswith("module.")}

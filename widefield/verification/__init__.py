@@ -1,4 +1,4 @@
-"""Whole against parallel: forward.py compares one pass, layer by layer; training.py three training steps.
+"""Compares a model under a plan with the same on one device: forward.py one pass, training.py three training steps.
 
-Behind `widefield verify`, `wf.verify`, the tests and the random programs.
+Used by `widefield verify`, `wf.verify`, the tests and the fuzzer.
 """

@@ -1,6 +1,6 @@
 """`verify`: does a model give one device's numbers under a plan?
 
-Tiles in space, and plans, get ranks of their own on this machine; tiles in time alone need none.
+For tiles in space, and for plans, it starts ranks on this machine; tiles in time need none.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ def verify(
     plan: Plan | None = None,
     timeout_seconds: float = 600.0,
 ) -> Verdict:
-    """Compare `model` on tiles with `model` on one device: outputs, every gradient, buffers; in float64, on the CPU.
+    """Compare `model` on tiles with `model` on one device: outputs, gradients and buffers, in float64 on the CPU.
 
-    shape: of a batch of images, e.g. (2, 3, 250, 190); space: tiles in space per image dim, (2,) where `stream` is not given
-    either; stream: tiles in time per image dim; cuts as for `tile`.
-    train: in training mode, forward and backward; else evaluation mode and forward alone.
-    plan: instead, any plan of any strategies, as `Plan(shard=2, channel=2)`: three optimizer steps under it, the batch shared
-        out, against three on one device; losses, gradients, weights, buffers and outputs are compared.
-    Starts one gloo rank per tile in space on this machine and ends them; the model itself stays as it is.
-    Returns a Verdict: true if all agree; print it for the table, and for what ran whole or was brought whole, with its bytes.
-    ValueError: more sizes than image dims, cuts that do not fit, or ranks to be started by a process that is a rank.
+    shape: of a batch of images, as (2, 3, 250, 190).  space: tiles in space per image dim, (2,) if `stream` is empty too.
+    stream: tiles in time per image dim.  cuts: as for `tile`.
+    train: forward and backward in training mode; else only forward, in evaluation mode.
+    plan: instead of tiles, a plan of any strategies, as `Plan(shard=2, channel=2)`: compares losses, gradients, weights,
+        buffers and outputs of three optimizer steps, of which each copy of the model runs its part of the batch.
+    Starts a gloo rank per tile in space, or per rank of the plan, and ends them; `model` is not changed.
+    Returns a Verdict, true where everything agrees; print it for the table and the fallbacks with their bytes.
+    ValueError: more sizes than image dims, cuts that do not fit, or the process is itself a rank and ranks are needed.
     """
     model = _on_the_cpu(model)
     if plan is not None:
-        return _verify_plan(model, shape, plan, tolerance, timeout_seconds, others=bool(space or stream or cuts or not train))
+        others = bool(space or stream or cuts or not train)
+        return _verify_plan(model, shape, plan, tolerance, timeout_seconds, has_other_choices=others)
     space = space if space is not None else () if stream else (2,)
-    sizes, turns = (_sizes(name, given, shape) for name, given in (("space", space), ("stream", stream)))
-    body = partial(compare, model, tuple(shape), cuts=cuts, train=train, tolerance=tolerance, stream=turns if stream else ())
+    sizes, tiles = (_sizes(name, given, shape) for name, given in (("space", space), ("stream", stream)))
+    body = partial(compare, model, tuple(shape), cuts=cuts, train=train, tolerance=tolerance, stream=tiles if stream else ())
     if not space:
         with torch.random.fork_rng(devices=[]):
             return body(mesh=Mesh(Plan(), World(), torch.device("cpu"), grid=Grid(())))
@@ -64,15 +65,15 @@ def verify(
 
 
 def _on_the_cpu(model: nn.Module) -> nn.Module:
-    """The model, or a copy where some of it is on a GPU, which no forked process can use."""
+    """The model, or a copy on the CPU, since forked processes cannot use CUDA."""
     is_there = all(t.device.type in ("cpu", "meta") for t in (*model.parameters(), *model.buffers()))
     return model if is_there else copy.deepcopy(model).cpu()
 
 
 def _verify_plan(
-    model: nn.Module, shape: Sequence[int], plan: Plan, tolerance: float, timeout_seconds: float, *, others: bool
+    model: nn.Module, shape: Sequence[int], plan: Plan, tolerance: float, timeout_seconds: float, *, has_other_choices: bool
 ) -> Verdict:
-    if others:
+    if has_other_choices:
         raise ValueError(
             "a plan itself says how images are cut, and is verified in training; leave space, stream, cuts and train out"
         )
@@ -86,7 +87,7 @@ def _verify_plan(
 
 
 def _sizes(name: str, given: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """A number of tiles for every dim of an image, 1 for the last ones where none is given."""
+    """The number of tiles for every dim of an image, 1 for dims behind those given."""
     dims = len(shape) - 2
     if len(given) > dims:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Ranks that `verify` starts for itself: gloo processes on this machine, forked, so that any model travels as it is."""
+"""Starts the ranks of `verify`: gloo processes on this machine, forked, so that the model need not be pickled."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from widefield.verification.verdict import Verdict
 
 
 def on_own_ranks(plan: Plan, body: Callable[..., Verdict], timeout_seconds: float) -> Verdict:
-    """Fork a gloo rank per tile, so that any model travels as it is; the first rank's verdict."""
+    """Fork `plan.ranks` gloo ranks that run `body(mesh=...)`; returns rank 0's verdict.  RuntimeError: a rank failed."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="widefield_verify_") as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the child uses none of them
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python warns of forking a process with threads; the child uses none of them
         ranks = []
         for rank in range(plan.ranks):
             ours, theirs = context.Pipe()

@@ -1,6 +1,6 @@
-"""Does a model train under a plan as on one device?  Three optimizer steps of both, and everything compared.
+"""Compares three optimizer steps of a model under a plan with three on one device.
 
-The body of `widefield verify --plan`, and of the tests of every mix of strategies.
+For `widefield verify --plan`, and the tests of mixes of strategies.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STEPS = 3
 
 
 @dataclass
-class Learnt:
-    """What training left, wholes on rank 0: the loss and gradients of each step, then weights and buffers.
+class TrainingResult:
+    """Full tensors on rank 0: loss and gradients of each step, final weights, buffers and outputs.
 
-    reasons, fallbacks: what the plan's strategies chose, and what runs whole all the same.
+    reasons, fallbacks: see parallelize.choices and parallelize.fallbacks.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -58,40 +58,41 @@ def compare_training(
     low: torch.dtype | None = None,
     lr: float = 0.1,
 ) -> Verdict:
-    """Train `model` under the plan of `mesh` and on one device of its kind, in `dtype`, and compare; every rank calls it.
+    """Train `model` in `dtype` under the plan of `mesh` and on one device of its kind, and compare.  Every rank calls it.
 
-    shape: of the whole batch, which copies of the model share.  low: a dtype for autocast.  The loss is the mean square of all
-    outputs, the optimizer SGD with momentum and weight decay.  Compared are losses, gradients of each step, outputs in
-    evaluation, weights, buffers.  What the plan refuses is the verdict's refusal.
+    shape: of the whole batch, divided among the copies of the model.  low: a dtype for autocast.
+    The loss is the mean squared difference from random targets, the optimizer SGD with momentum and weight decay.  Compared
+    are losses and gradients of each step, and final weights, buffers and outputs in evaluation.
+    A ValueError or NotImplementedError of the plan becomes the verdict's refusal.
     """
     model = copy.deepcopy(model).to(mesh.device)
     batches = _batches(model, tuple(shape), steps, dtype, mesh.device)
     autocast = partial(torch.autocast, mesh.device.type, dtype=low) if low is not None else nullcontext
     try:
         check(mesh.plan, ranks=mesh.size, samples_per_step=shape[0])
-        found = learn(copy.deepcopy(model).to(dtype), batches, mesh, autocast=autocast, lr=lr)
-    except (ValueError, NotImplementedError) as error:  # raised on every rank alike, before any message
+        got = learn(copy.deepcopy(model).to(dtype), batches, mesh, autocast=autocast, lr=lr)
+    except (ValueError, NotImplementedError) as error:  # raised on every rank, before any message
         return Verdict(refusal=str(error))
-    alone = learn(copy.deepcopy(model).to(dtype), batches, _one_device(mesh), autocast=autocast, lr=lr)
+    expected = learn(copy.deepcopy(model).to(dtype), batches, _one_device(mesh), autocast=autocast, lr=lr)
     rows: list[Row] = []
     if mesh.is_main:
         for kind in ("losses", "gradients", "weights", "buffers", "outputs"):
-            rows += rows_of(kind.removesuffix("es" if kind == "losses" else "s"), getattr(found, kind), getattr(alone, kind))
+            rows += rows_of(kind.removesuffix("es" if kind == "losses" else "s"), getattr(got, kind), getattr(expected, kind))
     rows = mesh.gather_objects(rows)[0]
-    zeros = sum(gradient is not None and not bool(gradient.any()) for gradient in alone.gradients.values())
-    return Verdict(rows, None, tolerance, zeros, found.reasons, found.fallbacks)
+    zeros = sum(gradient is not None and not bool(gradient.any()) for gradient in expected.gradients.values())
+    return Verdict(rows, None, tolerance, zeros, got.reasons, got.fallbacks)
 
 
 Batches = list[tuple[Tensor, Any]]
 
 
 def _one_device(mesh: Mesh) -> Mesh:
-    """A mesh of this rank alone, on its device."""
+    """A mesh of this rank only, on its device."""
     return Mesh(Plan(), World(), mesh.device, grid=Grid(()))
 
 
 def _batches(model: nn.Module, shape: tuple[int, ...], steps: int, dtype: torch.dtype, device: torch.device) -> Batches:
-    """Images and what their outputs are to be, the same on every rank and device."""
+    """Images and random targets, the same on every rank and device."""
     generator = torch.Generator("cpu").manual_seed(7)
 
     def draw(size: Sequence[int]) -> Tensor:
@@ -104,8 +105,8 @@ def _batches(model: nn.Module, shape: tuple[int, ...], steps: int, dtype: torch.
 
 def learn(
     model: nn.Module, batches: Batches, mesh: Mesh, *, autocast: Callable[[], Any] = nullcontext, lr: float = 0.1
-) -> Learnt:
-    """A step on each batch, this copy's share of it in `plan.accumulate` passes; wholes on rank 0."""
+) -> TrainingResult:
+    """One step on each batch, of which this copy runs its part in `plan.accumulate` passes; full tensors on rank 0."""
     torch.manual_seed(3)
     model.train()
     image, _ = batches[0]
@@ -115,29 +116,29 @@ def learn(
         parallelize(model, mesh, trial_step=partial(_trial_step, model, batches[0], mine, mesh), sample=sample)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0.01)
     optimizer = share_states(optimizer, mesh)
-    learnt = Learnt(reasons=choices(model), fallbacks=fallbacks(model))
+    result = TrainingResult(reasons=choices(model), fallbacks=fallbacks(model))
     for number, batch in enumerate(batches):
         torch.manual_seed(number)
         optimizer.zero_grad()
         total = _pass_by_pass(model, batch, mine, mesh, autocast)
-        learnt.losses[f"step {number}"] = mesh.sum_(total) * mesh.copies / mesh.size
+        result.losses[f"step {number}"] = mesh.sum_(total) * mesh.copies / mesh.size
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         for name, gradient in sharded_state.gather_full_on_main(model, mesh, gradients).items():
-            learnt.gradients[f"step {number}: {name}"] = gradient
+            result.gradients[f"step {number}: {name}"] = gradient
         optimizer.step()
     with autocast():
-        _look_at(model, batches, mesh, learnt)
-    return learnt
+        _evaluate(model, batches, mesh, result)
+    return result
 
 
 def _trial_step(model: nn.Module, batch: tuple[Tensor, Any], mine: slice, mesh: Mesh) -> Tensor:
     """A trial pass on one of this copy's images, twice."""
     image, target = tree_map(lambda tensor: torch.cat([tensor[mine][:1]] * 2), batch)
-    return _loss_of(model(_laid(image, mesh)), target)
+    return _loss_of(model(_tiled(image, mesh)), target)
 
 
 def _pass_by_pass(model: nn.Module, batch: tuple[Tensor, Any], mine: slice, mesh: Mesh, autocast: Callable[[], Any]) -> Tensor:
-    """Forward and backward of this copy's share; the sum of its losses."""
+    """Forward and backward of this copy's part of the batch; returns the sum of its losses."""
     passes, count, losses = mesh.plan.accumulate, len(batch[0]), []
     for place in range(passes):
         rows = _bounds(mine.stop - mine.start, passes, place, start=mine.start)
@@ -145,7 +146,7 @@ def _pass_by_pass(model: nn.Module, batch: tuple[Tensor, Any], mine: slice, mesh
         with torch.enable_grad() if place == passes - 1 else without_sync(model):
             loss = backward_of(
                 model,
-                _laid(image, mesh),
+                _tiled(image, mesh),
                 target,
                 loss_of=_loss_of,
                 scaled=lambda loss: loss * (mesh.copies / count),
@@ -155,17 +156,17 @@ def _pass_by_pass(model: nn.Module, batch: tuple[Tensor, Any], mine: slice, mesh
     return torch.stack(losses).sum().double()
 
 
-def _look_at(model: nn.Module, batches: Batches, mesh: Mesh, learnt: Learnt) -> None:
-    """What the model gives in evaluation, and its weights and buffers."""
+def _evaluate(model: nn.Module, batches: Batches, mesh: Mesh, result: TrainingResult) -> None:
+    """Record outputs in evaluation mode, weights and buffers in `result`."""
     model.eval()
     with torch.no_grad():
-        outputs = model(_laid(batches[0][0], mesh))
-    learnt.outputs = {str(n): whole(t) for n, t in enumerate(tree_leaves(outputs)) if isinstance(t, Tensor)}
+        outputs = model(_tiled(batches[0][0], mesh))
+    result.outputs = {str(n): whole(t) for n, t in enumerate(tree_leaves(outputs)) if isinstance(t, Tensor)}
     parameters = dict(model.named_parameters())
     for name, tensor in sharded_state.gather_full_on_main(
         model, mesh, {n: t.detach() for n, t in model.state_dict().items()}
     ).items():
-        (learnt.weights if name in parameters else learnt.buffers)[name] = tensor
+        (result.weights if name in parameters else result.buffers)[name] = tensor
 
 
 def _bounds(count: int, parts: int, place: int, start: int = 0) -> slice:
@@ -173,14 +174,12 @@ def _bounds(count: int, parts: int, place: int, start: int = 0) -> slice:
     return slice(start + part.start, start + part.stop)
 
 
-def _laid(image: Tensor, mesh: Mesh) -> Tensor:
+def _tiled(image: Tensor, mesh: Mesh) -> Tensor:
     return tile(image, mesh) if mesh.grid.sizes else image
 
 
 def _loss_of(output: Any, target: Any) -> Tensor:
     """The sum over samples of mean squared differences."""
     pairs = zip(tree_leaves(output), tree_leaves(target), strict=True)
-    each = [
-        (found - wanted).square().sum() / math.prod(found.shape[1:]) for found, wanted in pairs if found.is_floating_point()
-    ]
+    each = [(got - wanted).square().sum() / math.prod(got.shape[1:]) for got, wanted in pairs if got.is_floating_point()]
     return torch.stack(each).sum()

@@ -1,4 +1,4 @@
-"""What two runs of a model gave, compared tensor by tensor."""
+"""The result of comparing two runs of a model tensor by tensor."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from widefield.fallback import Fallback, by_kind, head_of
 
 TOLERANCE = 1e-10
-"""Largest difference, relative to the largest value, that float64 sums in another order explain."""
+"""The largest difference, relative to the largest value, that float64 sums in another order explain."""
 
 NOISE = 1e-3
-"""Of the largest gradient: what is smaller may be the rounding of sums that cancel, as of a bias before a BatchNorm."""
+"""Relative to the largest gradient: smaller gradients may be rounding of sums that cancel, as of a bias before a BatchNorm."""
 
 KINDS = ("loss", "output", "gradient", "weight", "buffer")
-"""What is compared, beside what layers give."""
+"""The kinds of compared tensors, besides outputs of layers."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One compared tensor: `kind` is one of KINDS or layer; `error` is relative to the largest value."""
+    """One compared tensor.  kind: one of KINDS, or layer.  error: the largest difference / the largest value."""
 
     kind: str
     name: str
@@ -30,17 +30,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found.  `ok`: every tensor agrees.  `refusal`: why the model cannot run on tiles, in words; else None."""
+    """The result of `verify`.  ok: every tensor agrees.  refusal: why the model cannot run so; None where it did."""
 
     rows: list[Row] = field(default_factory=list)
     refusal: str | None = None
     tolerance: float = TOLERANCE
     zero_gradients: int = 0
-    """Gradients that are zero on one device, as behind branches that begin at zero: there nothing is compared."""
+    """How many gradients are zero on one device, as behind branches that begin at zero: comparing these shows nothing."""
     reasons: list[str] = field(default_factory=list)
-    """What a plan's strategies chose, a sentence each."""
+    """The choices of the plan's strategies, a sentence each."""
     fallbacks: list[Fallback] = field(default_factory=list)
-    """The operations that ran on the whole though tiles or channels were asked for, with the bytes that they hold."""
+    """The operations that ran whole though tiles or channels were asked for, with their bytes."""
 
     @property
     def ok(self) -> bool:
@@ -50,10 +50,7 @@ class Verdict:
         return self.ok
 
     def __str__(self) -> str:
-        """A table: the largest error of each kind, then the layers that differ, first to last as the model runs them.
-
-        What ran whole follows, the largest first.
-        """
+        """A table: the largest error of each kind, the tensors that differ, with layers in running order, and fallbacks."""
         if self.refusal is not None:
             return f"refused: {self.refusal}"
         lines = [_summary(kind, [row for row in self.rows if row.kind == kind]) for kind in KINDS]
@@ -69,7 +66,7 @@ class Verdict:
 
 
 def _blocks(fallbacks: list[Fallback]) -> list[str]:
-    """For each kind its head with the total, and a line for each place."""
+    """For each kind of fallback a head with the total, and a line for each place."""
     return [line for kind, rows in by_kind(fallbacks).items() for line in (head_of(kind, rows), *(f"  {row}" for row in rows))]
 
 
@@ -82,7 +79,7 @@ def _summary(kind: str, rows: list[Row]) -> str:
 
 
 def rows_of(kind: str, got: dict, expected: dict) -> list[Row]:
-    """A row for each tensor that one of the two has; an unused weight has no gradient on either side."""
+    """A row for each tensor that one of the two has; None, as for the gradient of an unused weight, counts as missing."""
     pairs = {name: (got.get(name), expected.get(name)) for name in expected | got}
     largest = max((_size(tensor) for tensor in expected.values() if tensor is not None), default=0.0)
     floor = min(1.0, NOISE * largest)
@@ -103,7 +100,7 @@ def _error(got: Tensor | None, expected: Tensor | None, floor: float) -> float:
         return 0.0 if other is None or not other.any() else float("inf")
     if got.shape != expected.shape:
         return float("inf")
-    got = got.to(expected.device)  # wholes that ranks put together lie in the host's memory
+    got = got.to(expected.device)  # gathered full tensors are on the CPU
     if not got.is_floating_point():
         return 0.0 if torch.equal(got, expected) else float("inf")
     size, difference = max(floor, _size(expected)), _size(got - expected)

@@ -1,1 +1,1 @@
-"""A dataset format per file: `open_dataset(config, **options) -> Dataset`, and CASES; `options` are `data.options`."""
+"""Dataset formats, one per file: `open_dataset(config, **options) -> Dataset`, and CASES.  options: data.options."""

@@ -1,4 +1,4 @@
-"""Handwritten digits that ship inside scikit-learn: 1,797 real scans of 8x8 grey pixels (UCI optdigits, test part).
+"""Handwritten digits that come with scikit-learn: 1,797 scans of 8x8 grey pixels (UCI optdigits, test part).
 
 1,437 train and 360 evaluate; the split is fixed (stratified by class, scikit-learn's `train_test_split` with seed 0).
 """
@@ -16,7 +16,7 @@ from widefield.data import Dataset
 
 @dataclass(frozen=True)
 class Digits:
-    """`images` (N, 1, 8, 8) uint8, `labels` and `numbers` (the place in scikit-learn's list) N long."""
+    """images: (N, 1, 8, 8) uint8.  labels: N.  numbers: N, the places in scikit-learn's list."""
 
     images: Tensor
     labels: list[int]
@@ -33,7 +33,7 @@ class Digits:
 
 
 def open_dataset(config: DataConfig) -> Dataset:
-    """The digits; `path` and `hold_out` must be left out, since the images and the split are fixed."""
+    """The digits.  ValueError: data.path or data.hold_out is set; the images and the split are fixed."""
     if config.path is not None or config.hold_out is not None:
         raise ValueError("data.name=digits is built in, with a fixed split; leave data.path and data.hold_out out")
     from sklearn.datasets import load_digits
@@ -58,4 +58,4 @@ def open_dataset(config: DataConfig) -> Dataset:
 
 
 CASES = [({}, 1437, 360, 10)]
-"""(what a data config says, training images, evaluation images, classes)."""
+"""(keys of the data config, training images, evaluation images, classes)."""

@@ -1,7 +1,7 @@
-"""Class folders, as ImageNet is commonly laid out: `path/train/CLASS/image.jpg` and `path/val/CLASS/image.jpg`.
+"""Class folders, as ImageNet is commonly stored: `path/train/CLASS/image.jpg` and `path/val/CLASS/image.jpg`.
 
-Without train/ and val/, `path/CLASS/image.jpg` is read and `data.hold_out` of it is evaluated; which images those are
-depends on their names alone.  Folders may be nested below a class, and be links to folders elsewhere.
+Without train/ and val/, `path/CLASS/image.jpg` is read and a share `data.hold_out` of it is held out for evaluation, chosen by
+the names of the files.  Folders may be nested below a class, and be links to other folders.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Files:
 
 
 def open_dataset(config: DataConfig) -> Dataset:
-    """RGB images in class folders.  ValueError names a missing or empty folder, an empty class, or a class val/ alone has."""
+    """RGB images in class folders.  ValueError: a missing or empty folder, an empty class, or a class that only val/ has."""
     root = _existing(config.path)
     train_folder = root / "train"
     val_folder = next((root / name for name in ("val", "validation", "test") if (root / name).is_dir()), None)
@@ -83,7 +83,7 @@ def _classes_in(folder: Path) -> list[str]:
 
 
 def _files(folder: Path, classes: list[str]) -> Files:
-    """All images of `classes` below `folder`; a class without any is an error, and so is a folder that is no class."""
+    """All images of `classes` below `folder`.  ValueError: a class without images, or a folder that is no class."""
     extra = sorted(set(_classes_in(folder)) - set(classes))
     if extra:
         hint = did_you_mean(extra[0], classes)
@@ -101,7 +101,7 @@ def _files(folder: Path, classes: list[str]) -> Files:
 
 
 def _images_below(folder: Path, root: Path) -> list[str]:
-    """Paths of the images below a folder, links to other folders followed; ValueError where one leads back."""
+    """The paths of the images below a folder, following links.  ValueError: a link leads in a circle."""
     found = []
     for place, folders, names in os.walk(folder, followlinks=True):
         for name in folders:
@@ -112,7 +112,7 @@ def _images_below(folder: Path, root: Path) -> list[str]:
 
 
 def _refuse_circle(link: Path, folder: Path) -> None:
-    """ValueError where a link leads to a folder through which the walk from `folder` has come to it, or to one around that."""
+    """ValueError: a link leads to a folder that contains it, on the way from `folder` or above that."""
     came_through = [place.resolve() for place in link.parents if place.is_relative_to(folder)]
     if link.resolve() in (*came_through, *folder.resolve().parents):
         raise ValueError(
@@ -122,7 +122,7 @@ def _refuse_circle(link: Path, folder: Path) -> None:
 
 
 def _split(files: Files, share: float) -> tuple[Files, Files]:
-    """Hold out, of each class, the `share` of images whose names hash lowest; at least one image stays on either side."""
+    """Hold out the `share` of each class whose names have the lowest hashes; both sides get at least one image."""
     held: set[str] = set()
     for label in {label for _, label in files.entries}:
         names = sorted((name for name, its in files.entries if its == label), key=_hash)
@@ -147,4 +147,4 @@ def _sample_folder(place: Path, write: Callable[[Path], None]) -> Path:
 
 
 CASES = [({"path": _sample_folder}, 6, 4, 2)]
-"""As in digits; a callable path makes the folder: `path(place, write)` where write(path) saves an image."""
+"""As in digits.py; a callable `path` makes the folder: `path(place, write)`, where write(path) saves an image."""

@@ -1,11 +1,11 @@
-"""Pages of any size, composed of scikit-learn's digits, with the class of every pixel: 0 is background, 1..10 are 0..9.
+"""Synthetic pages of any size with scikit-learn's digits, for segmentation: class 0 is background, 1..10 are the digits 0..9.
 
-A page is a grid of square cells.  A cell holds one digit or none: a real scan of 8x8 pixels, enlarged bilinearly, of random
-size, place and contrast within its cell, so digits never overlap; at the page's edge they may be cut off.  Below lies
-paper with a coarse and a fine grain.  A pixel is labelled with its digit where the enlarged ink is above a threshold.
+A page is a grid of square cells.  A cell has one digit or none: a scan of 8x8 pixels, enlarged bilinearly, with random size,
+place and contrast within its cell, so digits never overlap; at the page's edge they may be cut off.  The background has a
+coarse and a fine grain.  A pixel has the class of its digit where the enlarged ink is above a threshold.
 
-Every random number is a hash of the page, the cell or pixel and what it is for.  So a page is a function of (seed, split,
-index), a window of it is the same bits as that part of the whole, and costs in proportion to its own pixels.
+Every random number is a hash of the page, the cell or pixel and its purpose.  So a page is a function of (seed, split, index);
+a window of it equals that part of the whole page bit for bit, and its cost is proportional to its own pixels.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from widefield.data.transforms import seed_of
 from widefield.geometry import Interval
 
 INK = 96
-"""Of 255: pixels of an enlarged scan above it are labelled as the digit."""
+"""The threshold, of 255: pixels of an enlarged scan above it have the digit's class."""
 BAND = 256
-"""Rows rendered at a time, so that what lies in memory beside the page is small."""
+"""Rows rendered at a time, so that temporary memory is small."""
 GRAIN = 32
-"""Pixels between the points of the paper's coarse grain."""
+"""Pixels between the points of the background's coarse grain."""
 Pixels = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """What the options of a recipe say: pixels of a page, sides of digits, and the chance that a cell holds one."""
+    """Pixels of a page, smallest and largest side of a digit, and the probability that a cell has one."""
 
     size: tuple[int, int]
     digit_px: tuple[int, int]
@@ -83,12 +83,12 @@ class Pages:
         return torch.from_numpy(image).unsqueeze(0), torch.from_numpy(label)
 
     def _draw(self, key: int, rows: Interval, columns: Interval, image: Pixels, label: Pixels) -> None:
-        """Put the digits of all cells that the window touches onto its paper."""
+        """Draw the digits of all cells that overlap the window."""
         cell = self.layout.cell
         across, down = (np.arange(run.start // cell, -(-run.stop // cell)) for run in (columns, rows))
         cells = np.stack(np.meshgrid(down, across, indexing="ij"), axis=-1).reshape(-1, 2)
-        draws = [_chance(key, cells[:, 0], cells[:, 1], purpose) for purpose in range(6)]
-        for (y, x), (there, scan, side, top, left, contrast) in zip(cells.tolist(), zip(*draws, strict=True), strict=True):
+        numbers = [_chance(key, cells[:, 0], cells[:, 1], purpose) for purpose in range(6)]
+        for (y, x), (there, scan, side, top, left, contrast) in zip(cells.tolist(), zip(*numbers, strict=True), strict=True):
             if there >= self.layout.chance:
                 continue
             number = int(scan * len(self.scans))
@@ -104,15 +104,15 @@ class Pages:
 
 
 def _within(box: tuple[Interval, Interval], window: tuple[Interval, Interval]) -> list[Interval]:
-    """The part of the box that the window shows, counted from the window's start."""
+    """The part of the box in the window, relative to the window's start."""
     shown = [side & run for side, run in zip(box, window, strict=True)]
     return [Interval(one.start - run.start, one.stop - run.start) for one, run in zip(shown, window, strict=True)]
 
 
 def _enlarged(scan: Pixels, box: tuple[Interval, Interval], window: tuple[Interval, Interval]) -> Pixels:
-    """The scan enlarged bilinearly to the box, as torch's interpolate does, and of that what the window shows.
+    """The part in the window of the scan enlarged bilinearly to the box, as torch's interpolate does.
 
-    Products and sums of single pixels alone, in float32, so the bits of a pixel do not depend on the window.
+    Elementwise in float32, so that the bits of a pixel do not depend on the window.
     """
     (above, below, down), (left, right, across) = (_neighbours(side, side & run) for side, run in zip(box, window, strict=True))
     ink = scan.astype(np.float32)
@@ -122,7 +122,7 @@ def _enlarged(scan: Pixels, box: tuple[Interval, Interval], window: tuple[Interv
 
 
 def _neighbours(side: Interval, shown: Interval) -> tuple[Pixels, Pixels, Pixels]:
-    """For each pixel shown of an enlarged side: the scan's pixels before and after its center, and the weight of the latter."""
+    """For each shown pixel of an enlarged side: the scan's pixels before and after its center, and the latter's weight."""
     at = (np.arange(shown.start, shown.stop) - side.start + 0.5) * (8 / len(side)) - 0.5
     at = np.clip(at, 0, 7)
     before = at.astype(np.int64)
@@ -130,15 +130,15 @@ def _neighbours(side: Interval, shown: Interval) -> tuple[Pixels, Pixels, Pixels
 
 
 def _print(paper: Pixels, ink: Pixels, contrast: float) -> None:
-    """Ink lightens the paper towards white, the more the stronger the contrast."""
+    """Blend the paper towards white by ink times contrast."""
     share = ink * np.float32(contrast / 255)
     paper += ((255 - paper) * share).astype(np.uint8)
 
 
 def _paper(key: int, rows: Interval, columns: Interval) -> Pixels:
-    """Dark paper between 16 and 111 of 255: a coarse grain, bilinear between points, and a fine one of single pixels.
+    """A dark background between 16 and 111 of 255: a coarse grain, bilinear between points, and a fine one of single pixels.
 
-    In whole numbers, so that the bits of a pixel do not depend on the window.
+    In integers, so that the bits of a pixel do not depend on the window.
     """
     down, across = (np.arange(run.start // GRAIN, run.stop // GRAIN + 2) for run in (rows, columns))
     points = (_hash(key, down[:, None], across[None, :], 7) >> np.uint32(26)).astype(np.int32)  # 0..63
@@ -151,18 +151,18 @@ def _paper(key: int, rows: Interval, columns: Interval) -> Pixels:
 
 
 def _between(run: Interval) -> tuple[Pixels, Pixels]:
-    """For each pixel: the number of the grain's point before it, from the first one at hand, and how far it is beyond."""
+    """For each pixel: the index of the grain's point before it, counted from the first one, and its distance from it."""
     pixels = np.arange(run.start, run.stop, dtype=np.int32)
     return pixels // GRAIN - run.start // GRAIN, pixels % GRAIN
 
 
 def _chance(key: int, y: Pixels, x: Pixels, purpose: int) -> Pixels:
-    """Numbers from 0 to below 1."""
+    """Uniform numbers in [0, 1)."""
     return _hash(key, y, x, purpose) / 2.0**32
 
 
 def _hash(key: int, y: Pixels, x: Pixels, purpose: int) -> Pixels:
-    """32 bits that look random, one number for each (y, x): the finalizer of MurmurHash3 (Appleby) after each input."""
+    """A 32-bit hash for each (y, x): the finalizer of MurmurHash3 (Appleby) after each input."""
     state = _mixed(np.uint32(seed_of(key, purpose) % 2**32) ^ y.astype(np.uint32))
     return _mixed(state * np.uint32(0x9E3779B1) ^ x.astype(np.uint32))
 
@@ -182,12 +182,12 @@ def open_dataset(
     digits_per_megapixel: float = 400,
     seed: int = 0,
 ) -> Dataset:
-    """Pages to train on and to evaluate, composed of disjoint digits: of the scans that the format `digits` has for each.
+    """Pages to train on and to evaluate, with the scans of the training and evaluation split of the format `digits`.
 
     size: height and width of a page.  pages: how many to train on and to evaluate.  digit_px: smallest and largest side of
-    a digit; the largest is a cell's side.  digits_per_megapixel: digits on a million pixels, on average.  seed: of the pages,
-    apart from the run's, so that runs of several seeds see the same ones.
-    ValueError: options that no page can have; `path` or `hold_out`, since pages come from no folder.
+    a digit; the largest is a cell's side.  digits_per_megapixel: the average number of digits per million pixels.
+    seed: of the pages, independent of the run's, so that runs with different seeds have the same pages.
+    ValueError: options out of range; data.path or data.hold_out is set.
     """
     if config.path is not None or config.hold_out is not None:
         raise ValueError("data.name=page is built in; leave data.path and data.hold_out out")
@@ -220,4 +220,4 @@ def _check(**options: tuple[int, int]) -> None:
 
 
 CASES = [({"options": {"size": [320, 400], "pages": [3, 2]}}, 3, 2, 11)]
-"""As in digits."""
+"""As in digits.py."""

@@ -1,25 +1,24 @@
-"""One file per way to lay a model out.  A file here is a strategy; each defines
+"""Parallelism strategies, one per file.  Each file defines
 
-- `AXIS`: the axis of the mesh that it lays a model out over, or None; several may lay out `replicate`, each a value of
-  `mesh.data_strategy`.  `SECTION`, where a user has something to choose: its key in the config and in a Plan, and the name of
-  its file in widefield/config/.  Both are literals, for they are read where torch is not loaded, from the file's text;
+- `AXIS`: the axis of the mesh that it uses, or None; several may use `replicate`, each a value of `mesh.data_strategy`.
+  `SECTION`, where the user has choices: its key in the config and in a Plan, and the name of its file in widefield/config/.
+  Both are literals: they are read from the file's text, without importing torch;
 - `is_used(plan) -> bool`: whether a plan calls for it;
-- `check_plan(plan) -> None`: refuses a plan that asks of it what it cannot do exactly, or that makes choices about it where it
-  is not there.  Every file is asked about every plan, in the order of `CHECK_ORDER`, lower first: of two problems the earlier
-  is told.  It looks at nothing but the plan, so that all ranks refuse alike before they meet;
+- `check_plan(plan) -> None`: refuses a plan that it cannot carry out exactly, or that makes choices for it without using it.
+  Every file checks every plan, in the order of `CHECK_ORDER`, lower first; the first problem is raised.  It reads only the
+  plan, so that all ranks refuse the same before they communicate;
 - `PHASE`: when it is applied, see Phase;
-- `apply(model, mesh, *, trial_step=None) -> Choices`: lays `model` out in place and returns what it chose, a sentence each
-  with the reason, and a Fallback for each place that runs otherwise than the plan asks.
-  The module stays the object it was, parameter names too, and calling it runs the strategy.
-  A strategy of Phase.SPLIT also gets `sample`, a batch of this rank (maybe on meta, without pixels).
+- `apply(model, mesh, *, trial_step=None) -> Choices`: changes `model` in place and returns what it chose, a sentence each with
+  the reason, and a Fallback for each operation that does not run as the plan asks.
+  The module stays the same object with the same parameter names, and calling it runs the strategy.
+  A strategy of Phase.SPLIT also gets `sample`, a batch of this rank, or a meta tensor of its shape.
   `trial_step()` runs the model on a small batch of this rank and returns a scalar loss, so that a strategy can look before it
-  chooses; it leaves no trace.  What the strategy cannot do exactly with this model it refuses, on every rank, before the first
-  message;
+  chooses.  What the strategy cannot do exactly with this model it refuses, on every rank, before the first message;
 - `CASES`: small nets on which three optimizer steps over ranks must equal one device.
 
 Gradients are averaged over the data ranks.  A loop whose loss is a sum over samples therefore scales it by the number of
-copies of the model / samples of all copies: then the average is the gradient of the mean over the whole batch, however it is
-shared out.
+copies of the model / samples of all copies: then the average is the gradient of the mean over the whole batch, however the
+samples are divided among the ranks.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ class Phase(IntEnum):
     SPLIT = 1
     """Changes what a rank computes: space, channel, pipeline."""
     KEEP = 2
-    """Changes what a rank remembers: recompute, offload."""
+    """Changes what a rank saves for the backward: recompute, offload."""
     AVERAGE = 3
-    """Averages the gradients of what is there by then: data, fully_shard."""
+    """Averages the gradients of the parameters that this rank has by then: data, fully_shard."""
 
 
 @dataclass(frozen=True)
 class TrialStep:
-    """A trial pass that says what part of a training pass of this rank it is, for what is counted in it to be scaled."""
+    """A trial pass.  share: its batch / the batch of a training pass of this rank; bytes counted in it are divided by it."""
 
     run: Callable[[], Tensor]
     share: float = 1.0
@@ -66,8 +65,8 @@ class Case:
     build: Callable[[], nn.Module]
     """A net for `shape[1:]` inputs; any output."""
     shape: tuple[int, ...]
-    """Of the whole batch."""
+    """The shape of the whole batch."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Fields of the Plan beside the mesh axis."""
+    """Fields of the Plan besides the mesh axis."""
     reason: str = ""
-    """A pattern that one of the sentences of `apply` must match."""
+    """A regular expression that one of the sentences of `apply` must match."""

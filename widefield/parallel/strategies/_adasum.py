@@ -2,9 +2,9 @@
 
     adasum(a, b) = a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)        Maleki et al. 2020, arXiv:2006.02924
 
-layer by layer, over pairs of ranks, then pairs of pairs.  It is no mean, so the numbers are not one device's: it has to be
-asked for.  Each rank sends its gradients log2(ranks) times, one bucket after another, and waits: nothing overlaps.
-(DDP looks at the annotations of a hook and does not understand them as text, hence no import of them from the future.)
+layer by layer, over pairs of ranks, then pairs of pairs.  It is not the mean, so the numbers are not one device's.
+Each rank sends its gradients log2(ranks) times, one bucket after another, and waits: nothing overlaps.
+(No `from __future__ import annotations` here: DDP checks the annotations of a hook, and text would not pass.)
 """
 
 import torch
@@ -15,27 +15,30 @@ from widefield.comm.point_to_point import exchange
 
 
 def adasum(a: Tensor, b: Tensor) -> Tensor:
-    """One layer's gradients of two ranks (or of two halves of the ranks) as one; products are taken in float64."""
-    along = torch.dot(a.flatten().double(), b.flatten().double())
-    return _without_shared(a, along) + _without_shared(b, along)
+    """Combine one layer's gradients of two ranks, or of two halves of the ranks.  Products are computed in float64."""
+    dot = torch.dot(a.flatten().double(), b.flatten().double())
+    return _without_shared(a, dot) + _without_shared(b, dot)
 
 
-def _without_shared(gradient: Tensor, along: Tensor) -> Tensor:
-    """The gradient less half of what it shares with the other one; itself where it is zero."""
+def _without_shared(gradient: Tensor, dot: Tensor) -> Tensor:
+    """The gradient minus half of its projection on the other one; zero where it is zero."""
     square = gradient.double().square().sum()
-    share = torch.where(square > 0, along / (2 * square), torch.zeros_like(along))
+    share = torch.where(square > 0, dot / (2 * square), torch.zeros_like(dot))
     return gradient * (1 - share).to(gradient.dtype)
 
 
 def adasum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's hook: the bucket's gradients of all ranks of `group`, a power of two, combined; the same bits on each."""
+    """A communication hook of DDP: combines the bucket's gradients over `group`, whose size is a power of two.
+
+    Every rank gets the same bits.
+    """
     buffer = bucket.buffer()
-    rank, ways = dist.get_rank(group), 1
-    while ways < dist.get_world_size(group):
-        theirs = _swap(buffer, rank ^ ways, group)
-        first, second = (buffer, theirs) if rank < rank ^ ways else (theirs, buffer)
+    rank, distance = dist.get_rank(group), 1
+    while distance < dist.get_world_size(group):
+        theirs = _swap(buffer, rank ^ distance, group)
+        first, second = (buffer, theirs) if rank < rank ^ distance else (theirs, buffer)
         _combine(bucket, first, second, into=buffer)
-        ways *= 2
+        distance *= 2
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
     done.set_result(buffer)
     return done
@@ -49,7 +52,7 @@ def _swap(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _combine(bucket: dist.GradBucket, first: Tensor, second: Tensor, *, into: Tensor) -> None:
-    """Both buffers as one, a layer at a time; a layer's gradient is a run of the buffer."""
+    """Combine both buffers layer by layer; a layer's gradient is a contiguous run of the buffer."""
     for gradient in bucket.gradients():
         start = gradient.storage_offset() - bucket.buffer().storage_offset()
         run = slice(start, start + gradient.numel())

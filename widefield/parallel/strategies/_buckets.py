@@ -1,8 +1,8 @@
-"""Which gradients travel together, and how large are the messages?
+"""Which gradients are sent in one bucket, and how large is a bucket?
 
-The size is measured where it is left open, as Horovod's autotuning does by trying.  A message of n bytes takes about a + b n
-seconds.  Small ones leave early in the backward and hide behind what is left of it; each costs a.  So a bucket is as small as
-may be while a is a twentieth of its time, and there are four of them at least.
+Where the plan leaves the size open it is measured.  A message of n bytes takes about a + b n seconds.  Small buckets are sent
+early and overlap with the rest of the backward, but each costs the latency a.  So a bucket is the smallest whose latency is
+a twentieth of its time, and there are at least four.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from widefield.private_torch.tensors import cdata, storage_use_count
 from widefield.tiled.redistribute import is_dense
 
 FIRST_BYTES = 2**20
-"""Of the first bucket, which is to leave early; torch's DDP has the same."""
+"""The first bucket's size: small, so that it is sent early; torch's DDP has the same."""
 LEAST_MIB, LATENCY_SHARE, BUCKETS_LEAST = 1.0, 0.05, 4
 _SMALL, _TRIES = 2**14, 5
 
 
 def bucket_mib(model: nn.Module, mesh: Mesh) -> tuple[float, list[str]]:
-    """Size of a bucket in MiB, the same on every rank of `mesh`, and the reason where it was measured.
+    """The size of a bucket in MiB, the same on every rank of `mesh`, and the reason where it was measured.
 
-    Every rank calls it: where the plan leaves the size open, ranks send each other messages of two sizes.
+    Every rank calls it: where the plan leaves the size open, messages of two sizes are timed.
     """
     if mesh.plan.bucket_mib is not None:
         return mesh.plan.bucket_mib, []
@@ -50,14 +50,14 @@ def bucket_mib(model: nn.Module, mesh: Mesh) -> tuple[float, list[str]]:
 
 
 def chosen_mib(latency: float, per_byte: float, total: int) -> float:
-    """MiB, a power of 2, for messages of `latency` + `per_byte` n seconds and gradients of `total` bytes."""
+    """The bucket size in MiB, a power of 2, where n bytes take `latency` + `per_byte` n seconds and gradients `total` bytes."""
     enough = latency / (LATENCY_SHARE * per_byte) / 2**20
     most = max(LEAST_MIB, total / BUCKETS_LEAST / 2**20)
     return 2.0 ** round(math.log2(min(max(enough, LEAST_MIB), most)))
 
 
 def _seconds(size: int, mesh: Mesh) -> float:
-    """Of a sum of `size` bytes over the ranks that average gradients, in the middle of a few tries."""
+    """The median time of an all-reduce of `size` bytes over the ranks that average gradients."""
     tensor = torch.zeros(size // 4, device=mesh.device)
 
     def once() -> float:
@@ -75,10 +75,10 @@ def _seconds(size: int, mesh: Mesh) -> float:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a backward showed: parameters, by number, in the order in which they got gradients, and which were trained.
+class GradientOrder:
+    """The parameters, by number, in the order in which a backward gave them gradients.
 
-    is_static: whether each got its gradient at once, and not by parts of the backward.
+    trained: those with requires_grad.  is_static: whether each got its gradient in one accumulation.
     """
 
     order: tuple[int, ...]
@@ -86,24 +86,24 @@ class Seen:
     is_static: bool = True
 
     @classmethod
-    def together(cls, of_passes: Sequence[Seen]) -> Seen:
-        """Of several passes or ranks, as one: the order is the first one's."""
-        order = dict.fromkeys(number for seen in of_passes for number in seen.order)
-        trained = dict.fromkeys(number for seen in of_passes for number in seen.trained)
-        return cls(tuple(order), tuple(trained), all(seen.is_static for seen in of_passes))
+    def merge(cls, of_passes: Sequence[GradientOrder]) -> GradientOrder:
+        """Merge the orders of several passes or ranks: that of the first, then parameters that only later ones have."""
+        order = dict.fromkeys(number for gradient_order in of_passes for number in gradient_order.order)
+        trained = dict.fromkeys(number for gradient_order in of_passes for number in gradient_order.trained)
+        return cls(tuple(order), tuple(trained), all(gradient_order.is_static for gradient_order in of_passes))
 
 
 class Bucket:
-    """Gradients of one dtype that travel together.  What torch's communication hooks for DDP ask of a bucket is here, too.
+    """Gradients of one dtype that are sent in one message.  Has the methods of torch's `GradBucket`, for DDP's hooks.
 
-    parameters: with their numbers; they are held weakly.  waiting: how many of them have no gradient yet in a backward.
+    parameters: with their numbers; held by weak references.  waiting: how many have no gradient yet in this backward.
     """
 
     def __init__(self, number: int, parameters: Sequence[tuple[int, Tensor]], *, is_last: bool) -> None:
         self.number, self.members, self._is_last = number, [n for n, _ in parameters], is_last
         self._parameters = [weakref.ref(parameter) for _, parameter in parameters]
         self.work: Any = None
-        self._kept: Tensor | None = None
+        self._memory: Tensor | None = None
         self._users = 0
         self.begin()
 
@@ -113,11 +113,11 @@ class Bucket:
 
     def parameters(self) -> list[Tensor]:
         found = [parameter() for parameter in self._parameters]
-        assert all(parameter is not None for parameter in found), "a model is looked at for new parameters in each forward"
+        assert all(parameter is not None for parameter in found), "a parameter of this bucket was freed"
         return found  # type: ignore[return-value]
 
     def fill(self, scale: float) -> None:
-        """Take this rank's gradients, times `scale`, into memory that nobody else looks at."""
+        """Copy this rank's gradients, times `scale`, into the flat buffer, and make `grad` views of it."""
         parameters = self.parameters()
         self._flat = self._memory_for(parameters)
         self._views, start = [], 0
@@ -132,13 +132,13 @@ class Bucket:
             parameter.grad = view
 
     def _memory_for(self, parameters: Sequence[Tensor]) -> Tensor:
-        """The last backward's, where its gradients are gone; else new memory, whose pages cost a CPU more than the sum."""
-        first, memory = parameters[0], self._kept
+        """The last backward's buffer if its gradients are freed, else new memory, whose pages cost a CPU more than the sum."""
+        first, memory = parameters[0], self._memory
         like = (sum(p.numel() for p in parameters), first.dtype, first.device)
         if memory is None or (len(memory), memory.dtype, memory.device) != like or _users_of(memory) > self._users:
             memory = torch.empty(like[0], dtype=like[1], device=like[2])
             self._users = _users_of(memory)
-        self._kept = memory if first.device.type == "cpu" else None  # a GPU's allocator keeps it, for others too
+        self._memory = memory if first.device.type == "cpu" else None  # a GPU's allocator keeps it, for others too
         return memory
 
     def finish(self) -> None:
@@ -155,25 +155,28 @@ class Bucket:
         self.work = None
 
     def take(self) -> bool:
-        """Wait for the message; whether some parameter has no gradient on this rank."""
+        """Wait for the message; returns whether some parameter has no gradient on this rank."""
         self.finish()
         is_missing = any(parameter.grad is None for parameter in self.parameters())
         if not is_missing:
             self._forget()
         return is_missing
 
-    def settle(self, counts: Sequence[int]) -> None:
-        """counts: on how many ranks each parameter of the model has a gradient."""
+    def fill_missing(self, counts: Sequence[int]) -> None:
+        """Give parameters without a gradient on this rank the averaged one, where another rank has a gradient.
+
+        counts: on how many ranks each parameter of the model has a gradient.
+        """
         for number, parameter, view in zip(self.members, self.parameters(), self._views, strict=False):
             if parameter.grad is None and counts[number]:
                 parameter.grad = view
         self._forget()
 
     def _forget(self) -> None:
-        """The memory is the gradients' from now on, as long as there are any."""
+        """Drop the buffer; from now on only the gradients, its views, keep it alive."""
         self._flat, self._views = torch.empty(0), []
 
-    # what torch's hooks ask
+    # ------------------------------------------------------------------------------------------ torch's GradBucket
 
     def index(self) -> int:
         return self.number
@@ -192,15 +195,15 @@ class Bucket:
 
 
 def _users_of(tensor: Tensor) -> int:
-    """How many tensors show this memory, views too, and one more for being asked."""
+    """How many tensors use this storage, views too, plus one for the handle made here."""
     return storage_use_count(cdata(tensor.untyped_storage()))
 
 
 @dataclass(eq=False)
 class BucketLayout:
-    """Buckets in the order of sending, and `late`: parameters in none of them, which got no gradient so far.
+    """Buckets in the order of sending.  late: parameters in no bucket, because they have had no gradient so far.
 
-    is_static: whether a bucket may leave as soon as autograd has added to all of its gradients once.
+    is_static: whether a bucket may be sent as soon as autograd has added once to each of its gradients.
     """
 
     buckets: list[Bucket]
@@ -209,21 +212,21 @@ class BucketLayout:
     is_static: bool = True
 
 
-def late_of(seen: Seen, trained: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Of the parameters that are trained now, those to be sent, in order, and those that are not expected to be.
+def expected_order(gradient_order: GradientOrder, trained: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Of the parameters trained now: those expected to get gradients, in order, and those that are not.
 
-    Those that were frozen when `seen` was seen are expected, last.
+    Those that were frozen when `gradient_order` was recorded are expected, last.
     """
-    now, then, reached = set(trained), set(seen.trained), set(seen.order)
+    now, then, reached = set(trained), set(gradient_order.trained), set(gradient_order.order)
     fresh = [number for number in trained[::-1] if number not in then and number not in reached]
-    order = [number for number in seen.order if number in now]
+    order = [number for number in gradient_order.order if number in now]
     return order + fresh, [number for number in trained if number in then and number not in reached]
 
 
-def laid_out(
+def make_buckets(
     parameters: Sequence[tuple[int, Tensor]], late: list[int], bucket_bytes: int, *, is_static: bool = True
 ) -> BucketLayout:
-    """Parameters of one dtype and device together, in order, up to so many bytes; the first bucket is small."""
+    """Group parameters of one dtype and device, in order, into buckets of up to `bucket_bytes`; the first bucket is small."""
     runs: list[list[tuple[int, Tensor]]] = []
     open_runs: dict[Any, list[tuple[int, Tensor]]] = {}
     for number, parameter in parameters:

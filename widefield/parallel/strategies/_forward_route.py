@@ -1,6 +1,6 @@
-"""What happens around a model's forward, while the model stays itself: same object, same names, no hooks in its copies.
+"""Runs code around a model's forward while the model stays the same object, with the same names and no hooks in its copies.
 
-Calls can be watched, before and after, or run a wrapper of the model in its place.
+Calls can be watched, before and after, or be routed to a wrapper of the model.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _WRAPPER, _WATCHED, _INSIDE = "_widefield_wrapper", "_widefield_watched", "_wide
 
 @dataclass
 class Watched:
-    """What is called around the outermost forward of a model: `before(model)`, `after(model, output)`, in order."""
+    """Functions called around the outermost forward of a model, in order: `before(model)`, `after(model, output)`."""
 
     before: list[Callable[[nn.Module], None]] = field(default_factory=list)
     around: Callable[[nn.Module, Callable[..., Any], tuple, dict], Any] | None = None
-    """Runs the forward, the second argument, on the model's arguments."""
+    """`around(model, forward, args, kwargs)` runs the forward and returns its output."""
     after: list[Callable[[nn.Module, Any], None]] = field(default_factory=list)
 
 
 class Inside(nn.Module):
-    """What a wrapper wraps: the model's own forward, without the hooks, which run once outside."""
+    """The module that a wrapper wraps: the model's own forward, without its hooks, which run once outside."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Inside(nn.Module):
 
 
 class Compiled:
-    """A compiled forward; `uncompiled` runs the same as it is."""
+    """A compiled forward; `uncompiled` runs the same without the compiler."""
 
     def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
         self.call, self.uncompiled = call, torch.compiler.disable(plain)
@@ -51,10 +51,10 @@ class Compiled:
 
 
 class _Routed(nn.Module):
-    """Mixed in before the model's class."""
+    """Put before the model's class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Of a compiled model, what is around its forward runs as it is, and the compiler sees the forward alone."""
+        """For a compiled model, run what is around the forward uncompiled, so that the compiler sees only the forward."""
         is_compiled = compiled_call_impl_of(self) is not None and not torch.compiler.is_compiling()
         if is_compiled and not getattr(self, _INSIDE, False):
             return self._run_watched(Compiled(super().__call__, call_impl_of(super())), args, kwargs)
@@ -84,7 +84,7 @@ class _Routed(nn.Module):
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy or a pickle is what the model was: a module of its own class, copied in its own way."""
+        """A copy or a pickle is a module of the model's own class, copied as that class does."""
         kinds = type(self).__mro__
         kind: Any = kinds[kinds.index(_Routed) + 1]
         plain = kind.__new__(kind)
@@ -95,10 +95,10 @@ class _Routed(nn.Module):
 
 @torch.compiler.disable
 def _uncompiled(model: _Routed, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """The forward of a model that somebody else's compiled code calls, who would see nothing of what is around it."""
+    """Run the forward of a model that is called inside of compiled code, with what is around it, uncompiled."""
     warnings.warn(
-        f"{type(model).__qualname__} is laid out over ranks and runs uncompiled inside of torch.compile, which does not see "
-        "what ranks tell each other; call model.compile() on it in place of torch.compile(model)",
+        f"{type(model).__qualname__} is parallelized and runs uncompiled inside of torch.compile, which does not see "
+        "the messages between ranks; call model.compile() on it in place of torch.compile(model)",
         stacklevel=2,
     )
     return model._run_watched(run, args, kwargs)
@@ -109,9 +109,9 @@ def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
 
 
 def watch(model: nn.Module) -> Watched:
-    """What to fill with calls around `model`'s forward; nothing of an earlier one is left.
+    """Make `model`'s forward watched; returns a new, empty Watched to fill.
 
-    A model whose forward is set on the object hides them all.
+    They are not called where a forward is set on the object, which hides that of the class.
     """
     model.__class__ = _routed_kind(type(model))
     watched = model.__dict__[_WATCHED] = Watched()

@@ -1,4 +1,4 @@
-"""What does a forward change besides its output?  Random states, buffers, and numbers that modules hold."""
+"""What does a forward change besides its output?  Random states, buffers, and plain attributes of modules."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from widefield.private_torch.modules import BatchNorm, buffers_of
 from widefield.private_torch.tensors import version_counter
 
 PLAIN = (bool, int, float, str, type(None))
-"""What a module may hold that a forward changes and that is no tensor: a counter, a mode."""
+"""Types of the plain attributes that are restored: a counter, a mode."""
 
 
 def random_states(model: nn.Module) -> list[Tensor]:
-    """Of torch's own generators, on the CPU and on the GPUs that the model may draw on."""
+    """The states of torch's generators, on the CPU and on the GPUs that the model may draw random numbers on."""
     return _random_of(_devices(model))
 
 
 def _devices(model: nn.Module) -> list[torch.device]:
-    """The GPUs that hold the model, and this process's own: a model without weights, as a Dropout, draws there."""
+    """The GPUs with parameters of the model, and the current one, where a model without parameters, as Dropout, draws."""
     own = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []
     return sorted({*own, *(p.device for p in model.parameters() if p.is_cuda)}, key=str)
 
@@ -46,10 +46,10 @@ class ForwardState:
         self.attributes = [(part, part.__dict__.copy()) for part in model.modules()]
 
     def has_changed(self, *, by_value: bool = False) -> bool:
-        """Whether torch drew numbers, or a buffer was written that is not a BatchNorm's, which are synchronized.
+        """Whether torch drew random numbers, or a buffer was written other than a BatchNorm's, which are synchronized.
 
-        Numbers of Python's and numpy's are of no tensor's size: what they decide, they decide for a batch as for its parts.
-        by_value: looks at what buffers hold, too, since `F.batch_norm` writes without a word.
+        Python's and numpy's generators do not count: what they decide is the same for a batch and for its parts.
+        by_value: compare the values of buffers, too, since `F.batch_norm` does not increase their version.
         """
         return not all(map(torch.equal, self.random, _random_of(self.devices))) or any(
             buffers_of(part).get(name) is not buffer
@@ -77,7 +77,7 @@ class ForwardState:
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
-    """Passes inside leave random states, buffers and what modules hold, `training` too, as they were, and no gradients."""
+    """Restore random states, buffers and plain attributes, `training` too, after the passes inside, and drop gradients."""
     before = ForwardState(model)
     try:
         with torch.enable_grad():

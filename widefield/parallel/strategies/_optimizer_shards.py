@@ -1,4 +1,4 @@
-"""ZeRO-1: ranks that have the same weights each step a share of them, and so hold a share of the optimizer's state."""
+"""ZeRO-1: of the parameters that ranks replicate, each rank steps some, and so has the optimizer state of these only."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OTHERS: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary(
 
 
 def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Optimizer:
-    """Make each rank step a share of the parameters, and so hold state of these alone; the same optimizer back.
+    """Make each rank of the innermost axis of `mesh.shards` step some of the parameters; returns the same optimizer.
 
-    For whole parameters with equal gradients on all ranks, and an optimizer whose step on one parameter looks at no other.
-    Cost: one message per rank of the axis and step, of the weights that it stepped.  After a step, gradients of the others'
-    parameters are None.
+    For full parameters with equal gradients on all ranks, and an optimizer whose step on one parameter depends on no other.
+    Cost: per step one broadcast from each rank of the weights that it stepped.  After a step, `grad` is None for the parameters
+    that other ranks step.
     """
     assert mesh.shards is not None
     parameters = [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]  # of this rank's stage
@@ -43,12 +43,12 @@ def share_states(optimizer: torch.optim.Optimizer, mesh: Mesh) -> torch.optim.Op
 
 
 def steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    """Whether this rank holds the state of `parameter`: always, but for a shared optimizer."""
+    """Whether this rank steps `parameter`, and so has its state: always without `share_states`."""
     return id(parameter) not in _OTHERS.get(optimizer, ())
 
 
 def _owners(parameters: list[Tensor], ranks: int) -> dict[int, int]:
-    """Large parameters first, each to the rank that has least."""
+    """The rank that steps each parameter, by id: large parameters first, each to the rank with the least so far."""
     loads, owners = [0] * ranks, {}
     for parameter in sorted(parameters, key=lambda p: -p.numel()):
         owner = loads.index(min(loads))
@@ -59,7 +59,7 @@ def _owners(parameters: list[Tensor], ranks: int) -> dict[int, int]:
 
 @torch.no_grad()
 def _send(owner: int, parameters: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite `parameters` with those of one rank of the group."""
+    """Broadcast `parameters` from one rank of the group, in one message."""
     if not parameters:
         return
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])

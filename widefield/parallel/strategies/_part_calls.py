@@ -1,6 +1,6 @@
-"""Refuses layers that draw, or remember, where they are called by themselves and not through the model that copies share.
+"""Refuses calls of dropout and other layers with random numbers or buffers outside of the forward of the parallelized model.
 
-Copies share the random numbers of a batch, and what buffers learn of it, inside of the model's forward alone.
+Copies share the random numbers and buffers of a batch only inside of the model's forward.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _THAT_DRAW = {"DropPath", "DropBlock", "DropBlock2d", "DropBlock3d", "Stochastic
 """Classes of timm and torchvision, by name."""
 
 
-class OfCopies(Wrapping):
+class SharedLayer(Wrapping):
     """Put before a layer's own class; a copy or a pickle is the plain layer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and not torch.compiler.is_compiling():
             roots = [root for held in vars(self).get(_ROOTS, ()) if (root := held()) is not None]
-            if roots and not any(map(is_inside, roots)) and not _is_followed_or_again(args):
+            if roots and not any(map(is_inside, roots)) and not _is_captured_or_recomputed(args):
                 raise NotImplementedError(
                     f"{type(self).__qualname__} draws random numbers or writes to buffers and is called by itself, where "
                     f"copies of {type(roots[0]).__qualname__} share these inside of its forward alone, so they would not be "
-                    f"one device's; call the {type(roots[0]).__qualname__}, lay out each module that you call by a parallelize "
-                    "of its own, or set mesh.independent=true to let each copy draw by itself"
+                    f"one device's; call the {type(roots[0]).__qualname__}, call parallelize on each module that you call, "
+                    "or set mesh.independent=true to let each copy draw by itself"
                 )
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _is_followed_or_again(args: tuple) -> bool:
-    """Whether somebody looks at what a model does ahead of its calls, or a backward runs again what a forward did."""
+def _is_captured_or_recomputed(args: tuple) -> bool:
+    """Whether the model is being captured on fake tensors, or recomputed in a backward."""
     followed = any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in tree_leaves(args))
     return followed or current_graph_task_id() != -1
 
@@ -55,16 +55,16 @@ def roots_of(model: nn.Module) -> Iterator[nn.Module]:
             yield from roots_of(part)
 
 
-def refuse_by_itself(root: nn.Module) -> None:
-    """From now on, refuse calls in training of layers in `root` that draw, other than by its forward."""
+def refuse_separate_calls(root: nn.Module) -> None:
+    """From now on, refuse training calls of layers in `root` that draw or write, outside of `root`'s forward."""
     for part in root.modules():
-        if part is not root and _counts(part):
-            wrap_class(part, OfCopies)
+        if part is not root and _draws_or_writes(part):
+            wrap_class(part, SharedLayer)
             others = [held for held in vars(part).get(_ROOTS, []) if held() not in (None, root)]
             vars(part)[_ROOTS] = [*others, weakref.ref(root)]
 
 
-def _counts(part: nn.Module) -> bool:
+def _draws_or_writes(part: nn.Module) -> bool:
     if isinstance(part, InstanceNorm):
         return part.track_running_stats
     if isinstance(part, nn.RNNBase):

@@ -1,4 +1,4 @@
-"""Modules by name or pattern, as a recipe gives them."""
+"""Modules by name or pattern, as a recipe names them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def picked(model: nn.Module, patterns: list[str], *, field: str) -> list[str]:
-    """Names of the modules that `patterns` mean, in the model's order; `*` stops at dots, as in `layer*.*`.
+    """The names of the modules that match `patterns`, in the model's order; `*` stops at dots, as in `layer*.*`.
 
-    A list without a forward means its members.  ValueError: a pattern that no module fits.
+    A ModuleList or ModuleDict stands for its members.  field: the recipe key, for the error.
+    ValueError: a pattern that no module matches.
     """
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:

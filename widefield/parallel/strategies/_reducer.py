@@ -1,17 +1,17 @@
-"""Averages gradients over ranks as each backward ends, whatever the backward was.
+"""Averages gradients over ranks during each backward, with no assumption about the backward.
 
-A hook on every parameter tells when autograd has added to its gradient.  Gradients travel in buckets, each as soon as all of
-its parameters have theirs and all buckets before it are on their way, so that every rank sends the same messages in the same
-order.  As the backward ends, what is left is sent, with zeros for parameters that got nothing on this rank.  Which parameters
-have a gradient travels along in one small message; where no rank has one, `grad` stays None.
+A hook on every parameter runs when autograd has added to its gradient.  Gradients are sent in buckets.  A bucket is sent when
+all of its parameters have gradients and all earlier buckets are sent, so that every rank sends the same messages in the same
+order.  As the backward ends, the remaining buckets are sent, with zeros for parameters without a gradient on this rank.  One
+small message counts the ranks that have a gradient of each parameter; where none has, `grad` stays None.
 
-Nothing is assumed of a backward: parameters may be left out, on some ranks or in some steps, be frozen and unfrozen; models may
-be in evaluation mode, be called by parts or twice before a backward, and go through several backwards.  What is averaged is all
-of `grad`: gradients that were added up without messages before are averaged, too, and those that were averaged stay.
+Parameters may be unused on some ranks or in some steps, be frozen and unfrozen.  Models may be in evaluation mode, be called
+twice before a backward or module by module, and go through several backwards.  All of `grad` is averaged: gradients that
+`paused` backwards added are averaged too, and averaging a mean again leaves it as it is.
 
-Which parameters travel together is found out once for each set of trained parameters: from trial passes where there were any,
-else in the first backward, whose messages all wait for its end.  Parameters that got nothing there travel by themselves when
-they get something, and with the others from then on.
+The buckets are made once for each set of trained parameters: from trial passes where there are any, else in the first backward,
+whose messages all wait for its end.  A parameter that had no gradient there is sent in a bucket of its own when it first has
+one, and with the others from then on.
 """
 
 from __future__ import annotations
@@ -30,37 +30,43 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from widefield.comm.mesh import control_device
-from widefield.parallel.strategies._buckets import Bucket, BucketLayout, Seen, laid_out, late_of
+from widefield.parallel.strategies._buckets import Bucket, BucketLayout, GradientOrder, expected_order, make_buckets
 from widefield.private_torch.autograd import current_autograd_node, queue_callback, will_engine_execute_node
 from widefield.private_torch.pytree import tree_leaves
 from widefield.tiled.partial_gradient import PartialGradient, full_value_with_grad, manage, part_of_mean, release
 
 LAYOUTS_MOST = 4
-"""For how many sets of trained parameters buckets are remembered: nets that are frozen and unfrozen in turns have two."""
+"""For how many sets of trained parameters buckets are kept: nets that alternate between freezing and unfreezing have two."""
 Hook = Callable[[Any, Any], torch.futures.Future]
 
 
 class Reducer:
     """Averages the gradients of a model's parameters over `group`, until `close`.
 
-    It lives as long as one of the parameters does.  bucket_bytes: of a bucket, at most.
-    seen: what trial passes showed, the same on every rank; None where there were none.
-    hook, state: one of torch's communication hooks for buckets, in place of the mean; it gets gradients as they are.
+    bucket_bytes: the most that a bucket has.
+    gradient_order: from trial passes, the same on every rank; None where there were none.
+    hook, state: a communication hook as of DDP, in place of the mean; it gets gradients that are not divided by the ranks.
     """
 
     group: dist.ProcessGroup
 
     def __init__(
-        self, model: nn.Module, *, bucket_bytes: int, seen: Seen | None = None, hook: Hook | None = None, state: Any = None
+        self,
+        model: nn.Module,
+        *,
+        bucket_bytes: int,
+        gradient_order: GradientOrder | None = None,
+        hook: Hook | None = None,
+        state: Any = None,
     ) -> None:
         parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
         self.names, self._parameters = list(parameters), [weakref.ref(p) for p in parameters.values()]
-        self.bucket_bytes, self.seen, self.hook, self.state = bucket_bytes, seen, hook, state
+        self.bucket_bytes, self.gradient_order, self.hook, self.state = bucket_bytes, gradient_order, hook, state
         self.is_on, self.optimizer_steps = True, 0
         self._layouts: dict[bytes, BucketLayout] = {}
         self._backward: _BackwardPass | None = None
-        self._last: tuple[Any, Tensor] | None = None
-        """A message that nobody waited for, which is to stay until it is there."""
+        self._last_message: tuple[Any, Tensor] | None = None
+        """A message that nobody waited for; its memory must live until it has arrived."""
         manage(parameters.values())
         self._handles = [
             handle for number, p in enumerate(parameters.values()) if _may_learn(p) for handle in self._hooked(number, p)
@@ -80,7 +86,7 @@ class Reducer:
         return handles
 
     def close(self) -> None:
-        """Leave the parameters as they were found."""
+        """Remove all hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -91,7 +97,7 @@ class Reducer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """In the model's order.  One that is gone, because the model has another now, leaves an empty place."""
+        """In the model's order; an empty tensor for a parameter that was freed, since the model has another one now."""
         found = [parameter() for parameter in self._parameters]
         return [torch.empty(0) if parameter is None else parameter for parameter in found]
 
@@ -107,11 +113,11 @@ class Reducer:
     # ------------------------------------------------------------------------------------------ hooks
 
     def _on_gradient(self, gradient: Tensor | None) -> Tensor | None:
-        """What torch.autograd.grad gives for a parameter is the mean, too; a backward's gradients are averaged later."""
+        """Average what torch.autograd.grad returns for a parameter; the gradients of a backward are averaged later."""
         try:
             will_engine_execute_node(current_autograd_node())
             return None
-        except RuntimeError:  # torch's way to say that a leaf's gradient is asked for and not added to its `grad`
+        except RuntimeError:  # torch raises it where a leaf's gradient is returned and not added to its `grad`
             return None if gradient is None else self._captured(gradient)
 
     def _captured(self, gradient: Tensor) -> Tensor:
@@ -130,10 +136,10 @@ class Reducer:
             parameter.grad = part_of_mean(gradient)
         backward = self.begin()
         if backward is not None:
-            backward.came(number)
+            backward.accumulated(number)
 
     def begin(self) -> _BackwardPass | None:
-        """The backward that runs now, with a callback at its end; None where gradients are only added up."""
+        """The current backward, with a callback queued for its end; None inside `paused`."""
         if not self.is_on:
             return None
         if self._backward is None or not self._backward.is_running:
@@ -142,7 +148,7 @@ class Reducer:
         return self._backward
 
     def _will_accumulate(self) -> bool:
-        """Whether the backward that runs now adds to gradients of this model."""
+        """Whether the current backward adds to gradients of this model."""
         edges = (torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters if p.requires_grad)
         try:
             return any(will_engine_execute_node(node) for node in edges)
@@ -150,10 +156,7 @@ class Reducer:
             return False
 
     def after_forward(self, model: nn.Module, output: Any) -> None:
-        """Notice a backward as it reaches what the model gave.
-
-        A backward inside of a backward, as checkpoint(use_reentrant=True) has them, then counts as a part of the outer one.
-        """
+        """Register the backward at the model's output, since checkpoint(use_reentrant=True) runs further ones inside of it."""
         for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                 leaf.register_hook(self._on_output)
@@ -168,37 +171,38 @@ class Reducer:
         return bytes(parameter.requires_grad for parameter in self.parameters)
 
     def layout(self) -> BucketLayout | None:
-        """The buckets for what is trained now; None where a backward has yet to show them."""
+        """The buckets for the parameters trained now; None where the first backward has yet to show the order."""
         found = self._layouts.get(self._key())
-        if found is None and (self.seen is not None or self.hook is not None):
-            found = self.learn(self.seen)
+        if found is None and (self.gradient_order is not None or self.hook is not None):
+            found = self.make_layout(self.gradient_order)
         return found
 
-    def learn(self, seen: Seen | None) -> BucketLayout:
-        """Lay buckets out for what is trained now, after what every rank has seen alike, and keep that."""
+    def make_layout(self, order: GradientOrder | None) -> BucketLayout:
+        """Make and cache the buckets for the parameters trained now; `order` is the same on every rank."""
         parameters = self.parameters
         trained = [number for number, parameter in enumerate(parameters) if parameter.requires_grad]
-        fixed = seen is None or self.hook is not None  # hooks remember something per bucket, so these must not change
-        order, late = (trained[::-1], []) if fixed else late_of(seen, trained)  # type: ignore[arg-type]
-        made = laid_out([(n, parameters[n]) for n in order], late, self.bucket_bytes, is_static=fixed or seen.is_static)  # type: ignore[union-attr]
+        fixed = order is None or self.hook is not None  # a hook has state per bucket, so these must not change
+        numbers, late = (trained[::-1], []) if fixed else expected_order(order, trained)  # type: ignore[arg-type]
+        is_static = fixed or order.is_static  # type: ignore[union-attr]
+        made = make_buckets([(n, parameters[n]) for n in numbers], late, self.bucket_bytes, is_static=is_static)
         self._layouts[self._key()] = made
         while len(self._layouts) > LAYOUTS_MOST:
             del self._layouts[next(iter(self._layouts))]
         return made
 
-    # ------------------------------------------------------------------------------------------ what ranks say
+    # ------------------------------------------------------------------------------------------ comparing ranks
 
     def _compare(self) -> None:
-        """Before a backward: see that ranks are at the same step of training the same, in one small message.
+        """Before a backward: check in one small message that ranks train the same parameters and are at the same step.
 
-        RuntimeError, on every rank, where they are not.  A rank cannot know that another has changed, so all of them ask.
+        RuntimeError, on every rank, where they differ.
         """
-        same = [zlib.crc32(self._key()) % 2**20, self.optimizer_steps % 2**20]
-        said = torch.tensor([*same, *(value * value for value in same)], dtype=torch.int64, device=control_device(self.group))
-        dist.all_reduce(said, group=self.group)
-        trained, steps, trained_squared, steps_squared = said.tolist()
+        mine = [zlib.crc32(self._key()) % 2**20, self.optimizer_steps % 2**20]
+        sums = torch.tensor([*mine, *(value * value for value in mine)], dtype=torch.int64, device=control_device(self.group))
+        dist.all_reduce(sums, group=self.group)
+        trained, steps, trained_squared, steps_squared = sums.tolist()
         size = self.group.size()
-        if size * trained_squared != trained * trained:
+        if size * trained_squared != trained * trained:  # by Cauchy-Schwarz, equal only where all values are equal
             raise RuntimeError(
                 f"the {size} ranks that average gradients do not train the same parameters: requires_grad differs between "
                 "them; freeze and unfreeze parameters on every rank alike"
@@ -212,12 +216,12 @@ class Reducer:
             )
 
     def has(self) -> Tensor:
-        """Which parameters have a gradient here; summed over ranks, how many have one of each."""
+        """For each parameter 1 where it has a gradient on this rank, else 0; an int64 tensor to be summed over ranks."""
         has = [parameter.grad is not None for parameter in self.parameters]
         return torch.tensor(has, dtype=torch.int64, device=control_device(self.group))
 
-    def keep(self, work: Any, message: Tensor) -> None:
-        self._last = work, message
+    def keep_message(self, work: Any, message: Tensor) -> None:
+        self._last_message = work, message
 
     def ended(self) -> None:
         self._backward = None
@@ -231,7 +235,7 @@ _ALIVE: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """An optimizer's step counts for the models whose parameters it moves; RuntimeError for one that nobody averages."""
+    """Count an optimizer's step for its models.  RuntimeError: it steps a parameter whose gradient is not averaged."""
     if not _ALIVE:
         return
     moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -240,17 +244,14 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for name, parameter in model.named_parameters() if model is not None else ():
             if id(parameter) in moved and id(parameter) not in known and not parameter.is_meta:
                 raise RuntimeError(
-                    f"the parameter '{name}' came after the model was laid out, so nobody averages its gradient over ranks; "
-                    "call widefield.parallelize(model, mesh) again once its parameters are there"
+                    f"the parameter '{name}' came after the model was parallelized, so its gradient is not averaged over "
+                    "ranks; call widefield.parallelize(model, mesh) again once its parameters are there"
                 )
         reducer.optimizer_steps += not known.isdisjoint(moved)
 
 
 def _watch_steps() -> None:
-    """Look at each step of any optimizer, from the first reducer on and until the last one is closed.
-
-    (Where reducers go with their parameters nobody takes the hook away: a garbage collector would, in the middle of a step.)
-    """
+    """Hook the steps of all optimizers while there are reducers; a freed one does not unhook, which may be during a step."""
     if _ALIVE and not _STEP_HOOKS:
         _STEP_HOOKS.append(register_optimizer_step_pre_hook(_count_step))
     while not _ALIVE and _STEP_HOOKS:
@@ -264,7 +265,7 @@ _STEP_HOOKS: list[RemovableHandle] = []
 
 
 class _BackwardPass:
-    """One backward: which gradients came, and which buckets are on their way."""
+    """One backward: which gradients were accumulated, and which buckets are sent."""
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer, self.layout = reducer, reducer.layout()
@@ -273,7 +274,7 @@ class _BackwardPass:
         self.is_static, self.has_history, self.sent = True, False, 0
         for bucket in self.layout.buckets if self.layout is not None else ():
             bucket.begin()
-        end = self._end  # autograd holds it until the backward is over, or has failed
+        end = self._end  # only autograd keeps it alive, until the backward has ended or failed
         self._held = weakref.ref(end)
         queue_callback(end)
 
@@ -281,15 +282,15 @@ class _BackwardPass:
     def is_running(self) -> bool:
         return self._held() is not None
 
-    def came(self, number: int) -> None:
-        """Autograd has added to a parameter's gradient."""
+    def accumulated(self, number: int) -> None:
+        """Called when autograd has added to a parameter's gradient."""
         self.has_history = self.has_history or torch.is_grad_enabled()
         layout, is_new = self.layout, number not in self.known
         bucket = None if layout is None else layout.where.get(number)
         if bucket is not None and bucket.number < self.sent:
             raise RuntimeError(
                 f"the gradient of '{self.reducer.names[number]}' came once more after it was sent: its parameter is used in "
-                "more than one place with checkpoint(use_reentrant=True), and was not when the model was looked at; take "
+                "more than one place with checkpoint(use_reentrant=True), and was not in trial passes; take "
                 "use_reentrant=False, or call widefield.parallelize(model, mesh) again"
             )
         self.is_static = self.is_static and is_new
@@ -304,7 +305,7 @@ class _BackwardPass:
 
     @torch.no_grad()
     def _send(self, buckets: Sequence[Bucket], *, only_complete: bool) -> None:
-        """Send the buckets whose turn it is."""
+        """Send the remaining buckets in order; with `only_complete` up to the first that still waits for gradients."""
         reducer = self.reducer
         while self.sent < len(buckets) and not (only_complete and buckets[self.sent].waiting):
             bucket = buckets[self.sent]
@@ -312,63 +313,66 @@ class _BackwardPass:
             bucket.fill(1.0 if reducer.hook is not None else 1.0 / reducer.group.size())
             if reducer.hook is not None:
                 bucket.work = reducer.hook(reducer.state if reducer.state is not None else reducer.group, bucket)
-                bucket.finish()  # a hook may send more once its first message is done, from another thread, in any order
+                bucket.finish()  # a hook may send more when its first message is done, from another thread: wait for it here
             else:
                 bucket.work = dist.all_reduce(bucket.buffer(), group=reducer.group, async_op=True)
 
     def _end(self) -> None:
-        """Send the rest and wait: called by autograd as the backward ends."""
+        """Called by autograd as the backward ends: send the remaining buckets and wait for all."""
         self.reducer.ended()
         if self.has_history:
             self._average_with_history()
             return
         with torch.no_grad():
             is_new = self.layout is None
-            layout = self._learnt() if self.layout is None else self.layout
+            layout = self._layout_from_ranks() if self.layout is None else self.layout
             has = self.reducer.has()
             self._send(layout.buckets, only_complete=False)
             work = dist.all_reduce(has, group=self.reducer.group, async_op=True)
             is_missing = [layout_bucket.take() for layout_bucket in layout.buckets]
             if not (is_new or layout.late or any(is_missing)):
-                self.reducer.keep(work, has)
+                self.reducer.keep_message(work, has)
                 return
             work.wait()
-            self._settle(layout, has.tolist())
+            self._fill_missing(layout, has.tolist())
 
-    def _settle(self, layout: BucketLayout, counts: list[int]) -> None:
-        """Parameters without a gradient on this rank have one where another rank has, and none where no rank has."""
+    def _fill_missing(self, layout: BucketLayout, counts: list[int]) -> None:
+        """Give a parameter without a gradient on this rank the averaged one where another rank has a gradient.
+
+        Late parameters that some rank has a gradient of are sent now, and get buckets from the next backward on.
+        """
         for bucket in layout.buckets:
-            bucket.settle(counts)
+            bucket.fill_missing(counts)
         late = [number for number in layout.late if counts[number]]
         if not late:
             return
         parameters = self.reducer.parameters
-        apart = laid_out([(n, parameters[n]) for n in late], [], self.reducer.bucket_bytes)
+        extra = make_buckets([(n, parameters[n]) for n in late], [], self.reducer.bucket_bytes)
         self.sent = 0
-        self._send(apart.buckets, only_complete=False)
-        for bucket in apart.buckets:
+        self._send(extra.buckets, only_complete=False)
+        for bucket in extra.buckets:
             bucket.take()
-            bucket.settle(counts)
+            bucket.fill_missing(counts)
         order = [number for bucket in layout.buckets for number in bucket.members]
-        self.reducer.learn(Seen((*order, *late), (*order, *layout.late), layout.is_static))
+        self.reducer.make_layout(GradientOrder((*order, *late), (*order, *layout.late), layout.is_static))
 
-    def _learnt(self) -> BucketLayout:
-        """Buckets after what this backward showed; RuntimeError, on every rank, where ranks have different parameters."""
+    def _layout_from_ranks(self) -> BucketLayout:
+        """Buckets in the order of this backward on all ranks; RuntimeError, on every rank: they train different parameters."""
         reducer = self.reducer
         trained = tuple(n for n, parameter in enumerate(reducer.parameters) if parameter.requires_grad)
-        mine = (Seen(tuple(self.order), trained, self.is_static), reducer.names)
+        mine = (GradientOrder(tuple(self.order), trained, self.is_static), reducer.names)
         of_ranks: list[Any] = [None] * reducer.group.size()
         dist.all_gather_object(of_ranks, mine, group=reducer.group)
-        if any((seen.trained, names) != (trained, reducer.names) for seen, names in of_ranks):
+        if any((order.trained, names) != (trained, reducer.names) for order, names in of_ranks):
             raise RuntimeError(
                 f"the {len(of_ranks)} ranks that average gradients do not train the same parameters, "
-                f"{', '.join(str(len(seen.trained)) for seen, _ in of_ranks)} of them; build and freeze the model on every "
+                f"{', '.join(str(len(order.trained)) for order, _ in of_ranks)} of them; build and freeze the model on every "
                 "rank alike"
             )
-        return reducer.learn(Seen.together([seen for seen, _ in of_ranks]))
+        return reducer.make_layout(GradientOrder.merge([order for order, _ in of_ranks]))
 
     def _average_with_history(self) -> None:
-        """Of backward(create_graph=True): means that are differentiated in their turn, one message each."""
+        """After backward(create_graph=True): average each gradient in a message of its own, differentiably."""
         reducer = self.reducer
         has = reducer.has()
         dist.all_reduce(has, group=reducer.group)
@@ -381,7 +385,7 @@ class _BackwardPass:
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over the ranks of a group, as is its gradient."""
+    """The mean over the ranks of a group; its backward is the same mean."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
-"""FSDP2 takes and gathers weights in row order alone.  Where a model's lay otherwise, may it draw random numbers?
+"""FSDP2 makes weights contiguous.  Where they were channels-last before, may the model draw random numbers?
 
-Convolutions give what lies as their image or their weight does, and torch draws in the order of memory.  So with weights in row
-order a dropout may draw the same numbers for other pixels than on one device.
+A convolution's output takes the memory format of its image or its weight, and torch fills random numbers in memory order.  So
+with contiguous weights a dropout may give the same random numbers to other pixels than on one device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from widefield.private_torch.pytree import tree_leaves
 
 
 def not_row_major(model: nn.Module) -> list[str]:
-    """The names of parameters that lie in another order than row by row."""
+    """The names of the parameters that are not row-major."""
     return [name for name, p in model.named_parameters() if not p.is_contiguous() or _is_channels_last(p)]
 
 
@@ -29,11 +29,11 @@ def _is_channels_last(weight: Tensor) -> bool:
     return weight.ndim in (4, 5) and suggest_memory_format(weight) != torch.contiguous_format
 
 
-class NoDraws:
-    """Runs forwards, and refuses those that draw for images.  names: of weights that lay otherwise.
+class RefuseRandom:
+    """Runs forwards, and refuses those that draw random numbers for images.  names: weights that were not row-major.
 
-    The first forward in which torch draws is looked at, operation by operation.  NotImplementedError: it draws for something
-    of several dims, or an earlier one drew nothing.
+    The first training forward is checked operation by operation.  NotImplementedError: it draws for a tensor with pixels, or a
+    later forward draws where the checked one drew nothing.
     """
 
     def __init__(self, names: list[str], around: Callable | None) -> None:
@@ -62,14 +62,14 @@ class NoDraws:
     def _words(self, model: nn.Module) -> str:
         return (
             f"{type(model).__qualname__} draws random numbers for images, and {len(self.names)} of its weights ({self.names[0]}"
-            ", ...) lie in channels-last or another order, which FSDP2 does not keep: what they make would lie otherwise than "
-            "on one device, and random numbers come to other pixels; leave the model's weights row-major and give it images "
-            "with channels last, or set sharding.zero=1"
+            ", ...) are channels-last or in another order, which FSDP2 does not keep: activations would have another memory "
+            "format than on one device, and random numbers go to other pixels; leave the model's weights row-major and give it "
+            "images with channels last, or set sharding.zero=1"
         )
 
 
 class _Look(TorchDispatchMode):
-    """Inside, NotImplementedError(words) where numbers are drawn for something of more dims than samples and channels."""
+    """Inside, NotImplementedError(words) where random numbers are drawn for a tensor with more dims than batch and channel."""
 
     def __init__(self, words: str) -> None:
         super().__init__()

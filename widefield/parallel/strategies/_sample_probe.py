@@ -1,6 +1,6 @@
-"""Do samples of one batch meet in a model, as far as it tells on two halves of a batch, each alone and both together?
+"""Does a model mix the samples of a batch?  Compares two halves of a batch, each alone, with both together.
 
-For models with an operation that has no rule for rows of a batch, so that copies of the model cannot ask each other.
+For models with an operation that has no rule for rows of a batch, so that the copies cannot run on a shared batch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from widefield.tiled.redistribute import local_of, to_layout
 from widefield.tiled.tensor import TiledTensor
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
-"""Up to which share outputs may differ by rounding alone, 0.01 for other dtypes; samples that meet make more difference."""
+"""The relative difference that rounding may make, 0.01 for other dtypes; mixed samples differ by more."""
 
 
 def mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: dict, samples: Sequence[Tensor]) -> bool:
-    """Whether samples, and as many others behind them, give something else than each half alone.
+    """Whether the model gives another result for `samples` and as many others together than for each half alone.
 
-    What operations without a rule give is looked at by itself, on numbers by chance too, for what follows may hide it; behind
-    them also what others give, but for those that only move numbers.  BatchNorms, whose statistics are of all copies anyway,
-    take their running ones meanwhile.
+    The results of operations without a rule are also compared one by one, on random numbers too, since later operations may
+    hide a difference; so are the operations behind them, except those that only move elements.  BatchNorms use their running
+    statistics meanwhile, since they are synchronized anyway.
     """
     norms = [part for part in model.modules() if isinstance(part, BatchNorm) and part.training]
 
@@ -50,12 +50,12 @@ def mix_among_themselves(model: nn.Module, run: Callable, args: tuple, kwargs: d
     finally:
         for norm in norms:
             norm.training = True
-    mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # each, for ranks look at them together
+    mixed = [_is_mixed(*leaves) for leaves in zip(*found, strict=True)]  # no short cut: comparing is collective
     return any(mixed) or any(_call_mixes(*calls) for calls in zip(*_matched([each.calls for each in called]), strict=False))
 
 
 def _matched(called: list[list[_Call]]) -> list[list[_Call]]:
-    """Calls of each half and of both; where both have more, a model takes samples one by one, and picks each of them."""
+    """The calls of each half and of both.  Where both have more, the model loops over samples, and indexing is left out."""
     if len({len(calls) for calls in called}) == 1:
         return called
     return [[call for call in calls if _name_of(call[0]) not in _PICKS] for calls in called]
@@ -66,14 +66,14 @@ def _as_it_is(leaf: Any) -> Any:
 
 
 def _numbers_of(output: Any) -> list[Any]:
-    """The leaves of an output, without what a backward would want."""
+    """The leaves of an output, detached."""
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(output)]
 
 
 def _is_mixed(first: Any, second: Any, both: Any) -> bool:
-    """Whether what both halves of a batch give together is not theirs behind each other, nor what either gives alone.
+    """Whether the result for both halves is neither their results concatenated nor the result of each half.
 
-    A mean of all samples counts: what is made of it later is another of each copy's mean than of all.
+    A mean over all samples counts as mixed.
     """
     if not isinstance(first, Tensor):
         return False
@@ -81,15 +81,15 @@ def _is_mixed(first: Any, second: Any, both: Any) -> bool:
 
 
 def _apart(first: Tensor, second: Tensor, both: Tensor, dim: int | None) -> bool:
-    """Whether `both` is not the halves behind each other along `dim`, or, where there is none, not what either is."""
+    """Whether `both` differs from the halves concatenated along `dim`, or, with `dim` None, from either half."""
     count = 0 if dim is None else first.shape[dim]
     found = (both, both) if dim is None else (both.narrow(dim, 0, count), both.narrow(dim, count, count))
     apart = [differ(half, some) for half, some in zip((first, second), found, strict=True)]
-    return any(apart)  # of both, for ranks look at them together
+    return any(apart)  # no short cut: comparing is collective
 
 
 def differ(alone: Any, among_all: Any) -> bool:
-    """Whether two outputs are farther apart than rounding goes."""
+    """Whether two outputs differ by more than rounding."""
     if not isinstance(alone, Tensor) or not alone.is_floating_point():
         return False
     if alone.shape != among_all.shape:
@@ -106,22 +106,22 @@ def differ(alone: Any, among_all: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- operations without a rule
 
 _Call = tuple[Any, tuple, dict]
-"""An operation and what it is given; of one that has a rule, the shapes of what it is given alone."""
+"""An operation and its arguments; for an operation with a rule, only the shapes of its tensor arguments."""
 
 _MOVES = {"cat", "flip", "roll", "index", "index_select", "gather", "new_empty", "new_empty_strided"}
-"""Operations that are no views and give what they are given, or nothing: end to end it shows whether samples meet."""
+"""Operations, not views, that only move elements, or make none: comparing the outputs shows what they mix."""
 
 
 _PICKS = {"slice", "select"}
 """Views that may leave samples out."""
 _NUMBERS = {Tensor, nn.Parameter, TiledTensor}
-"""Kinds of tensors that are none of a capture."""
+"""Tensor types that hold values, unlike the fake tensors of a capture."""
 
 
 class _Unknown(TorchDispatchMode):
-    """Inside, `calls` gets the operations that have no rule, with copies of what they are given, and others behind them.
+    """Inside, records in `calls` the operations without a rule, with copies of their arguments, and those behind them.
 
-    Messages are left out.
+    Collectives are left out.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ def _copied(value: Any) -> Any:
 
 
 def _shape_of(value: Any) -> Any:
-    """Zeros of a tensor's shape that take no memory; of integers, which may be indices, a copy."""
+    """Expanded zeros of a tensor's shape, without memory; of integers, which may be indices, a copy."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return _copied(value)
     return torch.zeros((), dtype=value.dtype, device=value.device).expand(local_of(value).shape)
@@ -155,7 +155,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _may_mix(func: Any) -> bool:
-    """Whether an operation does more than to go through numbers one by one, or to move them."""
+    """Whether an operation is neither pointwise nor one that only moves elements."""
     if not isinstance(func, OpOverload) or is_pointwise(func):
         return False
     name = _name_of(func)
@@ -167,21 +167,23 @@ def _name_of(func: Any) -> str:
 
 
 def _call_mixes(first: _Call, second: _Call, both: _Call) -> bool:
-    """Whether an operation gives something else for both halves than for each, where it is given them behind each other."""
+    """Whether an operation's result for both halves differs from those for each, where its arguments are concatenated."""
     func, calls = first[0], [call[1:] for call in (first, second, both)]
     if not func is second[0] is both[0]:
         return False
     dims = [_halved(*leaves) for leaves in zip(*map(tree_leaves, calls), strict=False)]
     if "met" in dims:
         return True
-    if "neither" in dims or dims.count("equal") == len(dims):  # they do not lie so
+    if "neither" in dims or dims.count("equal") == len(dims):  # no argument is the two halves concatenated
         return False
     return any(_gives_other(func, given) for given in ((calls,) if is_unknown(func) else ()) + (_by_chance(calls, dims),))
 
 
 def _halved(first: Any, second: Any, both: Any) -> int | str:
-    """Along which dim both halves lie behind each other, "equal" where there is one thing alone, or "neither"; "met": it was
-    made of samples and has no place for each."""
+    """The dim along which `both` is the halves concatenated; "equal" where all three are the same, else "neither".
+
+    "met": of equal shapes with different values, so it was computed from samples and has no entry for each.
+    """
     if not isinstance(first, Tensor):
         plain = isinstance(first, (bool, int, float, str))
         return "equal" if first is second is both or plain and first == second == both else "neither"
@@ -195,7 +197,7 @@ def _halved(first: Any, second: Any, both: Any) -> int | str:
 
 
 def _doubled(first: Tensor, second: Tensor, both: Tensor) -> int | str:
-    """The dim of which `both` has twice as many, by shapes."""
+    """The dim in which `both` is twice as long, by shapes; "equal" where the shapes are, else "neither"."""
     if first.shape != second.shape or first.ndim != both.ndim:
         return "neither"
     more = [dim for dim in range(first.ndim) if first.shape[dim] != both.shape[dim]]
@@ -205,7 +207,7 @@ def _doubled(first: Tensor, second: Tensor, both: Tensor) -> int | str:
 
 
 def _by_chance(calls: Sequence[Any], dims: Sequence[int | str]) -> list[Any]:
-    """The same calls on other numbers."""
+    """The same calls on random numbers."""
     chance, made = None, []
     flat = [tree_flatten(call) for call in calls]
     for first, second, both, dim in zip(*(leaves for leaves, _ in flat), dims, strict=True):
@@ -221,7 +223,7 @@ def _gives_other(func: Any, calls: Sequence[Any]) -> bool:
     try:
         with torch.no_grad():
             found = [tree_leaves(func(*tree_map(_copied, args), **tree_map(_copied, kwargs))) for args, kwargs in calls]
-    except (RuntimeError, IndexError):  # chance gives what it cannot take
+    except (RuntimeError, IndexError):  # the operation does not accept random arguments
         return False
     for first, second, both in zip(*found, strict=False):
         dim = _doubled(first, second, both) if isinstance(first, Tensor) else "neither"

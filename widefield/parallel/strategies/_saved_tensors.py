@@ -1,4 +1,4 @@
-"""How much does a pass keep for its backward, and which blocks are to run again for it to fit?"""
+"""How many bytes does a pass save for its backward, and which blocks must be recomputed for them to fit a budget?"""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from widefield.tiled.tensor import TiledTensor
 
 @dataclass
 class Costs:
-    """Bytes that a pass of this rank keeps for its backward: inside of each block, as each block's input, and elsewhere."""
+    """Bytes that a pass of this rank saves for its backward: inside of each block, as each block's input, and elsewhere."""
 
     inside: dict[str, int]
     inputs: dict[str, int]
     outside: int = 0
 
-    def together(self, chosen: list[str]) -> int:
-        """With `chosen` run again one at a time, at the worst moment of the backward."""
-        kept = sum(size for name, size in self.inside.items() if name not in chosen)
-        again = max((self.inside[name] for name in chosen), default=0)
-        return self.outside + kept + sum(self.inputs[name] for name in chosen) + again
+    def peak_bytes(self, chosen: list[str]) -> int:
+        """The peak in the backward where the blocks `chosen` are recomputed, one at a time."""
+        saved = sum(size for name, size in self.inside.items() if name not in chosen)
+        rerun = max((self.inside[name] for name in chosen), default=0)
+        return self.outside + saved + sum(self.inputs[name] for name in chosen) + rerun
 
     def times(self, factor: float) -> Costs:
         inside, inputs = (
@@ -42,7 +42,7 @@ class Costs:
 
 
 def costs_of(model: nn.Module, blocks: list[str], trial_step: Callable[[], Tensor]) -> Costs:
-    """Measured in a forward pass that keeps nothing: what autograd would save, each piece of memory once, without weights."""
+    """Measure a trial forward: the bytes that autograd would save, each storage once, without parameters and buffers."""
     costs, stack = Costs(dict.fromkeys(blocks, 0), dict.fromkeys(blocks, 0)), [""]
     seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
 
@@ -78,10 +78,13 @@ def _never(_: Any) -> Tensor:
     raise AssertionError("a pass that is measured has no backward")
 
 
-def fewest(
+def fewest_blocks(
     model: nn.Module, mesh: Mesh, blocks: list[str], asked: RecomputeConfig, trial_step: Callable[[], Tensor] | None
 ) -> tuple[list[str], str]:
-    """As few of `blocks` as let a training pass keep no more than `asked.memory`, the same on every rank; and why."""
+    """The fewest of `blocks` whose recomputing keeps saved tensors within `asked.memory`, the same on every rank; and why.
+
+    ValueError: no trial step, or no choice fits.
+    """
     if trial_step is None:
         raise ValueError("recompute.memory is kept by looking at a trial pass and none was given; name recompute.blocks")
     factor = 1 / getattr(trial_step, "share", 1.0)
@@ -89,7 +92,7 @@ def fewest(
     budget = read_memory(asked.memory)
     saving = {name: max(costs.inside[name] - costs.inputs[name] for costs in of_ranks) for name in blocks}
     order = sorted((name for name in blocks if saving[name] > 0), key=lambda name: -saving[name])
-    needs = [max(costs.together(order[:count]) for costs in of_ranks) for count in range(len(order) + 1)]
+    needs = [max(costs.peak_bytes(order[:count]) for costs in of_ranks) for count in range(len(order) + 1)]
     fitting = [count for count, need in enumerate(needs) if need <= budget]
     if not fitting:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What copies of a model that share a batch hold of it: samples as rows of the batch, and back what is of a copy's samples."""
+"""Copies of a model that share a batch: a copy's samples become its rows of the batch, and results for them come back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from widefield.tiled.tensor import TiledTensor, wrap, wrap_view
 
 @dataclass(frozen=True)
 class BatchShare:
-    """grid: copies first, then the axes of `tiles`, the ranks that share this copy's images.  bounds: of the copies' rows."""
+    """Which rows of a batch each copy has.
+
+    grid: all ranks; axis 0 are the copies, the other axes those of `tiles`, the ranks that share the images of this copy.
+    bounds: copy c has the rows bounds[c] to bounds[c + 1].
+    """
 
     grid: Grid
     tiles: Grid
@@ -31,18 +35,21 @@ class BatchShare:
 
     @property
     def bounds_here(self) -> tuple[int, int]:
-        """Of this copy's rows."""
+        """The first row of this copy, and the row behind its last."""
         copy = self.grid.index // self.tiles.size
         return self.bounds[copy], self.bounds[copy + 1]
 
     def of_batch(self, tensor: Tensor) -> Layout:
-        """The layout on the grid of a tensor of this copy's samples."""
+        """The layout, on `grid`, of the batch that a tensor of this copy's samples is a part of."""
         cuts = tensor.tile_layout.cuts[1:] if type(tensor) is TiledTensor else (None,) * (tensor.ndim - 1)
         further = [None if cut is None else Cut(tuple(axis + 1 for axis in cut.axes), cut.bounds) for cut in cuts]
         return layout_of((self.bounds[-1], *tensor.shape[1:]), (Cut((0,), self.bounds), *further), self.grid)
 
     def local(self, layout: Layout, count: int | None = None) -> Layout | None:
-        """What a tile is a tile of, on this copy alone; None where it is plain.  count: of its rows, where these are cut."""
+        """The layout, on `tiles`, of this copy's rows of a batch; None where a copy is one rank.
+
+        count: the number of rows, where it is not that of `layout`.
+        """
         if not self.tiles.sizes:
             return None
         cuts = [
@@ -54,14 +61,15 @@ class BatchShare:
 
 
 def strides_of_batch(sample: Tensor, layout: Layout) -> tuple[int, ...] | None:
-    """Those of all copies' samples, where this copy's tell: a row or a tile that is thin or empty does not."""
+    """The strides of the batch in the memory format of this copy's samples; None where these are not dense."""
     return strides_like(layout.shape, sample.stride()) if is_dense(sample) else None
 
 
 class EnterBatch(torch.autograd.Function):
-    """This copy's samples, times a factor, as their rows of the batch.
+    """Forward: this copy's samples, times a factor, as a TiledTensor of the batch.
 
-    A loss of this copy's counts by its mean over copies, so the gradient of the batch's is that share of it, and back.
+    Losses of copies are averaged over the copies, and the batch has one loss.  So the gradient of this copy's samples is that
+    of their rows times the number of copies.
     """
 
     @staticmethod
@@ -80,7 +88,7 @@ class EnterBatch(torch.autograd.Function):
 
 
 class LeaveBatch(torch.autograd.Function):
-    """The rows of this copy's samples, times a factor; zeros for the `count` samples of a stand-in, which count nothing."""
+    """Forward: this copy's rows of the batch, times a factor; zeros for the `count` samples of a dummy batch."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rows: BatchShare, layout: Layout, count: int, factor: float) -> Tensor:
@@ -97,8 +105,8 @@ class LeaveBatch(torch.autograd.Function):
         return EnterBatch.apply(grad, ctx.rows, ctx.layout, ctx.factor / ctx.rows.copies), None, None, None, None
 
 
-class OfAll(torch.autograd.Function):
-    """What all samples give together, as a mean over the batch: every copy has it, and its gradient is the mean of theirs."""
+class ReplicatedResult(torch.autograd.Function):
+    """A result of the whole batch, as a mean over it, on every copy; its gradient is the mean over copies."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rows: BatchShare, layout: Layout | None) -> Tensor:
@@ -111,11 +119,11 @@ class OfAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return Mean.apply(grad, ctx.rows, ctx.layout), None, None
+        return MeanOverCopies.apply(grad, ctx.rows, ctx.layout), None, None
 
 
-class Mean(torch.autograd.Function):
-    """The mean over copies, as what all samples give together."""
+class MeanOverCopies(torch.autograd.Function):
+    """The mean over copies, as a result of the whole batch; the adjoint of `ReplicatedResult`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rows: BatchShare, layout: Layout | None) -> Tensor:
@@ -127,36 +135,36 @@ class Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return OfAll.apply(grad, ctx.rows, ctx.layout), None, None
+        return ReplicatedResult.apply(grad, ctx.rows, ctx.layout), None, None
 
 
 def dims_of_samples(tensor: Tensor, each: list[int], rows: BatchShare) -> list[int]:
-    """Along which dims a result may hold samples, all of the batch one after the other.
+    """The dims of a result along which all samples of the batch may lie one after the other.
 
-    each: of each of its dims, how many rows belong to a sample, 0 where none do.
+    each: for each dim, how many entries belong to one sample; 0 where none do.
     """
     pairs = zip(tensor.shape, each, strict=False)
     return [dim for dim, (extent, many) in enumerate(pairs) if many and extent == many * rows.bounds[-1]]
 
 
-def left(tensor: Tensor, rows: BatchShare, count: int, each: list[int] | None) -> Tensor:
-    """What this copy gets of a result.
+def leave_batch(tensor: Tensor, rows: BatchShare, count: int, each: list[int] | None) -> Tensor:
+    """This copy's part of a result of the batch.
 
-    count: of its samples, where it has none that count.  each: see `dims_of_samples`; where it is not known, a result that is
-    cut by samples along its first dim is theirs.
+    count: the number of this copy's samples, those of a dummy batch too.
+    each: see `dims_of_samples`; None where it is not known: then a result cut over copies along dim 0 has samples there.
     """
     dim = next(iter(dims_of_samples(tensor, each or [], rows)), None)
     if dim:
-        return _left(tensor.movedim(dim, 0), rows, count, each[dim]).movedim(0, dim)  # type: ignore[index]
-    return _left(tensor, rows, count, None if each is None else 0 if dim is None else each[0])
+        return _leave_first_dim(tensor.movedim(dim, 0), rows, count, each[dim]).movedim(0, dim)  # type: ignore[index]
+    return _leave_first_dim(tensor, rows, count, None if each is None else 0 if dim is None else each[0])
 
 
-def _left(tensor: Tensor, rows: BatchShare, count: int, each: int | None) -> Tensor:
-    """each: how many rows of the result belong to a sample, 0 where it is of all."""
+def _leave_first_dim(tensor: Tensor, rows: BatchShare, count: int, each: int | None) -> Tensor:
+    """`leave_batch` where samples lie along dim 0.  each: how many rows belong to a sample, 0 where dim 0 holds no samples."""
     by_samples = Cut((0,), tuple(bound * each for bound in rows.bounds)) if each else None
-    if type(tensor) is not TiledTensor:  # made for the batch, of no sample, or written to with what is of samples
+    if type(tensor) is not TiledTensor:  # the forward made it without samples, or wrote samples into a plain tensor
         if by_samples is None:
-            return OfAll.apply(tensor, rows, None) if tensor.requires_grad else tensor
+            return ReplicatedResult.apply(tensor, rows, None) if tensor.requires_grad else tensor
         tensor = cut_by(tensor, layout_of(tuple(tensor.shape), (by_samples, *[None] * (tensor.ndim - 1)), rows.grid))
     layout = tensor.tile_layout
     first = layout.cuts[0] if layout.cuts else None
@@ -165,4 +173,4 @@ def _left(tensor: Tensor, rows: BatchShare, count: int, each: int | None) -> Ten
         return LeaveBatch.apply(tensor, rows, layout, count, 1)
     if each and by_samples is not None:
         return LeaveBatch.apply(tensor, rows, layout_of(layout.shape, (by_samples, *cuts[1:]), layout.grid), count * each, 1)
-    return OfAll.apply(tensor, rows, layout_of(layout.shape, tuple(cuts), layout.grid))
+    return ReplicatedResult.apply(tensor, rows, layout_of(layout.shape, tuple(cuts), layout.grid))

@@ -1,12 +1,13 @@
-"""Copies of a model as tiles of one batch: each rank has its rows, and the numbers are those of all samples at once.
+"""Copies of a model as tiles of one batch: each rank has some rows, and the numbers are those of one device with all samples.
 
-Where samples do not meet, a copy runs on its own samples as if they were all, and nothing is lost.  They meet in a BatchNorm,
-which is synchronized; in random numbers, of which one device draws a batch's in one go; in buffers that a forward writes, as
-running statistics of an InstanceNorm or a queue; and in a layer that mixes samples, as a minibatch standard deviation.  A model
-that has one of the last three runs on tiled tensors whose batch dim is cut over copies, by the same rules as images are.
+Where samples do not interact, a copy runs on its own samples alone, which is exact.  They interact in a BatchNorm, which is
+synchronized; in random numbers, which one device draws for the whole batch; in buffers that a forward writes, as the running
+statistics of an InstanceNorm or a queue; and in a layer that mixes samples, as a minibatch standard deviation.  A model with
+one of the last three runs on tiled tensors whose batch dim is cut over copies, by the same rules as images.
 
-That is found out and not asked: a forward that draws or writes is run again on rows; a model's first training forward runs on
-rows once, where operations that send something between copies tell that samples meet, or other numbers than a copy's alone.
+Which models these are is detected.  A forward that draws or writes is run again on rows of the batch.  A model's first training
+forward also runs on rows once: samples interact where an operation communicates between copies, or where outputs differ from
+those of this copy alone.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from widefield.parallel.inactive import is_inactive, on_rows, real_buffers
 from widefield.parallel.strategies._forward_route import Compiled
 from widefield.parallel.strategies._forward_state import ForwardState
 from widefield.parallel.strategies._sample_probe import differ, mix_among_themselves
-from widefield.parallel.strategies._shared_batch import BatchShare, EnterBatch, dims_of_samples, left, strides_of_batch
-from widefield.parallel.strategies._unit_calls import Parted
+from widefield.parallel.strategies._shared_batch import BatchShare, EnterBatch, dims_of_samples, leave_batch, strides_of_batch
+from widefield.parallel.strategies._unit_calls import RanksDiverged
 from widefield.private_torch.modules import BatchNorm
 from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from widefield.streaming.api import Streamed
@@ -39,88 +40,89 @@ from widefield.tiled.sample_mixing import SampleMixingWatch
 from widefield.tiled.tensor import TiledTensor
 
 PATIENCE_SECONDS = 120.0
-"""For other copies to find out that a model draws, too."""
+"""How long to wait for other copies to detect the same; after that the copies differ, which is an error."""
 ADVICE = (
     "set mesh.independent=true to let each copy draw, write to buffers and mix samples by itself, which is not one device's"
 )
 
 
-class Rows:
-    """How a model is run on several copies; `call` runs it.
+class SharedForward:
+    """Runs the forward of a model with several copies, by `call`.
 
-    group: of the ranks that have the same part of the model, for small messages of this model alone.
-    ended: called where a forward has ended, or failed, for who sends on this group inside of forwards; it may raise Parted.
+    group: the ranks with the same part of the model; used by this model only.
+    on_end: called when a forward has ended or failed, for code that communicates on this group during forwards; it may raise
+        RanksDiverged.
     """
 
-    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, ended: Callable[[str], None] = lambda how: None) -> None:
-        self.mesh, self.group, self.ended, self.has_said = mesh, group, ended, False
-        self.together: dict[bool, bool] = {}
-        """Whether samples meet, in training mode and in evaluation mode, as far as that is known."""
+    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, on_end: Callable[[str], None] = lambda how: None) -> None:
+        self.mesh, self.group, self.on_end, self.has_warned = mesh, group, on_end, False
+        self.mixes_samples: dict[bool, bool] = {}
+        """Whether samples interact, by `training`; a mode without an entry is not known yet."""
         self.rows_each: dict[bool, list[list[int] | None]] = {}
-        """In each mode, of each dim of each output, how many rows belong to a sample; None of what is no tensor."""
+        """By `training`, for each dim of each output, how many entries belong to a sample; None for an output without dims."""
         self.has_run: set[bool] = set()
-        """The modes in which a forward has run on rows; where the first cannot, the model is to blame and not its user."""
+        """The modes in which a forward has run on rows.  Until then an error means that the model cannot run on them."""
         self.gives_sums = False
-        """Whether the last forward on rows gave something of all samples together."""
+        """Whether the last forward on rows returned a result of the whole batch."""
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """What `run(*args, **kwargs)`, the forward of `model`, gives for this copy's samples among all."""
+        """The output of `run(*args, **kwargs)`, the forward of `model`, for this copy's samples of the whole batch."""
         if not (model.training or torch.is_grad_enabled()):
             return run(*args, **kwargs)
         refuse_hidden(model, (args, kwargs), "is given")
         if not _samples_in(args, kwargs):
             return run(*args, **kwargs)
         plain = run.uncompiled if isinstance(run, Compiled) else run
-        run, plain, is_compiled = partial(self._ended, run), partial(self._ended, plain), plain is not run
-        if model.training not in self.together:
-            self._find_out(model, plain, args, kwargs)
-        if self.together[model.training]:
+        run, plain, is_compiled = partial(self._run_to_end, run), partial(self._run_to_end, plain), plain is not run
+        if model.training not in self.mixes_samples:
+            self._probe(model, plain, args, kwargs)
+        if self.mixes_samples[model.training]:
             return self._on_rows(model, plain, args, kwargs, is_slower=is_compiled)
         before = ForwardState(model)
         output = run(*args, **kwargs)
-        if not before.has_changed() or not self._some(True):
+        if not before.has_changed() or not self._on_any_rank(True):
             return output
         before.restore()
-        self.together[model.training] = True
+        self.mixes_samples[model.training] = True
         return self._on_rows(model, plain, args, kwargs, is_slower=is_compiled)
 
-    def _ended(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward, and that it has ended, or failed, on every copy."""
+    def _run_to_end(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, then `on_end`, also after an error."""
         try:
             output = run(*args, **kwargs)
-        except Parted:
+        except RanksDiverged:
             raise
         except Exception:
-            with suppress(Parted):  # that error tells more
-                self.ended("an error")
+            with suppress(RanksDiverged):  # the error of the forward says more
+                self.on_end("an error")
             raise
-        self.ended("the end of the forward")
+        self.on_end("the end of the forward")
         return output
 
-    # ------------------------------------------------------------------------------------------ finding out
+    # ------------------------------------------------------------------------------------------ do samples interact?
 
-    def _find_out(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> None:
-        """Run the model by itself, and on rows where that tells more, and leave no trace."""
+    def _probe(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+        """Find out whether samples interact, by running the model on this copy alone and on rows; then restore its state."""
         before = ForwardState(model)
         failed: Exception | None = None
-        with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # not those around, which count what is saved
+        with torch.autograd.graph.saved_tensors_hooks(torch.detach, _same):  # hide hooks around, which count saved tensors
             try:
                 output = run(*args, **kwargs)
             except Exception as error:
                 failed = error
-            if self._some(failed is not None):  # copies differ in how many samples they have, and so in their tiles
+            if self._on_any_rank(failed is not None):  # copies differ in how many samples they have, and so in their tiles
                 raise failed or NotImplementedError("another copy of the model cannot run on its samples, and says why")
             refuse_hidden(model, output, "returns")
             self.rows_each[model.training] = self._rows_each(tree_leaves(output), len(_samples_in(args, kwargs)[0]))
-            meets, statistics = self._some(before.has_changed(by_value=True)), _statistics(model)
+            meets, statistics = self._on_any_rank(before.has_changed(by_value=True)), _statistics(model)
             before.restore()
-            self.together[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics))
+            self.mixes_samples[model.training] = meets or self._mixes(model, run, args, kwargs, (output, statistics))
             before.restore()
 
     def _rows_each(self, leaves: list[Any], count: int) -> list[list[int] | None]:
-        """Of each dim of each output, how many rows may belong to a sample, by what `count` samples alone gave on each copy.
+        """For each dim of each output, how many entries may belong to a sample, from the outputs of each copy alone.
 
-        Not known where copies give outputs of unequally many dims.
+        count: this copy's samples.  All None where copies have outputs with different numbers of dims.
         """
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () for leaf in leaves]
         found = [extent // count if count and extent % count == 0 else 0 for shape in shapes for extent in shape]
@@ -128,14 +130,14 @@ class Rows:
         dist.all_reduce(many, dist.ReduceOp.MAX, group=self.group)
         if many.sum():
             return [None] * len(leaves)
-        told = torch.tensor(found, device=control_device(self.group))
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        rest = iter(told.tolist())
+        of_ranks = torch.tensor(found, device=control_device(self.group))
+        dist.all_reduce(of_ranks, dist.ReduceOp.MAX, group=self.group)
+        rest = iter(of_ranks.tolist())
         each = [[next(rest) for _ in shape] for shape in shapes]
         return [many if isinstance(leaf, Tensor) else None for leaf, many in zip(leaves, each, strict=True)]
 
-    def _some(self, holds: bool) -> bool:
-        """Whether something holds on some rank; RuntimeError where not all come to ask."""
+    def _on_any_rank(self, holds: bool) -> bool:
+        """Whether `holds` on any rank.  RuntimeError: not all ranks call this within PATIENCE_SECONDS."""
         found = torch.tensor([int(holds)], device=control_device(self.group))
         work = dist.all_reduce(found, group=self.group, async_op=True)
         try:
@@ -149,10 +151,9 @@ class Rows:
         return bool(found.item())
 
     def _mixes(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict, made: Any) -> bool:
-        """Whether samples of several copies meet, on any copy, in an operation on the rows of all or by what that gives.
+        """Whether samples of several copies interact, on any copy: seen in operations on rows, or in their outputs.
 
-        made: what the copy alone gave, and the statistics of BatchNorms, which are synchronized; their images' scale is no
-        longer seen behind them.
+        made: the output of this copy alone, and the statistics of its BatchNorms, which show a scale that outputs hide.
         """
         watch = SampleMixingWatch(self.mesh.grid_of_rows())
         try:
@@ -160,24 +161,24 @@ class Rows:
                 among_all = self._run(model, run, args, kwargs), _statistics(model)
         except NotImplementedError:  # raised on every rank, before any message
             mixes = self._mix_among_themselves(model, run, args, kwargs) or bool(watch.found)
-            return self._some(mixes and not is_inactive(model))
-        except Parted:
+            return self._on_any_rank(mixes and not is_inactive(model))
+        except RanksDiverged:
             raise
         except Exception as error:
             raise self._refusal(model, error) from error
         pairs = zip(tree_leaves(made), tree_leaves(among_all), strict=True)
-        apart = [differ(alone, found) for alone, found in pairs]  # all of them, for ranks look at them together
-        mixes = bool(watch.found) or self.gives_sums or any(apart)
-        return self._some(mixes and not is_inactive(model))
+        differences = [differ(alone, found) for alone, found in pairs]  # no short cut: comparing is collective
+        mixes = bool(watch.found) or self.gives_sums or any(differences)
+        return self._on_any_rank(mixes and not is_inactive(model))
 
     def _mix_among_themselves(self, model: nn.Module, run: Callable, args: tuple, kwargs: dict) -> bool:
-        """Whether this copy's samples meet; NotImplementedError, on every rank, where a copy's cannot be told."""
+        """Whether this copy's samples interact; NotImplementedError, on every rank: on some copy that cannot be decided."""
         mixes, failed = False, None
         try:
             mixes = mix_among_themselves(model, run, args, kwargs, _samples_in(args, kwargs))
         except Exception as error:
             failed = error
-        if self._some(failed is not None):
+        if self._on_any_rank(failed is not None):
             raise self._refusal(model, failed or "another copy cannot, and says why") from failed
         return mixes
 
@@ -190,9 +191,9 @@ class Rows:
     # ------------------------------------------------------------------------------------------ on rows
 
     def _on_rows(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict, *, is_slower: bool) -> Any:
-        """What `_run` gives, and why it has to be so where it cannot.  is_slower: than the compiled model, as is said once."""
-        if is_slower and not self.has_said:
-            self.has_said = True
+        """`_run`, with the reason added to its errors.  is_slower: it replaces a compiled forward, of which it warns once."""
+        if is_slower and not self.has_warned:
+            self.has_warned = True
             warnings.warn(
                 f"{type(model).__qualname__} draws random numbers, writes to buffers or mixes samples, so its "
                 f"{self.mesh.copies} copies share a batch, of which each rank has its rows, and run uncompiled; {ADVICE}",
@@ -206,7 +207,7 @@ class Rows:
                 f"{self.mesh.copies} copies share a batch, of which each rank has its rows in place of a tile: {error}. Or "
                 f"{ADVICE}"
             ) from error
-        except Parted:
+        except RanksDiverged:
             raise
         except Exception as error:
             if model.training in self.has_run:
@@ -214,7 +215,7 @@ class Rows:
             raise self._refusal(model, error) from error
 
     def _run(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """The forward on tiled tensors whose batch dim is cut over copies; of what it gives, what is this copy's."""
+        """Run the forward on tiled tensors whose batch dim is cut over copies; returns this copy's part of the output."""
         if isinstance(model, Streamed):
             raise NotImplementedError("a stream runs tiles of images and no rows of a batch; set stream=null")
         samples = _samples_in(args, kwargs)
@@ -236,18 +237,23 @@ class Rows:
             known = [None] * len(leaves)
         pairs = list(zip(leaves, known, strict=True))
         self.gives_sums = any(_is_of_all(leaf, each, rows) for leaf, each in pairs)
-        known[:] = [_told_by(leaf, each, rows) for leaf, each in pairs]
+        known[:] = [_narrowed(leaf, each, rows) for leaf, each in pairs]
         self.has_run.add(model.training)
-        return tree_unflatten([left(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec)
+        return tree_unflatten(
+            [leave_batch(leaf, rows, count, n) if isinstance(leaf, Tensor) else leaf for leaf, n in pairs], spec
+        )
 
     def _rows_of(self, samples: list[Tensor], count: int, others: int) -> BatchShare:
-        """Which rows of the batch this copy has; one small message.  others: a sum of what else the model is given."""
+        """Which rows of the batch each copy has; one small message.
+
+        others: a checksum of the arguments that are no samples, which must be the same on all copies.
+        """
         tiles, device = self.mesh.grid.size, control_device(self.group)
         shapes = [tuple(sample.shape[1:]) for sample in samples]
         mine = torch.tensor([count, zlib.crc32(str(shapes).encode()), others], dtype=torch.int64, device=device)
-        told = mine.new_empty(self.group.size(), 3)
-        collectives.all_gather_single(told, mine[None], group=self.group)
-        of_copies = told[::tiles].tolist()
+        of_ranks = mine.new_empty(self.group.size(), 3)
+        collectives.all_gather_single(of_ranks, mine[None], group=self.group)
+        of_copies = of_ranks[::tiles].tolist()
         if len({found for rows, found, _ in of_copies if rows}) > 1:
             raise NotImplementedError(
                 f"copies got samples of different sizes, this one {', '.join(map(str, shapes))}, which make no batch; give all "
@@ -265,18 +271,18 @@ class Rows:
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:
-    """The buffers of its BatchNorms, as they are now."""
+    """Copies of the buffers of its BatchNorms."""
     return [b.detach().clone() for part in model.modules() if isinstance(part, BatchNorm) for b in part.buffers(recurse=False)]
 
 
 def _samples_in(args: tuple, kwargs: dict) -> list[Tensor]:
-    """The tensors that have a row for each sample: as many as the first."""
+    """The tensors that have a row for each sample: those with as many rows as the first."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
     return [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
 
 
 def _sum_of_others(args: tuple, kwargs: dict, samples: list[Tensor]) -> int:
-    """A checksum of the numbers that a model is given besides samples."""
+    """A checksum of the arguments that are no samples."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if not any(leaf is each for each in samples)]
     words = [str(leaf) for leaf in leaves if leaf is None or isinstance(leaf, bool | int | float | complex | str)]
     found = zlib.crc32(str(words).encode())
@@ -288,16 +294,16 @@ def _sum_of_others(args: tuple, kwargs: dict, samples: list[Tensor]) -> int:
 
 
 def _same(tensor: Any) -> Any:
-    """(A result that is saved as it is would hold the operation that saves it, and neither would ever go.)"""
+    """(An output saved with its history by its own operation would be a reference cycle; `torch.detach` packs it.)"""
     return tensor
 
 
 def _is_of_all(leaf: Any, each: list[int] | None, rows: BatchShare) -> bool:
-    """Whether a result, which is no number, is of all samples of a batch together; by chance it may be what one copy gives."""
+    """Whether a result with dims has none of samples, so that it is one of the whole batch."""
     return type(leaf) is TiledTensor and leaf.ndim > 0 and each is not None and not dims_of_samples(leaf, each, rows)
 
 
-def _told_by(leaf: Any, each: list[int] | None, rows: BatchShare) -> list[int] | None:
-    """`each` without dims that hold no samples, as far as this batch tells: the extents of another one may fit by chance."""
+def _narrowed(leaf: Any, each: list[int] | None, rows: BatchShare) -> list[int] | None:
+    """`each` without the dims that this batch shows to hold no samples; with another batch size a dim may match by chance."""
     dims = [] if each is None else dims_of_samples(leaf, each, rows)
     return each if each is None or len(dims) > 1 else [many if dim in dims else 0 for dim, many in enumerate(each)]

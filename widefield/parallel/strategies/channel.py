@@ -1,4 +1,4 @@
-"""Channels cut over ranks: each computes a part of every large layer's channels and holds that part of its weights."""
+"""Tensor parallelism: each rank computes some channels of every large layer and holds the weights of these."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def is_used(plan: Plan) -> bool:
 
 
 def check_plan(plan: Plan) -> None:
-    """NotImplementedError: a stream beside it, for no program joins the two."""
+    """NotImplementedError: a stream together with mesh.channel."""
     if plan.channel > 1 and plan.stream is not None:
         raise NotImplementedError(
             f"mesh.channel={plan.channel} runs a model's operations on parts of channels and stream (here {plan.stream}) on "
-            "tiles in time, and no program does both; set stream=null and "
+            "tiles in time, and the two cannot be combined; set stream=null and "
             f"mesh.space=[{plan.channel}, 1] beside mesh.channel, or mesh.channel=1"
         )
 
@@ -44,32 +44,33 @@ def check_plan(plan: Plan) -> None:
 def apply(
     model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
 ) -> Choices:
-    """Cut `model`'s layers by their channels over `mesh.channel_group`; what was chosen, and what stays or becomes whole.
+    """Cut `model`'s layers by channels over `mesh.channel_group`; returns what was chosen, and what is gathered or left whole.
 
-    sample: a batch of one rank, or a tensor on meta of its shape; the model is followed on it, without pixels.
-    The model runs on wholes outside: every rank of the axis gives it the same images and gets the same output.
-    Parameters of cut layers become this rank's part, in place; `TensorParallelForward.exchanges` gathers them.
-    ValueError: no sample; a streamed model.  NotImplementedError: what the model does depends on pixels' values.
+    sample: a batch of one rank, or a meta tensor of its shape; the model is captured on its shape, without pixels.
+    Every rank of the axis passes the model the same images and gets the same output.  Parameters of cut layers become this
+    rank's shard, in place; the shard spec that is registered for each gathers them.
+    ValueError: no sample; a streamed model.  NotImplementedError: the operations depend on the values of pixels.
     """
     if sample is None:
         raise ValueError(
-            f"mesh.channel={mesh.plan.channel} cuts a model by following it on a batch, and none was given; give parallelize a "
+            f"mesh.channel={mesh.plan.channel} captures a model on a batch to cut it, and none was given; give parallelize a "
             "sample, as torch.empty(2, 3, 64, 64)"
         )
     refuse_streams(model, f"mesh.channel={mesh.plan.channel}")
     whole = _weight_bytes(model)
-    _same_start(model, mesh)
+    _broadcast_start(model, mesh)
     shape = mesh.gather_objects(tuple(sample.shape))[0]  # copies may have a sample more, and must not choose other parts
     ranks = Ranks(mesh.channel, mesh.plan.channel, mesh.channel_group)
     override = TensorParallelForward(model, ranks, Like.of(sample, mesh.device, shape), mesh.device)
     install_shard(model, override)
-    register(model, {name: Held(override.shapes[name], exchange) for name, exchange in override.exchanges().items()})
+    exchanges = override.exchanges()
+    register(model, {name: ChannelShardSpec(override.shapes[name], exchange) for name, exchange in exchanges.items()})
     return [_in_words(override.initial, mesh.plan.channel, _weight_bytes(model) / max(1, whole)), *override.initial.fallbacks]
 
 
 @dataclass(frozen=True)
-class Held:
-    """A weight of which each rank of the axis has some channels; see sharded_state.ShardSpec."""
+class ChannelShardSpec:
+    """The ShardSpec of a weight of which each rank of the axis has some channels.  shape: of the full weight."""
 
     shape: tuple[int, ...]
     exchange: Exchange
@@ -91,8 +92,8 @@ def _weight_bytes(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def _same_start(model: nn.Module, mesh: Mesh) -> None:
-    """Every rank cuts its part from the same weights: those of the first rank."""
+def _broadcast_start(model: nn.Module, mesh: Mesh) -> None:
+    """Overwrite weights and buffers by those of rank 0, from which every rank then cuts its shard."""
     if mesh.group is not None:
         for tensor in [*model.parameters(), *model.buffers()]:
             start = tensor.detach().contiguous()
@@ -103,12 +104,13 @@ def _same_start(model: nn.Module, mesh: Mesh) -> None:
 def _in_words(chosen: ShardedGraph, size: int, share: float) -> str:
     counts = Counter(chosen.layers.values())
     kinds = {"outputs": "by their outputs", "inputs": "by their inputs", "groups": "by their groups", "whole": "left whole"}
-    told = ", ".join(f"{counts[kind]} {words}" for kind, words in kinds.items() if counts[kind])
+    kinds_in_words = ", ".join(f"{counts[kind]} {words}" for kind, words in kinds.items() if counts[kind])
     flops = chosen.replicated_flops + chosen.sharded_flops
-    alike = chosen.replicated_flops / flops if flops else 0.0
+    replicated = chosen.replicated_flops / flops if flops else 0.0
     return (
-        f"channels: {size} ranks share {len(chosen.layers)} layers, {told}; each holds {share:.0%} of the weights, does "
-        f"{alike:.0%} of the work alike, and sends {bytes_text(chosen.sent_bytes)} of activations and gradients in a pass"
+        f"channels: {size} ranks share {len(chosen.layers)} layers, {kinds_in_words}; each holds {share:.0%} of the weights, "
+        f"replicates {replicated:.0%} of the work, and sends {bytes_text(chosen.sent_bytes)} of activations and gradients "
+        "in a pass"
     )
 
 

@@ -1,8 +1,8 @@
-"""Data parallelism: a whole copy of the model per rank, gradients averaged in buckets as each backward ends.
+"""Data parallelism: a full copy of the model per rank, gradients averaged in buckets during each backward.
 
-See `_reducer.py` for what a backward may be.  Two trial passes, where they can be had, show which parameters get gradients and
-in which order, so that the buckets are those of the first step and of a resumed run alike: from 3 ranks on the order in which
-numbers are added up decides the last bits.
+See `_reducer.py` for what a backward may be.  Two trial passes, where a trial step is given, show which parameters get
+gradients and in which order.  So the buckets are the same in the first step and in a resumed run: from 3 ranks on, the order of
+a sum decides its last bits.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from widefield.comm.mesh import Mesh
 from widefield.comm.process_groups import group_among
 from widefield.parallel.strategies import Case, Phase
 from widefield.parallel.strategies._adasum import adasum_hook
-from widefield.parallel.strategies._buckets import Seen, bucket_mib
+from widefield.parallel.strategies._buckets import GradientOrder, bucket_mib
 from widefield.parallel.strategies._forward_route import Watched, watch
 from widefield.parallel.strategies._forward_state import without_trace
-from widefield.parallel.strategies._part_calls import refuse_by_itself, roots_of
+from widefield.parallel.strategies._part_calls import refuse_separate_calls, roots_of
 from widefield.parallel.strategies._reducer import Hook, Reducer
-from widefield.parallel.strategies._shared_forward import Rows
+from widefield.parallel.strategies._shared_forward import SharedForward
 from widefield.plans import Plan
 from widefield.tiled.sync_batch_norm import SyncBatchNorm, broadcast_buffers
 
@@ -41,80 +41,76 @@ _REDUCERS: WeakKeyDictionary[nn.Module, Reducer] = WeakKeyDictionary()
 
 
 def is_used(plan: Plan) -> bool:
-    """Where several ranks have all weights of what they compute, and so equal ones; tiles of an image are such ranks too."""
+    """Where several ranks have the same weights: copies of the model, or ranks that share the tiles of an image."""
     return plan.data_strategy == "data" and plan.shard == plan.stage == 1 and plan.replicate * plan.axes["space"] > 1
 
 
 def check_plan(plan: Plan) -> None:
-    """ValueError, NotImplementedError: ways of agreeing on gradients and statistics that these copies cannot take."""
+    """ValueError, NotImplementedError: gradient.agreement=adasum, or batch_norm_group, with axes or choices they exclude."""
     _check_adasum(plan)
     _check_batch_norm_group(plan)
 
 
 def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
-    """Make every backward average the gradients of `model` over `mesh.data_group`; the reasons for each choice.
+    """Make every backward average the gradients of `model` over `mesh.data_group`; returns the reasons for each choice.
 
-    The gradient is the mean over ranks, so a loss summed over this rank's samples wants the factor copies / samples of all.
-    Weights and buffers become rank 0's.  A model that was laid out before is laid out anew.
+    Weights and buffers become rank 0's.  A model that this strategy was applied to before gets new buckets.
     """
     plan = mesh.plan
     reasons = []
-    if plan.batch_norm == "synchronized" and mesh.copies > 1:  # tiles of one image share statistics by the engine's rules
+    if plan.batch_norm == "synchronized" and mesh.copies > 1:  # tiles of one image share statistics by the rules of ops/
         reasons += synchronize(model, mesh)
     if plan.batch_norm_group > 1:
         reasons += _share_statistics(model, mesh)
-    begin_alike(model, mesh)
+    broadcast_weights(model, mesh)
     before = _REDUCERS.pop(model, None)
     if before is not None:
         before.close()
     if not any(True for _ in model.parameters()):
         watched = watch(model)
-        share_rows(model, watched, mesh, mesh.lend_group(watched))
+        share_batch(model, watched, mesh, mesh.lend_group(watched))
         return [*reasons, "the model has no parameters, so there is nothing to average"]
-    seen = None if trial_step is None else _seen(model, mesh, trial_step)
+    gradient_order = None if trial_step is None else _gradient_order(model, mesh, trial_step)
     size, measured = bucket_mib(model, mesh)
     hook, state, compressed = _compression(mesh)
-    reducer = Reducer(model, bucket_bytes=int(size * 2**20), seen=seen, hook=hook, state=state)
+    reducer = Reducer(model, bucket_bytes=int(size * 2**20), gradient_order=gradient_order, hook=hook, state=state)
     reducer.group = mesh.lend_group(reducer)
     _REDUCERS[model] = reducer
     for root in roots_of(model):
         watched = watch(root)
         watched.before += [partial(send_buffers, mesh)] if plan.batch_norm == "broadcast" else []
         watched.after.append(reducer.after_forward)
-        share_rows(root, watched, mesh, reducer.group)
-    return [*reasons, _in_words(reducer, seen, size), *measured, *compressed]
+        share_batch(root, watched, mesh, reducer.group)
+    return [*reasons, _in_words(reducer, gradient_order, size), *measured, *compressed]
 
 
 def without_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, backward adds to this rank's gradients and sends nothing: every pass of a step but the last runs here.
-
-    Does nothing for a model that is not laid out by this strategy.
-    """
+    """Inside, backward adds to this rank's gradients and sends nothing.  Does nothing for a model without this strategy."""
     reducer = _REDUCERS.get(model)
     return nullcontext() if reducer is None else reducer.paused()
 
 
-def share_rows(model: nn.Module, watched: Watched, mesh: Mesh, group: dist.ProcessGroup, **options: Any) -> None:
-    """Let the copies' samples be one batch where they meet, but where the plan gives that up.  options: of Rows."""
+def share_batch(model: nn.Module, watched: Watched, mesh: Mesh, group: dist.ProcessGroup, **options: Any) -> None:
+    """Treat the samples of all copies as one batch, unless the plan has `independent`.  options: of SharedForward."""
     if mesh.copies > 1 and mesh.plan.is_one_batch:
-        watched.around = Rows(mesh, group, **options).call
-        refuse_by_itself(model)
+        watched.around = SharedForward(mesh, group, **options).call
+        refuse_separate_calls(model)
 
 
 def send_buffers(mesh: Mesh, model: nn.Module, *_: Any) -> None:
-    """Before a training pass, where the first rank's running statistics win."""
+    """Before a training pass: overwrite buffers with those of rank 0, as DDP does."""
     if model.training and torch.is_grad_enabled():
         broadcast_buffers(model, mesh)
 
 
-def begin_alike(model: nn.Module, mesh: Mesh) -> None:
-    """Weights and buffers of the first rank on all ranks."""
+def broadcast_weights(model: nn.Module, mesh: Mesh) -> None:
+    """Overwrite weights and buffers on all ranks by those of rank 0."""
     mesh.broadcast_all_([parameter.detach() for parameter in model.parameters() if not parameter.is_meta])
     broadcast_buffers(model, mesh)
 
 
 def synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
-    """Give every BatchNorm the statistics of the whole batch; the reason.  NotImplementedError: one that cannot have them."""
+    """Convert every BatchNorm to SyncBatchNorm; returns the reason.  NotImplementedError: one that cannot be converted."""
     SyncBatchNorm.convert(model, mesh.statistics_group, alike=mesh.grid.size)
     count = sum(isinstance(layer, SyncBatchNorm) for layer in model.modules())
     return [
@@ -123,7 +119,7 @@ def synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
 
 
 def _share_statistics(model: nn.Module, mesh: Mesh) -> list[str]:
-    """Give the BatchNorms of neighbouring copies common statistics; every rank makes all the groups of ranks."""
+    """Give the BatchNorms of neighbouring copies common statistics.  Every rank creates all groups, as torch requires."""
     each = mesh.plan.batch_norm_group
     group = group_among([list(range(first, first + each)) for first in range(0, mesh.size, each)])
     SyncBatchNorm.convert(model, group)
@@ -181,19 +177,21 @@ def _check_batch_norm_group(plan: Plan) -> None:
 # ---------------------------------------------------------------------------------------------- trial passes
 
 
-def _seen(model: nn.Module, mesh: Mesh, trial_step: Callable[[], Tensor]) -> Seen:
-    """What two trial passes of every rank show together."""
+def _gradient_order(model: nn.Module, mesh: Mesh, trial_step: Callable[[], Tensor]) -> GradientOrder:
+    """The order of gradients in two trial passes on each rank, merged."""
     names = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     number = {name: n for n, name in enumerate(names)}
     trained = tuple(number[name] for name, p in model.named_parameters() if p.requires_grad and name in number)
     found = [used for of_rank in mesh.gather_objects(trial_passes(model, trial_step, 2)) for used in of_rank]
     passes = [tuple(number[name] for name in used if name in number) for used in found]
-    return Seen.together([Seen(tuple(dict.fromkeys(used)), trained, len(set(used)) == len(used)) for used in passes])
+    return GradientOrder.merge(
+        [GradientOrder(tuple(dict.fromkeys(used)), trained, len(set(used)) == len(used)) for used in passes]
+    )
 
 
-def _in_words(reducer: Reducer, seen: Seen | None, mib: float) -> str:
-    """How gradients travel, and which of them may not."""
-    if seen is None:
+def _in_words(reducer: Reducer, gradient_order: GradientOrder | None, mib: float) -> str:
+    """The reason of `apply`: how many messages of gradients there are, and which parameters got none in trial passes."""
+    if gradient_order is None:
         return (
             f"gradients travel in messages of up to {mib:g} MiB: the first backward shows which parameters get some and sends "
             "at its end, later ones while they run"
@@ -217,10 +215,10 @@ def _some(names: list[str]) -> str:
 
 
 def trial_passes(model: nn.Module, trial_step: Callable[[], Tensor], count: int) -> list[list[str]]:
-    """Forward and backward `count` times, leaving no trace; the names of the parameters that got gradients each time, in order.
+    """Run `count` trial steps with their backward and restore all state; for each, the parameters that got gradients, in order.
 
-    One that got them by parts is named as often.  Random states move on from one pass to the next, so that a branch taken by
-    chance shows.
+    A parameter is named once per accumulation.  Random states move on from one pass to the next, so that branches taken at
+    random show.
     """
     found: list[list[str]] = []
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -241,19 +239,19 @@ def trial_passes(model: nn.Module, trial_step: Callable[[], Tensor], count: int)
 
 
 def _compression(mesh: Mesh) -> tuple[Hook | None, Any, list[str]]:
-    """What gradients travel as, by the plan: a hook that sends a bucket, what it keeps, and the reason."""
+    """The communication hook that the plan asks for, its state, and the reasons; None: a plain mean."""
     plan = mesh.plan
     if plan.agreement == "adasum":
-        told = f"gradients of {mesh.copies} copies are combined by Adasum, layer by layer: not the mean, so not one device's"
-        return adasum_hook, None, [told]
+        reason = f"gradients of {mesh.copies} copies are combined by Adasum, layer by layer: not the mean, so not one device's"
+        return adasum_hook, None, [reason]
     if plan.compression == "none":
         return None, None, []
     if plan.compression == "powersgd":
-        told = (
+        reason = (
             f"gradients travel as PowerSGD factors of rank {plan.powersgd_rank} from step {plan.powersgd_start_step} on: "
             "fewer bytes, inexact"
         )
-        return powerSGD_hook, _power_sgd_state(plan, mesh), [told]
+        return powerSGD_hook, _power_sgd_state(plan, mesh), [reason]
     hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[plan.compression]
     return hook, None, [f"gradients travel as {plan.compression}: half the bytes of float32, inexact"]
 
@@ -276,9 +274,9 @@ _NUMBERS = ("iter", "total_numel_before_compression", "total_numel_after_compres
 
 
 def hook_state(model: nn.Module) -> dict[str, Any] | None:
-    """What gradient compression carries from step to step: nested dicts of tensors and plain numbers; None without PowerSGD.
+    """The state of PowerSGD between steps: nested dicts of tensors and plain numbers; None without PowerSGD.
 
-    Each rank has its own (the error its own gradients lost), so a checkpoint keeps one per rank.
+    It differs between ranks (each has the compression error of its own gradients), so a checkpoint saves one per rank.
     """
     state = _power_sgd_of(model)
     if state is None:
@@ -291,9 +289,9 @@ def hook_state(model: nn.Module) -> dict[str, Any] | None:
 
 
 def load_hook_state(model: nn.Module, saved: dict[str, Any] | None) -> None:
-    """Put back what `hook_state` gave on the same rank of as many ranks.
+    """Load what `hook_state` returned on the same rank of as many ranks.
 
-    ValueError where one of the two runs compresses by PowerSGD and the other does not.
+    ValueError: the checkpoint has PowerSGD state and this run does not compress by PowerSGD, or the other way round.
     """
     state = _power_sgd_of(model)
     if (state is None) != (saved is None):

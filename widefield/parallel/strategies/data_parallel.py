@@ -19,16 +19,16 @@ from widefield.plans import Plan
 AXIS = "replicate"
 PHASE = Phase.AVERAGE
 CHECK_ORDER = 10
-CASES: list[Case] = []  # it runs on no rank but this one, and on GPUs alone
+CASES: list[Case] = []  # it needs two GPUs in one process
 
 
 def is_used(plan: Plan) -> bool:
-    """Where it is named, and weights and layers are whole."""
+    """Where mesh.data_strategy names it, and neither weights nor layers are cut."""
     return plan.data_strategy == "data_parallel" and plan.shard == plan.stage == 1
 
 
 def check_plan(plan: Plan) -> None:
-    """ValueError: what one process with copies in threads cannot do."""
+    """ValueError: tiles, a stream, several ranks, or synchronized statistics, which one process with threads cannot have."""
     if plan.data_strategy != "data_parallel":
         return
     if plan.space:
@@ -54,7 +54,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
-    """Spread each batch over all GPUs of this machine.  ValueError where there are fewer than two."""
+    """Split each batch over all GPUs of this machine.  ValueError: there are fewer than two."""
     count = torch.cuda.device_count()
     if count < 2:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""Fully sharded data parallelism: copies of a model that see samples of their own and share what they remember.
+"""Fully sharded data parallelism (ZeRO): each rank has samples of its own and a shard of the model's state.
 
-ZeRO-3 and ZeRO-2 are torch's FSDP2: weights, gradients and optimizer state lie in parts (DTensors, cut along their first dim)
-and a unit's weights are gathered where it runs; 3 frees them between forward and backward, 2 does not.  ZeRO-1 is `data.py`
-with an optimizer that steps a share of the parameters on each rank.  Weights are cut over shard x space; over replicate, parts
-are copied (hybrid).  The gradient is the mean over all of these ranks.
+ZeRO-3 and ZeRO-2 are torch's FSDP2: weights, gradients and optimizer state are sharded (DTensors, cut along dim 0) and the
+weights of a unit are gathered where it runs; 3 frees them between forward and backward, 2 does not.  ZeRO-1 is `data.py` with
+an optimizer that steps a part of the parameters on each rank.  Weights are sharded over shard x space and replicated over
+replicate (hybrid sharding).  The gradient is the mean over all of these ranks.
 
-FSDP2 asks for more than a model promises: that units are called as they are, and gradients are there on every rank alike; see
-`_unit_calls.py`.
+FSDP2 assumes that every unit is called as a module and that every rank has the same gradients; `_unit_calls.py` handles models
+where that is not so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from widefield.comm.mesh import Mesh
 from widefield.parallel.strategies import Case, Phase, data
 from widefield.parallel.strategies._forward_route import watch
 from widefield.parallel.strategies._pick import CONTAINERS, picked, some
-from widefield.parallel.strategies._row_order import NoDraws, not_row_major
+from widefield.parallel.strategies._row_order import RefuseRandom, not_row_major
 from widefield.parallel.strategies._unit_calls import SENDS_ZEROS, UnitCalls
 from widefield.plans import Plan
 from widefield.private_torch.pytree import tree_leaves, tree_map
@@ -42,20 +42,20 @@ PHASE = Phase.AVERAGE
 CHECK_ORDER = 40
 
 _CALLS: WeakKeyDictionary[nn.Module, weakref.ref[UnitCalls]] = WeakKeyDictionary()
-"""They hold the model, whose hooks hold them: so neither is held here."""
+"""Weak on both sides: a UnitCalls refers to its model, and the model's hooks keep the UnitCalls alive."""
 SMALLEST_BYTES = 2**20
-"""A unit of less is gathered with the root: at 100 GB/s its message would take less than its start does (10 us)."""
+"""A smaller unit is gathered with the root: at 100 GB/s its message would take less time than its latency (10 us)."""
 LARGEST_SHARE = 1 / 8
-"""A stage of more of the weights is cut into its blocks: two units, at work and on their way, lie whole beside the parts."""
+"""A stage with more of the weights is split into its blocks: two units, the running and the prefetched one, are gathered."""
 
 
 def is_used(plan: Plan) -> bool:
-    """Where copies share weights; stages average gradients themselves, and with ZeRO-1 share the optimizer's state alone."""
+    """Where mesh.shard is above 1, without stages: pipeline.py averages gradients itself, and allows ZeRO-1 only."""
     return plan.shard > 1 and plan.stage == 1
 
 
 def check_plan(plan: Plan) -> None:
-    """ValueError: parts to be offloaded that are not there."""
+    """ValueError: sharding.offload where weights are not sharded."""
     if plan.sharding.offload and (plan.shard == 1 or plan.sharding.zero == 1):
         why = "mesh.shard=1" if plan.shard == 1 else "sharding.zero=1"
         raise ValueError(
@@ -65,43 +65,42 @@ def check_plan(plan: Plan) -> None:
 
 
 def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
-    """Share weights, gradients and optimizer state of `model` over `mesh.shards`, as far as `plan.sharding` says; the reasons.
+    """Shard weights, gradients and optimizer state of `model` over `mesh.shards`, as `plan.sharding` says; returns the reasons.
 
-    Weights and buffers become rank 0's.  With ZeRO-1, give the optimizer to `share_states`.  With 2 and 3 parameters become new
-    objects (DTensors), so make the optimizer afterwards, and every pass, in evaluation too, sends messages that all ranks must
-    take part in.
-    ValueError: units that are not there, compression of gradients, offload to a CPU from a CPU.
-    NotImplementedError: ranks whose gradients reach different parameters; a parameter without dims; in a forward, a weight of
-    a unit that is read where the unit is not called, or random numbers for images where weights are in channels last.
+    Weights and buffers become rank 0's.  With ZeRO-1, pass the optimizer to `share_states`.  With ZeRO-2 and 3, parameters
+    become new objects (DTensors), so make the optimizer afterwards; every pass, in evaluation too, is collective.
+    ValueError: units that the model does not have, compression of gradients, offload where the device is a CPU.
+    NotImplementedError: ranks with gradients for different parameters; a parameter without dims; in a forward, a weight of a
+    unit that is read while the unit is not called, or random numbers for images where weights are not row-major.
     """
     plan = mesh.plan
     _check(mesh)
     if plan.sharding.zero == 1:
-        return [*data.apply(model, mesh, trial_step=trial_step), _ways_in_words(mesh)]
+        return [*data.apply(model, mesh, trial_step=trial_step), _zero_in_words(mesh)]
     _check_parameters(model)
     units, why = _units(model, plan.sharding.units)
     reasons = data.synchronize(model, mesh) if plan.batch_norm == "synchronized" and mesh.copies > 1 else []
     in_other_order = not_row_major(model)
-    _begin_alike(model, mesh)
-    reasons += _look(model, mesh, trial_step)
+    _broadcast_weights(model, mesh)
+    reasons += _check_same_gradients(model, mesh, trial_step)
     watched = watch(model)
     _shard(model, [units[name] for name in sorted(units, key=lambda name: -name.count("."))], mesh)
     calls = UnitCalls(model, {"": model, **units})
     _CALLS[model] = weakref.ref(calls)
     calls.group = mesh.lend_group(calls)
-    data.share_rows(model, watched, mesh, calls.group, ended=calls.goes_to)
-    watched.around = partial(_whole_or_told, list(units), watched.around)
+    data.share_batch(model, watched, mesh, calls.group, on_end=calls.check_next)
+    watched.around = partial(_refuse_sharded_reads, list(units), watched.around)
     if in_other_order and not plan.independent:
-        watched.around = NoDraws(in_other_order, watched.around)
+        watched.around = RefuseRandom(in_other_order, watched.around)
     if plan.batch_norm == "broadcast":
         model.register_forward_pre_hook(partial(data.send_buffers, mesh))
-    model.register_forward_hook(_rest_after)
-    return [*reasons, _ways_in_words(mesh), why]
+    model.register_forward_hook(_reshard_after)
+    return [*reasons, _zero_in_words(mesh), why]
 
 
 @contextmanager
 def without_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, backward keeps this rank's whole gradients and sends none; for a model that FSDP2 holds."""
+    """Inside, backward keeps this rank's full gradients and sends none.  For a model sharded by FSDP2."""
     assert isinstance(model, FSDPModule)
     calls = _CALLS[model]()
     assert calls is not None, "the model's hooks hold them"
@@ -115,7 +114,7 @@ def without_sync(model: nn.Module) -> Iterator[None]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the weights of `model` lie in parts, so that every pass takes all ranks."""
+    """Whether the weights of `model` are sharded by FSDP2, so that every pass is collective."""
     return isinstance(model, FSDPModule)
 
 
@@ -149,23 +148,23 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def _units(model: nn.Module, patterns: list[str] | None) -> tuple[dict[str, nn.Module], str]:
-    """`units_of`, or none where the model runs as operations and not module by module: then no module is called by itself."""
+    """`units_of`, or none where the model runs as a captured graph, whose modules are not called."""
     if override_of(model) is None and not isinstance(model, Streamed):
         return units_of(model, patterns)
-    way = "a stream" if isinstance(model, Streamed) else "mesh.channel"
+    runner = "a stream" if isinstance(model, Streamed) else "mesh.channel"
     if patterns:
         raise ValueError(
-            f"sharding.units={patterns} gathers modules as they are called and with {way} the model runs as operations, "
+            f"sharding.units={patterns} gathers modules as they are called and with {runner} the model runs as operations, "
             "its modules never called; leave sharding.units out"
         )
-    return {}, f"weights are gathered in one unit, the whole model: with {way} no module is called by itself"
+    return {}, f"weights are gathered in one unit, the whole model: with {runner} no module is called by itself"
 
 
 def units_of(model: nn.Module, patterns: list[str] | None) -> tuple[dict[str, nn.Module], str]:
-    """The modules whose weights are gathered and freed together, by name, and why; what is in none goes with the model.
+    """The modules whose weights are gathered and freed together, by name, and the reason; the root unit has all other weights.
 
-    patterns: names or patterns of modules; None chooses stages and blocks, of at least SMALLEST_BYTES.
-    A module is no unit where one of its weights is used elsewhere too.  ValueError: a pattern that no module fits.
+    patterns: names of modules, or patterns as `layer*.*`; None chooses stages and blocks of at least SMALLEST_BYTES.
+    A module that shares a weight with another module is no unit.  ValueError: a pattern that no module fits.
     """
     if patterns is None:
         names = list(_chosen(model))
@@ -174,15 +173,15 @@ def units_of(model: nn.Module, patterns: list[str] | None) -> tuple[dict[str, nn
         names = picked(model, patterns, field="sharding.units")
         why = f"as sharding.units={patterns} says"
     modules = dict(model.named_modules())
-    apart = [name for name in dict.fromkeys(names) if _is_apart(model, name)]
-    left = len(set(names)) - len(apart)
-    told = f"; {left} more share weights with other modules and go with the rest" if left else ""
-    units = f"{len(apart)} units ({some(apart)}) and the rest" if apart else "one unit, the whole model"
-    return {name: modules[name] for name in apart}, f"weights are gathered in {units}: {why}{told}"
+    own_units = [name for name in dict.fromkeys(names) if _has_only_own_weights(model, name)]
+    left = len(set(names)) - len(own_units)
+    left_in_words = f"; {left} more share weights with other modules and go with the rest" if left else ""
+    units = f"{len(own_units)} units ({some(own_units)}) and the rest" if own_units else "one unit, the whole model"
+    return {name: modules[name] for name in own_units}, f"weights are gathered in {units}: {why}{left_in_words}"
 
 
 def _chosen(model: nn.Module) -> Iterator[str]:
-    """Walk down from the model until parts are small enough, through containers and what mostly consists of them."""
+    """Descend from the model until modules are small enough, through containers and modules that mostly consist of them."""
     whole = _bytes(model)
 
     def walk(name: str, module: nn.Module) -> Iterator[str]:
@@ -198,7 +197,7 @@ def _chosen(model: nn.Module) -> Iterator[str]:
 
 
 def _is_too_large(module: nn.Module, whole: int) -> bool:
-    """Whether to make units of a module's children: of blocks earlier than of single layers."""
+    """Whether to make units of a module's children.  Blocks become units at a smaller size than single layers do."""
     own = _bytes(module)
     if not isinstance(module, CONTAINERS):
         in_containers = sum(_bytes(child) for child in module.children() if isinstance(child, CONTAINERS))
@@ -211,8 +210,8 @@ def _bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
-def _is_apart(model: nn.Module, name: str) -> bool:
-    """Whether a module has weights, and every way from the model to one of them leads through it."""
+def _has_only_own_weights(model: nn.Module, name: str) -> bool:
+    """Whether a module has weights, and no module outside of it has one of them too."""
     own = {id(parameter) for parameter in model.get_submodule(name).parameters()}
     everywhere = model.named_parameters(remove_duplicate=False)
     return bool(own) and all(path.startswith(f"{name}.") for path, parameter in everywhere if id(parameter) in own)
@@ -221,17 +220,17 @@ def _is_apart(model: nn.Module, name: str) -> bool:
 # ---------------------------------------------------------------------------------------------- sharding
 
 
-def _begin_alike(model: nn.Module, mesh: Mesh) -> None:
-    """Weights and buffers of rank 0 on all ranks; weights dense in row order, which is all that FSDP2 takes."""
+def _broadcast_weights(model: nn.Module, mesh: Mesh) -> None:
+    """Overwrite weights and buffers by those of rank 0, and make weights contiguous, as FSDP2 requires."""
     for parameter in model.parameters():
         parameter.data = parameter.detach().contiguous()
-    data.begin_alike(model, mesh)
+    data.broadcast_weights(model, mesh)
 
 
-def _look(model: nn.Module, mesh: Mesh, trial_step: Callable[[], Tensor] | None) -> list[str]:
-    """Two trial passes on every rank; NotImplementedError where ranks reach different parameters and this torch cannot.
+def _check_same_gradients(model: nn.Module, mesh: Mesh, trial_step: Callable[[], Tensor] | None) -> list[str]:
+    """Run two trial passes.  NotImplementedError: ranks have gradients for different parameters, and this torch needs the same.
 
-    On tiles they show what is brought whole, too.
+    On tiles in space the passes also record what is gathered, so there they run with any torch.
     """
     if trial_step is None or (SENDS_ZEROS and mesh.grid.size == 1):
         return []
@@ -256,15 +255,15 @@ def _shard(model: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
         shard_in_place(module, mesh=mesh.shards, reshard_after_forward=asked.zero == 3, offload_policy=offload)
 
 
-def _whole_or_told(
+def _refuse_sharded_reads(
     units: list[str], around: Callable | None, model: nn.Module, run: Callable, args: tuple, kwargs: dict
 ) -> Any:
-    """The forward; NotImplementedError where it reads a weight of a unit while that lies in parts."""
+    """Run the forward; NotImplementedError where it reads a weight of a unit while that is sharded."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         found = run(*args, **kwargs)
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(found)):  # as torch makes of parts with numbers alone
-            raise _of_a_part(model, units)
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(found)):  # torch computes on DTensors without plain tensors
+            raise _sharded_read_refusal(model, units)
         return found
 
     try:
@@ -272,10 +271,10 @@ def _whole_or_told(
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
-        raise _of_a_part(model, units) from error
+        raise _sharded_read_refusal(model, units) from error
 
 
-def _of_a_part(model: nn.Module, units: list[str]) -> NotImplementedError:
+def _sharded_read_refusal(model: nn.Module, units: list[str]) -> NotImplementedError:
     return NotImplementedError(
         f"{type(model).__qualname__} reads a weight of which each rank has a part: that of one of its {len(units)} units "
         f"({some(units)}) while the unit itself is not called, or any after a gradient through a unit that the forward "
@@ -285,27 +284,27 @@ def _of_a_part(model: nn.Module, units: list[str]) -> NotImplementedError:
 
 
 def _no_view(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A copy of what is a view: a write to a view would take FSDP2's hook away, so it warns of every one."""
+    """Copies outputs that are views: an in-place write to a view would remove FSDP2's hook, so FSDP2 warns of every view."""
     if not torch.is_grad_enabled():
         return None
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and base_of(leaf) is not None else leaf, output)
 
 
-def _rest_after(model: nn.Module, inputs: Any, output: Any) -> None:
-    """After a pass without a backward, which would have freed them, give back gathered weights: names lead to parts again."""
+def _reshard_after(model: nn.Module, inputs: Any, output: Any) -> None:
+    """Free gathered weights after a pass without gradients, since no backward will: names are those of shards again."""
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-def _ways_in_words(mesh: Mesh) -> str:
+def _zero_in_words(mesh: Mesh) -> str:
     plan = mesh.plan
-    ways = plan.shard * mesh.grid.size
+    shards = plan.shard * mesh.grid.size
     what = {1: "optimizer state", 2: "gradients and optimizer state", 3: "weights, gradients and optimizer state"}
     hybrid = f", {plan.replicate} times over" if plan.replicate > 1 else ""
     where = ", in the CPU's memory" if plan.sharding.offload else ""
-    return f"ZeRO-{plan.sharding.zero}: {ways} ranks share {what[plan.sharding.zero]}{hybrid}{where}"
+    return f"ZeRO-{plan.sharding.zero}: {shards} ranks share {what[plan.sharding.zero]}{hybrid}{where}"
 
 
 # ---------------------------------------------------------------------------------------------- cases

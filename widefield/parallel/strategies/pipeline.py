@@ -1,7 +1,7 @@
-"""Layers dealt out over ranks: each has a stage of the model, and a pass goes through them in micro-batches.
+"""Pipeline parallelism: each rank has a stage of the model, and a batch passes through the stages in micro-batches.
 
-With one micro-batch, one stage works at a time: the model is placed on several devices, whole blocks on each, for its memory.
-Gradients are averaged over the ranks that have the same stage.  See pipelining/.
+With one micro-batch, one stage works at a time; then only memory is saved.  Gradients are averaged over the ranks that have the
+same stage.  See pipelining/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from widefield.capture.decompositions import BATCH_NORM_OVER
-from widefield.capture.fake_parameters import Like, named_tensors
+from widefield.capture.fake_parameters import Like
 from widefield.capture.interpreter import install_shard, refuse_streams
 from widefield.capture.ir import Graph
 from widefield.comm.mesh import Mesh
@@ -44,7 +44,7 @@ def is_used(plan: Plan) -> bool:
 
 
 def check_plan(plan: Plan) -> None:
-    """ValueError: micro-batches' statistics without stages, and what `stage_problems` has."""
+    """ValueError: batch_norm=per_micro_batch without stages, and what `stage_problems` finds."""
     if plan.batch_norm == "per_micro_batch" and plan.stage == 1:
         raise ValueError(
             "batch_norm=per_micro_batch is about the micro-batches of mesh.stage, which is 1; set batch_norm=synchronized, or "
@@ -57,11 +57,12 @@ def check_plan(plan: Plan) -> None:
 def apply(
     model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
 ) -> Choices:
-    """Leave this rank its stage of `model`; what was cut where, a sentence each, and what keeps the batch in one.
+    """Partition `model` into stages and free the weights of the other stages on this rank.
 
-    sample: images as one pass has them, or a tensor without memory like them.
-    ValueError, on every rank: a plan or stages that cannot be; NotImplementedError: a model that cannot be followed, or that
-    needs the whole batch in more than one micro-batch.
+    sample: a batch as one pass of this rank has it, or a meta tensor of its shape.
+    Returns where the model is cut and why, and a Fallback for each layer that needs the whole batch in one micro-batch.
+    ValueError: no sample, or stages that cannot be made.  NotImplementedError: a model that cannot be captured, or that needs
+    the whole batch while the plan asks for several micro-batches.
     """
     if sample is None:
         raise ValueError(
@@ -69,13 +70,13 @@ def apply(
             "call parallelize(model, mesh, sample=images), with as many images as one pass has"
         )
     refuse_streams(model, f"mesh.stage={mesh.plan.stage}")
-    plan, most = mesh.plan, max(mesh.gather_objects(len(sample)))  # copies may have unequal shares, and cut alike
+    plan, most = mesh.plan, max(mesh.gather_objects(len(sample)))  # copies may have unequal batches, and must cut the same
     reasons = synchronize(model, mesh) if mesh.copies > 1 else []
     override = PipelineForward(model, mesh, micro_batches=1)
     override.likes = stage_state.likes_of(model, mesh.device)
     graph, why = _micro_batch(override, model, sample, most)
     _refuse_compiled(plan, model)
-    draws = _own_draws(plan) if any(node.draws for node in graph.nodes) else []
+    randomness = _stage_randomness(plan) if any(node.draws for node in graph.nodes) else []
     trained = frozenset(name for name, _ in model.named_parameters())
     partition = choose_partition(
         graph, override.stages, balance=plan.pipeline.balance, named=plan.pipeline.stages, trained=trained
@@ -88,21 +89,15 @@ def apply(
     stage_state.free_other_stages(model, _mine(override, override.partition), mesh)
     manage(parameter for parameter in model.parameters() if not parameter.is_meta)
     install_shard(model, override)
-    return [
-        *reasons,
-        *_cuts_in_words(override.partition, override),
-        *why,
-        *_bubble(plan, override.micro_batches),
-        *measured,
-        *draws,
-    ]
+    reasons += _cuts_in_words(override.partition, override)
+    return [*reasons, *why, *_bubble(plan, override.micro_batches), *measured, *randomness]
 
 
 # ---------------------------------------------------------------------------------------------- plans that cannot be
 
 
 def stage_problems(plan: Plan) -> list[str]:
-    """Why a plan with stages cannot be carried out, a sentence each with the nearest plan that can; none where it can."""
+    """Why a plan with stages cannot be carried out, a sentence each with the nearest plan that can be; [] where it can."""
     if plan.stage == 1:
         return []
     stage = f"mesh.stage={plan.stage}"
@@ -119,12 +114,12 @@ def stage_problems(plan: Plan) -> list[str]:
         ),
         (
             plan.recompute is not None,
-            f"{stage} keeps what a micro-batch leaves for its backward and recompute would follow the model's own modules; set "
+            f"{stage} runs the model as a captured graph and recompute runs its modules again, which are not called then; set "
             "recompute=null with more pipeline.micro_batches, or mesh.stage=1",
         ),
         (
             plan.compression != "none",
-            f"{stage} averages gradients itself, as they are, and gradient.compression={plan.compression} is for whole copies; "
+            f"{stage} averages gradients uncompressed, and gradient.compression={plan.compression} is for whole copies; "
             "set gradient.compression=none",
         ),
         (
@@ -143,7 +138,7 @@ def stage_problems(plan: Plan) -> list[str]:
 
 
 def _schedule_problem(plan: Plan) -> str | None:
-    """Why a schedule cannot run so many micro-batches; None where it can."""
+    """Why the plan's schedule cannot run its number of micro-batches; None where it can."""
     schedule, ranks, micro_batches = plan.pipeline.schedule, plan.stage, plan.pipeline.micro_batches or 1
     rounds = max(1, micro_batches // ranks)
     if schedule in ("gpipe", "1f1b") or micro_batches % rounds == 0:
@@ -159,32 +154,32 @@ def _schedule_problem(plan: Plan) -> str | None:
 
 
 def _micro_batch(override: PipelineForward, model: nn.Module, sample: Tensor, most: int) -> tuple[Graph, Choices]:
-    """What the model does with a micro-batch of `most` images, and why there are so many, which `override` is told.
+    """The graph of a micro-batch of a batch of `most` images, and why there are so many; sets `override.micro_batches`.
 
-    NotImplementedError: copies whose samples meet, or are counted; micro-batches that cannot be.
+    NotImplementedError: the model mixes or counts the samples of several copies, or of several micro-batches.
     """
     mesh = override.mesh
     plan = mesh.plan
-    together = max(2, most) if mesh.copies > 1 else most  # samples of two copies meet as two do
-    batch = _followed(override, model, sample, together)
+    together = max(2, most) if mesh.copies > 1 else most  # with one sample per copy, two show whether samples mix
+    batch = _captured(override, model, sample, together)
 
-    def followed() -> Graph:
+    def captured() -> Graph:
         each = -(-most // override.micro_batches)
-        return batch if each == together else _followed(override, model, sample, each)
+        return batch if each == together else _captured(override, model, sample, each)
 
-    counted = where_counts_enter(batch, _followed(override, model, sample, 2 * together))
+    counted = where_counts_enter(batch, _captured(override, model, sample, 2 * together))
     override.micro_batches, why = _micro_batches(model, batch, plan, counted)
     if mesh.copies > 1 and not plan.independent:
         _refuse_mixing(model, batch, mesh, counted)
-    graph = followed()
+    graph = captured()
     if override.micro_batches > 1 and (fewer := where_counts_enter(graph, batch)):
         override.micro_batches, why = _micro_batches(model, batch, plan, fewer)
-        graph = followed()
+        graph = captured()
     return graph, why
 
 
-def _followed(override: PipelineForward, model: nn.Module, sample: Tensor, rows: int) -> Graph:
-    """What the model does with so many images like those of the sample."""
+def _captured(override: PipelineForward, model: nn.Module, sample: Tensor, rows: int) -> Graph:
+    """The graph of the model for `rows` images of the sample's shape, dtype and memory format."""
     last = sample.dim() == 4 and sample.is_contiguous(memory_format=torch.channels_last) and not sample.is_contiguous()
     bare = torch.empty((rows, *sample.shape[1:]), dtype=sample.dtype, device="meta")
     bare = bare.to(memory_format=torch.channels_last) if last else bare
@@ -192,9 +187,9 @@ def _followed(override: PipelineForward, model: nn.Module, sample: Tensor, rows:
 
 
 def _refuse_mixing(model: nn.Module, graph: Graph, mesh: Mesh, counted: list[str]) -> None:
-    """NotImplementedError where samples meet in something else than a BatchNorm, which takes those of all copies.
+    """NotImplementedError: operations other than BatchNorm, which is synchronized, mix samples or depend on their number.
 
-    counted: operations that count samples.
+    counted: operations that depend on the number of samples.
     """
     mixing = [name for name in where_samples_meet(graph) if name != name_of(BATCH_NORM_OVER)]
     if counted and not mixing:
@@ -212,11 +207,11 @@ def _refuse_mixing(model: nn.Module, graph: Graph, mesh: Mesh, counted: list[str
         )
 
 
-def _own_draws(plan: Plan) -> list[str]:
+def _stage_randomness(plan: Plan) -> list[str]:
     if not plan.independent:
         raise NotImplementedError(
             f"the model draws random numbers, as dropout does, and with mesh.stage={plan.stage} every stage draws for itself, "
-            "which is not what one device draws; set mesh.independent=true to accept that, or mesh.stage=1, or take chance out"
+            "which is not what one device draws; set mesh.independent=true to accept that, or mesh.stage=1, or remove dropout"
         )
     return ["dropout: every stage draws for itself, so masks are not one device's"]
 
@@ -227,9 +222,9 @@ def _mine(override: PipelineForward, partition: Partition) -> frozenset[str]:
 
 
 def _micro_batches(model: nn.Module, graph: Graph, plan: Plan, counted: list[str]) -> tuple[int, Choices]:
-    """As the plan asks; else 2 per stage, or 1 where a layer needs the whole batch; and the reason, with those layers.
+    """The number that the plan asks for; else 2 per stage, or 1 where a layer needs the whole batch; and the reasons.
 
-    counted: operations that count samples.
+    counted: operations that depend on the number of samples.
     """
     asked, layers = plan.pipeline.micro_batches, batchwise(model, graph) or counted
     exact = plan.batch_norm != "per_micro_batch"
@@ -248,7 +243,7 @@ def _micro_batches(model: nn.Module, graph: Graph, plan: Plan, counted: list[str
 
 
 def _on_the_whole_batch(graph: Graph, layers: Sequence[str]) -> list[Fallback]:
-    """The operation of each of these layers that makes the most of the batch, and all operations of these names."""
+    """A Fallback for each of these layers, with its largest output, and for each operation that `layers` names itself."""
     found: dict[Any, Fallback] = {}
     for node in graph.nodes:
         size = sum(out.bytes for out in node.outs if out is not None)
@@ -261,7 +256,7 @@ def _on_the_whole_batch(graph: Graph, layers: Sequence[str]) -> list[Fallback]:
 def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
     if compiled_call_impl_of(model) is not None:
         raise NotImplementedError(
-            f"a model in stages runs as the operations that it was followed as (mesh.stage={plan.stage}), which torch.compile "
+            f"a model in stages runs as the operations that were captured (mesh.stage={plan.stage}), which torch.compile "
             "does not see; set model.compile=false, or mesh.stage=1"
         )
 
@@ -303,13 +298,8 @@ def _bubble(plan: Plan, micro_batches: int) -> list[str]:
 # ---------------------------------------------------------------------------------------------- cases
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers that this rank has memory for."""
-    return stage_state.bytes_of(named_tensors(model))
-
-
 class _Skips(nn.Module):
-    """Early values, the image too, are read again at the end; a pooling's indices travel without a gradient."""
+    """The last layers read early values, the image too; indices of a pooling cross stages without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()

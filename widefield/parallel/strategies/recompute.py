@@ -1,10 +1,10 @@
-"""What a rank remembers of a forward pass: blocks that keep their input alone are run again in the backward; the rest may go
-to the CPU's memory meanwhile.
+"""Activation checkpointing and offloading: blocks save only their input and run again in the backward; what is saved may be
+moved to the CPU's memory.
 
-A block becomes a subclass of its class whose training passes run through torch.utils.checkpoint (non-reentrant), so that
-objects and names stay.  It is run again as it was run: with the random state, the autocast and the buffers it found, on
-copies of these, so that running statistics move once.  It is run to its end on every rank, so that messages inside (of
-tiles, of synchronized statistics) come in one order on all ranks.
+The class of a block becomes a subclass whose training passes run through torch.utils.checkpoint (non-reentrant), so objects and
+names stay.  A block runs again with the random state, the autocast and the buffers of its first run, on copies of the buffers,
+so that running statistics are updated once.  It runs to its end on every rank, so that messages inside (of tiles, of
+synchronized statistics) have the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from widefield.geometry.layout import Layout
 from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.parallel.strategies import Case, Phase, data
 from widefield.parallel.strategies._pick import CONTAINERS, picked, some
-from widefield.parallel.strategies._saved_tensors import fewest
+from widefield.parallel.strategies._saved_tensors import fewest_blocks
 from widefield.plans import Plan
 from widefield.private_torch.dispatcher import DispatchKey, SetExcludeDispatchKeyGuard, TorchDispatchMode
 from widefield.private_torch.modules import buffers_of, compiled_call_impl_of
@@ -39,50 +39,49 @@ PHASE = Phase.KEEP
 CHECK_ORDER = 30
 
 SMALLEST_BYTES = 1024
-"""What is smaller stays on the device: a message of its own would cost more than its room."""
+"""Smaller tensors stay on the device: a transfer would cost more than the memory it frees."""
 
 _KEEP = "_widefield_keep"
 _aten = torch.ops.aten
 COSTLY = {
     _aten.convolution.default, _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default,
 }  # fmt: skip
-"""Operations whose results `keep: convolutions` keeps."""
+"""Operations whose results `keep: convolutions` saves."""
 
 
-Found = list[tuple[nn.Module, str, Tensor]]
+Buffers = list[tuple[nn.Module, str, Tensor]]
 """Buffers: the module that has one, its name there, and its value."""
 
 
 def is_used(plan: Plan) -> bool:
-    """Where the section is there."""
+    """Where the plan has a section `recompute`."""
     return plan.recompute is not None
 
 
 def check_plan(plan: Plan) -> None:
-    """NotImplementedError: a model that runs as operations, whose modules are not called."""
+    """NotImplementedError: mesh.channel or a stream, which run a model as a graph and call no modules."""
     if plan.recompute is not None and (plan.channel > 1 or plan.stream is not None):
         channel, stream = f"mesh.channel={plan.channel}", f"stream (here {plan.stream})"
         other, cure = (channel, "mesh.channel=1") if plan.channel > 1 else (stream, "stream=null")
         raise NotImplementedError(
-            f"recompute makes modules again as they are called, and with {other} a model runs as operations, its modules never "
+            f"recompute runs modules again as they were called, and with {other} a model runs as operations, its modules never "
             f"called; set recompute=null, or {cure}"
         )
 
 
 def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None) -> list[str]:
-    """Make blocks of `model` keep their inputs alone in training, as `plan.recompute` says; the reasons.
+    """Make blocks of `model` save only their inputs in training, as `plan.recompute` says; returns the reasons.
 
-    trial_step: with `memory`, a pass from which the choice is made; its attribute `share`, where it has one, is what part of a
-    training pass it is.
-    ValueError: blocks that are not there; a memory into which the pass does not fit; a compiled or a streamed model; offload
-    on a CPU.  NotImplementedError: a block whose forward is set on the object.
+    trial_step: with `recompute.memory`, the pass that is measured; see TrialStep for its attribute `share`.
+    ValueError: blocks that the model does not have; a budget that no choice of blocks fits; a compiled or a streamed model;
+    offload where the device is a CPU.  NotImplementedError: a block whose forward is set on the object.
     """
     asked = mesh.plan.recompute
     assert asked is not None
     _check(model, mesh, asked)
     blocks, why = _named_blocks(model, asked)
     if asked.memory is not None:
-        blocks, why = fewest(model, mesh, blocks, asked, trial_step)
+        blocks, why = fewest_blocks(model, mesh, blocks, asked, trial_step)
     for name in blocks:
         _recompute(model.get_submodule(name), name, asked.keep)
     kept = " and the results of convolutions and matrix products" if asked.keep == "convolutions" else ""
@@ -92,7 +91,7 @@ def apply(model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | No
     reasons = [f"recompute: {what}: {why}"]
     if asked.offload:
         wrap_class(model, _Offloaded)
-        reasons.append("offload: activations lie in the CPU's memory until the backward needs them")
+        reasons.append("offload: activations are in the CPU's memory until the backward needs them")
     return reasons
 
 
@@ -134,7 +133,7 @@ def _named_blocks(model: nn.Module, asked: RecomputeConfig) -> tuple[list[str], 
 
 
 def _blocks(name: str, module: nn.Module) -> Iterator[str]:
-    """The blocks of a net: modules of several layers, inside of which there is no list that most of their weights lie in."""
+    """The names of a net's blocks: modules of several layers that are not mostly lists of other blocks."""
     children = list(module.named_children())
     if not children:
         return
@@ -160,7 +159,7 @@ def _size(module: nn.Module) -> int:
 
 
 class _Recomputed(Wrapping):
-    """Put before a block's class: its passes with gradients keep the inputs and run again in the backward."""
+    """Put before a block's class: its passes with gradients save the inputs and run again in the backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward
@@ -172,7 +171,7 @@ class _Recomputed(Wrapping):
 
 
 class _Offloaded(Wrapping):
-    """Put before a model's class: what its passes save for the backward lies in the CPU's memory."""
+    """Put before a model's class: what its passes save for the backward is moved to the CPU's memory."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -182,28 +181,28 @@ class _Offloaded(Wrapping):
 
 
 def _run_recomputed(block: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a block that keeps its inputs alone.  All of it runs again, so that every rank sends the same messages.
+    """Run a block that saves only its inputs.  All of it runs again, so that every rank sends the same messages.
 
-    `early_stop` is an argument, not torch's switch of the whole process, which threads that run copies set for each other.
-    The block's own keywords do not pass through torch's function, which has keywords of the same kind, as `debug`.
+    `early_stop` is passed as an argument: torch's context manager for it is global, and several threads may run copies.
+    The block's keywords are bound here, because `checkpoint` has keywords of its own, as `debug`.
     """
     contexts = partial(_contexts, block, vars(block)[_KEEP])
     return checkpoint(partial(run, **kwargs), *args, use_reentrant=False, early_stop=False, context_fn=contexts)
 
 
 def _contexts(block: nn.Module, keep: str) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Where a block runs first, and where it runs again."""
+    """The contexts in which a block runs first, and runs again."""
     found = [(module, name, value.clone()) for module, name, value in _buffers(block)]
     if keep == "nothing":
         return ExitStack(), _OnCopies(found, ExitStack())
-    results = _Results()
-    return results, _OnCopies(found, results.again())
+    results = _SavedResults()
+    return results, _OnCopies(found, results.replay())
 
 
-class _Results(TorchDispatchMode):
-    """Keeps the results of costly operations as a block runs first; `again` gives them back in order.
+class _SavedResults(TorchDispatchMode):
+    """Saves the results of costly operations as a block runs first; `replay` returns them in order.
 
-    A result that the block changes in place afterwards is not what it was, so that operation runs again.
+    A result that the block changes in place afterwards is no longer valid, so that operation runs again.
     """
 
     def __init__(self) -> None:
@@ -216,20 +215,20 @@ class _Results(TorchDispatchMode):
             self.kept.append((_alias(out), version_counter(out)))
         return out
 
-    def again(self) -> AbstractContextManager:
-        return _Again(self.kept)
+    def replay(self) -> AbstractContextManager:
+        return _Replay(self.kept)
 
 
 def _alias(out: Tensor) -> Tensor:
-    """The same values without a history, for autograd is about to make `out` lead to what holds this.
+    """The same values without autograd history: with it, saved results and graph would keep each other alive.
 
-    Below autograd an alias counts in-place changes for itself, unless that is asked for.
+    Below autograd, a detached tensor has a version counter of its own unless this dispatch key is included.
     """
     with SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):  # type: ignore[attr-defined]
         return out.detach()
 
 
-class _Again(TorchDispatchMode):
+class _Replay(TorchDispatchMode):
     def __init__(self, kept: list[tuple[Tensor, int]]) -> None:
         super().__init__()
         self.kept, self.number = kept, 0
@@ -246,7 +245,7 @@ class _Again(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if version_counter(out) != version else out.detach()
 
 
-def _buffers(block: nn.Module) -> Found:
+def _buffers(block: nn.Module) -> Buffers:
     return [
         (module, name, value)
         for module in block.modules()
@@ -256,11 +255,11 @@ def _buffers(block: nn.Module) -> Found:
 
 
 class _OnCopies(AbstractContextManager):
-    """Inside, the block has copies, dropped afterwards, of the buffers that it found in its first run; to enter repeatedly."""
+    """Inside, the block has copies of the buffers of its first run, which are dropped afterwards.  Reusable."""
 
-    def __init__(self, found: Found, inner: AbstractContextManager) -> None:
+    def __init__(self, found: Buffers, inner: AbstractContextManager) -> None:
         self.found, self.inner = found, inner
-        self.now: Found = []
+        self.now: Buffers = []
 
     def __enter__(self) -> None:
         self.now = [(module, name, buffers_of(module)[name]) for module, name, _ in self.found]  # type: ignore[misc]
@@ -288,8 +287,8 @@ def _recompute(block: nn.Module, name: str, keep: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Away:
-    """A tensor, or the tile of a tiled one, in the CPU's memory."""
+class _OffloadedTensor:
+    """A tensor, or the local tile of a TiledTensor, in the CPU's memory.  layout: of the TiledTensor."""
 
     values: Tensor
     device: torch.device
@@ -297,24 +296,24 @@ class _Away:
 
 
 def to_host(tensor: Tensor) -> Any:
-    """What autograd keeps in place of an activation; weights, and what is small, stay as they are.
+    """What autograd saves in place of an activation; weights and small tensors stay on their device.
 
-    Small is meant of wholes, so that ranks choose alike.
+    The size of a TiledTensor is that of the whole, so that all ranks choose the same.
     """
     is_weight = isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
     tile = tensor.local if type(tensor) is TiledTensor else tensor
     if isinstance(tensor, nn.Parameter):
         return tensor
     if is_weight or tensor.numel() * tensor.element_size() < SMALLEST_BYTES or type(tile) is not Tensor:
-        return tensor.detach()  # a result that is saved as it is would hold the operation that saves it, for ever
+        return tensor.detach()  # an operation's output saved by that operation itself would be a reference cycle
     values = torch.empty_like(tile, device="cpu", pin_memory=tile.is_cuda, memory_format=torch.preserve_format)
     values.copy_(tile.detach(), non_blocking=tile.is_cuda)
-    return _Away(values, tile.device, tensor.tile_layout if type(tensor) is TiledTensor else None)
+    return _OffloadedTensor(values, tile.device, tensor.tile_layout if type(tensor) is TiledTensor else None)
 
 
 def from_host(kept: Any) -> Tensor:
-    """The activation again, on its device."""
-    if not isinstance(kept, _Away):
+    """The activation on its device, from what `to_host` returned."""
+    if not isinstance(kept, _OffloadedTensor):
         return kept
     tile = kept.values.to(kept.device, non_blocking=True)
     return tile if kept.layout is None else wrap_view(tile, kept.layout)

@@ -1,4 +1,4 @@
-"""Tiles in space: every rank of a copy holds its own part of each image.  See tiled/tensor.py."""
+"""Tiles in space: the ranks of a copy each hold one tile of every image.  See tiled/tensor.py."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ CHECK_ORDER = 70
 
 
 def is_used(plan: Plan) -> bool:
-    """Where images are cut over ranks."""
+    """Where mesh.space cuts images over ranks."""
     return bool(plan.space)
 
 
 def check_plan(plan: Plan) -> None:
-    """Nothing: what does not go with tiles says so itself."""
+    """Refuses nothing: strategies that exclude tiles refuse them in their own files."""
 
 
 def apply(
     model: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
 ) -> list[str]:
-    """Nothing of the model changes: operations on tiled images exchange what they need."""
+    """Returns the reason.  The model stays as it is: operations on a TiledTensor exchange what they need."""
     sizes = mesh.grid.sizes
     return [
         f"tiles in space: {mesh.grid.size} ranks share each image, {' x '.join(map(str, sizes))}, and have the same weights; "

@@ -1,6 +1,7 @@
-"""Carries out what a rule describes: finds the boxes once, then moves pixels, runs the local operation and wraps the result.
+"""Executes what a rule describes: moves pixels between ranks, runs the local operation on tiles, and wraps the result.
 
-Each builder takes a description and gives a function of the operation's tensor arguments, kept by the caller.
+A builder takes a description, computes boxes and messages once, and returns a function of the operation's tensor arguments.
+The dispatcher caches that function.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from widefield.rules import Additive, Description, Local, PartialSum, Reduced, R
 from widefield.tiled.executors.additive import build_additive, finish_total
 from widefield.tiled.executors.ring import build_ring, build_sharded_product
 from widefield.tiled.executors.windowed import build_windowed
-from widefield.tiled.redistribute import first_cut, local_of, moved, to_layout
+from widefield.tiled.redistribute import first_cut, local_of, move_cuts, to_layout
 from widefield.tiled.tensor import wrap, wrap_view
 from widefield.tiled.view_writeback import attach_writeback
 
 Execute = Callable[[Sequence[Tensor]], Any]
 View = Callable[[tuple[int, ...]], "Sequence[tuple[int, ...] | None]"]
-"""From the strides of a whole to those of its views; None where torch would not show them so."""
+"""From the strides of a whole tensor to those of its views; None for a view where torch would have to copy."""
 
 
 def build(description: Description, grid: Grid, view: View | None = None) -> Execute:
-    """The function that carries out a description on this rank; view: what the operation is on a whole, where it is a view."""
+    """The function that executes a description on this rank; view: given where the operation is a view."""
     if isinstance(description, Windowed):
         return build_windowed(description, grid)
     if isinstance(description, Additive):
@@ -45,17 +46,17 @@ def build(description: Description, grid: Grid, view: View | None = None) -> Exe
 
 
 def _reduced(d: Reduced, grid: Grid) -> Execute:
-    layout = first_cut(d.reads).layout if d.at is None else d.at[0]
+    layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
     assert layout is not None, "a reduction without a tiled tensor is plain"
     axes = tuple(sorted(axis for dim in d.dims if (cut := layout.cuts[dim]) is not None for axis in cut.axes))
-    ways = grid.num_shards(axes)
-    group = grid.group_name(axes) if ways > 1 else ""
+    num_shards = grid.num_shards(axes)
+    group = grid.group_name(axes) if num_shards > 1 else ""
     layouts = [
         layout_of(out.shape, layout.cuts if out.cuts is None else out.cuts, grid) if isinstance(out, Tile) else None
         for out in d.outs
     ]
     numbers = [meta.number for meta in d.reads]
-    wanted = _layouts_wanted(d, layout)
+    wanted = _layouts_of_reads(d, layout)
 
     def execute(tensors: Sequence[Tensor]) -> Any:
         tiles = list(tensors)
@@ -63,9 +64,9 @@ def _reduced(d: Reduced, grid: Grid) -> Execute:
             tiles[number] = to_layout(tensors[number], to) if to is not None else local_of(tensors[number])
         part = d.local(*(tiles[number] for number in numbers))
         if d.merge is not None:
-            total = d.merge(halo.gather_sums(part, ways, group) if ways > 1 else part.unsqueeze(0))
+            total = d.merge(halo.gather_sums(part, num_shards, group) if num_shards > 1 else part.unsqueeze(0))
         else:
-            total = halo.add_sums(part, group) if ways > 1 else part
+            total = halo.add_sums(part, group) if num_shards > 1 else part
         if d.update_buffers is not None:
             d.update_buffers(total, *tiles)
         results = (total,) if d.finish is None else d.finish(total, *tiles)
@@ -84,7 +85,7 @@ def _wrap_result(value: Any, out: Any, to: Layout | None, layout: Layout, grid: 
     if isinstance(out, PartialSum):
         return finish_total(value, out, layout.num_shards, layout, grid, tensors)
     assert to is not None
-    return value if value.ndim == 0 else wrap(value, to)
+    return _tiled(value, to)
 
 
 # ---------------------------------------------------------------------------------------------- each tile by itself
@@ -93,8 +94,7 @@ def _wrap_result(value: Any, out: Any, to: Layout | None, layout: Layout, grid: 
 def _local(d: Local, grid: Grid) -> Execute:
     layout = _local_layout(d)
     outs = [layout_of(tuple(shape), cuts or (None,) * len(shape), grid) for shape, cuts in d.outs(layout)]
-    wanted = _layouts_wanted(d, layout)
-    wrapped = _wrapper(d)
+    wanted = _layouts_of_reads(d, layout)
 
     def execute(tensors: Sequence[Tensor]) -> Any:
         tiles = list(tensors)
@@ -102,14 +102,14 @@ def _local(d: Local, grid: Grid) -> Execute:
             tiles[number] = to_layout(tensors[number], to) if to is not None else local_of(tensors[number])
         results = d.run(layout, *tiles)
         if isinstance(results, Tensor):
-            return wrapped(results, outs[0])
-        return type(results)(wrapped(value, to) for value, to in zip(results, outs, strict=True))
+            return _tiled(results, outs[0])
+        return type(results)(_tiled(value, to) for value, to in zip(results, outs, strict=True))
 
     return execute
 
 
 def _view(d: Local, grid: Grid, view: View) -> Execute:
-    """Views have the strides that a whole's would: torch asks for them before it shows memory in another way, or copies."""
+    """Views get the strides that views of the whole would have, for torch decides by strides whether a reshape is a view."""
     layout, number = _local_layout(d), d.reads[0].number
     outs = [layout_of(tuple(shape), cuts or (None,) * len(shape), grid) for shape, cuts in d.outs(layout)]
     known: dict[tuple[int, ...], Sequence[tuple[int, ...] | None]] = {}
@@ -131,20 +131,19 @@ def _view(d: Local, grid: Grid, view: View) -> Execute:
 
 def _local_layout(d: Local) -> Layout:
     main = first_cut(d.reads)
-    layout = main.layout if d.at is None else d.at[0]
+    layout = main.layout if d.layouts is None else d.layouts[0]
     assert layout is not None, "a local rule without a tiled tensor is plain"
-    if d.at is not None:
+    if d.layouts is not None:
         return layout
-    whole = [dim % max(1, main.ndim) for dim in d.whole]
-    return moved(layout, whole, [dim % max(1, main.ndim) for dim in d.keep])
+    return move_cuts(layout, [dim % max(1, main.ndim) for dim in d.whole])
 
 
-def _layouts_wanted(d: Reduced | Local, layout: Layout) -> list[tuple[int, Layout | None]]:
+def _layouts_of_reads(d: Reduced | Local, layout: Layout) -> list[tuple[int, Layout | None]]:
     """The number of each read and the layout that its tile must have; None: as it is."""
-    at = (layout,) * len(d.reads) if d.at is None else d.at
-    return [(meta.number, to) for meta, to in zip(d.reads, at, strict=True)]
+    layouts = (layout,) * len(d.reads) if d.layouts is None else d.layouts
+    return [(meta.number, to) for meta, to in zip(d.reads, layouts, strict=True)]
 
 
-def _wrapper(d: Local) -> Callable[[Tensor, Layout], Tensor]:
-    """Results as tiled tensors, a single number as a plain one."""
-    return lambda value, to: value if value.ndim == 0 else wrap(value, to)
+def _tiled(value: Tensor, layout: Layout) -> Tensor:
+    """A result as a tiled tensor; a single number stays plain."""
+    return value if value.ndim == 0 else wrap(value, layout)

@@ -1,4 +1,4 @@
-"""Carries out additive rules: the tile's own pixels first, while the halo travels, then each piece as it came."""
+"""Executes additive rules: with the tile's own pixels while the halo travels, then with each received piece."""
 
 from __future__ import annotations
 
@@ -20,45 +20,50 @@ from widefield.tiled.tensor import wrap, wrap_view
 
 
 class _Boxes:
-    """What an additive rule needs of where things are: found once."""
+    """The boxes that an additive rule works on, and the exchange; computed once.
+
+    over: this rank's tile of `d.over`.  local: what this rank has itself of what it needs of `d.read.tensor`.
+    met: the part of `over` that `local` adds to.
+    """
 
     def __init__(self, d: Additive, grid: Grid) -> None:
         over, meta = d.over, d.read.tensor
         writes = boxes_of(over, grid)
         wanted = wanted_by(d.read, writes, over.shape)
-        self.writeback, held = writes[grid.index], boxes_of(meta, grid)[grid.index]
+        self.over, owned = writes[grid.index], boxes_of(meta, grid)[grid.index]
         self.move = None if meta.layout is None else move_for(meta.layout, wanted)
-        self.local = meet(held, wanted[grid.index])
-        self.at_home = _met(d, self.local, self.writeback, all_reached=True)
-        self.own_part = None if self.local == held else within(held, self.local)
-        self.home_part = None if self.at_home == self.writeback else within(self.writeback, self.at_home)
+        self.local = meet(owned, wanted[grid.index])
+        self.met = _met(d, self.local, self.over, all_reached=True)
+        self.local_index = None if self.local == owned else within(owned, self.local)
+        self.met_index = None if self.met == self.over else within(self.over, self.met)
         self.is_idle = self.move is None or self.move.is_idle
-        self.has_own = not is_empty(self.local) and not is_empty(self.at_home)
+        self.has_own = not is_empty(self.local) and not is_empty(self.met)
 
 
 def build_additive(d: Additive, grid: Grid) -> Execute:
-    """The function that carries out an additive rule on this rank."""
+    """The function that executes an Additive description on this rank."""
     over, meta, boxes = d.over, d.read.tensor, _Boxes(d, grid)
-    move, home_part, own_part = boxes.move, boxes.home_part, boxes.own_part
-    covers = _covers(d, boxes)
-    base = d.prepare(LocalBoxes((boxes.local,), boxes.at_home, alone=covers)) if boxes.has_own else None
-    alone = None if d.alone is None or (covers and base is not None) else _alone(d)
-    terms = _terms(d, move, boxes.writeback)
+    move, met_index, local_index = boxes.move, boxes.met_index, boxes.local_index
+    covers = _covers_own_sum(d, boxes)
+    base = d.prepare(LocalBoxes((boxes.local,), boxes.met, with_own_sum=covers)) if boxes.has_own else None
+    own_sum = None if d.own_sum is None or (covers and base is not None) else _own_sum(d)
+    terms = _terms(d, move, boxes.over)
     finish = _sums_wrapper(d.outs, over, num_shards_of(over), grid)
     rest, group = rest_of_tensors([meta.number, over.number]), space_group(grid)
 
     def execute(tensors: Sequence[Tensor]) -> Any:
         read, mine, others = tensors[meta.number], local_of(tensors[over.number]), rest(tensors)
         tile = local_of(read)
-        pieces = () if boxes.is_idle else _kept(read, move)
+        pieces = () if boxes.is_idle else _saved_halo(read, move)
         pending = halo.start([move], [tile], group) if pieces is None and move is not None else None
         outs: list[Any] = [None] * len(d.outs)
-        if base is not None and home_part is None:
-            outs = list(base(tile if own_part is None else tile[own_part], mine, *others))
-        elif base is not None and home_part is not None:
-            _add(outs, d.outs, base(tile if own_part is None else tile[own_part], mine[home_part], *others), home_part, mine)
-        if alone is not None:
-            number, total = alone(tensors)
+        local = tile if base is None or local_index is None else tile[local_index]
+        if base is not None and met_index is None:
+            outs = list(base(local, mine, *others))
+        elif base is not None and met_index is not None:
+            _add(outs, d.outs, base(local, mine[met_index], *others), met_index, mine)
+        if own_sum is not None:
+            number, total = own_sum(tensors)
             outs[number] = total
         if pending is not None:
             (pieces,) = pending.wait()
@@ -70,45 +75,45 @@ def build_additive(d: Additive, grid: Grid) -> Execute:
     return execute
 
 
-def _kept(read: Tensor, move: Move | None) -> Any:
-    """The pieces that the forward operation fetched, if it did and kept them."""
-    kept = (getattr(read, "kept", None) or {}).get(id(move))
-    return kept[1] if kept is not None and kept[0] is move else None
+def _saved_halo(read: Tensor, move: Move | None) -> Any:
+    """The pieces that the forward operation received, if it saved them; else None."""
+    saved = (getattr(read, "saved_halos", None) or {}).get(id(move))
+    return saved[1] if saved is not None and saved[0] is move else None
 
 
-def _covers(d: Additive, boxes: _Boxes) -> bool:
-    """Whether the tile's own part is all that the sum `alone` is over, so that one local operation gives both."""
-    if d.alone is None:
+def _covers_own_sum(d: Additive, boxes: _Boxes) -> bool:
+    """Whether `own_sum` is over the same pixels as the tile's own part, so that one local operation gives both."""
+    if d.own_sum is None:
         return False
-    summed = d.alone[0]
+    summed = d.own_sum[0]
     if summed.is_cut and d.over.is_cut and summed.layout.axes != d.over.layout.axes:  # type: ignore[union-attr]
         averaged = all(out.is_partial_gradient for out in d.outs if isinstance(out, PartialSum))
-        assert averaged, "a sum over other axes than the tile's adds up in the mean over all ranks alone"
-    whole = boxes.own_part is None or summed is not d.read.tensor
-    return num_shards_of(summed) == num_shards_of(d.over) and whole and boxes.home_part is None
+        assert averaged, "a sum over other axes than the tile's can only be a partial gradient"
+    whole = boxes.local_index is None or summed is not d.read.tensor
+    return num_shards_of(summed) == num_shards_of(d.over) and whole and boxes.met_index is None
 
 
-def _alone(d: Additive) -> Callable[[Sequence[Tensor]], tuple[int, Tensor]]:
-    """The sum over one tensor's tile by itself, weighed so that its total over ranks counts each pixel once."""
-    assert d.alone is not None
-    summed, (number, run) = d.alone
+def _own_sum(d: Additive) -> Callable[[Sequence[Tensor]], tuple[int, Tensor]]:
+    """The sum over one tensor's own tile, scaled so that over all ranks it counts each pixel as often as the other sums do."""
+    assert d.own_sum is not None
+    summed, (number, run) = d.own_sum
     share = num_shards_of(summed) / num_shards_of(d.over)
     return lambda tensors: (number, run(local_of(tensors[summed.number])) * share)
 
 
-def _terms(d: Additive, move: Move | None, home: Box) -> list[tuple[tuple[slice, ...], Any]]:
-    """For each piece that comes: the part of the tile at home that it meets, and the local operation."""
+def _terms(d: Additive, move: Move | None, over: Box) -> list[tuple[tuple[slice, ...], Any]]:
+    """For each piece that is received: the part of the tile `over` that it adds to, as an index, and the local operation."""
     terms = []
     for _, box in move.route.receives if move is not None else ():
-        where = _met(d, box, home)
-        terms.append(((), None) if is_empty(where) else (within(home, where), d.prepare(LocalBoxes((box,), where))))
+        where = _met(d, box, over)
+        terms.append(((), None) if is_empty(where) else (within(over, where), d.prepare(LocalBoxes((box,), where))))
     return terms
 
 
-def _met(d: Additive, box: Box, home: Box, *, all_reached: bool = False) -> Box:
-    """The part of the tile at home that a piece meets; with `all_reached` all of it on the dims that windows read."""
+def _met(d: Additive, box: Box, over: Box, *, all_reached: bool = False) -> Box:
+    """The part of the tile `over` that a piece adds to; with `all_reached` all of the tile on the dims of the reach."""
     met = []
-    for dim, interval in enumerate(home):
+    for dim, interval in enumerate(over):
         reach = d.read.reach.get(dim)
         if reach is not None:
             met.append(interval if all_reached else reach.output_reading(box[dim]) & interval)  # type: ignore[attr-defined]
@@ -119,7 +124,7 @@ def _met(d: Additive, box: Box, home: Box, *, all_reached: bool = False) -> Box:
 
 
 def _add(outs: list[Any], kinds: Sequence[Any], term: Sequence[Any], where: tuple[slice, ...], mine: Tensor) -> None:
-    """Add a piece's part: to the box `where` of a tile, to the whole of a sum."""
+    """Add a piece's terms: to the box `where` of a Tile, to all of a PartialSum."""
     for number, value in enumerate(term):
         if value is None:
             continue
@@ -131,8 +136,8 @@ def _add(outs: list[Any], kinds: Sequence[Any], term: Sequence[Any], where: tupl
             outs[number] = value if outs[number] is None else outs[number] + value
 
 
-def _sums_wrapper(outs: Sequence[Tile | PartialSum | None], over: Meta, ways: int, grid: Grid) -> Callable:
-    """Turn this rank's parts into the operation's outputs."""
+def _sums_wrapper(outs: Sequence[Tile | PartialSum | None], over: Meta, num_shards: int, grid: Grid) -> Callable:
+    """A function from this rank's parts to the operation's outputs."""
     layout = over.layout
 
     def finish(parts: Sequence[Any], tensors: Sequence[Tensor]) -> tuple:
@@ -141,7 +146,7 @@ def _sums_wrapper(outs: Sequence[Tile | PartialSum | None], over: Meta, ways: in
             if out is None:
                 done.append(None)
             elif isinstance(out, PartialSum):
-                done.append(finish_total(value, out, ways, layout, grid, tensors))
+                done.append(finish_total(value, out, num_shards, layout, grid, tensors))
             elif layout is None:
                 raise AssertionError("an additive rule's tile must be that of a tiled tensor")
             else:
@@ -153,15 +158,15 @@ def _sums_wrapper(outs: Sequence[Tile | PartialSum | None], over: Meta, ways: in
 
 
 def finish_total(
-    value: Tensor | None, out: PartialSum, ways: int, layout: Layout | None, grid: Grid, tensors: Sequence[Tensor]
+    value: Tensor | None, out: PartialSum, num_shards: int, layout: Layout | None, grid: Grid, tensors: Sequence[Tensor]
 ) -> Tensor:
-    """A sum of which this rank has a part: a partial gradient, or added up now."""
+    """The output for a sum of which this rank has the part `value`: a partial gradient, or the sum over ranks."""
     if value is None:
         value = torch.zeros(out.shape, dtype=out.dtype or tensors[0].dtype, device=tensors[0].device)
-    if ways == 1:
+    if num_shards == 1:
         return value if out.is_partial_gradient else _uncut(value, grid)
     if out.is_partial_gradient:
-        return partial_of(value.mul(ways), grid)
+        return partial_of(value.mul(num_shards), grid)
     assert layout is not None
     return _uncut(halo.add_sums(value, grid.group_name(layout.axes)), grid)
 

@@ -1,8 +1,9 @@
-"""Carries out the rules whose tensors are laid out each in its own way: products, and attention, whose tiles go round.
+"""Executes the rules whose tensors each have a layout of their own: sharded products and rings.
 
-In a ring of n ranks every rank sends the tile that it holds to the next while it works on it, so that after n turns each has
-seen all of them and never held more than two; what it adds to another's tile goes straight home (Ring Attention: Liu, Zaharia
-and Abbeel 2023, arXiv:2310.01889).
+In a ring of n ranks every rank sends its current tile to the next rank while it computes with it.  After n steps it has seen
+all tiles, and had at most two at a time.  What it adds to the sum of another rank's tile goes straight to that rank.
+
+Source: Ring Attention, Liu, Zaharia and Abbeel 2023, arXiv:2310.01889.
 """
 
 from __future__ import annotations
@@ -15,36 +16,26 @@ from torch import Tensor
 
 from widefield.comm import halo
 from widefield.comm.halo import Move
-from widefield.geometry.box import Route, is_empty, size_of
+from widefield.geometry.box import Route, full_box, is_empty, size_of
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Grid, Layout
 from widefield.private_torch.autograd import current_graph_task_id
 from widefield.rules import Ring, ShardedProduct
 from widefield.tiled.partial_gradient import partial_of
-from widefield.tiled.redistribute import redistribute, space_group
-from widefield.tiled.tensor import TiledTensor, wrap_view
+from widefield.tiled.redistribute import local_of, space_group, tile_by
+from widefield.tiled.tensor import wrap_view
 
 Execute = Callable[[Sequence[Tensor]], Any]
 
 
-def brought(tensor: Tensor, layout: Layout) -> Tensor:
-    """This rank's tile of a tensor of the layout's shape, wherever its pixels are now."""
-    if type(tensor) is TiledTensor:
-        return redistribute(tensor, layout)
-    return tensor[tuple(slice(i.start, i.stop) for i in layout.box)] if layout.is_cut else tensor
-
-
 def build_sharded_product(d: ShardedProduct, grid: Grid) -> Execute:
-    """The function that carries out a ShardedProduct description on this rank."""
-    places = [(meta.number, layout) for meta, layout in zip(d.reads, d.layouts, strict=True)]
-    group = grid.group_name(d.over) if grid.num_shards(d.over) > 1 else ""
-    spread = grid.num_shards(tuple(sorted({*d.over, *d.out.axes})))
+    """The function that executes a ShardedProduct description on this rank."""
+    layouts = [(meta.number, layout) for meta, layout in zip(d.reads, d.layouts, strict=True)]
+    group = grid.group_name(d.partial_axes) if grid.num_shards(d.partial_axes) > 1 else ""
+    spread = grid.num_shards(tuple(sorted({*d.partial_axes, *d.out.axes})))
 
     def execute(tensors: Sequence[Tensor]) -> Any:
-        tiles = _as_tiles(tensors)
-        for number, layout in places:
-            tiles[number] = brought(tensors[number], layout)
-        part = d.run(*tiles)
+        part = d.run(*_tiles_of(tensors, layouts))
         if spread > 1 and (d.is_partial_gradient or (group and not d.out.is_cut and _in_first_backward())):
             return partial_of(_part_of_mean(part, d.out, spread), grid)
         if group:
@@ -55,12 +46,12 @@ def build_sharded_product(d: ShardedProduct, grid: Grid) -> Execute:
 
 
 def _in_first_backward() -> bool:
-    """Whether a gradient is computed that is not differentiated again: then who wants its value may wait for it."""
+    """Whether a backward runs that is not itself differentiated: then a partial gradient may stand for the sum."""
     return current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _part_of_mean(part: Tensor, layout: Layout, spread: int) -> Tensor:
-    """What a rank gives so that the mean over ranks is the whole sum."""
+    """A rank's contribution, of the whole's shape, such that the mean over ranks is the sum."""
     part = part * spread
     if not layout.is_cut:
         return part
@@ -69,95 +60,96 @@ def _part_of_mean(part: Tensor, layout: Layout, spread: int) -> Tensor:
     return whole
 
 
-def _as_tiles(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.local if type(tensor) is TiledTensor else tensor for tensor in tensors]
+def _tiles_of(tensors: Sequence[Tensor], layouts: Sequence[tuple[int, Layout]]) -> list[Tensor]:
+    """All tensor arguments as plain tensors; those with a layout as this rank's tiles by it."""
+    tiles = [local_of(tensor) for tensor in tensors]
+    for number, layout in layouts:
+        tiles[number] = tile_by(tensors[number], layout)
+    return tiles
 
 
-# ---------------------------------------------------------------------------------------------- tiles that go round
+# ---------------------------------------------------------------------------------------------- rings
 
 
 def build_ring(d: Ring, grid: Grid) -> Execute:
-    """The function that carries out a Ring description on this rank."""
-    places = [(meta.number, layout) for meta, layout in zip(d.reads, d.layouts, strict=True)]
-    layouts = {number: layout for number, layout in places if number in d.travel}
+    """The function that executes a Ring description on this rank."""
+    layouts = [(meta.number, layout) for meta, layout in zip(d.reads, d.layouts, strict=True)]
+    rotating = [dict(layouts)[number] for number in d.rotating]
     ring = _ring(grid, d.axes)
     me, count = ring.index(grid.index), len(ring)
-    travels = [layouts[number] for number in d.travel]
-    onward = [_onward(travels, ring, me, turn) for turn in range(count - 1)]
-    homeward = [_homeward(travels, ring, me, turn) for turn in range(count)]
-    at = [travels[0].boxes[ring[(me - turn) % count]][d.dim] for turn in range(count)]
-    group, together = space_group(grid), grid.group_name(d.together) if grid.num_shards(d.together) > 1 else ""
+    to_next = [_moves_to_next(rotating, ring, me, step) for step in range(count - 1)]
+    to_owner = [_moves_to_owner(rotating, ring, me, step) for step in range(count)]
+    at = [rotating[0].boxes[ring[(me - step) % count]][d.dim] for step in range(count)]
+    group, sum_group = space_group(grid), grid.group_name(d.sum_axes) if grid.num_shards(d.sum_axes) > 1 else ""
 
     def execute(tensors: Sequence[Tensor]) -> Any:
-        stay = _as_tiles(tensors)
-        for number, layout in places:
-            stay[number] = brought(tensors[number], layout)
-        held = [stay[number] for number in d.travel]
+        tiles = _tiles_of(tensors, layouts)
+        rotated = [tiles[number] for number in d.rotating]
         state: Any = None
-        homes: tuple[Tensor, ...] = ()
+        sums: tuple[Tensor, ...] = ()
         sent: halo.Pending | None = None
-        for turn in range(count):
-            coming = halo.start(onward[turn], held, group) if turn < count - 1 else None
-            state, parts = d.turn(state, stay, held, at[turn])
-            homes = _received(homes, sent)
-            if turn == 0:
-                homes = tuple(parts)
+        for step in range(count):
+            coming = halo.start(to_next[step], rotated, group) if step < count - 1 else None
+            state, parts = d.step(state, tiles, rotated, at[step])
+            sums = _with_received(sums, sent)
+            if step == 0:
+                sums = tuple(parts)
             else:
-                sent = halo.start(homeward[turn], [part.contiguous() for part in parts], group) if parts else None
-            held = _arrived(coming, held, travels, ring[(me - turn - 1) % count]) if coming is not None else held
-        homes = _received(homes, sent)
-        if together:
-            homes = tuple(halo.add_sums(part, together) for part in homes)
-        return _wrapped(d.finish(state, stay, homes), d.outs)
+                sent = halo.start(to_owner[step], [part.contiguous() for part in parts], group) if parts else None
+            rotated = _arrived(coming, rotated, rotating, ring[(me - step - 1) % count]) if coming is not None else rotated
+        sums = _with_received(sums, sent)
+        if sum_group:
+            sums = tuple(halo.add_sums(part, sum_group) for part in sums)
+        return _wrapped(d.finish(state, tiles, sums), d.outs)
 
     return execute
 
 
 def _ring(grid: Grid, axes: tuple[int, ...]) -> list[int]:
-    """The ranks that differ from this one in `axes` alone, in their order; each sends to the one after it."""
+    """The ranks that differ from this one in `axes` alone, ascending; each sends to the one after it."""
     here = grid.coordinate(grid.index)
-    alike = [axis for axis in range(len(grid.sizes)) if axis not in axes]
-    return [rank for rank in range(grid.size) if all(grid.coordinate(rank)[axis] == here[axis] for axis in alike)]
+    others = [axis for axis in range(len(grid.sizes)) if axis not in axes]
+    return [rank for rank in range(grid.size) if all(grid.coordinate(rank)[axis] == here[axis] for axis in others)]
 
 
-def _onward(travels: Sequence[Layout], ring: Sequence[int], me: int, turn: int) -> list[Move]:
-    """Pass on the tile held in this turn and take the next."""
+def _moves_to_next(rotating: Sequence[Layout], ring: Sequence[int], me: int, step: int) -> list[Move]:
+    """Send this step's tiles to the next rank and receive the previous rank's."""
     count = len(ring)
-    mine, theirs = ring[(me - turn) % count], ring[(me - turn - 1) % count]
+    mine, theirs = ring[(me - step) % count], ring[(me - step - 1) % count]
     after, before = ring[(me + 1) % count], ring[(me - 1) % count]
-    return [_pass(layout, mine, after, theirs, before) for layout in travels]
+    return [_pass(layout, mine, after, theirs, before) for layout in rotating]
 
 
-def _homeward(travels: Sequence[Layout], ring: Sequence[int], me: int, turn: int) -> list[Move]:
-    """Send the part made for the tile held in this turn to its home; take the one that was made for mine."""
+def _moves_to_owner(rotating: Sequence[Layout], ring: Sequence[int], me: int, step: int) -> list[Move]:
+    """Send the parts computed in this step to the rank that owns the tiles; receive those computed for this rank's tiles."""
     count = len(ring)
-    home, maker = ring[(me - turn) % count], ring[(me + turn) % count]
-    return [_pass(layout, home, home, ring[me], maker) for layout in travels]
+    owner, maker = ring[(me - step) % count], ring[(me + step) % count]
+    return [_pass(layout, owner, owner, ring[me], maker) for layout in rotating]
 
 
 def _pass(layout: Layout, going: int, to: int, coming: int, source: int) -> Move:
-    """Send the tile of rank `going` to rank `to` and take that of rank `coming` from `source`; empty tiles are not sent."""
+    """Send rank `going`'s tile to rank `to` and receive rank `coming`'s from rank `source`; empty tiles are not sent."""
     out, come = layout.boxes[going], layout.boxes[coming]
     sends = () if is_empty(out) else ((to, out),)
     receives = () if is_empty(come) else ((source, come),)
-    whole = tuple(Interval(0, extent) for extent in layout.shape)
+    whole = full_box(layout.shape)
     return Move(out, whole, Route(sends, receives, tuple(Interval(0, 0) for _ in whole)))
 
 
-def _arrived(coming: halo.Pending, held: Sequence[Tensor], travels: Sequence[Layout], rank: int) -> list[Tensor]:
-    """The tiles of the rank before; an empty one is not sent."""
+def _arrived(coming: halo.Pending, rotated: Sequence[Tensor], rotating: Sequence[Layout], rank: int) -> list[Tensor]:
+    """The received tiles, which are rank `rank`'s; empty ones were not sent."""
     got = coming.wait()
     return [
         pieces[0][1] if pieces else tile.new_empty(size_of(layout.boxes[rank]))
-        for pieces, tile, layout in zip(got, held, travels, strict=True)
+        for pieces, tile, layout in zip(got, rotated, rotating, strict=True)
     ]
 
 
-def _received(homes: tuple[Tensor, ...], sent: halo.Pending | None) -> tuple[Tensor, ...]:
-    """Add what another rank has made for the tiles that live here."""
+def _with_received(sums: tuple[Tensor, ...], sent: halo.Pending | None) -> tuple[Tensor, ...]:
+    """The sums of this rank's tiles, to which another rank's parts are added in place."""
     if sent is None:
-        return homes
-    return tuple(home.add_(pieces[0][1]) if pieces else home for home, pieces in zip(homes, sent.wait(), strict=True))
+        return sums
+    return tuple(total.add_(pieces[0][1]) if pieces else total for total, pieces in zip(sums, sent.wait(), strict=True))
 
 
 def _wrapped(values: Sequence[Any], outs: Sequence[Layout | None]) -> tuple:

@@ -1,4 +1,4 @@
-"""Carries out windowed rules: on the tile joined with its halo, or on the tile while the halo travels and then on strips."""
+"""Executes windowed rules: on the tile joined with its halo, or on the tile while the halo travels and then on its edges."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from widefield.tiled.tensor import wrap
 Execute = Callable[[Sequence[Tensor]], Any]
 Rest = Callable[[Sequence[Tensor]], list[Tensor]]
 SMALL_SHARE = 0.25
-"""Edges that are a larger share of a tile than this are not worth computing apart: the tile is joined with its halo then."""
+"""Edges are computed apart from the tile only while they are at most this share of its output; else it pays to wait."""
 
 
 class _ReadSource:
-    """One read of a Windowed description, as this rank carries it out."""
+    """One read of a Windowed description: which box this rank has of the tensor, which it needs, and the exchange."""
 
     def __init__(self, read: Read, writes: Sequence[Box], shape: tuple[int, ...], grid: Grid) -> None:
         self.number = read.tensor.number
@@ -33,21 +33,22 @@ class _ReadSource:
         self.wanted = wanted[grid.index]
         self.tiled = read.tensor.layout is not None
         self.move: Move | None = move_for(read.tensor.layout, wanted) if read.tensor.layout is not None else None
-        self.held = boxes_of(read.tensor, grid)[grid.index]
+        self.owned = boxes_of(read.tensor, grid)[grid.index]
 
     @property
     def is_idle(self) -> bool:
         return self.move is None or self.move.is_idle
 
     def take(self, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """The wanted box."""
+        """The needed box: this rank's tile of `tensor`, joined with the received pieces."""
         tile = local_of(tensor)
         if self.move is not None:
             return halo.assemble(self.move, tile, pieces)
-        return tile if self.wanted == self.held else tile[within(self.held, self.wanted)]
+        return tile if self.wanted == self.owned else tile[within(self.owned, self.wanted)]
 
 
 def build_windowed(d: Windowed, grid: Grid) -> Execute:
+    """The function that executes a Windowed description on this rank."""
     main = next((read for read in d.reads if read.tensor.is_cut), d.reads[0])
     layouts = [layout_of(out.shape, following_cuts(main, out.shape) if out.cuts is None else out.cuts, grid) for out in d.outs]
     writes, write = layouts[0].boxes, layouts[0].box
@@ -55,7 +56,7 @@ def build_windowed(d: Windowed, grid: Grid) -> Execute:
     group = space_group(grid)
     finish = _wrapper(d.outs, layouts, d.reads[0].tensor.number)
     rest = rest_of_tensors([source.number for source in sources])
-    moving = [source for source in sources if source.move is not None]  # on every rank the same, so messages look alike
+    moving = [source for source in sources if source.move is not None]  # the same on every rank
     halo_moves = moving if any(not source.is_idle for source in moving) else []
     moves = [source.move for source in halo_moves if source.move is not None]
     joined = None if is_empty(write) else d.prepare(LocalBoxes(tuple(source.wanted for source in sources), write))
@@ -69,7 +70,7 @@ def build_windowed(d: Windowed, grid: Grid) -> Execute:
             pending = halo.start(moves, [local_of(tensors[s.number]) for s in halo_moves], group)
             for source, got in zip(halo_moves, pending.wait(), strict=True):
                 pieces[source] = got
-                _keep(tensors[source.number], source.move, got)
+                _save_halo(tensors[source.number], source.move, got)
         if joined is None:
             return finish(None, tensors)
         taken = [source.take(tensors[source.number], pieces.get(source, ())) for source in sources]
@@ -78,21 +79,21 @@ def build_windowed(d: Windowed, grid: Grid) -> Execute:
     return execute
 
 
-def _keep(tensor: Tensor, move: Move | None, pieces: Sequence[Piece]) -> None:
-    """Remember a halo for the backward operation, where no gradient of the tensor will ask for another exchange.
+def _save_halo(tensor: Tensor, move: Move | None, pieces: Sequence[Piece]) -> None:
+    """Save the halo of a tensor that needs no gradient: a convolution's backward reads it for the weight's gradient.
 
-    One for each exchange that the tensor was in: ranks take part in different ones and must agree on which are remembered.
+    One per exchange: two convolutions may read different halos of a tensor, and all ranks must agree on which are saved.
     """
     if not tensor.requires_grad and type(getattr(tensor, "local", None)) is Tensor:
-        known = getattr(tensor, "kept", None) or {}
-        known[id(move)] = (move, pieces)
-        tensor.kept = known  # type: ignore[attr-defined]
+        saved = getattr(tensor, "saved_halos", None) or {}
+        saved[id(move)] = (move, pieces)
+        tensor.saved_halos = saved  # type: ignore[attr-defined]
 
 
 def _edges(d: Windowed, sources: list[_ReadSource], writes: Sequence[Box], grid: Grid) -> list[tuple[Box, Box]] | None:
-    """Which boxes of the output need halo, and what each reads; None where they are too much of the tile."""
+    """The boxes of the output that need the halo, and what each reads; None where they are too large a share of the tile."""
     source, write = sources[0], writes[grid.index]
-    own = meet(source.held, source.wanted)
+    own = meet(source.owned, source.wanted)
     if is_empty(write) or is_empty(own):
         return None
     inner = tuple(_inner(source.read, dim, write[dim], own[dim]) for dim in range(len(write)))
@@ -104,13 +105,13 @@ def _edges(d: Windowed, sources: list[_ReadSource], writes: Sequence[Box], grid:
 
 
 def _inner(read: Read, dim: int, write: Interval, own: Interval) -> Interval:
-    """The outputs on a dim that read nothing of another tile."""
+    """The output pixels of one dim that read only this tile's pixels."""
     if dim not in read.reach:
         return write
     reach, whole = read.reach[dim], Interval(0, read.tensor.shape[dim])
 
     def away(outputs: Iterable[int]) -> int:
-        """How many of the first outputs there are up to the last that reads of another tile; some of them may read nothing."""
+        """How many outputs come before the first that reads only this tile, less those at the end that read nothing."""
         last = 0
         for count, output in enumerate(outputs, 1):
             got = reach.input_read_by(Interval(output, output + 1)) & whole
@@ -132,26 +133,26 @@ def _split(
     finish: Callable[..., Any],
     group: str,
 ) -> Execute:
-    """Run on the own tile while the halo travels, then run the edges again on strips that have it."""
+    """Run on this rank's tile while the halo travels, then compute the edges again on strips that have the halo."""
     assert source.move is not None
-    move, own = source.move, meet(source.held, source.wanted)
+    move, own = source.move, meet(source.owned, source.wanted)
     inner = d.prepare(LocalBoxes((own,), write))
     strips = [
         (
             within(write, out),
-            Move(source.held, strip, halo.Route((), (), meet(source.held, strip))),
+            Move(source.owned, strip, halo.Route((), (), meet(source.owned, strip))),
             d.prepare(LocalBoxes((strip,), out)),
         )
         for out, strip in edges
     ]
-    at = None if own == source.held else within(source.held, own)
+    at = None if own == source.owned else within(source.owned, own)
 
     def execute(tensors: Sequence[Tensor]) -> Any:
         tile, others = local_of(tensors[source.number]), rest(tensors)
         pending = halo.start([move], [tile], group)
         out = inner(tile if at is None else tile[at], *others)
         (pieces,) = pending.wait()
-        _keep(tensors[source.number], move, pieces)
+        _save_halo(tensors[source.number], move, pieces)
         for where, strip, run in strips:
             of_strip = [
                 (box, piece[within(whole, box)]) for whole, piece in pieces if not is_empty(box := meet(whole, strip.wanted))
@@ -171,7 +172,7 @@ def _overwrite(out: Any, where: tuple[slice, ...], edge: Any) -> None:
 
 
 def rest_of_tensors(numbers: Sequence[int]) -> Rest:
-    """The tensor arguments that are not read through windows; uncut tiled ones as plain tensors."""
+    """The tensor arguments other than those in `numbers`, tiled ones as their tiles."""
     taken = frozenset(numbers)
 
     def rest(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -181,7 +182,7 @@ def rest_of_tensors(numbers: Sequence[int]) -> Rest:
 
 
 def _wrapper(outs: Sequence[Tile], layouts: Sequence[Layout], first: int) -> Callable[[Any, Sequence[Tensor]], Any]:
-    """Wrap what the local operation gave; None stands for tiles without pixels."""
+    """Wrap the local operation's result; None, where this rank's tiles are empty, becomes empty tiles."""
 
     def finish(result: Any, tensors: Sequence[Tensor]) -> Any:
         if result is None:
