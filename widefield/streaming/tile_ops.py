@@ -33,8 +33,8 @@ class TileOp:
 
     reads: the box that it reads of each tensor argument; None: the whole.  outs: the box that it makes of each result.
     call: from the tensors to the results.
-    attach_grad: from a stored result and the tensors to the same result with its autograd history, without computing it again; None
-        if that is not possible.
+    attach_grad: from a stored result and the tensors to the same result with its autograd history, without computing it again;
+        None if that is not possible.
     """
 
     reads: list[Box | None]
