@@ -46,9 +46,9 @@ def has_stored_result(unit: TracedOp, step: TileOp, tile: StreamedTile, results:
     results: of the graph, which the caller may have changed.
     """
     if unit.part is not None:
-        return step.known is not None
+        return step.attach_grad is not None
     out = unit.outs[0]
-    return step.known is not None and out not in results and out in tile.kept and tile.kept[out] == step.outs[0]
+    return step.attach_grad is not None and out not in results and out in tile.kept and tile.kept[out] == step.outs[0]
 
 
 def box_bytes(value: Value, box: Box | None) -> int:

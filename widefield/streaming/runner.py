@@ -170,8 +170,8 @@ class Runner:
 
     def _step(self, tile: StreamedTile, unit: TracedOp, step: TileOp, env: Env, small: Any, again: bool) -> None:
         tensors, out = arguments(unit, step, env, small), unit.outs[0]
-        if again and step.known is not None and self._is_stored(tile, out) and tile.kept[out] == step.outs[0]:
-            results: list[Any] = [step.known(self.stores[out].read(tile.kept[out]), tensors)]
+        if again and step.attach_grad is not None and self._is_stored(tile, out) and tile.kept[out] == step.outs[0]:
+            results: list[Any] = [step.attach_grad(self.stores[out].read(tile.kept[out]), tensors)]
         else:
             results = step.call(tensors)
         for value, result, box in zip(unit.outs, results, step.outs, strict=True):
@@ -281,7 +281,7 @@ class Runner:
                     part_grad = of_parts[unit]
                     if part_grad is not None:
                         tensors, own = arguments(unit, step, env, small), known[unit][count[unit]]
-                        part = step.call(tensors)[0] if step.known is None else step.known(own, tensors)
+                        part = step.call(tensors)[0] if step.attach_grad is None else step.attach_grad(own, tensors)
                         if part.requires_grad:
                             outs.append(part)
                             grads.append(part_grad[count[unit]])

@@ -33,14 +33,14 @@ class TileOp:
 
     reads: the box that it reads of each tensor argument; None: the whole.  outs: the box that it makes of each result.
     call: from the tensors to the results.
-    known: from a stored result and the tensors to the same result with its autograd history, without computing it again; None
-        if that is not possible.
+    attach_grad: from a stored result and the tensors to the same result with its autograd history, without computing it again;
+        None if that is not possible.
     """
 
     reads: list[Box | None]
     outs: list[Box | None]
     call: Callable[[list[Tensor]], list[Any]]
-    known: Callable[[Tensor, list[Tensor]], Tensor] | None = None
+    attach_grad: Callable[[Tensor, list[Tensor]], Tensor] | None = None
 
 
 # ---------------------------------------------------------------------------------------------- steps
@@ -98,9 +98,9 @@ def windowed_step(node: Node, d: Windowed, needs: dict[int, Box]) -> TileOp:
 
     if not hasattr(run, "attach_grad"):
         return TileOp(reads, [box] * len(node.outs), call)
-    known = run.attach_grad
+    attach_grad = run.attach_grad
     return TileOp(
-        reads, [box] * len(node.outs), call, lambda out, tensors: known(out, *(tensors[n] for n in (*numbers, *others)))
+        reads, [box] * len(node.outs), call, lambda out, tensors: attach_grad(out, *(tensors[n] for n in (*numbers, *others)))
     )
 
 
@@ -111,12 +111,12 @@ def part_step(node: Node, layouts: Sequence[Layout | None], tile: int) -> TileOp
     assert isinstance(d, Reduced), f"{node.op} gave {d!r} in tile {tile}"
     reads = _read_boxes(d, len(node.reads))
     numbers = [meta.number for meta in d.reads]
-    known = d.attach_grad
+    attach_grad = d.attach_grad
     return TileOp(
         reads,
         [None],
         lambda tensors: [d.local(*(tensors[n] for n in numbers))],
-        None if known is None else lambda part, tensors: known(part, *(tensors[n] for n in numbers)),
+        None if attach_grad is None else lambda part, tensors: attach_grad(part, *(tensors[n] for n in numbers)),
     )
 
 

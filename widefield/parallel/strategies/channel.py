@@ -109,8 +109,8 @@ def _in_words(chosen: ShardedGraph, size: int, share: float) -> str:
     replicated = chosen.replicated_flops / flops if flops else 0.0
     return (
         f"channels: {size} ranks share {len(chosen.layers)} layers, {kinds_in_words}; each holds {share:.0%} of the weights, "
-        f"replicates {replicated:.0%} of the work, and sends {bytes_text(chosen.sent_bytes)} of activations and gradients in a "
-        "pass"
+        f"replicates {replicated:.0%} of the work, and sends {bytes_text(chosen.sent_bytes)} of activations and gradients "
+        "in a pass"
     )
 
 
