@@ -85,7 +85,7 @@ ON_THE_WHOLE = {
     "_scaled_dot_product_flash_attention_for_cpu", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
     "bmm", "baddbmm", "addbmm", "mm", "addmm", "mv", "linalg_vector_norm",
     "index", "index_select", "index_add", "index_fill", "index_copy", "index_put", "embedding", "masked_scatter",
-    "grid_sampler_2d", "grid_sampler_3d", "fractional_max_pool2d", "upsample_bilinear2d", "upsample_bicubic2d",
+    "fractional_max_pool2d", "upsample_bilinear2d", "upsample_bicubic2d",
     "amax", "amin", "aminmax", "max", "min", "median", "nanmedian", "histc", "any", "_safe_softmax",
     "view", "_unsafe_view", "transpose", "squeeze", "as_strided", "unfold", "im2col", "diagonal", "diagonal_scatter",
     "slice_scatter", "native_layer_norm", "nll_loss2d_forward",

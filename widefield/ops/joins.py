@@ -176,7 +176,8 @@ def _triangle(function: Any) -> Any:
     def keep(x: Meta, diagonal: int = 0) -> Local:
         rows, columns = x.layout.box[-2:]  # type: ignore[union-attr]
         at = diagonal + rows.start - columns.start
-        return Local([x], lambda _: [(x.shape, x.cuts)], lambda _, tile: function(tile, at), by_position=True)
+        counts = any(cut is not None for cut in x.cuts[-2:])
+        return Local([x], lambda _: [(x.shape, x.cuts)], lambda _, tile: function(tile, at), by_position=counts)
 
     return keep
 

@@ -27,53 +27,58 @@ aten = torch.ops.aten
 # ---------------------------------------------------------------------------------------------- grid_sample
 
 
-def _sample(kernel: Any, image: Tensor, grid: Tensor, *options: Any) -> Tensor:
+def _sample(kernel: Any, image: Meta, grid: Meta, *options: Any) -> Local:
     """grid_sample of an image (B, C, H, W) at a grid (B, ..., 2), or the same in 3-D."""
     layout = _sampled_layout(image, grid)
-    pixels, grid_tile = _sources(image, grid, layout)
-    return wrap(kernel(pixels, grid_tile, *options), layout)
+    of_image, of_grid = _source_layouts(image, grid, layout)
+
+    def outs(_: Layout) -> list[tuple[tuple[int, ...], Cuts | None]]:
+        return [(layout.shape, layout.cuts)]
+
+    def run(_: Layout, pixels: Tensor, places: Tensor) -> Tensor:
+        return kernel(pixels, places, *options)
+
+    return Local([grid, image], outs, run, layouts=[of_grid, of_image])
 
 
 def _sample_backward(kernel: Any, grad: Tensor, image: Tensor, grid: Tensor, *options: Any) -> tuple[Any, Any]:
     """The gradients of image and grid.  Every rank's outputs add to the image's."""
     layout = grad.tile_layout if type(grad) is TiledTensor and grad.tile_layout.is_cut else _sampled_layout(image, grid)
-    pixels, grid_tile = _sources(image, grid, layout)
-    of_image, of_grid = kernel(tile_by(grad, layout), pixels, grid_tile, *options)
+    of_pixels, of_places = _source_layouts(image, grid, layout)
+    of_image, of_grid = kernel(tile_by(grad, layout), tile_by(image, of_pixels), tile_by(grid, of_places), *options)
     space = _axes_of(layout.cuts[2:])
     channels = _axes_of(layout.cuts[1:2])
-    pixel_cuts = (*layout.cuts[:2], *[None] * (image.ndim - 2))
-    grid_cuts = (layout.cuts[0], *layout.cuts[2:], None)
-    return (
-        _add_up(of_image, layout_of(tuple(image.shape), pixel_cuts, layout.grid), space, image),
-        _add_up(of_grid, layout_of(tuple(grid.shape), grid_cuts, layout.grid), channels, grid),
-    )
+    return _add_up(of_image, of_pixels, space, image), _add_up(of_grid, of_places, channels, grid)
 
 
-def _sampled_layout(image: Tensor, grid: Tensor) -> Layout:
+def _layout(tensor: Tensor | Meta) -> Layout | None:
+    """Of a tensor or its Meta; None for a plain one."""
+    return tensor.layout if isinstance(tensor, Meta) else tensor.tile_layout if type(tensor) is TiledTensor else None
+
+
+def _sampled_layout(image: Tensor | Meta, grid: Tensor | Meta) -> Layout:
     """The output's layout: cut like the grid; a dim that is uncut there like the image's."""
     shape = (*image.shape[:2], *grid.shape[1:-1])
-    of_image: Cuts = image.tile_layout.cuts if type(image) is TiledTensor else (None,) * image.ndim
-    of_grid: Cuts = grid.tile_layout.cuts if type(grid) is TiledTensor else (None,) * grid.ndim
-    of_grid = (of_grid[0], None, *of_grid[1:-1])
-    cuts: list[Cut | None] = list(of_grid)
-    used = set(_axes_of(of_grid))
-    some = next(t for t in (image, grid) if type(t) is TiledTensor)
-    for dim, cut in enumerate(of_image):
+    of_image, of_places = _layout(image), _layout(grid)
+    ranks = next(layout.grid for layout in (of_image, of_places) if layout is not None)
+    along: Cuts = (None,) * grid.ndim if of_places is None else of_places.cuts
+    cuts: list[Cut | None] = [along[0], None, *along[1:-1]]
+    used = set(_axes_of(cuts))
+    for dim, cut in enumerate(() if of_image is None else of_image.cuts):
         if cut is not None and cuts[dim] is None and not used & set(cut.axes):
             same = shape[dim] == image.shape[dim]
-            cuts[dim] = cut if same else Cut(cut.axes, natural_cut(shape[dim], some.tile_layout.grid.num_shards(cut.axes)))
-    return layout_of(shape, tuple(cuts), some.tile_layout.grid)
+            cuts[dim] = cut if same else Cut(cut.axes, natural_cut(shape[dim], ranks.num_shards(cut.axes)))
+    return layout_of(shape, tuple(cuts), ranks)
+
+
+def _source_layouts(image: Tensor | Meta, grid: Tensor | Meta, layout: Layout) -> tuple[Layout, Layout]:
+    """What a tile of the output reads: its samples and channels of the image, whole in space, and its part of the grid."""
+    pixels = layout_of(tuple(image.shape), (*layout.cuts[:2], *[None] * (image.ndim - 2)), layout.grid)
+    return pixels, layout_of(tuple(grid.shape), (layout.cuts[0], *layout.cuts[2:], None), layout.grid)
 
 
 def _axes_of(cuts: Sequence[Cut | None]) -> tuple[int, ...]:
     return tuple(sorted(axis for cut in cuts if cut is not None for axis in cut.axes))
-
-
-def _sources(image: Tensor, grid: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """What this rank's tile of the output reads: its samples and channels of the image, whole in space, and its grid."""
-    pixels = layout_of(tuple(image.shape), (*layout.cuts[:2], *[None] * (image.ndim - 2)), layout.grid)
-    places = layout_of(tuple(grid.shape), (layout.cuts[0], *layout.cuts[2:], None), layout.grid)
-    return tile_by(image, pixels), tile_by(grid, places)
 
 
 def _add_up(part: Tensor | None, layout: Layout, axes: tuple[int, ...], like: Tensor) -> Tensor | None:
@@ -87,7 +92,7 @@ def _add_up(part: Tensor | None, layout: Layout, axes: tuple[int, ...], like: Te
 
 
 for _op in (aten.grid_sampler_2d, aten.grid_sampler_3d):
-    composed(_op.default)(partial(_sample, _op.default))
+    rule(_op.default)(partial(_sample, _op.default))
 for _op in (aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward):
     composed(_op.default)(partial(_sample_backward, _op.default))
 
@@ -95,7 +100,7 @@ for _op in (aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward):
 @composed(aten.cudnn_grid_sampler.default)
 def cudnn_grid_sampler(image: Tensor, grid: Tensor) -> Tensor:
     """CuDNN's grid_sample: bilinear, zeros outside, corners aligned."""
-    return _sample(aten.grid_sampler_2d.default, image, grid, 0, 0, True)
+    return aten.grid_sampler_2d.default(image, grid, 0, 0, True)
 
 
 @composed(aten.cudnn_grid_sampler_backward.default)

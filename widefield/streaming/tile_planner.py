@@ -184,6 +184,10 @@ class _GraphReader:
     def _described(self, node: Node, given: list, kept: list[Layout | None], d: Description, axes: set[int]) -> bool:
         if isinstance(d, Windowed):
             return self._windowed(node, given, kept, d)
+        if isinstance(d, Local) and (whole := _read_whole(d)):
+            kept = _wanted(d, len(kept))
+            again = description_of(node, kept) if any(kept) else None
+            return isinstance(again, Local) and self._boxed(node, given, kept, again, whole)
         if isinstance(d, Local) or (isinstance(d, Reduced) and not _cut_dims(d, axes)):
             return self._boxed(node, given, kept, d)
         if isinstance(d, Reduced) and d.by_parts and _cut_dims(d, axes) == axes:
@@ -209,7 +213,10 @@ class _GraphReader:
         self.found.units.append(TracedOp(node, node.reads, node.outs, step=partial(windowed_step, node, d), wide=wide))
         return True
 
-    def _boxed(self, node: Node, given: list, kept: list[Layout | None], d: Local | Reduced) -> bool:
+    def _boxed(
+        self, node: Node, given: list, kept: list[Layout | None], d: Local | Reduced, whole: frozenset[int] = frozenset()
+    ) -> bool:
+        """whole: the numbers of cut reads of which every tile reads the whole."""
         boxed = Boxed.of(node, kept, d)
         if boxed is None:
             return False
@@ -223,7 +230,8 @@ class _GraphReader:
             self.found.units.append(TracedOp(node, node.reads, small, call=boxed.uncut_outputs))
         self._cut(node.outs, layouts)
         first = next(layout for layout in layouts if layout is not None and layout.is_cut)
-        self.found.units.append(TracedOp(node, node.reads, node.outs, step=boxed.step, wide=self._wide(given, first)))
+        wide = self._wide(given, first) | whole
+        self.found.units.append(TracedOp(node, node.reads, node.outs, step=boxed.step, wide=wide))
         return True
 
     def _gathered(self, node: Node, given: list, kept: list[Layout | None], d: Reduced) -> bool:
@@ -270,6 +278,19 @@ class _GraphReader:
             name="total",
             wants_grad=any(v.wants_grad for v in node.reads),
         )
+
+
+def _read_whole(d: Local) -> frozenset[int]:
+    """The numbers of the reads that are cut, and of which the rule wants the whole for every tile."""
+    pairs = zip(d.reads, d.layouts or (), strict=False)
+    return frozenset(meta.number for meta, wanted in pairs if meta.is_cut and wanted is not None and not wanted.is_cut)
+
+
+def _wanted(d: Local, count: int) -> list[Layout | None]:
+    """For each tensor argument the cut layout that the rule wants it in, also where it is plain now; None for the whole."""
+    wanted = {meta.number: layout for meta, layout in zip(d.reads, d.layouts or (), strict=False)}
+    found = [wanted.get(number) for number in range(count)]
+    return [layout if layout is not None and layout.is_cut else None for layout in found]
 
 
 def _no_turns(d: Description) -> str:
