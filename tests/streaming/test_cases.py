@@ -15,6 +15,7 @@ from pathlib import Path
 import devices
 import pytest
 import torch
+from case_module import CaseModule
 from devices import on_gpu_too
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -118,20 +119,6 @@ class Ran:
     error: Exception | None = None
     on_the_whole: set[str] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
-
-
-class CaseModule(nn.Module):
-    """A case whose tiled inputs are given to forward and whose plain ones are parameters."""
-
-    def __init__(self, case: RuleCase, wholes: list[Tensor]) -> None:
-        super().__init__()
-        self.case = case
-        self.plain = nn.ParameterDict({str(n): x.clone() for n, x in enumerate(wholes) if n not in case.tiled})
-
-    def forward(self, *images: Tensor):
-        given = iter(images)
-        numbers = range(len(self.case.shapes))
-        return self.case.run(*(next(given) if n in self.case.tiled else self.plain[str(n)] for n in numbers))
 
 
 def cases_of(family: str) -> list[RuleCase]:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from case_module import CaseModule
+from torch import Tensor
 from torch.nn import functional as F
 
 from widefield import ops
@@ -32,20 +33,6 @@ WITHOUT_VALUES = {"empty_like", "new_empty", "empty"}
 """Operations that leave their results as memory was."""
 UNDEFINED = "fused, one batch of keys for all"
 """A case in which torch's kernel writes beyond its memory, so that the process ends."""
-
-
-class CaseModule(nn.Module):
-    """A case of a rule: its tiled inputs are given, its plain ones are parameters."""
-
-    def __init__(self, case: RuleCase, wholes: list[Tensor]) -> None:
-        super().__init__()
-        self.case = case
-        self.plain = nn.ParameterDict({str(n): x.clone() for n, x in enumerate(wholes) if n not in case.tiled})
-
-    def forward(self, *images: Tensor):
-        given = iter(images)
-        numbers = range(len(self.case.shapes))
-        return self.case.run(*(next(given) if n in self.case.tiled else self.plain[str(n)] for n in numbers))
 
 
 def tried(value: Value, dim: int) -> list[Shard]:
