@@ -215,7 +215,7 @@ def test_a_streamed_run_predicts_in_tiles_and_exports_a_plain_model(streamed, wh
     assert calls == [False]
     of_whole = inference.predict(whole, [str(tmp_path / "page.png")], top=11)
     assert len(calls) == 1 and of_tiles == of_whole
-    plain = inference._alone(streamed, None).model
+    plain = inference._single_rank(streamed, None).model
     assert not isinstance(plain, Streamed) and type(plain).__name__ == "UNet"
 
 

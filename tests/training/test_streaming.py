@@ -50,8 +50,8 @@ def test_every_amount_of_memory_that_a_recipe_may_name_is_one_that_a_stream_take
 @pytest.mark.parametrize("settings", [[], ["gradient.accumulate=2"], ["precision=bfloat16"]], ids=str)
 def test_what_is_told_before_the_first_step_is_what_that_step_runs(settings, monkeypatch):
     """Else the program would be made twice, and the reasons were another's."""
-    made, original = [], Stream._made
-    monkeypatch.setattr(Stream, "_made", lambda self, *args: made.append(args[1][0].shape) or original(self, *args))
+    made, original = [], Stream._prepared
+    monkeypatch.setattr(Stream, "_prepared", lambda self, *args: made.append(args[1][0].shape) or original(self, *args))
     one, reasons, passes = learner(*settings)
     assert len(made) == 1 and [reason for reason in reasons if reason.startswith("stream: ")]
     one.learn(passes.next(), stop=False)

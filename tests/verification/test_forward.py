@@ -206,7 +206,7 @@ def test_what_a_stream_runs_whole_is_named_with_its_bytes_and_no_error(space):
     assert verdict.ok and (one.kind, one.module, one.operation, one.bytes) == ("run whole", "", "amax", 8 * 4 * (19 * 14 + 1))
     lines = str(verdict).splitlines()
     assert lines[-3].startswith("run whole: 1 operation, 8 KiB in all, on the whole image at once")
-    assert lines[-2].startswith("  the model's amax (8 KiB): what it makes of all pixels") and lines[-1] == "exact"
+    assert lines[-2].startswith("  the model's amax (8 KiB): its reduction over all pixels") and lines[-1] == "exact"
 
 
 def test_the_largest_of_what_runs_whole_comes_first_and_all_are_there():

@@ -9,7 +9,7 @@ from zoo.models import MODELS
 
 from widefield.capture.trace import trace
 from widefield.streaming.schedule import TileSchedule, program_of
-from widefield.streaming.spatial import ALONE, SpatialStream
+from widefield.streaming.spatial import SINGLE_RANK, SpatialStream
 from widefield.streaming.storage import offload_buffer
 from widefield.streaming.storage.windowed_image import from_reader
 from widefield.streaming.tile_planner import units_of
@@ -113,7 +113,7 @@ def planned(name: str, *, train: bool) -> TileSchedule:
     """What a stream of two images of about a megapixel each must keep, before it chooses to keep more; nothing is run."""
     model, channels = MODELS[name].make().train(train), MODELS[name].shape[1]
     pixels = (1024, 768) if len(TRAINED[name]) == 2 else (64, 96, 64)
-    span = SpatialStream(ALONE, (4,) * len(pixels))
+    span = SpatialStream(SINGLE_RANK, (4,) * len(pixels))
     with torch.set_grad_enabled(train):
         graph = trace(model, model.forward, (from_reader(_unread, (2, channels, *pixels)),), {})
     return program_of(graph, units_of(graph, span.virtual, {v: span.cut(v.shape, None) for v in graph.inputs}))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from widefield.geometry.layout import Layout, layout_of, uncut
 from widefield.ops.losses import MEAN, NONE, SUM, each, same_pixels
 from widefield.ops.reductions import WIDE
-from widefield.rules import Description, Local, Meta, NeedsRedistribute, Reduced, case, rule
+from widefield.rules import Description, Local, Meta, Reduced, case, rule
 from widefield.tiled.overrides import BELOW, override
 from widefield.tiled.redistribute import move_cuts
 from widefield.tiled.tensor import TiledTensor
@@ -28,11 +28,15 @@ aten = torch.ops.aten
 # ---------------------------------------------------------------------------------------------- negative log likelihood
 
 
-def _layouts(image: Meta, target: Meta) -> tuple[Layout, Layout]:
-    """The layouts of the image (B, C, ...) and the class indices (B, ...): as the image is cut, with its classes whole."""
+def _layouts(image: Meta, target: Meta, *others: Meta | None) -> tuple[Layout, Layout]:
+    """The layouts of the image (B, C, ...) and the class indices (B, ...): as the image is cut, with its classes whole.
+
+    others: the tensors of which one is tiled where image and indices are plain.
+    """
     at = min(1, image.ndim - 1)
     layout = image.layout if image.is_cut or target.layout is None else _with_classes(target.layout, image.shape, at)
-    assert layout is not None
+    if layout is None:
+        layout = uncut(image.shape, next(o.layout.grid for o in others if o is not None and o.layout is not None))
     layout = move_cuts(layout, [at])
     return layout, layout_of(target.shape, (*layout.cuts[:at], *layout.cuts[at + 1 :]), layout.grid)
 
@@ -43,9 +47,7 @@ def _with_classes(layout: Layout, shape: tuple[int, ...], at: int) -> Layout:
 
 def _nll(image: Meta, target: Meta, weight: Meta | None, reduction: int, ignore_index: int, *, op: Callable) -> Description:
     reads = [image, target] if weight is None else [image, target, weight]
-    if weight is not None and image.layout is None and target.layout is None:
-        return NeedsRedistribute([(weight, (0,))])
-    of_image, of_target = _layouts(image, target)
+    of_image, of_target = _layouts(image, target, weight)
     layouts = [of_image, of_target, *_uncut(weight, of_image)]
     if reduction == NONE:
         none = [(of_target.shape, of_target.cuts), ((), None)]
@@ -77,7 +79,7 @@ def _three(tiles: Sequence[Tensor]) -> tuple:
 def _nll_backward(
     grad: Meta, image: Meta, target: Meta, weight: Meta | None, reduction, ignore_index, total: Meta, *, op: Callable
 ) -> Description:
-    of_image, of_target = _layouts(image, target)
+    of_image, of_target = _layouts(image, target, weight, grad, total)
     has_weight = weight is not None
     reads = [image, target, grad] if weight is None else [image, target, grad, weight]
     layouts = [of_image, of_target, of_target if grad.ndim else None, *_uncut(weight, of_image)]
