@@ -10,7 +10,7 @@ from command import DIGITS, run
 
 from widefield.bench import BenchRequest, bench
 from widefield.bench.candidates import ONE, PLAIN, Candidate, candidates, chosen
-from widefield.bench.compare import _own
+from widefield.bench.compare import _recipes_own
 from widefield.config import read_config
 from widefield.plans import plan_of, ranks_asked_for
 
@@ -64,7 +64,7 @@ def test_a_plan_that_is_neither_is_refused(text):
 )
 def test_a_recipes_own_plan_is_tried_where_it_is_none_of_the_usual_ones(overrides, own):
     config = read_config(DIGITS, overrides)
-    found = _own(BenchRequest(DIGITS, overrides), config, candidates(2, gpus=0, cores=1), 2)
+    found = _recipes_own(BenchRequest(DIGITS, overrides), config, candidates(2, gpus=0, cores=1), 2)
     assert [candidate.name for candidate in found] == ["as the recipe says"] * bool(own)
     for candidate in found:
         assert set(own) < set(candidate.overrides)
