@@ -141,7 +141,7 @@ def _trained(program: Program, nudge: float) -> Outcome:
 
 
 class Nudged(TorchFunctionMode):
-    """Inside, convolutions and products are off by `by` in relation to their size, each pixel in its own way.
+    """Inside, convolutions, products and resizing are off by `by` in relation to their size, each pixel in its own way.
 
     Pixels of a constant, as padding makes it, stay equal where images alone are a little off; another kernel rounds each anew.
     """
@@ -152,10 +152,16 @@ class Nudged(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if not re.match("conv|linear|(__)?r?matmul|bmm|einsum", getattr(func, "__name__", "")):
+        if not _sums(getattr(func, "__name__", ""), (kwargs or {}).get("mode")):
             return found
         noise = torch.randn(found.shape, generator=self.generator, dtype=torch.float64).to(found.dtype)
         return found + found.detach() * (self.by * noise)  # which saves nothing: a checkpoint runs again without it
+
+
+def _sums(name: str, mode: str | None) -> bool:
+    """Whether a function's kernels may add up in another order, or weigh pixels by weights that are rounded otherwise."""
+    resamples = name in ("grid_sample", "interpolate") and mode is not None and not mode.startswith("nearest")
+    return resamples or re.match("conv|linear|(__)?r?matmul|bmm|einsum", name) is not None
 
 
 class Careful(TorchFunctionMode):
