@@ -162,6 +162,34 @@ def test_evaluation_and_names_and_copies_are_the_plain_models():
         close(other(images()), plain(images()))
 
 
+class Named(nn.Sequential):
+    """A block whose keywords torch's checkpoint has, too; it notes torch's switch of the whole process."""
+
+    def forward(self, x, *, debug, early_stop, determinism_check):
+        self.switches = [*getattr(self, "switches", []), torch.utils.checkpoint._enable_checkpoint_early_stop]
+        return super().forward(x) * debug + early_stop - determinism_check
+
+
+class Naming(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Named(nn.Conv2d(2, 4, 3), nn.Sigmoid())
+
+    def forward(self, x):
+        return self.block(x, debug=2.0, early_stop=0.5, determinism_check=0.25)
+
+
+def test_a_blocks_keywords_are_its_own_and_no_switch_of_the_process_is_set():
+    torch.manual_seed(0)
+    plain = Naming().double()
+    model = alone(copy.deepcopy(plain), blocks=["block"])
+    for net in (plain, model):
+        net(images()).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        close(ours.grad, theirs.grad)
+    assert model.block.switches == [None, None], "forward and again in the backward"
+
+
 # ---------------------------------------------------------------------------------------------- over ranks
 
 

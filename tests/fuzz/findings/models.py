@@ -322,4 +322,17 @@ OF_MODELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(replicate=2)),
     ),
+    # Recomputation set a switch of the whole process around a block, and ranks that are threads set it for each other.
+    (
+        Program(
+            (3, 2, 9, 3),
+            {
+                "m0": "nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Dropout(0.3), nn.Dropout(0.3))",
+                "m1": "nn.Conv2d(2, 2, 3, padding=1)",
+            },
+            ("v1 = self.m0(x)", "v5 = checkpoint(lambda t: self.m1(t).sin() + t.mean(), v1, use_reentrant=False)"),
+            ("v5",),
+        ),
+        Layout(Plan(replicate=2, recompute={}), None, False, False),
+    ),
 ]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from widefield.config import RecomputeConfig
 from widefield.engine.layout import Layout
@@ -159,9 +159,13 @@ class _Offloaded(Wrapping):
 
 
 def _run_recomputed(block: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a block that keeps its inputs alone.  All of it runs again, so that every rank sends the same messages.
+
+    `early_stop` is an argument, not torch's switch of the whole process, which threads that run copies set for each other.
+    The block's own keywords do not pass through torch's function, which has keywords of the same kind, as `debug`.
+    """
     contexts = partial(_contexts, block, vars(block)[_KEEP])
-    with set_checkpoint_early_stop(False):
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(partial(run, **kwargs), *args, use_reentrant=False, early_stop=False, context_fn=contexts)
 
 
 def _contexts(block: nn.Module, keep: str) -> tuple[AbstractContextManager, AbstractContextManager]:
