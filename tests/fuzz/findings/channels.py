@@ -252,4 +252,18 @@ OF_CHANNELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(space=[1, 2], channel=2), None, False, True),
     ),
+    # The features of a layer are the pixels of a convolution in groups behind it, and were looked at as its groups.
+    (
+        Program(
+            (1, 4, 10, 3),
+            {
+                "m2": "nn.RNN(3, 1, 1, batch_first=True, bidirectional=False)",
+                "p3": "nn.Parameter(torch.randn(4))",
+                "p4": "nn.Parameter(torch.randn(4, 20, 3))",
+            },
+            ("v7 = self.m2(x.flatten(1, -2))[0]", "v9 = F.conv1d(v7, self.p4, self.p3, 1, 'same', 1, 2)"),
+            ("v9",),
+        ),
+        Layout(Plan(channel=2), None, False, True),
+    ),
 ]

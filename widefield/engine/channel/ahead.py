@@ -40,10 +40,13 @@ def shapes_behind(value: Value, dim: int, at: Mapping[Node, int]) -> Iterator[tu
 
 def _shapes_at(user: Node, seen: Value, dim: int) -> Iterator[tuple[int, ...]]:
     extent, out = seen.shape[dim], user.outs[0]
+    is_channels = dim == 1 and seen is user.args[0]  # pixels and samples are in no group
     if user.op is aten.native_group_norm.default:
-        yield user.args[6], extent // user.args[6]
-    elif user.op is aten.convolution.default and user.args[8] > 1:
-        yield user.args[8], extent // user.args[8]
+        if is_channels:
+            yield user.args[6], extent // user.args[6]
+    elif user.op is aten.convolution.default:
+        if is_channels and user.args[8] > 1:
+            yield user.args[8], extent // user.args[8]
     elif user.op is aten.slice.Tensor and out is not None and user.args[1] % seen.ndim == dim and out.shape[dim] < extent:
         if out.shape[dim] and extent % out.shape[dim] == 0:
             yield extent // out.shape[dim], out.shape[dim]

@@ -8,6 +8,7 @@ that it gives one that they can go on with: whole heads, whole groups.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -179,6 +180,7 @@ class _Chooser:
         if key not in self.candidates:
             extent, size = value.shape[dim], self.ranks.size
             shapes = dict.fromkeys([(extent,), *shapes_behind(value, dim, self.at)])
+            assert all(math.prod(shape) == extent for shape in shapes), f"a dim of {extent} is none of {list(shapes)}"
             splits = [(shape, axis) for shape in shapes for axis, count in enumerate(shape) if count >= size]
             self.candidates[key] = list(dict.fromkeys(Part(dim, split_along(shape, axis, size)) for shape, axis in splits))
         return self.candidates[key]
