@@ -137,11 +137,11 @@ class _ShardingSearch:
         cost = sum(self._price(value, strategy.want(value)) for value in dict.fromkeys(node.reads))
         if not _is_cut(strategy):
             return cost + flops_of(node) * 3 * (1 - 1 / self.candidates.size) / FLOPS_PER_BYTE
-        out = node.outs[0]
+        out, placement = next(pair for pair in zip(node.outs, strategy.outs, strict=True) if pair[0] is not None)
         assert out is not None
-        if strategy.outs[0] is PARTIAL:
+        if placement is PARTIAL:
             return cost + 2 * out.bytes
-        return cost + (self._lookahead_cost(node, out, strategy.outs[0]) if isinstance(strategy.outs[0], Shard) else 0.0)
+        return cost + (self._lookahead_cost(node, out, placement) if isinstance(placement, Shard) else 0.0)
 
     def _price(self, value: Value, placement: Placement) -> float:
         """Cost of converting a value to a placement: 0 where it is available in it."""

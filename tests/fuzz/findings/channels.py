@@ -266,4 +266,23 @@ OF_CHANNELS: list[tuple[Program, Layout]] = [
         ),
         Layout(Plan(channel=2), None, False, True),
     ),
+    # Of what a sort gives the places alone are read, and its values were asked what comes after them.
+    (
+        Program(
+            (1, 4, 6, 4),
+            {"p0": "nn.Parameter(torch.randn(4))", "p1": "nn.Parameter(torch.randn(4, 4, 3, 5))"},
+            ("v1 = F.conv2d(x, self.p1, self.p0, 2, 3, 1, 1)", "v3 = v1.gather(-1, v1.detach().argsort(-1))"),
+            ("v3",),
+        ),
+        Layout(Plan(channel=2, bucket_mib=0.0001), None, False, True),
+    ),
+    (
+        Program(
+            (1, 3, 17),
+            {"m0": "nn.Conv1d(3, 4, (1,), 1, 'same', 1, 1, True, 'zeros')"},
+            ("v1 = self.m0(x)", "v2 = v1.scatter_reduce(-3, v1.detach().argsort(-3), v1.sin(), 'amax')"),
+            ("v2",),
+        ),
+        Layout(Plan(channel=2), None, False, True),
+    ),
 ]
