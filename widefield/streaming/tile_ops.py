@@ -17,7 +17,7 @@ from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Cut, Grid, Layout, layout_of
 from widefield.geometry.window import hull
 from widefield.rules import Local, LocalBoxes, Reduced, Tile, Windowed
-from widefield.tiled.redistribute import first_cut, wanted_box
+from widefield.tiled.redistribute import base_layout, wanted_box
 
 aten = torch.ops.aten
 NEW: dict[Any, int] = {
@@ -127,8 +127,7 @@ def _at(layout: Layout, tile: int) -> Layout:
 
 def _read_boxes(d: Local | Reduced, count: int) -> list[Box | None]:
     """The box of each tensor argument that the rule's operation needs; None: the whole."""
-    layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
-    assert layout is not None
+    layout = base_layout(d)
     boxes: list[Box | None] = [None] * count
     for number, meta in enumerate(d.reads):
         at = layout if d.layouts is None else d.layouts[number]
@@ -176,8 +175,7 @@ class Boxed:
     @classmethod
     def of(cls, node: Node, layouts: list[Layout | None], d: Local | Reduced) -> Boxed | None:
         """None if the rule moves a cut, or if results are not cut in proportion to what is read."""
-        layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
-        assert layout is not None
+        layout = base_layout(d)
         if (
             isinstance(d, Local)
             and d.layouts is None
@@ -245,7 +243,7 @@ class Boxed:
     def step(self, needs: dict[int, Box]) -> TileOp:
         """The operation that makes the boxes in `needs`, by result number."""
         d = self._description(self._intervals(needs))
-        layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
+        layout = base_layout(d)
         numbers = [meta.number for meta in d.reads]
 
         def call(tensors: list[Tensor]) -> list[Any]:
@@ -261,7 +259,7 @@ class Boxed:
         """The end of a reduction on one tile; its first tensor is the total."""
         d = self._description(self._intervals(needs))
         assert isinstance(d, Reduced) and d.finish is not None
-        layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
+        layout = base_layout(d)
         finish = d.finish
         return TileOp(
             [None, *_read_boxes(d, len(self.node.reads))],

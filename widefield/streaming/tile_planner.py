@@ -34,7 +34,7 @@ from widefield.streaming.tile_ops import (
     windowed_step,
 )  # fmt: skip
 from widefield.tiled.pointwise import SAME_PIXELS
-from widefield.tiled.redistribute import first_cut, following_cuts
+from widefield.tiled.redistribute import base_layout, following_cuts
 
 aten = torch.ops.aten
 POINTWISE = SAME_PIXELS | recorder.POINTWISE | {aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
@@ -333,8 +333,7 @@ def _halves(layout: Layout) -> Layout:
 
 def _cut_dims(d: Reduced, axes: set[int]) -> set[int]:
     """The axes that cut the reduced dims."""
-    layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
-    assert layout is not None
+    layout = base_layout(d)
     return {axis for dim in d.dims if (cut := layout.cuts[dim]) is not None for axis in cut.axes}
 
 

@@ -18,7 +18,7 @@ from widefield.capture.node_rules import Refused, description_of, rule_of
 from widefield.geometry.layout import Cut, Cuts, Grid, Layout, layout_of
 from widefield.rules import Description, Local, Meta, Reduced, ShardedProduct, Tile, Windowed
 from widefield.tensor_parallel.op_strategy import PARTIAL, PARTIAL_GRADIENT, WHOLE, Candidates, Given, OpStrategy, Placement
-from widefield.tiled.redistribute import first_cut, following_cuts
+from widefield.tiled.redistribute import base_layout, following_cuts
 
 GRID = Grid((2,))
 
@@ -126,7 +126,7 @@ def _same_dim(meta: Meta, dim: int, shape: tuple[int, ...], reach: dict) -> int 
 
 
 def _local(node: Node, d: Local) -> Independent | None:
-    layout = _first_layout(d)
+    layout = base_layout(d)
     if d.layouts is None and any(layout.cuts[dim % max(1, len(layout.shape))] is not None for dim in d.whole):
         return None
     outs = [None if cuts is None else _dim(cuts) for _, cuts in d.outs(layout)]
@@ -134,7 +134,7 @@ def _local(node: Node, d: Local) -> Independent | None:
 
 
 def _reduced(node: Node, d: Reduced) -> Independent | None:
-    layout = _first_layout(d)
+    layout = base_layout(d)
     if any(layout.cuts[dim] is not None for dim in d.dims):
         return None
     outs = [_dim(layout.cuts if out.cuts is None else out.cuts) if isinstance(out, Tile) else None for out in d.outs]
@@ -144,12 +144,6 @@ def _reduced(node: Node, d: Reduced) -> Independent | None:
 def _product(node: Node, d: ShardedProduct) -> Independent:
     reads = {meta.number: _dim(layout.cuts) for meta, layout in zip(d.reads, d.layouts, strict=True)}
     return Independent(_of(node, reads), (_dim(d.out.cuts),), adds=bool(d.partial_axes))
-
-
-def _first_layout(d: Local | Reduced) -> Layout:
-    layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
-    assert layout is not None
-    return layout
 
 
 def _along(node: Node, d: Local | Reduced, layout: Layout) -> tuple[int | None, ...]:

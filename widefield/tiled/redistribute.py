@@ -12,7 +12,7 @@ from widefield.comm.halo import Move
 from widefield.geometry.box import Box, full_box, is_empty
 from widefield.geometry.interval import Interval, even_cut
 from widefield.geometry.layout import CACHE_SIZE, Cut, Cuts, Grid, Layout, layout_of
-from widefield.rules import Meta, Read
+from widefield.rules import Local, Meta, Read, Reduced
 from widefield.tiled.gather_watch import note_gathered
 from widefield.tiled.tensor import TiledTensor
 
@@ -22,6 +22,13 @@ NOTHING = Interval(0, 0)
 def first_cut(metas: Sequence[Meta]) -> Meta:
     """The first tensor that is cut, whose layout others follow; else the first."""
     return next((meta for meta in metas if meta.is_cut), metas[0])
+
+
+def base_layout(d: Local | Reduced) -> Layout:
+    """The layout of the first read of a description, which its `whole` or `dims`, `outs` and `run` are about."""
+    layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
+    assert layout is not None, "an operation without a tiled tensor is plain"
+    return layout
 
 
 def boxes_of(meta: Meta, grid: Grid) -> tuple[Box, ...]:

@@ -17,7 +17,7 @@ from widefield.rules import Additive, Description, Local, PartialSum, Reduced, R
 from widefield.tiled.executors.additive import build_additive, finish_total
 from widefield.tiled.executors.ring import build_ring, build_sharded_product
 from widefield.tiled.executors.windowed import build_windowed
-from widefield.tiled.redistribute import first_cut, local_of, move_cuts, to_layout
+from widefield.tiled.redistribute import base_layout, first_cut, local_of, move_cuts, to_layout
 from widefield.tiled.tensor import wrap, wrap_view
 from widefield.tiled.view_writeback import attach_writeback
 
@@ -46,8 +46,7 @@ def build(description: Description, grid: Grid, view: View | None = None) -> Exe
 
 
 def _reduced(d: Reduced, grid: Grid) -> Execute:
-    layout = first_cut(d.reads).layout if d.layouts is None else d.layouts[0]
-    assert layout is not None, "a reduction without a tiled tensor is plain"
+    layout = base_layout(d)
     axes = tuple(sorted(axis for dim in d.dims if (cut := layout.cuts[dim]) is not None for axis in cut.axes))
     num_shards = grid.num_shards(axes)
     group = grid.group_name(axes) if num_shards > 1 else ""
