@@ -19,6 +19,7 @@ from widefield.config import RunConfig, read_config
 from widefield.config.recipe import EVALUATED, PREDICTED
 from widefield.data import Dataset
 from widefield.data.image import read_image, write_labels
+from widefield.data.intensity import in_words
 from widefield.data.loader import Batch
 from widefield.data.map_style import image_of
 from widefield.data.transforms import Transforms
@@ -131,11 +132,11 @@ def _pixels_of(image: Any, path: str, parts: Parts) -> Tensor:
             )
         return read_image(path, dataset.channels)
     pixels = image_of(image, path)
-    if (len(pixels), pixels.is_floating_point()) != (dataset.channels, dataset.floating):
-        kinds = ("uint8", "floating-point")
+    own, trained = in_words(pixels.dtype), in_words(dataset.dtype)
+    if (len(pixels), own) != (dataset.channels, trained):
         raise ValueError(
-            f"{path} has {len(pixels)} channels of {kinds[pixels.is_floating_point()]} numbers and this run was trained on "
-            f"{dataset.channels} of {kinds[dataset.floating]} ones; pass images as its dataset gives them"
+            f"{path} has {len(pixels)} channels of {own} numbers and this run was trained on "
+            f"{dataset.channels} of {trained} ones; pass images as its dataset gives them"
         )
     return pixels
 

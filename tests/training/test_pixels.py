@@ -64,7 +64,9 @@ class Noise:
 
 def dataset(single: bool = False) -> Dataset:
     names = [str(number) for number in range(CLASSES)]
-    return Dataset(Noise(7, single), Noise(9, single), names, 1, [0.5], [0.25], in_memory=True, pixels=not single)
+    return Dataset(
+        Noise(7, single), Noise(9, single), names, 1, [0.5], [0.25], in_memory=True, labels="class" if single else "pixels"
+    )
 
 
 def config(*settings: str) -> RunConfig:

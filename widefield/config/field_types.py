@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -24,6 +24,12 @@ def _numbers(value: Any) -> Iterator[float]:
         yield value
 
 
+Labels = Literal["class", "classes", "values", "pixels", "layers"]
+"""What a sample's target is, and a task learns.
+
+class: an int.  classes: (K,) uint8 of 0 and 1, of several classes at a time.  values: (K,) float32, of a regression.
+pixels: (H, W) class numbers, uint8 or int64.  layers: (K, H, W) uint8 of 0 and 1, of pixels with several classes at a time.
+"""
 Options = Annotated[dict[str, Any], AfterValidator(_finite)]
 """Keyword arguments of a model, a format, a task or an optimizer."""
 Listed = Annotated[list[Any], AfterValidator(_finite)]

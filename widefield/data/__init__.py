@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from widefield.config import DataConfig
+from widefield.config.field_types import Labels as Labels
+from widefield.data.intensity import Intensity
 from widefield.geometry import Interval
 from widefield.naming import load
 from widefield.own_code import call, code_named, is_code, refuse_object
@@ -21,12 +24,16 @@ class BadImageError(ValueError):
 
 
 class Images(Protocol):
-    """One split of a dataset: numbered images, with a class number for each image or for each pixel."""
+    """One split of a dataset: numbered images, each with a target of the dataset's kind, see `Labels`.
+
+    It may have `target_of(index)`, the target without reading the image; `weight_of(index) -> float`, how often a sample is
+    drawn; `group_of(index)`, what it belongs to, as a patient.  They are used where they are there.
+    """
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Tensor, int | Tensor]:
-        """Image (C, H, W) uint8, and its class number or those of its pixels, (H, W) uint8 or int64.  Not random.
+        """Image (C, H, W) as the file has it, uint8, uint16, int16 or floating-point, and its target.  Not random.
 
         BadImageError: the image cannot be read.
         """
@@ -48,7 +55,7 @@ class WindowedImages(Images, Protocol):
 
 @dataclass(frozen=True)
 class Dataset:
-    """The two splits, and what they have in common.  mean, std: per channel, of uint8 pixels scaled to 0..1."""
+    """The two splits, and what they have in common.  mean, std: per channel, of pixels scaled as `intensity` says."""
 
     train: Images
     evaluate: Images
@@ -58,10 +65,21 @@ class Dataset:
     std: list[float]
     in_memory: bool
     """Whether reading copies from memory, so that worker processes gain nothing."""
-    pixels: bool = False
-    """Whether every pixel has a class number, and not every image."""
-    floating: bool = False
-    """Whether images are floating-point tensors, which only a user's own dataset may have, and not uint8."""
+    labels: Labels = "class"
+    """What the targets are.  `classes` are the names of the classes, or of the values."""
+    dtype: torch.dtype = torch.uint8
+    """Of the images; those of floating-point pixels may have any floating dtype."""
+    intensity: Intensity = Intensity()
+
+    @property
+    def pixels(self) -> bool:
+        """Whether every pixel has a label, and not every image."""
+        return self.labels in ("pixels", "layers")
+
+    @property
+    def floating(self) -> bool:
+        """Whether images are floating-point tensors."""
+        return self.dtype.is_floating_point
 
 
 def open_dataset(config: DataConfig) -> Dataset:

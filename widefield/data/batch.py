@@ -18,7 +18,7 @@ Window = tuple[Interval, ...]
 class Batch:
     """What one rank works on in one pass.
 
-    image: (B, C, H, W) uint8, or floating-point from a user's own dataset.  target: class numbers, (B,) or (B, H, W).
+    image: (B, C, H, W) with the dtype of the dataset.  target: (B, ...), as the dataset's `Labels` say.
     index: (B,) the numbers of the images in their split.
     samples: B, or 0 for a dummy batch, whose image does not count.
     whole_shape, window: where images are cut over ranks, the (C, H, W) of the whole images and this rank's window of them; None
@@ -29,6 +29,7 @@ class Batch:
     refused: a rank of this copy has a problem, so none of its ranks uses the batch; the same on all of them.
     idle: the step has fewer samples than passes, so no rank runs this pass; the same on all ranks.
     shown: the pixel values that a thumbnail shows as black and as white.
+    moments: (B, C, 2) float64, mean and standard deviation of each whole image, where data.intensity wants them.
     """
 
     image: Tensor
@@ -48,6 +49,7 @@ class Batch:
     whole_shape: tuple[int, ...] | None = None
     window: Window | None = None
     shown: tuple[float, float] = (0.0, 255.0)
+    moments: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,6 +63,8 @@ class Batch:
         if self.partner is not None and self.share is not None and self.box is not None:
             partner = [place.get(int(self.partner[row]), number) for number, row in enumerate(rows)]
             chosen |= {"partner": torch.tensor(partner), "share": self.share[list(rows)], "box": self.box[list(rows)]}
+        if self.moments is not None:
+            chosen["moments"] = self.moments[list(rows)]
         return replace(self, **chosen, seeds=[self.seeds[row] for row in rows], samples=len(rows))
 
     def pin_memory(self) -> Batch:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from widefield.data import Labels
+from widefield.data.intensity import Intensity
 from widefield.data.loader import Batch
 from widefield.data.transforms import Transforms
 
@@ -18,7 +20,7 @@ from widefield.data.transforms import Transforms
 class Preparation:
     """A function from a Batch to images and targets on the device.
 
-    Images are moved as uint8, a quarter of float32's bytes, or as the floating-point numbers of a user's own dataset.
+    Images are moved with the dtype that they have, as uint8, a quarter of float32's bytes.
     """
 
     device: torch.device
@@ -29,14 +31,22 @@ class Preparation:
     channels_last: bool
     augment: Transforms
     """Transforms run on the device, image by image with each sample's seed; empty where the loader runs them."""
+    labels: Labels = "class"
+    pixel_dtype: torch.dtype | None = None
+    """Of the dataset's images, whose limits `intensity` may refer to; None: that of the batch's images."""
+    intensity: Intensity = Intensity()
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Images (B, C, H, W), and targets: (B,) or (B, H, W) class numbers, or (B, num_classes) shares of mixed images."""
+        """Images (B, C, H, W) of `dtype`, and targets.
+
+        Targets by kind: class: (B,) int64, or (B, num_classes) shares of mixed images.  classes, values: (B, K) of `dtype`.
+        pixels: (B, H, W) int64.  layers: (B, K, H, W) uint8, an eighth of the bytes.
+        """
         image = batch.image.to(self.device, non_blocking=True)
-        target = batch.target.to(self.device, non_blocking=True).long()  # after the move: labels of pixels may be uint8
+        target = self._target(batch.target.to(self.device, non_blocking=True))
         if self.augment.steps:
             image = torch.stack([self.augment(one, seed) for one, seed in zip(image, batch.seeds, strict=True)])
-        image = self._scaled(image)
+        image = self._scaled(image, batch)
         if batch.partner is not None:
             image, target = self._mixed(image, target, batch)
         return image.contiguous(memory_format=self.format_of(image)), target
@@ -45,22 +55,34 @@ class Preparation:
         """The memory format in which the model gets images."""
         return torch.channels_last if self.channels_last and image.ndim == 4 else torch.contiguous_format
 
-    def _scaled(self, image_BCHW: Tensor) -> Tensor:
-        """(pixel / 255 - mean) / std, or (value - mean) / std of floating-point images, as one multiply-add."""
-        factor = self._factor_of_values if image_BCHW.is_floating_point() else self._factor
-        return torch.addcmul(self._offset, image_BCHW.to(self.dtype), factor)
+    def _target(self, target: Tensor) -> Tensor:
+        """After the move, since labels of pixels may be uint8."""
+        if self.labels == "layers":
+            return target
+        return target.to(self.dtype) if self.labels in ("classes", "values") else target.long()
+
+    def _scaled(self, image_BCHW: Tensor, batch: Batch) -> Tensor:
+        """((pixel - low) / (high - low) - mean) / std, as one multiply-add after the pixel's own shift."""
+        known = self.intensity.of(self.pixel_dtype or image_BCHW.dtype)
+        assert known.low is not None and known.high is not None
+        image = image_BCHW.to(self.dtype)
+        if known.each_image is not None:
+            assert batch.moments is not None, "the reader gives the moments that the intensity needs"
+            mean, spread = batch.moments.to(self.device, self.dtype)[..., None, None].unbind(2)
+            return torch.addcmul(self._offset, (image - mean) / spread, self._factor((0.0,), (1.0,)))
+        low, high = (self._channels(side) for side in (known.low, known.high))
+        if known.clip:
+            image = image.clamp(low, high)
+        if any(known.low):
+            image = image - low
+        return torch.addcmul(self._offset, image, self._factor(known.low, known.high))
 
     @cached_property
     def _offset(self) -> Tensor:
         return -self._channels(self.mean) / self._channels(self.std)
 
-    @cached_property
-    def _factor(self) -> Tensor:
-        return 1 / (255 * self._channels(self.std))
-
-    @cached_property
-    def _factor_of_values(self) -> Tensor:
-        return 1 / self._channels(self.std)
+    def _factor(self, low: tuple[float, ...], high: tuple[float, ...]) -> Tensor:
+        return 1 / ((self._channels(high) - self._channels(low)) * self._channels(self.std))
 
     def _channels(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=self.dtype, device=self.device).view(1, -1, 1, 1)
@@ -76,7 +98,7 @@ class Preparation:
         if batch.window is not None:  # the box refers to the whole image
             weight_BHW = weight_BHW.expand_as(inside_BHW)[:, *(slice(run.start, run.stop) for run in batch.window)]
         weight = weight_BHW.to(self.device, self.dtype).unsqueeze(1)
-        own = F.one_hot(target_B, self.num_classes).to(self.dtype)
+        own = target_B if self.labels == "classes" else F.one_hot(target_B, self.num_classes).to(self.dtype)
         share = share_B.to(self.device, self.dtype).unsqueeze(1)
         return torch.lerp(image_BCHW, image_BCHW[partner], weight), torch.lerp(own[partner], own, share)
 

@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from widefield.config import DataConfig
 from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
+from widefield.data.intensity import Intensity, limits_of, moments_of
+from widefield.data.targets import check_target, part_of
 from widefield.data.transforms import Transforms, all_seeded, seed_of
 from widefield.geometry import Interval, even_cut, parts_of
 from widefield.private_torch.loaders import shutdown_workers
@@ -161,6 +163,7 @@ class SampleReader(Dataset):
     """From the (H, W) of an image, the window to read; None reads the whole.  Random transforms get the whole image anyway."""
     ignore: int | None = None
     """A label besides the classes, of pixels that do not count."""
+    intensity: Intensity = Intensity()
 
     def __len__(self) -> int:
         return len(self.images)
@@ -191,7 +194,7 @@ class SampleReader(Dataset):
         keys_read = [sample.key for sample in read]
         batch = Batch(
             image=self._stack(read),
-            target=_targets([sample.target for sample in read]),
+            target=torch.stack([torch.as_tensor(sample.target) for sample in read]),
             index=torch.tensor([key.index for key in keys_read]),
             seeds=[seed_of(self.seed, "augment", key.epoch, key.index) for key in keys_read],
             samples=len(read) if real else 0,
@@ -200,7 +203,8 @@ class SampleReader(Dataset):
             readable=[sample is not None for sample in tried],
             whole_shape=None if self.window is None else read[0].shape,
             window=read[0].window,
-            shown=getattr(self.images, "shown", Batch.shown),
+            shown=getattr(self.images, "shown", None) or limits_of(read[0].image.dtype),
+            moments=self._moments(read),
         )
         return self._mixed(batch, keys_read) if self.mixup or self.cutmix else batch
 
@@ -235,21 +239,16 @@ class SampleReader(Dataset):
             return _Sample(key, image, target, shape, None)
         window = self.window(shape[1:])
         part = (..., *(slice(run.start, run.stop) for run in window))
-        return _Sample(key, image[part], target if isinstance(target, int) else target[part], shape, window)
+        return _Sample(key, image[part], part_of(target, window), shape, window)
+
+    def _moments(self, read: list[_Sample]) -> Tensor | None:
+        """See Batch.moments; of the images as they are in the files, before any transform."""
+        if self.intensity.each_image is None:
+            return None
+        return torch.stack([moments_of(self.images.read(sample.key.index)[0], self.intensity.each_image) for sample in read])
 
     def _check_labels(self, key: Key, image: Tensor, target: int | Tensor) -> None:
-        """ValueError: a label is no class number, or labels of pixels have another size than the image."""
-        name, top = self.images.name_of(key.index), self.num_classes - 1
-        if isinstance(target, int):
-            wrong = [] if 0 <= target <= top else [target]
-        elif target.shape != image.shape[1:]:
-            sizes = [" x ".join(map(str, shape)) for shape in (target.shape, image.shape[1:])]
-            raise ValueError(f"the labels of {name} are {sizes[0]} pixels and its image is {sizes[1]}; mend one of them")
-        else:
-            outside = target[(target < 0) | (target > top)]
-            wrong = [label for label in outside.unique().tolist() if label != self.ignore]
-        if wrong:
-            raise ValueError(f"the label of {name} is {wrong[0]}, outside 0..{top}; mend the label or the number of classes")
+        check_target(self.images.name_of(key.index), image, target, num_classes=self.num_classes, ignore=self.ignore)
 
     def _dummy(self, key: Key) -> _Sample:
         """The next image that can be read, for its shape."""
@@ -303,11 +302,6 @@ class SampleReader(Dataset):
         return share, [top, left, min(1.0, y + side / 2), min(1.0, x + side / 2)]
 
 
-def _targets(targets: list[int | Tensor]) -> Tensor:
-    """Class numbers, (B,) or (B, H, W)."""
-    return torch.stack([torch.as_tensor(target) for target in targets])
-
-
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of <sys/prctl.h>."""
 
@@ -357,6 +351,7 @@ def reader_of(
     device: torch.device,
     window: Callable[[tuple[int, ...]], Window] | None = None,
     ignore: int | None = None,
+    intensity: Intensity | None = None,
 ) -> SampleReader:
     """The reader that a config asks for.
 
@@ -376,4 +371,5 @@ def reader_of(
         bad_images=config.bad_images,
         window=window,
         ignore=ignore,
+        intensity=intensity or Intensity(),
     )

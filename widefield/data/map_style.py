@@ -1,10 +1,16 @@
 """A user's own map-style datasets (torch.utils.data.Dataset) as the two splits of a run.
 
-A sample is a pair.  The first is the image: a tensor (C, H, W), uint8 or floating-point, or a PIL image, which becomes uint8.
-The second is its class number, or an (H, W) tensor, array or PIL image of class numbers, one for every pixel.
+A sample is a pair.  The first is the image: a tensor (C, H, W), uint8, uint16, int16 or floating-point, or a PIL image, which
+becomes uint8.  The second is the target, of one of these kinds (`Labels`):
 
-uint8 images are treated as those of the packaged formats: data.read, data.augment, scaled to 0..1, normalized.  Floating-point
-images are used as they are, or as (value - mean) / std where the recipe sets these.
+    class    a class number
+    classes  (K,) integers or bools, 1 for each class that the image has
+    values   a floating-point number, or (K,) of them, for regression
+    pixels   (H, W) class numbers, one for every pixel, or a PIL image of them
+    layers   (K, H, W) integers or bools, 1 where a pixel has the class
+
+Integer images are treated as those of the packaged formats: data.read, data.augment, scaled to 0..1, normalized.
+Floating-point images are used as they are, or as (value - mean) / std where the recipe sets these.
 
 A dataset may use random numbers of Python's, NumPy's or torch's generator.  They depend on the run's seed, the epoch and the
 sample only: the generators are seeded for each sample, and restored after it.
@@ -22,23 +28,29 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from widefield.data import BadImageError, Dataset
+from widefield.data import BadImageError, Dataset, Labels
 from widefield.data.image import bytes_of
+from widefield.data.intensity import in_words, limits_of
 from widefield.data.transforms import all_seeded
 
+INTEGERS = (torch.uint8, torch.uint16, torch.int16)
+"""The dtypes of images besides floating-point ones."""
 GREY = ("1", "L", "LA", "F")
 """Modes of PIL images that become one channel; so do those that begin with I.  All others become red, green and blue."""
 
 
 @dataclass(frozen=True)
 class MapStyle:
-    """One split.  All samples have the dtype kind, the channels and the kind of labels of the first one."""
+    """One split.  All samples have the dtype, the channels and the kind of labels of the first one.
+
+    dtype: floating-point images may have any floating dtype.
+    """
 
     samples: Any
     split: str
-    floating: bool
+    dtype: torch.dtype
     channels: int
-    pixels: bool
+    labels: Labels
     shown: tuple[float, float] = (0.0, 255.0)
     """The pixel values that a thumbnail shows as black and as white."""
     is_random: bool = True
@@ -51,14 +63,14 @@ class MapStyle:
         """See data.Images.  ValueError: the sample is of another kind than the first one."""
         image, target = _sample(self.samples, index, self.name_of(index))
         for what, own, first in (
-            ("floating-point pixels", image.is_floating_point(), self.floating),
+            ("pixels", in_words(image.dtype), in_words(self.dtype)),
             ("channels", len(image), self.channels),
-            ("labels of pixels", isinstance(target, Tensor), self.pixels),
+            ("labels", kind_of(target), self.labels),
         ):
             if own != first:
                 raise ValueError(
-                    f"{self.name_of(index)} differs from the first image: {what}: {_value_in_words(own)}, there "
-                    f"{_value_in_words(first)}; let the dataset give all samples the same"
+                    f"{self.name_of(index)} differs from the first image: {what}: {own}, there {first}; let the dataset give "
+                    "all samples the same"
                 )
         return image, target
 
@@ -66,8 +78,11 @@ class MapStyle:
         return f"{self.split}[{index}]"
 
 
-def _value_in_words(value: bool | int) -> str:
-    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+def kind_of(target: int | Tensor) -> Labels:
+    """The kind of labels that a target is."""
+    if isinstance(target, int):
+        return "class"
+    return "values" if target.is_floating_point() else ("classes", "pixels", "layers")[target.ndim - 1]  # type: ignore[return-value]
 
 
 def dataset_of(train: Any, evaluate: Any, *, classes: Sequence[str] | int | None = None) -> Dataset:
@@ -79,19 +94,19 @@ def dataset_of(train: Any, evaluate: Any, *, classes: Sequence[str] | int | None
     """
     firsts = [_opened(samples, split) for samples, split in ((train, "train"), (evaluate, "evaluate"))]
     one, other = firsts
-    if (one.floating, one.channels, one.pixels) != (other.floating, other.channels, other.pixels):
+    if _described(one) != _described(other):
         raise ValueError(
-            f"the two datasets differ: {_in_words(one)} to train on and {_in_words(other)} to evaluate; let both give "
+            f"the two datasets differ: {_described(one)} to train on and {_described(other)} to evaluate; let both give "
             "the same kind"
         )
     names = _class_names(train, evaluate, classes)
     in_memory = all(isinstance(samples, TensorDataset | list) for samples in (train, evaluate))
     zeros, ones = [0.0] * one.channels, [1.0] * one.channels
-    return Dataset(one, other, names, one.channels, zeros, ones, in_memory, pixels=one.pixels, floating=one.floating)
+    return Dataset(one, other, names, one.channels, zeros, ones, in_memory, one.labels, one.dtype)
 
 
 def image_of(image: Any, name: str) -> Tensor:
-    """A tensor or PIL image as a (C, H, W) tensor, uint8 or floating-point.  ValueError: it is no image.
+    """A tensor or PIL image as a (C, H, W) tensor, integer or floating-point.  ValueError: it is no image.
 
     name: for the error.
     """
@@ -106,8 +121,10 @@ def image_of(image: Any, name: str) -> Tensor:
         raise ValueError(
             f"{name} has an image of shape {tuple(image.shape)}; (C, H, W) is wanted, as (1, 28, 28) for a grey one"
         )
-    if image.dtype != torch.uint8 and not image.is_floating_point():
-        raise ValueError(f"{name} has an image of {image.dtype}; uint8 from 0 to 255, or floating-point numbers, are wanted")
+    if image.dtype not in INTEGERS and not image.is_floating_point():
+        raise ValueError(
+            f"{name} has an image of {image.dtype}; uint8 from 0 to 255, uint16, int16, or floating-point numbers, are wanted"
+        )
     if image.device.type != "cpu":
         raise ValueError(f"{name} has an image on {image.device}; give images on the CPU, the run brings them to its devices")
     return image.detach().as_subclass(Tensor)
@@ -119,11 +136,11 @@ def _opened(samples: Any, split: str) -> MapStyle:
     name = f"{split}[0]"
     with all_seeded(0):
         image, target = _sample(samples, 0, name)
-    shown = (0.0, 255.0)
+    shown = limits_of(image.dtype)
     if image.is_floating_point():
         least, most = image.min().item(), image.max().item()
         shown = (0.0, 1.0) if least >= 0 and most <= 1 else (-max(abs(least), abs(most)), max(abs(least), abs(most)))
-    return MapStyle(samples, split, image.is_floating_point(), len(image), isinstance(target, Tensor), shown)
+    return MapStyle(samples, split, image.dtype, len(image), kind_of(target), shown)
 
 
 def _check_map_style(samples: Any, split: str) -> None:
@@ -146,24 +163,35 @@ def _sample(samples: Any, index: int, name: str) -> tuple[Tensor, int | Tensor]:
         raise BadImageError(f"cannot read the image {name} ({error})") from None
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         got = f"{_type(sample)} of {len(sample)}" if isinstance(sample, tuple | list) else _type(sample)
-        raise ValueError(f"{name} is a {got}; a pair is wanted: an image and its class number, or class numbers of its pixels")
+        raise ValueError(f"{name} is a {got}; a pair is wanted: an image and its class number, or another label")
     return image_of(sample[0], name), _labels(sample[1], name)
 
 
 def _labels(target: Any, name: str) -> int | Tensor:
-    """A class number, or (H, W) of them, uint8 or int64."""
+    """A target of one of the kinds.  ValueError: it is of none."""
     if isinstance(target, Image.Image):
         target = np.array(target)
     labels = target if isinstance(target, Tensor) else torch.from_numpy(np.array(target)) if _is_numeric(target) else None
-    if labels is None or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        got = target if isinstance(target, float | bool | str | None) else getattr(target, "dtype", _type(target))
+    if labels is None or labels.is_complex() or (labels.dtype == torch.bool and labels.ndim in (0, 2)):
+        got = target if isinstance(target, bool | str | None) else getattr(target, "dtype", _type(target))
         raise ValueError(f"{name} has the label {got!r}; a class number, or whole numbers for its pixels, are wanted")
+    labels = labels.detach().as_subclass(Tensor)
+    if labels.is_floating_point() and labels.ndim < 2:
+        return labels.reshape(-1).to(torch.float32)
+    if labels.is_floating_point() or labels.ndim > 3:
+        raise ValueError(
+            f"{name} has labels of shape {tuple(labels.shape)} and {labels.dtype}; wanted are a class number, (H, W) or "
+            "(K, H, W) integers for pixels, (K,) integers for several classes, or (K,) floating-point values"
+        )
     if labels.ndim == 0:
         return int(labels)
-    if labels.ndim != 2:
-        raise ValueError(f"{name} has labels of shape {tuple(labels.shape)}; one class number, or (H, W) of them, is wanted")
-    labels = labels.detach().as_subclass(Tensor)
-    return labels if labels.dtype == torch.uint8 else labels.long()
+    if labels.ndim == 2:
+        return labels if labels.dtype == torch.uint8 else labels.long()
+    if labels.numel() and not ((labels == 0) | (labels == 1)).all():
+        raise ValueError(
+            f"{name} has {int(labels.long().max())} among labels of shape {tuple(labels.shape)}; 0 and 1 are wanted there"
+        )
+    return labels.to(torch.uint8)
 
 
 def _is_numeric(target: Any) -> bool:
@@ -188,9 +216,9 @@ def _class_names(train: Any, evaluate: Any, given: Sequence[str] | int | None) -
             for name in names]  # fmt: skip
 
 
-def _in_words(split: MapStyle) -> str:
-    kind, labels = "floating-point" if split.floating else "uint8", "pixels" if split.pixels else "images"
-    return f"{kind} images of {split.channels} channels with labels of {labels}"
+def _described(split: MapStyle) -> str:
+    labels = {"class": "images", "pixels": "pixels"}.get(split.labels, f"the kind '{split.labels}'")
+    return f"{in_words(split.dtype)} images of {split.channels} channels with labels of {labels}"
 
 
 def _type(thing: Any) -> str:

@@ -14,6 +14,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.utilities import dim_zero_sum
 
 from widefield.config import TaskConfig
+from widefield.config.field_types import Labels
 from widefield.naming import load
 from widefield.own_code import call, code_named, is_code, refuse_object
 
@@ -44,9 +45,14 @@ class Task(Protocol):
         """The result for the log, as `98.61 % top-1`.  values: the metrics in percent."""
 
 
+def labels_of(task: Task) -> Labels:
+    """What the task learns: its attribute `labels`; without it "pixels" where it has `pixels = True`, else "class"."""
+    return getattr(task, "labels", "pixels" if getattr(task, "pixels", False) else "class")
+
+
 def is_per_pixel(task: Task) -> bool:
-    """Whether targets have a class number for every pixel (the task has `pixels = True`), and not for every image."""
-    return getattr(task, "pixels", False)
+    """Whether targets have labels for every pixel, and not for every image."""
+    return labels_of(task) in ("pixels", "layers")
 
 
 def build(config: TaskConfig, *, num_classes: int) -> Task:

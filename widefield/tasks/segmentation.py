@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
+from widefield.config.field_types import Labels
 from widefield.tasks import output_of
 
 
@@ -56,7 +57,7 @@ class Segmentation:
     ignore_index: int = 255
     headline: str = "iou"
     higher_is_better: bool = True
-    pixels: bool = True
+    labels: Labels = "pixels"
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(self._fitting(output, target), target, reduction="sum", ignore_index=self.ignore_index)

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 from widefield import models, tasks
 from widefield.comm.mesh import Mesh
 from widefield.config import RunConfig
-from widefield.data import Dataset, open_dataset
+from widefield.data import Dataset, Labels, open_dataset
 from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
 from widefield.data.loader import EvaluateSampler, Key, SampleReader, Steps, TrainSampler, load_batches, reader_of
@@ -28,7 +28,7 @@ from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, 
 from widefield.parallel.parallelize import parallelize, parallelize_average, share_states
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
-from widefield.tasks import Task, is_per_pixel
+from widefield.tasks import Task, labels_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
@@ -74,6 +74,9 @@ class Parts:
             num_classes=len(self.dataset.classes),
             channels_last=self.channels_last,
             augment=Transforms(data.augment if on_device else [], field="data.augment"),
+            labels=self.dataset.labels,
+            pixel_dtype=self.dataset.dtype,
+            intensity=self.dataset.intensity,
         )
 
     def reader(self, *, train: bool) -> SampleReader:
@@ -86,6 +89,7 @@ class Parts:
             device=self.mesh.device,
             window=self.window,
             ignore=getattr(self.task, "ignore_index", None),
+            intensity=self.dataset.intensity,
         )
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
@@ -262,12 +266,12 @@ def _check_channels(config: RunConfig, dataset: Dataset) -> None:
 
 def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
     """ValueError: labels of another kind than the task's, or transforms that move pixels but not their labels."""
-    name, kinds = config.data.name, ("one class number per image", "one per pixel")
-    if is_per_pixel(task) != dataset.pixels:
-        other = "classification" if is_per_pixel(task) else "segmentation"
+    name, learns = config.data.name, labels_of(task)
+    if learns != dataset.labels:
+        cure = f"set task.name={_TASK_FOR[dataset.labels]}" if dataset.labels in _TASK_FOR else "take a task that learns these"
         raise ValueError(
-            f"task.name={config.task.name} learns {kinds[is_per_pixel(task)]} and data.name={name} has "
-            f"{kinds[dataset.pixels]}; set task.name={other}, or take other data"
+            f"task.name={config.task.name} learns {_LABELS_IN_WORDS[learns]} and data.name={name} has "
+            f"{_LABELS_IN_WORDS[dataset.labels]}; {cure}, or take other data"
         )
     if not dataset.pixels:
         return
@@ -281,9 +285,20 @@ def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
     for field_name in ("mixup", "cutmix"):
         if share := getattr(config.data, field_name):
             raise ValueError(
-                f"data.{field_name}={share:g} mixes images of {kinds[0]} and data.name={name} has {kinds[1]}; "
+                f"data.{field_name}={share:g} mixes images of {_LABELS_IN_WORDS['class']} and data.name={name} has "
+                f"{_LABELS_IN_WORDS[dataset.labels]}; "
                 f"set data.{field_name}=0"
             )
+
+
+_LABELS_IN_WORDS: dict[Labels, str] = {
+    "class": "one class number per image",
+    "classes": "any number of classes per image",
+    "values": "numbers per image",
+    "pixels": "one per pixel",
+    "layers": "any number of classes per pixel",
+}
+_TASK_FOR: dict[Labels, str] = {"class": "classification", "pixels": "segmentation"}
 
 
 def _check_values(config: RunConfig, dataset: Dataset) -> None:

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.data import Dataset
+from widefield.data.intensity import in_words
 from widefield.data.map_style import MapStyle
 from widefield.own_code import object_name
 from widefield.tasks import Task
@@ -124,14 +125,13 @@ def share_given(given: Given, dataset: Dataset, model: nn.Module, mesh: Mesh) ->
 
 
 def _facts_of(dataset: Dataset) -> dict[str, object]:
-    kind = ("uint8", "floating-point")[dataset.floating]
     return {
         "images to train on": len(dataset.train),
         "images to evaluate": len(dataset.evaluate),
         "classes": dataset.classes,
         "channels": dataset.channels,
-        "pixels": kind,
-        "labels": ("images", "pixels")[dataset.pixels],
+        "pixels": in_words(dataset.dtype),
+        "labels": {"class": "images"}.get(dataset.labels, dataset.labels),
     }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_args
 from weakref import WeakSet
 
 import safetensors.torch
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from widefield.config import RunConfig, read_config
-from widefield.data import Dataset, Images
+from widefield.data import Dataset, Images, Labels
 from widefield.data.image import write_image, write_labels
+from widefield.data.intensity import OF_VALUES, Intensity
 from widefield.naming import did_you_mean
 from widefield.plans import Plan, to_text
 from widefield.section import differences, to_yaml
@@ -34,8 +35,6 @@ from widefield.trust import check_links
 
 WEIGHTS = "weights.safetensors"
 MODEL = "model.json"
-OF_VALUES = "(value - mean) / std"
-"""The entry `pixels` of model.json where a run's images were floating-point numbers."""
 _WRITTEN = (
     "config.yaml", "plan.yaml", "record.jsonl", "summary.csv", "tensorboard", "checkpoints", "report.html", WEIGHTS, MODEL,
     "evaluation.json", "mistakes", "samples", "nan.json",
@@ -182,8 +181,10 @@ def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[
         "model": name,
         "classes": dataset.classes,
         "image": shape,
-        "labels": "pixels" if dataset.pixels else "images",
-        "pixels": OF_VALUES if dataset.floating else "(value / 255 - mean) / std",
+        "labels": dataset.labels,
+        "dtype": str(dataset.dtype).removeprefix("torch."),
+        "pixels": dataset.intensity.formula(dataset.dtype),
+        "intensity": dataset.intensity.to_tree(),
         "mean": mean,
         "std": std,
     }
@@ -199,13 +200,30 @@ def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
         values = json.loads(path.read_text(encoding="utf-8"))
         shape, classes = [int(length) for length in values["image"]], [str(name) for name in values["classes"]]
         mean, std = ([float(value) for value in values[name]] for name in ("mean", "std"))
-        channels, pixels, floating = shape[0], values.get("labels") == "pixels", values.get("pixels") == OF_VALUES
+        labels, dtype = _labels_of(values), _dtype_of(values)
+        intensity = Intensity.from_tree(values["intensity"]) if "intensity" in values else Intensity()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}); take it from where the run was trained"
         ) from None
     none = NoImages(shape)
-    return Dataset(none, none, classes, channels, mean, std, in_memory=True, pixels=pixels, floating=floating)
+    return Dataset(none, none, classes, shape[0], mean, std, True, labels, dtype, intensity)
+
+
+def _labels_of(values: dict[str, Any]) -> Labels:
+    """ValueError: no kind of labels.  Before there were five kinds, "class" was written as "images"."""
+    kind = values.get("labels", "class")
+    if kind not in (*get_args(Labels), "images"):
+        raise ValueError(f"labels are {kind!r}")
+    return "class" if kind == "images" else kind
+
+
+def _dtype_of(values: dict[str, Any]) -> torch.dtype:
+    """ValueError: no dtype of images.  Before it was written, it was uint8, or floating-point by the formula."""
+    name = values.get("dtype", "float32" if values.get("pixels") == OF_VALUES else "uint8")
+    if name not in ("uint8", "uint16", "int16", "float16", "bfloat16", "float32", "float64"):
+        raise ValueError(f"dtype is {name!r}")
+    return getattr(torch, name)
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> Path:

@@ -54,8 +54,8 @@ def channels_shown(image_CHW: Tensor) -> Tensor:
 
 
 def as_bytes(image: Tensor, shown: tuple[float, float]) -> Tensor:
-    """An image as uint8; of a floating-point image, the values `shown` become 0 and 255."""
-    if not image.is_floating_point():
+    """An image as uint8; of any other dtype, the values `shown` become 0 and 255."""
+    if image.dtype == torch.uint8:
         return image
     low, high = shown
     span = high - low or 1.0

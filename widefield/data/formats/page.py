@@ -206,7 +206,7 @@ def open_dataset(
     )
     names = ["background", *scans.classes]
     # mean and standard deviation of the pixels of the 64 training pages that the defaults make
-    return Dataset(train, evaluate, names, 1, [0.298], [0.14], in_memory=False, pixels=True)
+    return Dataset(train, evaluate, names, 1, [0.298], [0.14], in_memory=False, labels="pixels")
 
 
 def _check(**options: tuple[int, int]) -> None:

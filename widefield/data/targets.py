@@ -1,0 +1,57 @@
+"""Targets of samples, by kind of labels (`Labels`): what is right for an image, and the part in a window."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from widefield.geometry import Interval
+
+
+def check_target(name: str, image_CHW: Tensor, target: int | Tensor, *, num_classes: int, ignore: int | None = None) -> None:
+    """ValueError: a label is no class number, or the target's size is not that of the image or of the classes.
+
+    name: of the image.  ignore: a label besides the classes, of pixels that do not count.
+    """
+    if isinstance(target, int):
+        wrong = [] if 0 <= target < num_classes else [target]
+    elif target.ndim == 2:
+        _check_size(name, target.shape, image_CHW)
+        outside = target[(target < 0) | (target >= num_classes)]
+        wrong = [label for label in outside.unique().tolist() if label != ignore]
+    else:
+        _check_layers(name, image_CHW, target, num_classes)
+        return
+    if wrong:
+        raise ValueError(
+            f"the label of {name} is {wrong[0]}, outside 0..{num_classes - 1}; mend the label or the number of classes"
+        )
+
+
+def _check_layers(name: str, image_CHW: Tensor, target: Tensor, num_classes: int) -> None:
+    if len(target) != num_classes:
+        raise ValueError(f"{name} has {len(target)} labels and the classes are {num_classes}; give one per class")
+    if target.ndim == 3:
+        _check_size(name, target.shape[1:], image_CHW)
+    if target.is_floating_point():
+        if not target.isfinite().all():
+            raise ValueError(f"the values of {name} are {target.tolist()}; give finite numbers")
+    elif target.numel() and int(target.max()) > 1:
+        raise ValueError(f"{name} has the label {int(target.max())} where 0 or 1 is wanted for each class; mend the label")
+
+
+def _check_size(name: str, size: torch.Size, image_CHW: Tensor) -> None:
+    if size != image_CHW.shape[1:]:
+        sizes = [" x ".join(map(str, shape)) for shape in (size, image_CHW.shape[1:])]
+        raise ValueError(f"the labels of {name} are {sizes[0]} pixels and its image is {sizes[1]}; mend one of them")
+
+
+def part_of(target: int | Tensor, window: tuple[Interval, ...]) -> int | Tensor:
+    """The part of labels of pixels that is in the window; a target of a whole image stays.
+
+    >>> part_of(torch.arange(6).view(2, 3), (Interval(1, 2), Interval(0, 2)))
+    tensor([[3, 4]])
+    """
+    if isinstance(target, int) or target.ndim < 2:
+        return target
+    return target[(..., *(slice(run.start, run.stop) for run in window))]
