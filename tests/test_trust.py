@@ -12,6 +12,7 @@ from widefield.config import parse_config, read_config
 from widefield.launchers.local import python_of_ranks
 from widefield.trust import check_links, inside, run_folder_of
 
+ENTRY = "from widefield.__main__ import entry; entry()"
 RECIPE = "model: {name: 'mynets:tiny', options: {width: 5}}\ndata: {name: digits}\n"
 
 
@@ -119,16 +120,14 @@ def test_files_of_weights_count_as_named_where_all_of_the_argument_is_given(over
             read_config(tmp_path / "config.yaml", [override], run=tmp_path)
 
 
-def test_ranks_see_modules_of_the_folder_that_one_stands_in_only_where_their_starter_does(tmp_path, monkeypatch):
+def test_no_module_of_the_folder_that_one_stands_in_hides_an_installed_one(tmp_path, monkeypatch):
     (tmp_path / "yaml.py").write_text(
         f"import pathlib\npathlib.Path({str(tmp_path / 'trace')!r}).touch()\nraise SystemExit(3)\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
     installed = str(Path(__file__).parent.parent)
-    for here, status in ((False, 0), (True, 3)):
-        if here:
-            monkeypatch.syspath_prepend(tmp_path)
-        command = [*python_of_ranks(), "-m", "widefield", "--help"]
-        done = subprocess.run(command, env={"PYTHONPATH": installed}, capture_output=True, check=False)
-        assert (done.returncode, (tmp_path / "trace").exists()) == (status, here), done.stderr
+    starts = ([*python_of_ranks(), "-m", "widefield"], [sys.executable, "-m", "widefield"], [sys.executable, "-c", ENTRY])
+    for start in starts:
+        words = [*start, "train", "digits", "--print-config"]
+        done = subprocess.run(words, env={"PYTHONPATH": installed}, capture_output=True, check=False)
+        assert (done.returncode, (tmp_path / "trace").exists()) == (0, False), done.stderr

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from widefield.comm import mesh
-from widefield.launchers import local, mpi, slurm, torchrun, world_from
+from widefield.launchers import build_mesh, local, mpi, slurm, torchrun, world_from
 from widefield.naming import load, names_in
 from widefield.plans import Plan
 
@@ -141,7 +141,8 @@ def test_mpi_jobs_without_a_name_meet_by_their_parent():
         (1, 4, 1, 1, "1 rank: as the mesh asks"),
     ],
 )
-def test_ranks_are_as_many_as_the_mesh_asks_or_else_as_gpus_have_room_for(asked, gpus, each, ranks, reason):
+def test_ranks_are_as_many_as_the_mesh_asks_or_else_as_gpus_have_room_for(asked, gpus, each, ranks, reason, monkeypatch):
+    monkeypatch.setattr(local, "_cores", lambda: 4)
     assert local.local_ranks(asked, gpus, each) == (ranks, reason)
 
 
@@ -152,6 +153,29 @@ def test_more_ranks_than_gpus_names_the_axis_to_change():
         local.local_ranks(4, 2)
     with pytest.raises(ValueError, match="4 ranks and this machine has 1 GPU, for 2 ranks each.* or let 4 ranks share"):
         local.local_ranks(4, 1, 2)
+
+
+def test_far_more_ranks_than_cores_are_refused_and_more_are_warned_of(monkeypatch):
+    monkeypatch.setattr(local, "_cores", lambda: 2)
+    assert local.local_ranks(16, 0) == (
+        16, "16 ranks: as the mesh asks; warning: they share 2 cores, so more ranks are no faster than 2"
+    )  # fmt: skip
+    told = "asks for 64 ranks and this machine has no GPU and 2 cores; at most 8 ranks .* make at most 16, .*PER_CORE=32"
+    with pytest.raises(ValueError, match=told):
+        local.local_ranks(64, 0)
+    monkeypatch.setenv("WIDEFIELD_RANKS_PER_CORE", "32")
+    assert local.local_ranks(64, 0)[0] == 64
+    monkeypatch.setenv("WIDEFIELD_RANKS_PER_CORE", "many")
+    with pytest.raises(ValueError, match="WIDEFIELD_RANKS_PER_CORE='many' is no count; set it to a whole number"):
+        local.local_ranks(2, 0)
+
+
+def test_a_mesh_of_more_ranks_than_the_script_has_says_how_to_start_them(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    told = r"the mesh is of 4 ranks and this script runs on one, .*: torchrun --nproc-per-node 4 SCRIPT.py"
+    with pytest.raises(ValueError, match=told):
+        build_mesh(space=(2, 1), shard=2)
 
 
 # ------------------------------------------------------------------------------------------------ starting and ending

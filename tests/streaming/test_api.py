@@ -202,6 +202,7 @@ def test_an_output_that_the_backward_does_not_read_may_be_written_to():
         (lambda: stream(net(), tiles=(2, 2), keep="disk"), "keep='disk' is no place .* device, host, file"),
         (lambda: stream(net(), tiles=(2, 0)), r"tiles=\(2, 0\) is to give a positive number for each image dim"),
         (lambda: stream(net(), tiles=(2.0, 2)), r"tiles=\(2.0, 2\) is to give a positive number"),
+        (lambda: stream(net(), tiles=3), r"tiles=3 is to give a positive number for each image dim, as \(3, 3\)"),
         (lambda: stream(net(), tiles=()), r"tiles=\(\) is to give a positive number"),
     ],
 )

@@ -360,12 +360,30 @@ def test_every_rank_of_a_mesh_gets_the_same_verdict():
     assert first == second and first[0] and not first[2]
 
 
-def test_gradients_that_are_zero_anyway_are_counted():
+def test_weights_of_zeros_get_values_for_the_comparison():
     net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1))
     nn.init.zeros_(net[1].weight)
     verdict = wf.verify(net, (1, 1, 8, 8), space=(2,))
-    assert verdict.ok and verdict.zero_gradients == 3, str(verdict)  # of the first layer's two and the image
-    assert "3 of these gradients are zero on one device" in str(verdict)
+    assert verdict.ok and (verdict.zero_gradients, verdict.randomized) == (0, 1), str(verdict)
+    assert str(verdict).splitlines()[-2:] == [
+        "    1 weight of zeros had random values here, for no gradient to be zero behind it", "exact"
+    ]  # fmt: skip
+    assert not net[1].weight.any()  # the user's model stays as it is
+
+
+class OffEverywhere(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+
+    def forward(self, image):
+        return self.last(0 * self.first(image))
+
+
+def test_gradients_that_are_zero_all_the_same_are_not_called_exact():
+    verdict = wf.verify(OffEverywhere(), (1, 1, 8, 8), space=(2,))
+    assert verdict.ok and verdict.zero_gradients == 4, str(verdict)  # of both convolutions' weights, a bias and the image
+    assert str(verdict).splitlines()[-1] == "exact, but for 4 gradients of zero on one device too, of which this shows nothing"
 
 
 # ---------------------------------------------------------------------------------------------- plans

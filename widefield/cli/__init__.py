@@ -16,19 +16,22 @@ import sys
 from collections.abc import Sequence
 
 from widefield.cli._errors import say
+from widefield.cli._help import HelpLayout
 from widefield.naming import load_all
 
 HELP = """\
 Train convolutional networks on images of any size, on any number of devices,
 with the numbers that one device with endless memory would give.
 
-  widefield train recipes/digits.yaml                      a first run, in seconds
-  widefield train recipes/digits.yaml mesh.replicate=2     the same numbers, on two ranks
-  widefield evaluate runs/0001                             every image exactly once
-  widefield report runs/0001                               one HTML file
-  widefield verify timm/resnet50 --image 3x97x101          is it exact with its images cut over devices?
-  widefield bench recipes/digits.yaml                      which plan is fastest on this machine?
-  widefield train recipes/page.yaml mesh.space=[] 'stream.tiles=[4,4]'   one device, tile after tile
+  widefield train digits                            a first run, in seconds
+  widefield train digits mesh.replicate=2           the same numbers on 2 ranks
+  widefield train photos/                           looks at a folder of images
+  widefield evaluate runs/0001                      every image exactly once
+  widefield report runs/0001                        one HTML file
+  widefield verify timm/resnet50 --image 3x97x101   is it exact on tiles?
+  widefield bench digits                            which plan is fastest here?
+  widefield train page 'mesh.space=[2,1]'           half a page on each rank
+  widefield train page 'mesh.space=[]' 'stream.tiles=[4,4]'   tile after tile
 
 widefield VERB --help explains each verb.
 """
@@ -36,8 +39,9 @@ widefield VERB --help explains each verb.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 2 for an error of the user's, 3 where another rank failed, else 1."""
-    options = parse(arguments)
+    options = argparse.Namespace(is_rank=False)
     try:
+        options = parse(arguments)
         status = options.verb.run(options)
     except KeyboardInterrupt:
         print("widefield: ended at once; the newest checkpoint stands", file=sys.stderr)
@@ -73,15 +77,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "widefield", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter, usage="widefield VERB ..."
-    )
+    parser = argparse.ArgumentParser("widefield", description=HELP, formatter_class=HelpLayout, usage="widefield VERB ...")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and stop")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for module in sorted(load_all(__name__), key=lambda module: module.ORDER):
         name = module.__name__.rpartition(".")[2]
         verb = verbs.add_parser(
-            name, help=module.SUMMARY, description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+            name, prog=f"widefield {name}", help=module.SUMMARY, description=module.HELP, formatter_class=HelpLayout
         )
         verb.set_defaults(verb=module, is_rank=False)
         module.add_arguments(verb)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the versions of widefield, Python and torch, without loading torch, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        names = []
+        for name in ("widefield", "torch"):
+            try:
+                names.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                names.append(f"{name} (not installed as a package)")
+        print(f"{names[0]}, Python {sys.version.split()[0]}, {names[1]}")
+        parser.exit()

@@ -28,7 +28,7 @@ Tiles in time (--stream), one after another in this process; with both, each ran
 Any plan (--plan), three training steps on ranks started here against three on one device, the batch
 shared out: losses, gradients, weights, statistics, outputs.  The file has a plan's keys:
 
-  printf 'shard: 2\nchannel: 2\n' > plan.yaml
+  printf 'shard: 2\\nchannel: 2\\n' > plan.yaml
   widefield verify timm/resnet18 --image 3x65x65 --batch 4 --plan plan.yaml
 
 Exits with 0 where everything agrees, with 1 where it does not (the layers that differ are listed, the

@@ -43,7 +43,10 @@ def read_config(
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as text ({error}); name a recipe, a YAML file in UTF-8") from None
+        raise ValueError(
+            f"{path} is no recipe, which is a YAML file in UTF-8 ({error}); to train on images name their folder, as "
+            f"'widefield train {path.absolute().parent.name}/'"
+        ) from None
     config = parse_config(text, overrides, name=str(path))
     folder = run_folder_of(path, run=run)
     if folder is None:

@@ -53,6 +53,11 @@ def build_mesh(
     world = current_world() or world_from(os.environ) or World()
     others = shard * math.prod(space) * channel * stage
     copies = replicate or max(1, world.size // others)
+    if world.launcher == "none" and copies * others > 1:
+        raise ValueError(
+            f"the mesh is of {copies * others} ranks and this script runs on one, since no launcher has started it; start it "
+            f"on {copies * others}: torchrun --nproc-per-node {copies * others} SCRIPT.py"
+        )
     sizes = {"replicate": copies, "shard": shard, "space": list(space), "channel": channel, "stage": stage}
     return join(world, Plan(batch_norm=batch_norm, **sizes))
 

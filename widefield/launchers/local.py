@@ -40,6 +40,10 @@ OWN_END_SECONDS = 1.0
 """How long the other ranks may go on after one has failed, before SIGTERM and once more before SIGKILL.  They hear of it and
 end by themselves, see comm/failure.py."""
 POLL_SECONDS = 0.05
+RANKS_PER_CORE = "WIDEFIELD_RANKS_PER_CORE"
+"""The environment variable with the largest number of CPU ranks per core that the command starts."""
+RANKS_PER_CORE_MOST = 8
+"""That number where the variable is not set."""
 
 
 def detect(environment: Mapping[str, str]) -> World | None:
@@ -54,7 +58,7 @@ def local_ranks(asked: int | None, gpus: int, each: int = 1) -> tuple[int, str]:
     """How many ranks to start on this machine, and the reason: as the mesh asks, else `each` per GPU, else one.
 
     asked: the ranks of the mesh; None where mesh.replicate is null.  gpus: those of this machine.  each: ranks per GPU.
-    ValueError: the machine has GPUs, but too few.
+    ValueError: the machine has GPUs, but too few, or far fewer cores than ranks.
     """
     share = "one" if each == 1 else str(each)
     if asked is None:
@@ -68,7 +72,29 @@ def local_ranks(asked: int | None, gpus: int, each: int = 1) -> tuple[int, str]:
             f"(torchrun, srun), hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU, or let {-(-asked // gpus)} ranks "
             f"share a GPU, which is slow (WIDEFIELD_RANKS_PER_GPU={-(-asked // gpus)})"
         )
-    return asked, f"{asked} {_ranks(asked)}: as the mesh asks"
+    return asked, f"{asked} {_ranks(asked)}: as the mesh asks{'' if gpus else _crowded(asked)}"
+
+
+def _crowded(asked: int) -> str:
+    """A warning where CPU ranks share cores, else "".  ValueError: more of them than RANKS_PER_CORE allows."""
+    cores, most = _cores(), os.environ.get(RANKS_PER_CORE, str(RANKS_PER_CORE_MOST))
+    if not (most.isdecimal() and int(most)):
+        raise ValueError(f"{RANKS_PER_CORE}={most!r} is no count; set it to a whole number, 1 or more, or leave it out")
+    if asked > cores * int(most):
+        raise ValueError(
+            f"the mesh asks for {asked} ranks and this machine has no GPU and {cores} {'core' if cores == 1 else 'cores'}; at "
+            f"most {int(most)} ranks per core are started, since each takes some 300 MB of memory and its share of a core. Set "
+            f"mesh.replicate so that all axes together make at most {cores * int(most)}, start on more machines (torchrun, "
+            f"srun), or set {RANKS_PER_CORE}={-(-asked // cores)}"
+        )
+    if asked <= cores:
+        return ""
+    return f"; warning: they share {cores} {'core' if cores == 1 else 'cores'}, so more ranks are no faster than {cores}"
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ranks(count: int) -> str:
@@ -98,12 +124,12 @@ def start(ranks: int, arguments: list[str], *, grace_seconds: float = 300.0, pro
 
 
 def python_of_ranks() -> list[str]:
-    """The command to start Python on ranks, with `-P` unless this process imports from the current folder too.
+    """The command to start Python on ranks, with `-P`, so that a torch.py in the current folder does not hide torch.
 
-    `python -m` imports from there first, and the command `widefield` does not; the folder may have a torch.py.
+    Where widefield itself is imported from that folder, as in a checkout that is not installed, it is without.
     """
-    here = any(place in ("", os.getcwd()) for place in sys.path)
-    return [sys.executable, *([] if here else ["-P"])]
+    package = Path(__file__).parents[1]
+    return [sys.executable, *([] if package.parent == Path.cwd() else ["-P"])]
 
 
 # ------------------------------------------------------------------------------------------------ endings
@@ -317,9 +343,8 @@ def _quiet_torch() -> Iterator[None]:
 @contextlib.contextmanager
 def _environment(ranks: int) -> Iterator[None]:
     """Set the environment variables that the ranks inherit, and restore them afterwards."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks)),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # torch's handlers raise anywhere, even between the starts of two ranks
     }
     before = {name: os.environ.get(name) for name in wanted}

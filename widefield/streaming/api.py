@@ -97,6 +97,8 @@ def _check(module: Any, tiles: Sequence[int] | None, memory: str | int | None, k
         _bytes_of(memory)
     if keep is not None and keep not in PLACES:
         raise ValueError(f"keep={keep!r} is no place to keep tensors in; it can be {', '.join(PLACES)}")
+    if isinstance(tiles, int | float | str):
+        raise ValueError(f"tiles={tiles!r} is to give a positive number for each image dim, as ({tiles}, {tiles})")
     if tiles is not None and (not len(tuple(tiles)) or any(not isinstance(n, int) or n < 1 for n in tiles)):
         raise ValueError(f"tiles={tiles!r} is to give a positive number for each image dim, as (4, 4)")
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from widefield.comm.mesh import Mesh, World
 from widefield.geometry.layout import Grid
@@ -39,6 +41,9 @@ def verify(
 ) -> Verdict:
     """Compare `model` on tiles with `model` on one device: outputs, gradients and buffers, in float64 on the CPU.
 
+    Weights that begin at zero, as those at the end of a residual branch often do, get random values first: behind them all
+    gradients would be zero, under a wrong plan too.
+
     shape: of a batch of images, as (2, 3, 250, 190).  space: tiles in space per image dim, (2,) if `stream` is empty too.
     stream: tiles in time per image dim.  cuts: as for `tile`.
     train: forward and backward in training mode; else only forward, in evaluation mode.
@@ -48,7 +53,21 @@ def verify(
     Returns a Verdict, true where everything agrees; print it for the table and the fallbacks with their bytes.
     ValueError: more sizes than image dims, cuts that do not fit, or the process is itself a rank and ranks are needed.
     """
-    model = _on_the_cpu(model)
+    model, count = _with_values(_on_the_cpu(model))
+    return replace(_verify(model, shape, space, stream, cuts, train, tolerance, plan, timeout_seconds), randomized=count)
+
+
+def _verify(
+    model: nn.Module,
+    shape: Sequence[int],
+    space: Sequence[int] | None,
+    stream: Sequence[int],
+    cuts: Sequence[Sequence[int] | None] | None,
+    train: bool,
+    tolerance: float,
+    plan: Plan | None,
+    timeout_seconds: float,
+) -> Verdict:
     if plan is not None:
         others = bool(space or stream or cuts or not train)
         return _verify_plan(model, shape, plan, tolerance, timeout_seconds, has_other_choices=others)
@@ -68,6 +87,26 @@ def _on_the_cpu(model: nn.Module) -> nn.Module:
     """The model, or a copy on the CPU, since forked processes cannot use CUDA."""
     is_there = all(t.device.type in ("cpu", "meta") for t in (*model.parameters(), *model.buffers()))
     return model if is_there else copy.deepcopy(model).cpu()
+
+
+def _with_values(model: nn.Module) -> tuple[nn.Module, int]:
+    """The model, or a copy whose weights of zeros have random values, and how many of them there are.
+
+    Biases stay, for no gradient is zero behind one.
+    """
+    zero = [name for name, weight in model.named_parameters() if not name.endswith("bias") and _is_zero(weight)]
+    if not zero:
+        return model, 0
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(11)
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in zero:
+            weights[name].copy_(0.1 * torch.randn(weights[name].shape, generator=generator))
+    return model, len(zero)
+
+
+def _is_zero(weight: nn.Parameter) -> bool:
+    return weight.is_floating_point() and not (weight.is_meta or is_lazy(weight) or bool(weight.any()))
 
 
 def _verify_plan(

@@ -36,11 +36,13 @@ class Verdict:
     refusal: str | None = None
     tolerance: float = TOLERANCE
     zero_gradients: int = 0
-    """How many gradients are zero on one device, as behind branches that begin at zero: comparing these shows nothing."""
+    """How many gradients are zero on one device, as behind a ReLU that is off everywhere: comparing these shows nothing."""
     reasons: list[str] = field(default_factory=list)
     """The choices of the plan's strategies, a sentence each."""
     fallbacks: list[Fallback] = field(default_factory=list)
     """The operations that ran whole though tiles or channels were asked for, with their bytes."""
+    randomized: int = 0
+    """How many weights were all zero and got random values for the comparison."""
 
     @property
     def ok(self) -> bool:
@@ -57,12 +59,22 @@ class Verdict:
         wrong = [row for row in self.rows if row.error > self.tolerance]
         lines += [f"  differs: {row.kind} {row.name}: {row.error:.1e}" for row in wrong[:20]]
         lines += [f"  and {len(wrong) - 20} more"] * (len(wrong) > 20)
-        if self.zero_gradients:
+        if self.randomized:
+            which, them = ("weights", "them") if self.randomized > 1 else ("weight", "it")
             lines.append(
-                f"{self.zero_gradients:5d} of these gradients are zero on one device: give weights values to compare them"
+                f"{self.randomized:5d} {which} of zeros had random values here, for no gradient to be zero behind {them}"
             )
         lines += _blocks(self.fallbacks)
-        return "\n".join([*(line for line in lines if line), "exact" if self.ok else "NOT EXACT"])
+        return "\n".join([*(line for line in lines if line), self._end])
+
+    @property
+    def _end(self) -> str:
+        if not self.ok:
+            return "NOT EXACT"
+        if not self.zero_gradients:
+            return "exact"
+        count = f"{self.zero_gradients} gradient{'s' if self.zero_gradients > 1 else ''}"
+        return f"exact, but for {count} of zero on one device too, of which this shows nothing"
 
 
 def _blocks(fallbacks: list[Fallback]) -> list[str]:
