@@ -444,7 +444,7 @@ def squared_on_ranks(mesh, folder: Path) -> str:
 
 def test_a_task_may_be_passed(tmp_path):
     outcome, _ = own_run(tmp_path / "one", "uint8", task=Squared(3))
-    assert outcome.evaluation.sentence.endswith(" % right on 11/11 images, 0 duplicates")
+    assert outcome.evaluation.sentence.endswith(" % right on 11/11 images")
     assert on_ranks(2, squared_on_ranks, tmp_path / "two") == [outcome.evaluation.sentence] * 2
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
     with pytest.raises(AgreedError, match="task.name is '<.*Squared>', an object"):
@@ -586,7 +586,7 @@ def test_an_image_of_ones_own_that_cannot_be_read_is_named_or_left_out(tmp_path)
     with pytest.raises(AgreedError, match=r"cannot read the image train\[2\] \(truncated file\); mend .* data.bad_images=skip"):
         wf.train(QUICK, run=tmp_path / "stop", model=own_net(), data=data, classes=3)
     outcome = wf.train(QUICK, "data.bad_images=skip", run=tmp_path / "skip", model=own_net(), data=data, classes=3)
-    assert outcome.evaluation.sentence.endswith("on 2/3 images, 0 duplicates, 1 unreadable left out")
+    assert outcome.evaluation.sentence.endswith("on 2/3 images, 1 unreadable left out")
     with pytest.raises(AgreedError, match="KeyError: 'no such key'"):
         wf.train(QUICK, run=tmp_path / "bug", model=own_net(), data=(Subset(Torn(9), [0, 3, 4]), Patches(3)), classes=3)
 

@@ -69,6 +69,11 @@ def bytes_text(size: float) -> str:
     return f"{size / 2**10:.0f} KiB"
 
 
+def count_of(number: int, noun: str, several: str | None = None) -> str:
+    """`1 step`, `1,205 steps`.  several: the plural, where it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+
+
 def _as_memory(text: object) -> str:
     read_memory(text)
     return str(text)

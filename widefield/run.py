@@ -20,6 +20,7 @@ from widefield.config import RunConfig
 from widefield.data.loader import Batch
 from widefield.parallel.parallelize import fallbacks
 from widefield.plans import check, plan_of, to_text
+from widefield.quantity import count_of
 from widefield.report import write_report
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.training.checkpoint import Checkpoints
@@ -168,8 +169,9 @@ def _begin(record: Record, parts: Parts, learner: Learner, *, reasons: list[str]
     parameters = sum(math.prod(whole[name]) for name, _ in learner.model.named_parameters())
     record.say(
         f"{parts.config.model.name}, {parameters:,} parameters, on {mesh.plan} ({mesh.device.type}); "
-        f"{steps.samples:,} images to train on, {len(dataset.evaluate):,} to evaluate, {len(dataset.classes)} classes; "
-        f"{last:,} steps of {steps.batch} images, {steps.per_epoch:,} an epoch"
+        f"{count_of(steps.samples, 'image')} to train on, {len(dataset.evaluate):,} to evaluate, "
+        f"{count_of(len(dataset.classes), 'class', 'classes')}; "
+        f"{count_of(last, 'step')} of {count_of(steps.batch, 'image')}, {steps.per_epoch:,} an epoch"
     )
     for reason in reasons:
         record.say(f"  {reason}")

@@ -64,7 +64,7 @@ def folder_of(folder: Path, lines: list[dict[str, Any]], *, evaluated: bool = Tr
         mistake = {"id": "digits/123", "picture": "mistakes/00.png", "truth": "cat", "prediction": "dog",
                    "probability": 0.914, "loss": 2.4}  # fmt: skip
         evaluation = {
-            "step": 4, "epoch": 2.0, "sentence": "71.43 % top-1 on 7/8 images, 0 duplicates", "images": 7, "of": 8,
+            "step": 4, "epoch": 2.0, "sentence": "71.43 % top-1 on 7/8 images", "images": 7, "of": 8,
             "duplicates": 0, "skipped": ["val/cat/broken.jpg"], "loss": 0.0612, "metrics": {"top1": 71.4286, "top5": 100.0},
             "classes": ["cat", "dog"], "confusion": [[3, 1], [1, 2]], "mistakes": [mistake],
         }  # fmt: skip
@@ -121,7 +121,7 @@ def cards(html: str) -> dict[str, tuple[str, str]]:
 
 def test_the_headline_figures_are_those_of_the_record(tmp_path):
     assert cards(page(folder_of(tmp_path / "run", FULL))) == {
-        "top-1": ("71.43 %", "5 of 7 right; 7/8 images, 0 duplicates"),
+        "top-1": ("71.43 %", "5 of 7 right; 7/8 images"),
         "evaluation loss": ("0.0612", "training loss 0.25"),
         "trained": ("2 epochs", "step 4 of 4"),
         "wall time": ("1 min 12 s", "steps 10.5 s, evaluation 0.5 s"),
@@ -136,7 +136,7 @@ def test_the_page_names_all_it_should(tmp_path):
     text = Reader(page(folder_of(tmp_path / "run", FULL))).text
     for words in (
         "resnet on digits",
-        "Trained 2 epochs (4 steps) on 2 ranks in 1 min 12 s. It reached 71.43 % top-1 on 7/8 images, 0 duplicates.",
+        "Trained 2 epochs (4 steps) on 2 ranks in 1 min 12 s. It reached 71.43 % top-1 on 7/8 images.",
         "Compute-bound: 2.0 % of the time of steps went into waiting for data.",
         "Training loss", "Evaluation", "Time per step", "Learning rate", "Highest 0.0873, last 0.0873.",
         "Median 128 img/s. Step 1 reaches beyond the picture, the slowest with 9,000 ms.",

@@ -54,7 +54,7 @@ def take(record: Record, step: int, *, loss: float = 0.1, seconds: float = 0.01,
 def evaluate(record: Record, step: int, *, top1: float = 98.61, loss: float = 0.0612) -> None:
     record.evaluation(
         step=step, epoch=step / 2, images=360, of=360, duplicates=0, skipped=0, loss=loss, metrics={"top1": top1},
-        seconds=0.5, text=f"{top1} % top-1 on 360/360 images, 0 duplicates",
+        seconds=0.5, text=f"{top1} % top-1 on 360/360 images",
     )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def test_a_step_line_says_what_matters_once_per_interval(tmp_path):
     assert stream.getvalue().splitlines() == [
         "step 2/1205  ep 1.00  loss 0.1234  6,400 img/s  data 2.1 %  mem 1.5 GiB  lr 0.0873  eta 0:12",
         "step 4/1205  ep 2.00  loss 0.1234  6,400 img/s  data 2.1 %  mem 1.5 GiB  lr 0.0873  eta 0:12",
-        "step 4  ep 2  98.61 % top-1 on 360/360 images, 0 duplicates  loss 0.0612",
+        "step 4  ep 2  98.61 % top-1 on 360/360 images  loss 0.0612",
         "step 6/1205  ep 3.00  loss 0.1234  6,400 img/s  data 2.1 %  mem 1.5 GiB  lr 0.0873  eta 2:12",  # 0.5 s of evaluation
         "done",
     ]

@@ -17,6 +17,9 @@ class CheckpointConfig(Section):
     keep_last: Positive = 3
     """How many of the newest checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = 1
-    """How many of the best by the task's headline metric are kept too."""
+    """How many of the best by `checkpoint.best` are kept too."""
+    best: Annotated[str, Field(min_length=2)] | None = None
+    """The metric by which the best evaluation is chosen, as `loss` or a name in task.metrics (`-NAME`: lower is better); the
+    task's headline metric where null.  best.safetensors holds the weights of that evaluation."""
     background: bool = True
     """Write while training goes on."""

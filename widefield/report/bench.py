@@ -9,6 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from widefield.quantity import count_of
 from widefield.report.bars import bars
 from widefield.report.comparison import (
     HEAD,
@@ -26,7 +27,6 @@ from widefield.report.comparison import (
     waits_for_loader,
 )  # fmt: skip
 from widefield.report.filling import from_files, render
-from widefield.report.page import count_of
 from widefield.training.disk import replace_text
 from widefield.training.run_folder import check_own
 from widefield.training.terminal import MIB, memory_text, rate_text

@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from widefield import plans
 from widefield.config.strategies import AXES
+from widefield.quantity import count_of
 from widefield.report import mistakes, plots, run_whole, samples, stages
 from widefield.report.filling import from_files, render
 from widefield.training.disk import replace_text
@@ -155,10 +156,6 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {second:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def count_of(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _epochs(epoch: float) -> str:
     text = f"{epoch:.2f}".rstrip("0").rstrip(".")
     return f"{text} {'epoch' if text == '1' else 'epochs'}"
@@ -186,7 +183,10 @@ def _verdict(run: _RunPage) -> str:
         "failed": f"Failed {at}: {run.end['text'].rstrip('.') if run.end else ''}.",
         "open": f"Still running, or killed: the record ends {at}. The same command again goes on from the newest checkpoint.",
     }
-    return f"{ends[run.end['reason'] if run.end else 'open']} {_reached(run)}"
+    text = ends[run.end["reason"] if run.end else "open"]
+    if run.end and run.end["reason"] == "complete" and run.last_step < total:
+        text += f" It ended early, {at}, for want of a better evaluation."
+    return f"{text} {_reached(run)}"
 
 
 def _reached(run: _RunPage) -> str:
@@ -194,7 +194,12 @@ def _reached(run: _RunPage) -> str:
         return "No evaluation was made."
     late = run.evaluation["step"] != run.last_step
     where = f", measured at step {run.evaluation['step']:,}" if late else ""
-    return f"It reached {run.evaluation['sentence']}{where}."
+    evaluations = run.of("evaluation")
+    best = _best(evaluations)
+    text = f"It reached {run.evaluation['sentence']}{where}."
+    if best is not None and evaluations[best]["step"] != run.evaluation["step"]:
+        text += f" The best evaluation was that of step {evaluations[best]['step']:,}."
+    return text
 
 
 # ---------------------------------------------------------------------------------------------- figures
@@ -232,7 +237,8 @@ def _metric_card(run: _RunPage) -> dict[str, str]:
     matrix = evaluation.get("confusion") or []
     unit = " pixels" if evaluation.get("unit") == "pixels" else ""
     right = f"{sum(row[i] for i, row in enumerate(matrix)):,} of {sum(map(sum, matrix)):,}{unit} right; " if matrix else ""
-    seen = f"{evaluation['images']:,}/{evaluation['of']:,} images, {count_of(evaluation['duplicates'], 'duplicate')}"
+    seen = f"{evaluation['images']:,}/{evaluation['of']:,} images"
+    seen += f", {count_of(evaluation['duplicates'], 'duplicate')}" if evaluation["duplicates"] else ""
     return _card(_metric(name, value), _metric_name(name), right + seen)
 
 
@@ -293,8 +299,11 @@ def _curves(run: _RunPage) -> list[dict[str, str | Markup]]:
         metrics = {_metric_name(name): [line["metrics"].get(name, float("nan")) for line in evaluations]
                    for name in evaluations[-1]["metrics"]}  # fmt: skip
         epochs, losses = [line["epoch"] for line in evaluations], [line["loss"] for line in evaluations]
+        best = _best(evaluations)
         caption = f"{count_of(len(evaluations), 'evaluation')}; metrics above, loss below."
-        curves.append(_curve("Evaluation", plots.evaluation_curve(epochs, metrics, losses), caption))
+        if best is not None and len(evaluations) > 1:
+            caption += f" The dashed line marks the best, at epoch {epochs[best]:.4g} (step {evaluations[best]['step']:,})."
+        curves.append(_curve("Evaluation", plots.evaluation_curve(epochs, metrics, losses, best), caption))
     if steps:
         split = plots.time_curve(x, [line["seconds"] for line in steps], [line["data_seconds"] for line in steps])
         curves.append(_curve("Time per step", split[0], f"Median {_median_rate(run)}." + split[1]))
@@ -304,6 +313,11 @@ def _curves(run: _RunPage) -> list[dict[str, str | Markup]]:
     return curves
 
 
+def _best(evaluations: Sequence[Line]) -> int | None:
+    """The number of the best evaluation; None in records of older versions, which do not say."""
+    return max((number for number, line in enumerate(evaluations) if line.get("best") is True), default=None)
+
+
 def _curve(title: str, svg: str, caption: str) -> dict[str, str | Markup]:
     return {"title": title, "svg": Markup(svg), "caption": caption}  # matplotlib escapes the names that it draws
 
@@ -311,11 +325,12 @@ def _curve(title: str, svg: str, caption: str) -> dict[str, str | Markup]:
 def _evaluation_rows(run: _RunPage) -> dict[str, Any]:
     evaluations = run.of("evaluation")
     names = list(evaluations[-1]["metrics"]) if evaluations else []
+    best = _best(evaluations)
     rows = [
-        [f"{line['step']:,}", f"{line['epoch']:.2f}"]
+        [f"{line['step']:,}{' (best)' if number == best and len(evaluations) > 1 else ''}", f"{line['epoch']:.2f}"]
         + [_metric(name, line["metrics"].get(name, float("nan"))) for name in names]
         + [f"{line['loss']:.4g}", f"{line['images']:,}/{line['of']:,}", f"{line['seconds']:.2f} s"]
-        for line in evaluations
+        for number, line in enumerate(evaluations)
     ]
     return {"head": ["step", "epoch", *map(_metric_name, names), "loss", "images", "time"], "rows": rows}
 

@@ -56,9 +56,11 @@ def loss_curve(steps: Sequence[int], losses: Sequence[float]) -> tuple[str, str]
         return drawn(figure, "training loss by step"), text + _left_out(y)
 
 
-def evaluation_curve(epochs: Sequence[float], metrics: Mapping[str, Sequence[float]], losses: Sequence[float]) -> str:
-    """SVG of the metrics (above) and of the loss (below) at every evaluation."""
-    marker: dict[str, Any] = {"marker": "o", "markersize": 3.2} if len(epochs) <= 60 else {}
+def evaluation_curve(
+    epochs: Sequence[float], metrics: Mapping[str, Sequence[float]], losses: Sequence[float], best: int | None = None
+) -> str:
+    """SVG of the metrics (above) and of the loss (below) at every evaluation.  best: the number of the one that is marked."""
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3.2 if len(epochs) > 1 else 6} if len(epochs) <= 60 else {}
     with style():
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
@@ -68,11 +70,27 @@ def evaluation_curve(epochs: Sequence[float], metrics: Mapping[str, Sequence[flo
             above.legend(loc="best", frameon=False, ncols=3, handlelength=1.2, labelcolor=INK)
         below.plot(epochs, losses, color=SERIES[3], **marker)
         _loss_scale(below, np.asarray(losses, float))
+        if len(epochs) == 1:
+            _name_the_only_point(below, epochs[0], losses)
+            _name_the_only_point(above, epochs[0], [values[0] for values in list(metrics.values())[:3]])
+        elif best is not None:
+            for axes in (above, below):
+                axes.axvline(epochs[best], color=FAINT, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0.5)
         below.set_xlabel("epoch")
         below.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=max(epochs) - min(epochs) >= 4))
         below.set_ylabel("loss")
         above.set_ylabel("%" if metrics and all(re.fullmatch(r"top-\d+", name) for name in metrics) else "metric")
         return drawn(figure, "metrics and loss of evaluations by epoch")
+
+
+def _name_the_only_point(axes: Axes, epoch: float, values: Sequence[float]) -> None:
+    """Write each value beside its point, since a single point does not show on an axis how large it is."""
+    finite = [value for value in values if math.isfinite(value)]
+    for value in finite:
+        axes.annotate(f"{value:.4g}", (epoch, value), xytext=(9, 0), textcoords="offset points", va="center", color=INK)
+    axes.set_xlim(epoch - 1, epoch + 1)
+    span = max(finite, default=0.0) - min(finite, default=0.0)
+    axes.margins(y=0.3 if span else 0.5)
 
 
 def rate_curve(steps: Sequence[int], rates: Sequence[float]) -> str:

@@ -33,6 +33,7 @@ from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
 from widefield.training.batch_sharding import cuts_in_words, window_of
+from widefield.training.best import best_of
 from widefield.training.given import NOTHING, Given
 from widefield.training.loop import Learner
 from widefield.training.optimizer import build_optimizer, learning_rate
@@ -121,6 +122,7 @@ def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None, *, g
     task = _task_of(config, given, num_classes=len(dataset.classes))
     _check_channels(config, dataset)
     _check_labels(config, dataset, task)
+    _check_classes(config, dataset, given)
     _check_values(config, dataset)
     metrics = metrics_of(config.task, task, num_classes=len(dataset.classes), cut=bool(mesh.grid.sizes))
     workers, why_workers = _choose_workers(config, dataset, mesh)
@@ -180,6 +182,7 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
         prepare=parts.preparation(train=True),
         steps=steps,
         dummy_batch=dummy_batch_of(parts.reader(train=True), mesh),
+        best=best_of(config.checkpoint.best, parts.task, parts.metrics, num_classes=len(parts.dataset.classes)),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
     )
     if config.model.compile:
@@ -264,6 +267,15 @@ def _check_channels(config: RunConfig, dataset: Dataset) -> None:
         )
 
 
+def _check_classes(config: RunConfig, dataset: Dataset, given: Given) -> None:
+    """ValueError: one class only, of which there is nothing to learn.  A user's own task may have another use for it."""
+    if len(dataset.classes) == 1 and given.task is None and config.task.name in ("classification", "segmentation"):
+        raise ValueError(
+            f"data.name={config.data.name} has one class only, '{dataset.classes[0]}', which every answer would be; "
+            f"task.name={config.task.name} tells classes apart, so give it two or more"
+        )
+
+
 def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
     """ValueError: labels of another kind than the task's, or transforms that move pixels but not their labels."""
     name, learns = config.data.name, labels_of(task)
@@ -324,7 +336,7 @@ def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[in
     if config.data.workers is not None:
         return config.data.workers, None
     if dataset.in_memory:
-        return 0, f"data.workers=0: {config.data.name} is in memory, so there is nothing to wait for"
+        return 0, f"data.workers=0: {config.data.name} is in memory, so reading is a copy; set it if transforms take long"
     cores = usable_cores()
     workers = max(0, min(8, cores // mesh.world.local_size - 1))
     return workers, f"data.workers={workers}: {cores} cores for {mesh.world.local_size} ranks, one left to each rank, 8 at most"

@@ -22,6 +22,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 from widefield.comm.mesh import Mesh
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch
+from widefield.quantity import count_of
 from widefield.tasks import Task, is_per_pixel
 from widefield.tasks._metrics import RecipeMetric, numbers_of
 from widefield.tiled.api import tile_of, whole
@@ -199,14 +200,15 @@ def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float) ->
     mistakes = heapq.nlargest(worst, [one for some, *_ in gathered for one in some], key=_by_loss)
     shown = [seen.pictures[one.index] for one in mistakes if one.index in seen.pictures]
     values = dict(seen.metrics.compute())
-    confusion = values.pop("confusion").tolist() if "confusion" in values else None
+    confusion = torch.atleast_2d(values.pop("confusion")).tolist() if "confusion" in values else None  # one class: a number
     images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names, *_ in gathered for name in names]
     duplicates = int(tally.sum()) - images
     numbers = {name: 100 * float(value) for name, value in values.items()}
     extra = _extra_metrics(seen, mesh)
     extra_in_words = "".join(f", {name} {value:.4g}" for name, value in extra.items())
     skipped_in_words = f", {len(skipped)} unreadable left out" if skipped else ""
-    sentence = f"{task.sentence(numbers)}{extra_in_words} on {images:,}/{of:,} images, {duplicates} duplicates"
+    sentence = f"{task.sentence(numbers)}{extra_in_words} on {images:,}/{of:,} images"
+    sentence += f", {count_of(duplicates, 'duplicate')}" if duplicates else ""
     return Evaluation(
         metrics=numbers | extra,
         confusion=confusion,

@@ -35,6 +35,8 @@ class Given:
     model: nn.Module | None = None
     data: Callable[[], Dataset] | None = None
     task: Task | None = None
+    callbacks: Sequence[Any] = ()
+    """See callbacks.py."""
 
     def model_copy(self) -> nn.Module | None:
         """A copy of the model for the run, since `parallelize` changes it.  ValueError: it cannot be copied."""

@@ -40,6 +40,7 @@ from widefield.private_torch.tensors import foreach_mul_
 from widefield.tasks import Task, is_per_pixel
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
+from widefield.training.best import Best
 from widefield.training.schedule import Schedule
 
 
@@ -68,6 +69,7 @@ class Learner:
     steps: Steps
     dummy_batch: Batch
     """A batch of one image, for a rank without samples in a pass."""
+    best: Best
     ema: AveragedModel | None = None
     step: int = 0
     """Optimizer steps done."""

@@ -6,7 +6,7 @@ One JSON object per line, each with `kind` and `time` (unix seconds):
                 fallbacks (operations that do not run as the plan asks: kind, module, operation, bytes, why, count);
                 objects, where a Python program passed any: `model`, `data`, `task` with class, sizes and text
     step        step, epoch (epochs done), loss, lr, samples (over all ranks), seconds, data_seconds, memory_bytes (peak)
-    evaluation  step, epoch, images, of, duplicates, skipped, loss, metrics, seconds
+    evaluation  step, epoch, images, of, duplicates, skipped, loss, metrics, seconds, best (whether it was the best so far)
     checkpoint  step, name
     warning     text
     end         reason (complete, interrupted or failed), step, text
@@ -188,11 +188,15 @@ class Record:
         metrics: Mapping[str, float],
         seconds: float,
         text: str,
+        best: bool = False,
     ) -> None:
-        """Write the line of an evaluation and print its sentence `text`, as `98.61 % top-1 on 360/360 images, 0 duplicates`."""
+        """Write the line of an evaluation and print its sentence `text`, as `98.61 % top-1 on 360/360 images`.
+
+        best: whether it is the best so far.
+        """
         line = self._write(
             "evaluation", step=step, epoch=epoch, images=images, of=of, duplicates=duplicates, skipped=skipped,
-            loss=loss, metrics=dict(metrics), seconds=seconds,
+            loss=loss, metrics=dict(metrics), seconds=seconds, best=best,
         )  # fmt: skip
         self._evaluations.append(line)
         self._summarize()

@@ -27,6 +27,7 @@ def state_of(learner: Learner) -> dict[str, Any]:
             "samples": learner.steps.seen(learner.step),
             "samples_per_epoch": learner.steps.samples,
             "seed": learner.config.seed,
+            "best": learner.best.state(),
         },
     }
     return gather_full(learner.model, learner.mesh, state)
@@ -46,6 +47,7 @@ def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str
     state, own = checkpoints.load(found, model=shapes_of(learner.model))
     check_state(state, found, own=own)
     learner.step = _step_after(learner, state["progress"], found.folder)
+    learner.best.load(state["progress"].get("best") or {})
     learner.model.load_state_dict(parts(learner.model, state["model"]))
     load_optimizer_state(learner.model, learner.optimizer, state["optimizer"])
     learner.scaler.load_state_dict(state["scaler"])
@@ -67,6 +69,7 @@ def check_state(state: Any, found: Found, *, own: Any = None) -> None:
         sections = (optimizer["parameters"], optimizer["groups"], state["scaler"])
         ours = shapes == wanted and average in ({}, wanted) and all(isinstance(section, dict) for section in sections)
         ours = ours and bool(optimizer["groups"]) and all(type(progress[name]) is int for name in counted)
+        ours = ours and _is_of_best(progress.get("best"))
         ours = ours and (own is None or {"random", "order"} <= own.keys())
         problem = None if ours else "its names, shapes or counts do not fit each other"
     except (KeyError, TypeError, AttributeError) as error:
@@ -76,6 +79,14 @@ def check_state(state: Any, found: Found, *, own: Any = None) -> None:
             f"the checkpoint {found.folder} does not hold the state of a run ({problem}); take it from where it was written, "
             "or delete it"
         )
+
+
+def _is_of_best(saved: Any) -> bool:
+    """Whether `saved` is what `Best.state` gives, or nothing, as in checkpoints of older versions."""
+    if saved is None:
+        return True
+    numbers = all(saved[name] is None or type(saved[name]) in (int, float) for name in ("value", "step"))
+    return numbers and isinstance(saved["metric"], str) and type(saved["since"]) is int
 
 
 def _load_average(ema: AveragedModel, saved: dict[str, Any], model: dict[str, Any]) -> None:

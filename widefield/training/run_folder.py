@@ -1,7 +1,7 @@
 """The run folder: which files it has, the lock of the process that trains there, and reading and writing of its files.
 
-config.yaml  plan.yaml  record.jsonl  summary.csv  tensorboard/  checkpoints/  report.html
-model.json  weights.safetensors  evaluation.json  mistakes/  samples/ (of labels per pixel)  nan.json (after a loss of NaN)
+config.yaml  plan.yaml  record.jsonl  summary.csv  tensorboard/  checkpoints/  report.html  model.json
+weights.safetensors  best.safetensors  evaluation.json  mistakes/  samples/ (of labels per pixel)  nan.json (after NaN)
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from widefield.training.evaluate import Evaluation, Mistake
 from widefield.training.thumbnails import Thumbnail, shown_in_words
 from widefield.trust import check_links
 
-WEIGHTS = "weights.safetensors"
+WEIGHTS, BEST = "weights.safetensors", "best.safetensors"
 MODEL = "model.json"
 _WRITTEN = (
-    "config.yaml", "plan.yaml", "record.jsonl", "summary.csv", "tensorboard", "checkpoints", "report.html", WEIGHTS, MODEL,
-    "evaluation.json", "mistakes", "samples", "nan.json",
+    "config.yaml", "plan.yaml", "record.jsonl", "summary.csv", "tensorboard", "checkpoints", "report.html", WEIGHTS, BEST,
+    MODEL, "evaluation.json", "mistakes", "samples", "nan.json",
 )  # fmt: skip
 """The files and folders that training writes."""
 _FURTHER = re.compile(
@@ -232,12 +232,18 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> Path:
     return folder / WEIGHTS
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Save parameters and buffers by the plain model's names, atomically; equal weights give equal bytes."""
-    beside = path.with_suffix(".part")
+def save_weights(path: Path, weights: Mapping[str, Tensor], *, about: Mapping[str, str] | None = None) -> None:
+    """Save parameters and buffers by the plain model's names, atomically; equal weights give equal bytes.
+
+    about: further texts for the file's metadata.
+    """
+    beside = path.with_name(path.name + ".part")
     tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     try:
-        safetensors.torch.save_file(_unshared(tensors), beside, metadata={"format": "pt"})
+        beside.touch()
+        mode = beside.stat().st_mode  # as the umask says; safetensors makes files that only their owner can read
+        safetensors.torch.save_file(_unshared(tensors), beside, metadata={"format": "pt", **(about or {})})
+        beside.chmod(mode)
         with beside.open("rb") as file:
             os.fsync(file.fileno())
         beside.replace(path)

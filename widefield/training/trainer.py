@@ -20,6 +20,8 @@ from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.sync_batch_norm import average_running_statistics, broadcast_buffers
 from widefield.training import disk
 from widefield.training.assemble import Parts
+from widefield.training.best import value_in
+from widefield.training.callbacks import EndFacts, EvaluationFacts, StepFacts, call
 from widefield.training.checkpoint import About, Checkpoints
 from widefield.training.checkpoint_directory import name_of
 from widefield.training.evaluate import Evaluation, evaluate
@@ -27,7 +29,15 @@ from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Learner, NonFiniteLossError, Passes
 from widefield.training.record import Record, versions
 from widefield.training.resume import own_state, state_of
-from widefield.training.run_folder import WEIGHTS, peak_memory_bytes, write_evaluation, write_nan, write_weights
+from widefield.training.run_folder import (
+    BEST,
+    WEIGHTS,
+    peak_memory_bytes,
+    save_weights,
+    write_evaluation,
+    write_nan,
+    write_weights,
+)
 from widefield.training.state import shapes_of
 from widefield.training.weight_average import follow_buffers
 
@@ -72,7 +82,7 @@ class Trainer:
         """Train to the last step, or until a signal or a full disk asks to stop."""
         learner, config, stopped = self.learner, self.config, False
         evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
-        while learner.step < self.last and not stopped:
+        while learner.step < self.last and not stopped and not self.ends_early:
             stopped = self.step(passes, stop=interrupt.asked or (self.record is not None and self.record.is_lost))
             due = learner.step == self.last
             if learner.step % learner.steps.per_epoch == 0 and config.batch_norm == "averaged":
@@ -80,25 +90,37 @@ class Trainer:
             if due or (learner.step % evaluate_every == 0 and not stopped):
                 self._evaluate()
                 passes.skip_lap()
+            due = due or self.ends_early
             if due or stopped:
                 passes.close()
             if due or stopped or learner.step % save_every == 0:
                 self._save(wait=due or stopped)
                 passes.skip_lap()
-        return self._end(interrupt, complete=learner.step >= self.last)
+        return self._end(interrupt, complete=learner.step >= self.last or self.ends_early)
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether `evaluate.patience` evaluations in a row were no better than the best."""
+        patience = self.config.evaluate.patience
+        return patience is not None and self.learner.best.since >= patience
 
     def step(self, passes: Passes, *, stop: bool) -> bool:
         """One optimizer step and its line in the record; returns whether any rank asked to stop."""
         learner = self.learner
         lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
         loss, stopped = learner.learn(passes.next(), stop=stop)
-        self._record_step(loss, lr, samples, passes)
+        seconds = self._record_step(loss, lr, samples, passes)
+        self._call("on_step", StepFacts(learner.step, learner.epoch, loss, lr, samples, seconds, self.mesh.rank))
         return stopped
+
+    def _call(self, method: str, facts: StepFacts | EvaluationFacts | EndFacts) -> None:
+        call(self.parts.given.callbacks, method, facts)
 
     def _steps(self, duration: Duration) -> int:
         return duration.in_steps(self.learner.steps.per_epoch)
 
-    def _record_step(self, loss: float, lr: float, samples: int, passes: Passes) -> None:
+    def _record_step(self, loss: float, lr: float, samples: int, passes: Passes) -> float:
+        """Write the step's line; returns its seconds."""
         times = passes.lap()
         self._record_saves()
         if self.record is not None:
@@ -112,6 +134,7 @@ class Trainer:
                 data_seconds=times.data_seconds,
                 memory_bytes=peak_memory_bytes(self.mesh.device),
             )
+        return times.seconds
 
     def _record_saves(self) -> None:
         """Write the warnings of the thread that saves, and a completed save, into the record."""
@@ -130,11 +153,29 @@ class Trainer:
 
     def _evaluate(self) -> None:
         self._synchronize_buffers()
-        self.evaluation, self.evaluated_step = evaluate_parts(self.parts, self._evaluated_model), self.learner.step
+        learner = self.learner
+        found = evaluate_parts(self.parts, self._evaluated_model)
+        self.evaluation, self.evaluated_step = found, learner.step
+        is_best = learner.best.add(value_in(learner.best.metric, found), learner.step)
         if self.record is not None:
-            self._write_evaluation(self.evaluation, self.record)
+            self._write_evaluation(found, self.record, is_best=is_best)
+        if is_best:
+            self._write_best()
+        facts = (learner.step, learner.epoch, found.loss, dict(found.metrics), found.images, is_best, self.mesh.rank)
+        self._call("on_evaluate", EvaluationFacts(*facts))
 
-    def _write_evaluation(self, evaluation: Evaluation, record: Record) -> None:
+    def _write_best(self) -> None:
+        """Write best.safetensors.  Where the disk refuses it the run goes on; the older file stands."""
+        weights, best = self._full_weights(), self.learner.best
+        if self.record is not None:
+            about = {"step": str(best.step), "metric": best.metric, "value": repr(best.value)}
+            self.record.attempt(BEST, lambda: save_weights(self.folder / BEST, weights, about=about))
+
+    def _full_weights(self) -> dict:
+        """The full weights of the evaluated model, on rank 0; {} on others.  Every rank calls it."""
+        return gather_full_on_main(self._evaluated_model, self.mesh, dict(self._evaluated_model.state_dict()))
+
+    def _write_evaluation(self, evaluation: Evaluation, record: Record, *, is_best: bool) -> None:
         learner, dataset = self.learner, self.parts.dataset
         record.evaluation(
             step=learner.step,
@@ -147,6 +188,7 @@ class Trainer:
             metrics=evaluation.metrics,
             seconds=evaluation.seconds,
             text=evaluation.sentence,
+            best=is_best,
         )
         write_evaluation(
             self.folder,
@@ -190,8 +232,8 @@ class Trainer:
             step=learner.step,
             epoch=int(learner.epoch),
             samples=learner.steps.seen(learner.step),
-            metric=None if evaluation is None else evaluation.metrics[learner.task.headline],
-            higher_is_better=learner.task.higher_is_better,
+            metric=None if evaluation is None else value_in(learner.best.metric, evaluation),
+            higher_is_better=learner.best.higher_is_better,
             ranks=learner.mesh.size,
             plan=to_text(learner.mesh.plan),
             model=shapes_of(learner.model),
@@ -213,16 +255,28 @@ class Trainer:
         status = 1 if self.checkpoints.failure is not None else 0
         if not complete and self.mesh.world.launcher != "torchrun":  # torchrun takes any status but 0 for a crash
             status = 128 + (interrupt.signal or signal.SIGTERM)
-        weights = gather_full_on_main(self._evaluated_model, self.mesh, dict(self._evaluated_model.state_dict()))
+        weights = self._full_weights()
         self.mesh.together(lambda: self._write_weights(weights) if self.record is not None else None)
         if self.record is not None:
-            at = f"step {learner.step} of {self.last}"
-            text = "trained to the end" if complete else f"stopped at {at}; the same command goes on from there"
-            if complete and self.evaluation is not None:
-                text += f": {self.evaluation.sentence}"
-            self.record.end("complete" if complete else "interrupted", step=learner.step, text=text)
+            self.record.end("complete" if complete else "interrupted", step=learner.step, text=self._end_in_words(complete))
             status = self._close(self.record) or status
-        return Outcome("complete" if complete else "interrupted", learner.step, status, self.evaluation, self.folder)
+        reason: Literal["complete", "interrupted"] = "complete" if complete else "interrupted"
+        best = learner.best
+        self._call("on_end", EndFacts(reason, learner.step, self.folder, best.step, best.value, self.mesh.rank))
+        return Outcome(reason, learner.step, status, self.evaluation, self.folder)
+
+    def _end_in_words(self, complete: bool) -> str:
+        learner, best = self.learner, self.learner.best
+        at = f"step {learner.step} of {self.last}"
+        if not complete:
+            return f"stopped at {at}; the same command goes on from there"
+        text = "trained to the end"
+        if learner.step < self.last:
+            text = f"ended early at {at}: {best.since} evaluations in a row without a better {best.metric}"
+        text += "" if self.evaluation is None else f": {self.evaluation.sentence}"
+        if best.step is None or best.step == learner.step or best.value is None:
+            return text
+        return f"{text}. Best {best.metric} {best.value:.4g} at step {best.step}: {BEST}"
 
     def _write_weights(self, weights: dict) -> None:
         """Write the run's weights.  ValueError: the disk refuses them."""
