@@ -183,7 +183,7 @@ def test_a_resumed_run_is_no_longer_interrupted_and_counts_the_time_of_both_atte
 
 def test_an_evaluation_of_an_earlier_step_says_which(tmp_path):
     text = Reader(page(folder_of(tmp_path / "run", FULL, step=2))).text
-    assert "0 duplicates, measured at step 2." in text
+    assert "on 7/8 images, measured at step 2." in text
 
 
 @pytest.mark.parametrize("lines", [[START], [START, step_line(1)], [step_line(1)], []])

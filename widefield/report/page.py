@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from widefield import plans
 from widefield.config.strategies import AXES
 from widefield.quantity import count_of
 from widefield.report import mistakes, plots, run_whole, samples, stages
+from widefield.report.evaluations import best_of, metric_name, metric_text, table_of_evaluations
 from widefield.report.filling import from_files, render
 from widefield.training.disk import replace_text
 from widefield.training.record import Line, read
@@ -96,7 +96,7 @@ def _page(run: _RunPage) -> str:
         cards=[card for card in _cards(run) if card],
         bound=_bound(run),
         curves=_curves(run),
-        evaluations=_evaluation_rows(run),
+        evaluations=table_of_evaluations(run.of("evaluation")),
         plan=_plan(run.start),
         stages=stages.stages(run.start),
         reasons=run.start.get("reasons", []),
@@ -161,17 +161,6 @@ def _epochs(epoch: float) -> str:
     return f"{text} {'epoch' if text == '1' else 'epochs'}"
 
 
-_OF_PIXELS = {"iou": "mean IoU", "dice": "mean Dice", "accuracy": "pixels right"}
-
-
-def _metric_name(name: str) -> str:
-    return _OF_PIXELS.get(name) or re.sub(r"^top(\d+)$", r"top-\1", name)
-
-
-def _metric(name: str, value: float) -> str:
-    return f"{value:.2f} %" if name in _OF_PIXELS or re.fullmatch(r"top\d+", name) else f"{value:.4g}"
-
-
 def _verdict(run: _RunPage) -> str:
     """How the run ended, in a sentence or two."""
     total = run.start.get("steps", run.last_step)
@@ -195,7 +184,7 @@ def _reached(run: _RunPage) -> str:
     late = run.evaluation["step"] != run.last_step
     where = f", measured at step {run.evaluation['step']:,}" if late else ""
     evaluations = run.of("evaluation")
-    best = _best(evaluations)
+    best = best_of(evaluations)
     text = f"It reached {run.evaluation['sentence']}{where}."
     if best is not None and evaluations[best]["step"] != run.evaluation["step"]:
         text += f" The best evaluation was that of step {evaluations[best]['step']:,}."
@@ -239,7 +228,7 @@ def _metric_card(run: _RunPage) -> dict[str, str]:
     right = f"{sum(row[i] for i, row in enumerate(matrix)):,} of {sum(map(sum, matrix)):,}{unit} right; " if matrix else ""
     seen = f"{evaluation['images']:,}/{evaluation['of']:,} images"
     seen += f", {count_of(evaluation['duplicates'], 'duplicate')}" if evaluation["duplicates"] else ""
-    return _card(_metric(name, value), _metric_name(name), right + seen)
+    return _card(metric_text(name, value), metric_name(name), right + seen)
 
 
 def _loss_card(run: _RunPage) -> dict[str, str]:
@@ -296,10 +285,10 @@ def _curves(run: _RunPage) -> list[dict[str, str | Markup]]:
         x = [line["step"] for line in steps]
         curves.append(_curve("Training loss", *plots.loss_curve(x, [line["loss"] for line in steps])))
     if evaluations:
-        metrics = {_metric_name(name): [line["metrics"].get(name, float("nan")) for line in evaluations]
+        metrics = {metric_name(name): [line["metrics"].get(name, float("nan")) for line in evaluations]
                    for name in evaluations[-1]["metrics"]}  # fmt: skip
         epochs, losses = [line["epoch"] for line in evaluations], [line["loss"] for line in evaluations]
-        best = _best(evaluations)
+        best = best_of(evaluations)
         caption = f"{count_of(len(evaluations), 'evaluation')}; metrics above, loss below."
         if best is not None and len(evaluations) > 1:
             caption += f" The dashed line marks the best, at epoch {epochs[best]:.4g} (step {evaluations[best]['step']:,})."
@@ -313,26 +302,8 @@ def _curves(run: _RunPage) -> list[dict[str, str | Markup]]:
     return curves
 
 
-def _best(evaluations: Sequence[Line]) -> int | None:
-    """The number of the best evaluation; None in records of older versions, which do not say."""
-    return max((number for number, line in enumerate(evaluations) if line.get("best") is True), default=None)
-
-
 def _curve(title: str, svg: str, caption: str) -> dict[str, str | Markup]:
     return {"title": title, "svg": Markup(svg), "caption": caption}  # matplotlib escapes the names that it draws
-
-
-def _evaluation_rows(run: _RunPage) -> dict[str, Any]:
-    evaluations = run.of("evaluation")
-    names = list(evaluations[-1]["metrics"]) if evaluations else []
-    best = _best(evaluations)
-    rows = [
-        [f"{line['step']:,}{' (best)' if number == best and len(evaluations) > 1 else ''}", f"{line['epoch']:.2f}"]
-        + [_metric(name, line["metrics"].get(name, float("nan"))) for name in names]
-        + [f"{line['loss']:.4g}", f"{line['images']:,}/{line['of']:,}", f"{line['seconds']:.2f} s"]
-        for number, line in enumerate(evaluations)
-    ]
-    return {"head": ["step", "epoch", *map(_metric_name, names), "loss", "images", "time"], "rows": rows}
 
 
 # ---------------------------------------------------------------------------------------------- plan and machine

@@ -36,7 +36,7 @@ class Given:
     data: Callable[[], Dataset] | None = None
     task: Task | None = None
     callbacks: Sequence[Any] = ()
-    """See callbacks.py."""
+    """See run_events.py."""
 
     def model_copy(self) -> nn.Module | None:
         """A copy of the model for the run, since `parallelize` changes it.  ValueError: it cannot be copied."""

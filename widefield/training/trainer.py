@@ -21,7 +21,6 @@ from widefield.tiled.sync_batch_norm import average_running_statistics, broadcas
 from widefield.training import disk
 from widefield.training.assemble import Parts
 from widefield.training.best import value_in
-from widefield.training.callbacks import EndFacts, EvaluationFacts, StepFacts, call
 from widefield.training.checkpoint import About, Checkpoints
 from widefield.training.checkpoint_directory import name_of
 from widefield.training.evaluate import Evaluation, evaluate
@@ -29,6 +28,7 @@ from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Learner, NonFiniteLossError, Passes
 from widefield.training.record import Record, versions
 from widefield.training.resume import own_state, state_of
+from widefield.training.run_events import EndFacts, EvaluationFacts, StepFacts, call
 from widefield.training.run_folder import (
     BEST,
     WEIGHTS,
