@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -41,6 +41,8 @@ def fields(kind: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[
 
 def section_of(field: FieldInfo) -> type[Section] | None:
     """The Section that a field holds, or may hold; None for a plain value."""
+    if get_origin(field.annotation) is list:  # of sections, whose keys are in the words of the list
+        return None
     options = [field.annotation, *getattr(field.annotation, "__args__", ())]
     return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Section)), None)
 
@@ -102,7 +104,8 @@ def _type(here: dict[str, Any], schema: dict[str, Any]) -> str:
     if "enum" in here:
         return ", ".join(f"`{value}`" for value in here["enum"])
     if here.get("type") == "array":
-        return "list" if not here.get("items") else f"list of {_type(here['items'], schema)}"
+        items = here.get("items")
+        return "list" if not items else f"list of {'mapping' if '$ref' in items else _type(items, schema)}"
     if here.get("type") == "object":
         return "mapping"
     return "duration" if "examples" in here else _TYPES[here["type"]] + _bounds(here)

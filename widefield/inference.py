@@ -273,8 +273,7 @@ def _loaded(
     dataset: Dataset | None = None,
 ) -> Parts:
     """Data and model of a run, with `weights`, or the run's own weights, or those of its newest undamaged checkpoint."""
-    model = config.model.model_copy(update={"weights": None})  # the initial weights are not needed
-    parts = assemble(config.model_copy(update={"model": model}), mesh, dataset, given=given)
+    parts = assemble(config, mesh, dataset, given=given, initial_weights=False)
     if weights is not None:
         load_weights(weights, parts.model)
     elif (folder / WEIGHTS).is_file():

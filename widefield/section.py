@@ -156,7 +156,7 @@ def _explain(kind: type[Section], problem: Any, source: _Source) -> str:
 
 def _fields_at(kind: type[BaseModel], path: Path_) -> list[str]:
     """The keys that the section at `path` knows."""
-    for part in path:
+    for part in (part for part in path if isinstance(part, str)):  # numbers are places in a list
         annotation: Any = kind.model_fields[str(part)].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]
         kind = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))

@@ -134,7 +134,7 @@ def test_a_users_callable_is_given_the_sizes_it_asks_for(own):
     ("name", "told"),
     [
         ("resnt", "models/ has no resnt.py; did you mean 'resnet'? It has: resnet, unet."),
-        ("torchvison/resnet18", "did you mean 'torchvision'? The part before / can be: torchvision, timm"),
+        ("torchvison/resnet18", "did you mean 'torchvision'? The part before / can be: monai, smp, timm, torchvision"),
         ("torchvision/resnet19", "torchvision has no model 'resnet19'; did you mean 'resnet1"),
         ("timm/resnet19", "timm has no model 'resnet19'; did you mean 'resnet1"),
         ("nowhere.at_all:net", "model.name is 'nowhere.at_all:net' and that cannot be imported: No module named 'nowhere'"),
@@ -164,11 +164,6 @@ def test_a_norm_that_a_unet_does_not_have_is_refused():
 def test_a_users_callable_must_take_the_options_and_give_a_module(own):
     assert refusal("own_nets:fixed", width=3).startswith("own_nets:fixed does not take model.options {'width': 3}: ")
     assert refusal("own_nets:text") == "own_nets:text gave a str; a torch.nn.Module is wanted"
-
-
-def test_torchvisions_models_want_three_channels():
-    told = refusal("torchvision/resnet18", channels=1)
-    assert told.startswith("torchvision/resnet18 reads images of 3 channels and the data has 1; add Grayscale")
 
 
 def test_timm_that_is_not_installed_says_how_to_install_it(monkeypatch):

@@ -20,10 +20,10 @@ from widefield.config import parse_config, read_config
 from widefield.data import Dataset
 from widefield.data.batch import Batch
 from widefield.data.image import read_image
+from widefield.models._weights import check_names
 from widefield.plans import Plan, from_text
 from widefield.training.evaluate import Evaluation, Mistake
 from widefield.training.run_folder import (
-    check_names,
     claim,
     existing_folder,
     fresh_folder,
@@ -241,7 +241,7 @@ def test_a_failed_write_leaves_the_old_weights(tmp_path, monkeypatch):
 
 def test_weights_that_are_not_there_or_not_sound_are_refused(tmp_path):
     assert refusal(load_weights, tmp_path / "no.safetensors", Tied()) == (
-        f"there are no weights at {tmp_path}/no.safetensors; name a .safetensors file"
+        f"there are no weights at {tmp_path}/no.safetensors; name a .safetensors, .pt or .pth file"
     )
     path = write_weights(tmp_path, Tied().state_dict())
     for damaged in (b"", path.read_bytes()[:100], path.read_bytes()[:-8], b"\xff" * 64):

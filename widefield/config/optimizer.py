@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from widefield.config.field_types import Options, Positive, Share
 from widefield.section import Section
+
+
+def _rate(value: float | str | None) -> float | str | None:
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?x", value) and float(value[:-1]) > 0:
+        return value
+    if value is None or (not isinstance(value, str) and value > 0):
+        return value
+    raise ValueError("a learning rate above 0 is wanted, as 0.01, or a factor of optimizer.lr, as 0.1x")
+
+
+class GroupConfig(Section):
+    """An entry of `optimizer.groups`: what some parameters have of their own."""
+
+    match: str | Annotated[list[str], Field(min_length=1)]
+    lr: Annotated[float | str | None, AfterValidator(_rate)] = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
 
 
 class OptimizerConfig(Section):
@@ -25,6 +42,12 @@ class OptimizerConfig(Section):
     """As the optimizer defines it; not for biases and normalization, see decay_norm_and_bias."""
     decay_norm_and_bias: bool = False
     """Apply weight decay to biases and normalization weights (parameters of one dim) too."""
+    groups: list[GroupConfig] = []
+    """Parameters with a learning rate or weight decay of their own, by name or pattern: `[{match: "head*", lr: 10x}]`; lr is a
+    peak, as 0.01, or a factor, as 0.1x.  The first entry that fits a parameter counts."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The learning rate of each layer / that of the layer after it, the last layer having the whole; 0.75 is usual for
+    fine-tuning."""
     momentum: Share = 0.9
     """For sgd and lars."""
     nesterov: bool = False

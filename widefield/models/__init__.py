@@ -1,38 +1,56 @@
 """Single-device networks by name.
 
 `resnet`, `unet`: files in this folder, each with `build(in_channels, num_classes, **options)` and CASES.
-`torchvision/NAME`, `timm/NAME`: models of these libraries.  `package.module:callable`: the user's own.
+`torchvision/NAME`, `timm/NAME`, `smp/NAME`, `monai/NAME`: models of these libraries.
+`package.module:callable`: the user's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from widefield.config import ModelConfig
-from widefield.naming import did_you_mean, load
+from widefield.models._libraries import Request, called
+from widefield.models._output import keep_main_output as keep_main_output
+from widefield.models._output import refuse_auxiliary
+from widefield.models._weights import load_weights_file as load_weights_file
+from widefield.naming import did_you_mean, load, names_in
 from widefield.own_code import code_named, is_code, refuse_object, takes
 
+_LIBRARIES = "widefield.models._libraries"
 
-def build(config: ModelConfig, *, in_channels: int, num_classes: int) -> nn.Module:
+
+def build(
+    config: ModelConfig, *, in_channels: int, num_classes: int, pretrained: bool = False, reasons: list[str] | None = None
+) -> nn.Module:
     """The network that a config names, for images of `in_channels` channels and `num_classes` classes.
 
-    ValueError: no such model, or arguments that it does not take.
+    pretrained: load the weights that `model.pretrained` names; without it the network is only built as they want it.
+    reasons: gets what of the weights was loaded, in words.
+    ValueError: no such model, arguments that it does not take, or pretrained weights that are not there.
+    NotImplementedError: a model that learns what no task does.
     """
-    shape = {"in_channels": in_channels, "num_classes": num_classes}
     refuse_object(config.name, key="model.name", keyword="model")
-    if is_code(config.name):
-        return _users_own(config, shape)
     library, slash, name = config.name.partition("/")
-    if not slash:
-        return _call(load("widefield.models", config.name).build, config, shape)
-    builders = {"torchvision": _torchvision, "timm": _timm}
-    if library not in builders:
-        hint = did_you_mean(library, builders)
-        raise ValueError(f"model.name is '{config.name}'{hint} The part before / can be: {', '.join(builders)}")
-    return builders[library](name, config, shape)
+    if not slash or is_code(config.name):
+        return _without_library(config, {"in_channels": in_channels, "num_classes": num_classes})
+    if library not in libraries():
+        hint = did_you_mean(library, libraries())
+        raise ValueError(f"model.name is '{config.name}'{hint} The part before / can be: {', '.join(libraries())}")
+    request = Request(config, in_channels, num_classes, pretrained, [] if reasons is None else reasons)
+    return load(_LIBRARIES, library).build(name, request)
+
+
+def libraries() -> list[str]:
+    """The libraries whose models can be named."""
+    return names_in(_LIBRARIES)
+
+
+def names_of(library: str) -> list[str]:
+    """The models of a library.  ValueError: it is not installed."""
+    return load(_LIBRARIES, library).names()
 
 
 def check_counts(**options: Any) -> None:
@@ -43,47 +61,27 @@ def check_counts(**options: Any) -> None:
             raise ValueError(f"model.options.{name} is {value!r}; whole numbers above 0 are wanted, as 2 or [16, 32]")
 
 
-def _torchvision(name: str, config: ModelConfig, shape: dict[str, int]) -> nn.Module:
-    from torchvision import models
-
-    if name not in models.list_models():
-        raise ValueError(f"torchvision has no model '{name}'{did_you_mean(name, models.list_models())}")
-    if shape["in_channels"] != 3:
+def _without_library(config: ModelConfig, shape: dict[str, int]) -> nn.Module:
+    """A model of ours, or the user's own."""
+    if config.pretrained:
         raise ValueError(
-            f"{config.name} reads images of 3 channels and the data has {shape['in_channels']}; "
-            "add Grayscale: {num_output_channels: 3} to data.read and data.read_evaluate, or take a timm model"
+            f"model.pretrained is {str(config.pretrained).lower()} and {config.name} is of no library with weights of its own; "
+            "set model.weights to a file, and leave model.pretrained out"
         )
-    return _call(models.get_model_builder(name), config, {"num_classes": shape["num_classes"]})
-
-
-def _timm(name: str, config: ModelConfig, shape: dict[str, int]) -> nn.Module:
-    try:
-        import timm
-    except ImportError:
-        raise ValueError(f"{config.name} needs timm, which is not installed; pip install 'widefield[timm]'") from None
-    if not timm.is_model(name):
-        raise ValueError(f"timm has no model '{name}'{did_you_mean(name, timm.list_models())}")
-    sizes = {"in_chans": shape["in_channels"], "num_classes": shape["num_classes"]}
-    return _call(lambda **options: timm.create_model(name, **options), config, sizes)
+    if is_code(config.name):
+        return _users_own(config, shape)
+    build_ours = load("widefield.models", config.name).build
+    refuse_auxiliary(config)
+    return called(build_ours, config, shape)
 
 
 def _users_own(config: ModelConfig, shape: dict[str, int]) -> nn.Module:
     """The model of `module:callable`, called with in_channels and num_classes where its signature has them."""
     build = code_named(config.name, key="model.name")
     given = {key: shape[key] for key in takes(build, *shape)}
-    model = _call(build, config, given)
+    model = called(build, config, given)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{config.name} gave a {type(model).__name__}; a torch.nn.Module is wanted")
+    if config.auxiliary is not None:
+        keep_main_output(model, auxiliary=True)
     return model
-
-
-def _call(build: Callable[..., nn.Module], config: ModelConfig, sizes: dict[str, Any]) -> nn.Module:
-    try:
-        return build(**(sizes | config.options))
-    except TypeError as error:
-        raise ValueError(f"{config.name} does not take model.options {config.options}: {error}") from None
-    except (ArithmeticError, AssertionError, LookupError, RuntimeError) as error:
-        if not config.options or ":" in config.name:  # for a user's own model the traceback helps more
-            raise
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{config.name} cannot be built with model.options {config.options}: {reason}") from None

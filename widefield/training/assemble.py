@@ -34,11 +34,13 @@ from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
+from widefield.training.freezing import freeze
 from widefield.training.given import NOTHING, Given
 from widefield.training.loop import Learner
 from widefield.training.optimizer import build_optimizer, learning_rate
+from widefield.training.parameter_groups import layers_of
 from widefield.training.record import usable_cores
-from widefield.training.run_folder import load_weights, write_model
+from widefield.training.run_folder import write_model
 from widefield.training.schedule import build_schedule
 from widefield.training.state import seed_everything
 from widefield.training.streaming import check_tiles, look_ahead, stream_as
@@ -111,10 +113,18 @@ class Parts:
         return Agreed(batches, self.mesh, dummy_batch=dummy_batch, name_of=reader.images.name_of)
 
 
-def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None, *, given: Given = NOTHING) -> Parts:
+def assemble(
+    config: RunConfig,
+    mesh: Mesh,
+    dataset: Dataset | None = None,
+    *,
+    given: Given = NOTHING,
+    initial_weights: bool = True,
+) -> Parts:
     """Open the data and build the model, the same on every rank, except for the objects in `given`.
 
-    dataset: used in place of the config's.  ValueError: what the config names, or `given`, does not exist or fit.
+    dataset: used in place of the config's.  initial_weights: load the weights that the config starts from.
+    ValueError: what the config names, or `given`, does not exist or fit.
     """
     precision, why_precision = choose_precision(config.precision, mesh.device)
     arithmetic = arithmetic_of(precision, mesh.device)
@@ -131,10 +141,11 @@ def assemble(config: RunConfig, mesh: Mesh, dataset: Dataset | None = None, *, g
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(True)
     seed_everything(config.seed)
-    model = _model_of(config, mesh, given, arithmetic, dataset, channels_last=channels_last)
-    reasons = [
-        reason for reason in (why_precision, why_workers, _why_scaled(config, dataset), why_format) if reason is not None
-    ]
+    model, why_weights = _model_of(
+        config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights
+    )
+    found = (why_precision, why_workers, _why_scaled(config, dataset), why_format, *why_weights)
+    reasons = [reason for reason in found if reason is not None]
     window = window_of(mesh)
     return Parts(config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given)
 
@@ -146,21 +157,28 @@ def _task_of(config: RunConfig, given: Given, *, num_classes: int) -> Task:
 
 
 def _model_of(
-    config: RunConfig, mesh: Mesh, given: Given, arithmetic: Arithmetic, dataset: Dataset, *, channels_last: bool
-) -> nn.Module:
-    """The model on the device, in the memory format and with the weights that the config asks for."""
+    config: RunConfig, mesh: Mesh, given: Given, arithmetic: Arithmetic, dataset: Dataset, *, channels_last: bool, initial: bool
+) -> tuple[nn.Module, list[str]]:
+    """The model on the device, in the memory format that the config asks for, and what was loaded into it, in words.
+
+    initial: load the weights that the config starts from, those of a file over those of a library.
+    """
+    asked, reasons = config.model, list[str]()
     model = given.model_copy()
     if model is None:
-        model = models.build(config.model, in_channels=dataset.channels, num_classes=len(dataset.classes))
+        shape = {"in_channels": dataset.channels, "num_classes": len(dataset.classes)}
+        model = models.build(asked, **shape, pretrained=initial, reasons=reasons)
+    elif asked.auxiliary is not None:
+        models.keep_main_output(model, auxiliary=True)
     model.to(mesh.device, arithmetic.dtype)
     gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1
-    if channels_last and (config.model.channels_last or not gathers):  # FSDP2 would make weights row-major again
+    if channels_last and (asked.channels_last or not gathers):  # FSDP2 would make weights row-major again
         model.to(memory_format=torch.channels_last)
-    if config.model.weights is not None:
-        load_weights(config.model.weights, model)
+    if asked.weights is not None and initial:
+        reasons += models.load_weights_file(asked, model)
     if mesh.plan.stream is not None:
-        stream_as(mesh.plan.stream, model, compiles=config.model.compile)
-    return model
+        stream_as(mesh.plan.stream, model, compiles=asked.compile)
+    return model, reasons
 
 
 def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
@@ -169,12 +187,14 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     steps = Steps(len(parts.dataset.train), config.data.batch_size)
     lr, why_lr = learning_rate(config.optimizer, config.data.batch_size)
     _check_scaling(parts)
+    freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
         config=config,
         mesh=mesh,
         task=parts.task,
         model=model,
         optimizer=build_optimizer(config.optimizer, model, lr),
+        freezing=freezing,
         schedule=build_schedule(config.schedule, seen=steps.seen, steps_per_epoch=steps.per_epoch),
         lr=lr,
         arithmetic=parts.arithmetic,
@@ -188,14 +208,19 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     if config.model.compile:
         model.compile()
     check_tiles(mesh.plan.stream, learner.dummy_batch)
-    _parallelize(learner)
+    _parallelize(learner, layers_of(model) if config.optimizer.layer_decay is not None else None)
     why_stream = look_ahead(learner)
     seed_everything(seed_of(config.seed, "rank", 0 if mesh.plan.is_one_batch else mesh.copy))
-    reasons = [*([why_lr] if why_lr else []), *_cuts_of(learner.dummy_batch, mesh), *parallel_reasons(learner.model)]
+    reasons = [
+        *([why_lr] if why_lr else []),
+        *why_frozen,
+        *_cuts_of(learner.dummy_batch, mesh),
+        *parallel_reasons(learner.model),
+    ]
     return learner, [*reasons, *why_stream]
 
 
-def _parallelize(learner: Learner) -> None:
+def _parallelize(learner: Learner, layers: dict[str, int] | None) -> None:
     """Parallelize the model and its average, and build the optimizer again, since parameters may be new objects."""
     config, mesh = learner.config, learner.mesh
     sample = learner.meta_pass()
@@ -204,7 +229,8 @@ def _parallelize(learner: Learner) -> None:
         average = learner.ema.module
         parallelize_average(average, mesh, trial_step=TrialStep(partial(learner.trial_step, average), share), sample=sample)
     learner.model = parallelize(learner.model, mesh, trial_step=TrialStep(learner.trial_step, share), sample=sample)
-    learner.optimizer = share_states(build_optimizer(config.optimizer, learner.model, learner.lr, mesh), mesh)
+    optimizer = build_optimizer(config.optimizer, learner.model, learner.lr, mesh, layers=layers)
+    learner.optimizer = share_states(optimizer, mesh)
 
 
 def _check_scaling(parts: Parts) -> None:

@@ -24,7 +24,11 @@ from widefield.tasks import Task
 
 MOST_TEXT = 20_000
 """The most characters of an object's text that a record has."""
-REPLACED = {"model": ("name", "options"), "data": ("name", "options", "path", "hold_out"), "task": ("name", "options")}
+REPLACED = {
+    "model": ("name", "options", "pretrained"),
+    "data": ("name", "options", "path", "hold_out"),
+    "task": ("name", "options"),
+}
 """The keys of each section that an object replaces; the other keys still apply."""
 
 

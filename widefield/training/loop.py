@@ -41,6 +41,7 @@ from widefield.tasks import Task, is_per_pixel
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
 from widefield.training.best import Best
+from widefield.training.freezing import Freezing
 from widefield.training.schedule import Schedule
 
 
@@ -70,6 +71,8 @@ class Learner:
     dummy_batch: Batch
     """A batch of one image, for a rank without samples in a pass."""
     best: Best
+    freezing: Freezing = field(default_factory=Freezing)
+    """What learns later."""
     ema: AveragedModel | None = None
     step: int = 0
     """Optimizer steps done."""
@@ -128,10 +131,13 @@ class Learner:
         passes = [batch for batch in passes if not batch.idle]
         nominal = len(self.steps.positions(self.step)) * self._losses_per_image(self.dummy_batch)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr_now()
+            group["lr"] = self.lr_now() * group.get("lr_scale", 1.0)
+        epoch = self.steps.seen(self.step) // self.steps.samples
+        self.freezing.begin_step(self.model, epoch)
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum, count, wants_to_stop = self._gradients(passes, stop, nominal)
         self._check(loss_sum, count, passes)
+        self.freezing.drop_gradients(self.model, epoch)
         self._update(scale=nominal / count)
         self.step += 1
         self.order = _chained(self.order, passes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from widefield.comm.mesh import Mesh
 from widefield.config import OptimizerConfig
 from widefield.naming import did_you_mean
 from widefield.own_code import is_code
-from widefield.training.own_optimizer import Groups, check_own, check_steps_shards, own_optimizer
+from widefield.training.own_optimizer import check_own, check_steps_shards, own_optimizer
+from widefield.training.parameter_groups import Groups, layers_of, parameter_groups
 from widefield.training.trust_ratio import for_shards
 
 
@@ -74,39 +76,49 @@ def learning_rate(config: OptimizerConfig, batch: int) -> tuple[float, str | Non
     return lr, f"optimizer.lr={lr:.6g}: {base:g} at batch {config.base_batch_size} by the {rule} rule, for batch {batch}"
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module, lr: float, mesh: Mesh | None = None) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig,
+    model: nn.Module,
+    lr: float,
+    mesh: Mesh | None = None,
+    *,
+    layers: Mapping[str, int] | None = None,
+) -> torch.optim.Optimizer:
     """The optimizer over the parameters of `model` with requires_grad, in torch's fused form where it has one.
 
     mesh: that of a parallelized model; LARS and LAMB then use norms of full tensors.
+    layers: `layers_of` the model before it was parallelized, for `layer_decay`.
     Parameters of one dim (biases, normalization) have no weight decay unless `decay_norm_and_bias`.
     ValueError: no such optimizer, arguments it does not accept, or a model without parameters to train.
     NotImplementedError: weights are sharded, and a user's own optimizer steps a shard differently than the full weight.
     """
     build = own_optimizer(config.name) if is_code(config.name) else _known(config.name)[0]
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
     if not parameters:
         raise ValueError("the model has no parameter that takes gradients, so there is nothing to train")
+    layers = layers_of(model) if layers is None and config.layer_decay is not None else layers
+    groups = parameter_groups(named, config, lr, layers)
     in_parts = any(sharded_state.is_part(p) for p in parameters)
     fused = all(p.is_floating_point() and p.device.type in ("cuda", "cpu") for p in parameters)
     if in_parts and config.name == "sgd":  # of the fused optimizers, DTensor has only Adam
         fused = False
         config = config.model_copy(update={"options": {"foreach": True} | config.options})
     try:
-        optimizer = build(_groups(parameters, config), config, lr, fused)
+        optimizer = build(groups, config, lr, fused)
     except (TypeError, ValueError) as error:  # ValueError: a number out of range
         raise ValueError(f"optimizer.options {config.options} do not fit '{config.name}': {error}") from None
     if is_code(config.name):
         check_own(optimizer, parameters, config.name)
         if mesh is not None and sharded_state.is_sharded(mesh):
-            check_steps_shards(lambda own: build(_groups(own, config), config, lr, False), name=config.name, plan=mesh.plan)
+            check_steps_shards(partial(_build_for_trial, build, config, lr), name=config.name, plan=mesh.plan)
     return optimizer if mesh is None else for_shards(optimizer, model, mesh)
 
 
-def _groups(parameters: list[nn.Parameter], config: OptimizerConfig) -> Groups:
-    decayed = [p for p in parameters if p.ndim > 1 or config.decay_norm_and_bias]
-    spared = [p for p in parameters if not (p.ndim > 1 or config.decay_norm_and_bias)]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def _build_for_trial(build: Build, config: OptimizerConfig, lr: float, parameters: list[nn.Parameter]) -> Any:
+    """The optimizer of a few weights without names."""
+    plain = config.model_copy(update={"groups": [], "layer_decay": None})
+    return build(parameter_groups([("", parameter) for parameter in parameters], plain, lr), plain, lr, False)
 
 
 def _known(name: str) -> tuple[Build, float, str]:

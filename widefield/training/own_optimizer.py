@@ -17,8 +17,8 @@ from widefield.config import OptimizerConfig
 from widefield.own_code import code_named, takes
 from widefield.parallel.optimizer_steps import STEPS_PARTS
 from widefield.plans import Plan
+from widefield.training.parameter_groups import Groups
 
-Groups = list[dict[str, Any]]
 TRIED_STEPS = 3
 """Steps after which a full weight and its shards are compared; momenta are nonzero by then."""
 

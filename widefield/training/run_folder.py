@@ -25,6 +25,7 @@ from widefield.config import RunConfig, read_config
 from widefield.data import Dataset, Images, Labels
 from widefield.data.image import write_image, write_labels
 from widefield.data.intensity import OF_VALUES, Intensity
+from widefield.models._weights import load_state, read_tensors
 from widefield.naming import did_you_mean
 from widefield.plans import Plan, to_text
 from widefield.section import differences, to_yaml
@@ -268,36 +269,7 @@ def load_weights(path: str | Path, model: nn.Module) -> None:
 
     ValueError: no such file, or names or shapes that are not the model's.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"there are no weights at {path}; name a .safetensors file")
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no sound .safetensors file ({error}); export it again") from None
-    check_names(
-        {name: list(value.shape) for name, value in tensors.items()},
-        {name: list(value.shape) for name, value in model.state_dict().items()},
-        str(path),
-    )
-    model.load_state_dict(tensors)
-
-
-def check_names(given: dict[str, list[int]], wanted: dict[str, list[int]], source: str) -> None:
-    """ValueError, with the first three differences: names or shapes differ."""
-    problems = [
-        f"{name} is {given[name]} there and {shape} here"
-        for name, shape in wanted.items()
-        if name in given and given[name] != shape
-    ]
-    problems += [f"{name} is missing there" for name in wanted if name not in given]
-    problems += [f"{name} is unknown here" for name in given if name not in wanted]
-    if problems:
-        more = f" and {len(problems) - 3} more differences" if len(problems) > 3 else ""
-        raise ValueError(
-            f"{source} is of another model: {'; '.join(problems[:3])}{more}; "
-            "set model.name and model.options to what it was trained with"
-        )
+    load_state(read_tensors(path), model, source=str(path))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Neste
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
-    known = {"params", "initial_lr", *optimizer.defaults}
+    known = {"params", "initial_lr", "lr_scale", *optimizer.defaults}
     groups = [{key: value for key, value in group.items() if key not in known} for group in optimizer.param_groups]
     saved = {str(number): group for number, group in enumerate(groups)}
     return {"kind": type(optimizer).__name__, "parameters": state, "groups": saved}
