@@ -7,6 +7,10 @@ model = wf.parallelize(model, mesh)          # the same module, names unchanged;
 loss = F.cross_entropy(model(x), y, reduction="sum") * mesh.copies / samples_of_all_copies
 loss.backward()                              # every p.grad is the whole batch's gradient, on every rank
 
+batches = wf.sampler(train_set, mesh, batch_size=32)     # every sample once, whatever the number of ranks
+wf.save("checkpoints", model=model, optimizer=optimizer, step=step, mesh=mesh)
+wf.evaluate_exactly(model, eval_set, {"accuracy": metric}, mesh).values
+
 wf.train("digits", run="runs/one")                       # what `widefield train` does, on the ranks of this script
 wf.train(recipe, model=net, data=(train_set, eval_set))  # with your own objects
 wf.evaluate("runs/one")
@@ -25,7 +29,8 @@ if TYPE_CHECKING:
     from widefield.config import RunConfig, read_config
     from widefield.launchers import build_mesh
     from widefield.parallel.optimizer_steps import clip_grad_norm_
-    from widefield.parallel.parallelize import parallelize
+    from widefield.parallel.parallelize import parallelize, share_states
+    from widefield.parallel.passes import backward_of, without_sync
     from widefield.plans import Plan
     from widefield.report import write_report
     from widefield.streaming.api import stream
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
     from widefield.tiled.api import from_tile, tile, whole, window
     from widefield.tiled.sync_batch_norm import SyncBatchNorm
     from widefield.tiled.tensor import TiledTensor
+    from widefield.training.exact_evaluation import evaluate_exactly
+    from widefield.training.own_loop import load, sampler, save
     from widefield.verification.api import verify
 
 _DOOR = {
@@ -42,21 +49,28 @@ _DOOR = {
     "SyncBatchNorm": "tiled.sync_batch_norm",
     "TiledTensor": "tiled.tensor",
     "World": "comm.mesh",
+    "backward_of": "parallel.passes",
     "build_mesh": "launchers",
     "clip_grad_norm_": "parallel.optimizer_steps",
     "evaluate": "api",
+    "evaluate_exactly": "training.exact_evaluation",
     "from_reader": "streaming.storage.windowed_image",
     "from_tile": "tiled.api",
+    "load": "training.own_loop",
     "parallelize": "parallel.parallelize",
     "plan": "api",
     "predict": "api",
     "read_config": "config",
+    "sampler": "training.own_loop",
+    "save": "training.own_loop",
+    "share_states": "parallel.parallelize",
     "stream": "streaming.api",
     "tile": "tiled.api",
     "train": "api",
     "verify": "verification.api",
     "whole": "tiled.api",
     "window": "tiled.api",
+    "without_sync": "parallel.passes",
     "write_report": "report",
 }
 """Each public name and its module, which is imported at the first access, so that `import widefield` is cheap."""
@@ -68,21 +82,28 @@ __all__ = [
     "SyncBatchNorm",
     "TiledTensor",
     "World",
+    "backward_of",
     "build_mesh",
     "clip_grad_norm_",
     "evaluate",
+    "evaluate_exactly",
     "from_reader",
     "from_tile",
+    "load",
     "parallelize",
     "plan",
     "predict",
     "read_config",
+    "sampler",
+    "save",
+    "share_states",
     "stream",
     "tile",
     "train",
     "verify",
     "whole",
     "window",
+    "without_sync",
     "write_report",
 ]
 

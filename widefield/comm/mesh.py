@@ -90,6 +90,10 @@ class Mesh:
     watch: Any = None
     """The running FailureWatch, or None."""
 
+    def __str__(self) -> str:
+        """As `Mesh(replicate=2 x space=[2, 1]; rank 1 of 4 on cpu)`."""
+        return f"Mesh({self.plan}; rank {self.rank} of {self.size} on {self.device})"
+
     @property
     def rank(self) -> int:
         return self.world.rank

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from widefield.config import PipelineConfig, RecomputeConfig, ShardingConfig
 from widefield.naming import load, names_in
 from widefield.plans import Plan
 
@@ -39,27 +40,46 @@ def build_mesh(
     space: Sequence[int] = (),
     channel: int = 1,
     stage: int = 1,
+    zero: Literal[1, 2, 3] = 3,
+    micro_batches: int | None = None,
+    recompute: bool | Sequence[str] = False,
     batch_norm: Literal["synchronized", "averaged", "broadcast"] = "synchronized",
 ) -> Mesh:
     """Join the other ranks in a mesh of these axes; every rank calls it once.
 
-    The rank comes from the process group, if there is one, else from the launcher's environment; with neither, this process
-    is the only rank.  replicate: None takes all ranks that the other axes leave.  space: tiles per dim of an image, as (2, 1)
+    The rank is that of the process group or the launcher's environment; with neither, this process is the only rank.
+    replicate: None takes all ranks that the other axes leave.  space: tiles per dim of an image, as (2, 1)
     for upper and lower halves; the ranks of an image are neighbours.
+    zero: what `shard` ranks share: 1 optimizer state (`share_states`), 2 gradients too, 3 weights too.
+    micro_batches: of a pass through the `stage` ranks of a pipeline; None chooses.  Run passes with `backward_of`.
+    recompute: save less for the backward and compute it again there: True, or modules by name or pattern, as ["layer*.*"].
     ValueError or NotImplementedError, before any message: the axes do not fit the number of ranks, or cannot run exactly.
     """
     from widefield.comm.mesh import World, current_world, join
 
     world = current_world() or world_from(os.environ) or World()
     others = shard * math.prod(space) * channel * stage
-    copies = replicate or max(1, world.size // others)
-    if world.launcher == "none" and copies * others > 1:
+    sizes = {"replicate": replicate or max(1, world.size // others), "shard": shard, "channel": channel, "stage": stage}
+    blocks = None if isinstance(recompute, bool) else list(recompute)
+    plan = Plan(
+        **sizes,
+        space=list(space),
+        batch_norm=batch_norm,
+        sharding=ShardingConfig(zero=zero),
+        pipeline=PipelineConfig(micro_batches=micro_batches),
+        recompute=RecomputeConfig(blocks=blocks) if recompute else None,
+    )
+    _refuse_alone(world, plan.ranks)
+    return join(world, plan)
+
+
+def _refuse_alone(world: World, ranks: int) -> None:
+    """ValueError: a mesh of several ranks in a script that no launcher has started."""
+    if world.launcher == "none" and ranks > 1:
         raise ValueError(
-            f"the mesh is of {copies * others} ranks and this script runs on one, since no launcher has started it; start it "
-            f"on {copies * others}: torchrun --nproc-per-node {copies * others} SCRIPT.py"
+            f"the mesh is of {ranks} ranks and this script runs on one, since no launcher has started it; start it on {ranks}: "
+            f"torchrun --nproc-per-node {ranks} SCRIPT.py"
         )
-    sizes = {"replicate": copies, "shard": shard, "space": list(space), "channel": channel, "stage": stage}
-    return join(world, Plan(batch_norm=batch_norm, **sizes))
 
 
 def numbers(environment: Mapping[str, str], names: Iterable[str], *, launcher: str) -> list[int]:
