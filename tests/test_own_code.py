@@ -19,7 +19,7 @@ import widefield as wf
 from widefield import cli, own_code
 from widefield.comm.mesh import AgreedError
 from widefield.config import OptimizerConfig, ScheduleConfig, read_config
-from widefield.data.loader import Steps
+from widefield.data.order import Steps
 from widefield.own_code import code_named
 from widefield.plans import Plan
 from widefield.quantity import Duration
@@ -375,7 +375,7 @@ def test_a_mistake_in_the_users_file_keeps_its_traceback(recipe, tmp_path):
         (["task.metrics=['mine:OfMeans']"], "the state 'total' of OfMeans does not add up over ranks"),
         (["task.metrics=[MulticlassF1Scor]"], "have no 'MulticlassF1Scor'; did you mean 'MulticlassF1Score'"),
         (["task.metrics=[{MulticlassF1Score: {averag: macro}}]"], "MulticlassF1Score cannot be made: .*averag"),
-        (["task.metrics=[{MulticlassF1Score: {average: none}}]"], r"gives a tensor of shape \(2,\), and an evaluation"),
+        (["task.metrics=[MulticlassConfusionMatrix]"], r"gives a tensor of shape \(2, 2\), and an evaluation"),
         (["task.metrics=[MulticlassF1Score, MulticlassF1Score]"], "there are two metrics of the name 'MulticlassF1Score'"),
         (["task.metrics=[3]"], "task.metrics holds 3; write a name, or one name with its arguments"),
         (["task.metrics=[{MulticlassAccuracy: 3}]"], "task.metrics holds {'MulticlassAccuracy': 3}; write a name"),

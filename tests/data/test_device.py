@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, Key, SampleReader
+from widefield.data.loader import Batch, SampleReader
+from widefield.data.order import Key
 from widefield.data.transforms import Transforms
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

@@ -15,19 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from widefield.config import DataConfig
-from widefield.data import BadImageError, loader, open_dataset
-from widefield.data.loader import (
-    Batch,
-    EvaluateSampler,
-    Key,
-    SampleReader,
-    Steps,
-    TrainSampler,
-    load_batches,
-    order_of,
-    reader_of,
-    share_of,
-)
+from widefield.data import BadImageError, loader, open_dataset, order
+from widefield.data.loader import Batch, SampleReader, load_batches, reader_of
+from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler, order_of, share_of
 from widefield.data.transforms import Transforms
 from widefield.geometry import Interval
 
@@ -79,8 +69,8 @@ def keys(*indices: int, real: bool = True) -> list[Key]:
 
 
 def test_the_examples_in_the_docstrings_hold():
-    result = doctest.testmod(loader)
-    assert result.failed == 0 and result.attempted == 1
+    result = doctest.testmod(order)
+    assert result.failed == 0 and result.attempted == 2
 
 
 # ---------------------------------------------------------------------------------------------- who reads what

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from widefield.config import DataConfig
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, Key, SampleReader, reader_of
+from widefield.data.loader import Batch, SampleReader, reader_of
+from widefield.data.order import Key
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving
 from widefield.geometry import Interval, even_cut, parts_of
 

@@ -14,7 +14,8 @@ from widefield.comm.mesh import AgreedError
 from widefield.config import TaskConfig
 from widefield.data import BadImageError
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, EvaluateSampler, SampleReader, load_batches
+from widefield.data.loader import Batch, SampleReader, load_batches
+from widefield.data.order import EvaluateSampler
 from widefield.data.transforms import Transforms
 from widefield.parallel.parallelize import parallelize
 from widefield.plans import Plan

@@ -23,6 +23,7 @@ from widefield.data.image import read_image
 from widefield.models._weights import check_names
 from widefield.plans import Plan, from_text
 from widefield.training.evaluate import Evaluation, Mistake
+from widefield.training.evaluation_files import write_evaluation
 from widefield.training.run_folder import (
     claim,
     existing_folder,
@@ -32,7 +33,6 @@ from widefield.training.run_folder import (
     peak_memory_bytes,
     read_model,
     write_config,
-    write_evaluation,
     write_model,
     write_nan,
     write_weights,

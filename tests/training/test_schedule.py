@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from widefield.config import ScheduleConfig
-from widefield.data.loader import Steps
+from widefield.data.order import Steps
 from widefield.quantity import Duration
 from widefield.training.schedule import build_schedule
 

@@ -23,6 +23,9 @@ class DataConfig(Section):
     """Samples per rank and batch in evaluation; changes only memory and speed."""
     hold_out: Share | None = None
     """Share of samples held out for evaluation where the folder has no val/ of its own."""
+    sampling: Literal["balanced", "weights"] | None = None
+    """Draw the samples of an epoch with replacement, as many as it has: `balanced`, so that every class is drawn equally often,
+    or `weights`, in proportion to the manifest's weights; null reads every sample once."""
     workers: Annotated[int, Field(ge=0)] | None = None
     """Processes per rank that read and decode."""
     read: Listed = []

@@ -1,10 +1,4 @@
-"""Which samples each rank reads at each step, and the loader that reads them.
-
-The order of an epoch is a permutation that depends on (seed, epoch) only.  Step k of an epoch takes positions [k B, k B + B),
-the last step the rest.  This interval is cut evenly over passes, and each pass over ranks.  So ranks and workers change only
-who reads what.  No sample is dropped or repeated: a rank's part may be shorter than others, or empty.  For an empty part the
-rank reads a dummy image, so that it can join the collectives; it is marked as no sample (`Batch.samples` is 0).
-"""
+"""The loader that reads the samples of each rank, in the order of order.py."""
 
 from __future__ import annotations
 
@@ -26,113 +20,10 @@ from widefield.config import DataConfig
 from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
 from widefield.data.intensity import Intensity, limits_of, moments_of
+from widefield.data.order import Key
 from widefield.data.targets import check_target, part_of
 from widefield.data.transforms import Transforms, all_seeded, seed_of
-from widefield.geometry import Interval, even_cut, parts_of
 from widefield.private_torch.loaders import shutdown_workers
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The arithmetic of steps: `samples` per epoch, `batch` per step; the last step of an epoch has the rest."""
-
-    samples: int
-    batch: int
-
-    @property
-    def per_epoch(self) -> int:
-        return -(-self.samples // self.batch)
-
-    def epoch_of(self, step: int) -> int:
-        return step // self.per_epoch
-
-    def positions(self, step: int) -> Interval:
-        """The positions, in their epoch's order, of the samples of step `step` of the run, counted from 0."""
-        start = (step % self.per_epoch) * self.batch
-        return Interval(start, min(start + self.batch, self.samples))
-
-    def seen(self, step: int) -> int:
-        """How many samples were consumed before step `step`, over all epochs."""
-        return self.epoch_of(step) * self.samples + (step % self.per_epoch) * self.batch
-
-
-@dataclass(frozen=True)
-class Key:
-    """One sample to read: image `index`, at `position` of the order of `epoch`.  real: False for a dummy."""
-
-    epoch: int
-    position: int
-    index: int
-    real: bool = True
-
-
-def order_of(seed: int, epoch: int, samples: int) -> Tensor:
-    """The permutation of an epoch: entry p is the image at position p."""
-    generator = torch.Generator().manual_seed(seed_of(seed, "order", epoch))
-    return torch.randperm(samples, generator=generator)
-
-
-def share_of(positions: Interval, *, rank: int, ranks: int, passes: int, multiple: int) -> list[Interval]:
-    """The positions of a step that `rank` reads, one interval per pass; some may be empty.
-
-    Cut over passes first and then over ranks, so that a pass has the same images on any number of ranks: batch
-    normalization uses the statistics of a pass.  multiple: cut at multiples of this, see `_parts`.
-
-    >>> share_of(Interval(0, 10), rank=1, ranks=2, passes=2, multiple=1)
-    [Interval(start=3, stop=5), Interval(start=8, stop=10)]
-    """
-    return [_parts(part, ranks, multiple)[rank] for part in _parts(positions, passes, multiple)]
-
-
-def _parts(run: Interval, parts: int, multiple: int) -> list[Interval]:
-    """Even parts of `run`, cut at multiples counted from the epoch's start, since mixed pairs begin at even positions."""
-    before = run.start % multiple
-    cut = even_cut(before + len(run), parts, multiple=multiple)
-    return parts_of([run.start + max(0, boundary - before) for boundary in cut])
-
-
-class TrainSampler(Sampler[list[Key]]):
-    """Yields a list of keys per pass, from step `first` to before `last` of the run, so prefetching crosses epochs."""
-
-    def __init__(self, steps: Steps, *, seed: int, first: int, last: int, rank: int, ranks: int, passes: int, multiple: int):
-        self.steps, self.seed, self.first, self.last = steps, seed, first, last
-        self.share = {"rank": rank, "ranks": ranks, "passes": passes, "multiple": multiple}
-
-    def __len__(self) -> int:
-        return (self.last - self.first) * self.share["passes"]
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        epoch, order = -1, torch.empty(0)
-        for step in range(self.first, self.last):
-            if self.steps.epoch_of(step) != epoch:
-                epoch = self.steps.epoch_of(step)
-                order = order_of(self.seed, epoch, self.steps.samples)
-            positions = self.steps.positions(step)
-            wholes = _parts(positions, self.share["passes"], self.share["multiple"])
-            for part, whole in zip(share_of(positions, **self.share), wholes, strict=True):
-                keys = [Key(epoch, position, int(order[position])) for position in part]
-                dummy = [Key(epoch, positions.start, int(order[positions.start]), real=False)]
-                yield keys or (dummy if len(whole) else [])
-
-
-class EvaluateSampler(Sampler[list[Key]]):
-    """Yields every image of a split once over all ranks, in order, `batch` at a time.
-
-    even: equally many batches on every rank; a rank with fewer images gets dummy batches at the end.
-    """
-
-    def __init__(self, samples: int, *, batch: int, rank: int, ranks: int, even: bool = False) -> None:
-        shares = parts_of(even_cut(samples, ranks))
-        own, longest = shares[rank], max(map(len, shares))
-        self.batches = [range(start, min(start + batch, own.stop)) for start in range(own.start, own.stop, batch)]
-        self.num_dummies = -(-longest // batch) - len(self.batches) if even else 0
-
-    def __len__(self) -> int:
-        return len(self.batches) + self.num_dummies
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        yield from ([Key(0, index, index) for index in batch] for batch in self.batches)
-        yield from ([Key(0, 0, 0, real=False)] for _ in range(self.num_dummies))
 
 
 @dataclass(frozen=True)
@@ -196,7 +87,7 @@ class SampleReader(Dataset):
             image=self._stack(read),
             target=torch.stack([torch.as_tensor(sample.target) for sample in read]),
             index=torch.tensor([key.index for key in keys_read]),
-            seeds=[seed_of(self.seed, "augment", key.epoch, key.index) for key in keys_read],
+            seeds=[key.seed(self.seed, "augment") for key in keys_read],
             samples=len(read) if real else 0,
             skipped=skipped,
             asked=[key.index for key in keys],
@@ -210,7 +101,7 @@ class SampleReader(Dataset):
 
     def _read(self, key: Key, skipped: list[str]) -> _Sample | None:
         try:
-            return self._sample(key, *(seed_of(self.seed, step, key.epoch, key.index) for step in ("read", "augment")))
+            return self._sample(key, *(key.seed(self.seed, step) for step in ("read", "augment")))
         except BadImageError as error:
             if self.bad_images == "stop":
                 raise BadImageError(
@@ -229,7 +120,7 @@ class SampleReader(Dataset):
             image, target = images.read_window(key.index, window)
             self._check_labels(key, image, target)
             return _Sample(key, image, target, shape, window)
-        seed = seed_of(self.seed, "dataset", key.epoch, key.index)
+        seed = key.seed(self.seed, "dataset")
         with all_seeded(seed) if getattr(images, "is_random", False) else nullcontext():
             image, target = images.read(key.index)
         self._check_labels(key, image, target)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from widefield.config import TaskConfig
 from widefield.config.field_types import Labels
 from widefield.naming import load
 from widefield.own_code import call, code_named, is_code, refuse_object
+from widefield.tasks._with_loss import with_loss as with_loss
 
 
 class Task(Protocol):
@@ -25,6 +27,8 @@ class Task(Protocol):
     headline: str
     """The metric that is the result, as a key of `metrics()`."""
     higher_is_better: bool
+    # further attributes may be set: `labels`, the kind of its targets; `percent = False` where its metrics are no shares;
+    # `sums` and `finish`, as widefield.losses.LossOfSums has them
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
         """The sum of the loss over samples (or pixels), a scalar."""
@@ -56,10 +60,14 @@ def is_per_pixel(task: Task) -> bool:
 
 
 def build(config: TaskConfig, *, num_classes: int) -> Task:
-    """The task that a config names.
+    """The task that a config names, with the loss that it names; its class weights need the data, see `with_loss`.
 
-    ValueError: there is none, it does not take the options, or a user's callable returns no Task.
+    ValueError: there is none, it does not take the options, a user's callable returns no Task, or the loss does not fit it.
     """
+    return with_loss(_task_named(config, num_classes), config)
+
+
+def _task_named(config: TaskConfig, num_classes: int) -> Task:
     refuse_object(config.name, key="task.name", keyword="task")
     if is_code(config.name):
         make = code_named(config.name, key="task.name")
@@ -109,14 +117,22 @@ def checked(task: Any, *, name: str, num_classes: int) -> Task:
 def example_of(task: Task, num_classes: int) -> tuple[Tensor, Tensor]:
     """Example answers and targets for the metrics of a task, the same in each call; every class occurs in the targets.
 
-    (B, num_classes) probabilities and (B,) class numbers or, per pixel, (B, H, W) class numbers both.
+    (B, num_classes) probabilities and (B,) class numbers, of several classes (B, num_classes) of 0 and 1; numbers both; per
+    pixel, (B, H, W) class numbers both, or (B, num_classes, H, W) of 0 and 1.
     """
     generator = torch.Generator().manual_seed(0)
-    if is_per_pixel(task):
+    labels = labels_of(task)
+    if labels == "pixels":
         shape = (4, 8, -(-num_classes // 8) + 1)
         target = (torch.arange(shape[1] * shape[2]) % num_classes).view(1, *shape[1:]).expand(shape).clone()
         return torch.randint(num_classes, shape, generator=generator), target
     count = max(8, 2 * num_classes)
+    if labels == "layers":
+        return tuple(torch.randint(2, (4, num_classes, 8, 5), generator=generator, dtype=torch.uint8) for _ in range(2))
+    if labels == "values":
+        return tuple(torch.randn(count, num_classes, generator=generator) for _ in range(2))
+    if labels == "classes":
+        return torch.rand(count, num_classes, generator=generator), torch.arange(count * num_classes).view(count, -1) % 3 % 2
     return torch.rand(count, num_classes, generator=generator).softmax(1), torch.arange(count) % num_classes
 
 
@@ -150,3 +166,15 @@ def output_of(task_name: str, output: Any, *, batch: int, classes: int, pixels: 
         f"task '{task_name}' wants an output of shape {wanted} and the model gave {got}; "
         "take a model that answers so, set its number of classes, or switch auxiliary outputs off in model.options"
     )
+
+
+def output_of_pixels(task_name: str, output: Any, *, batch: int, classes: int, pixels: Sequence[int]) -> Tensor:
+    """Return the output, a tensor of (batch, classes, *pixels).  ValueError: it has another shape."""
+    output = output_of(task_name, output, batch=batch, classes=classes, pixels=True)
+    if output.shape[2:] != tuple(pixels):
+        wanted, got = (" x ".join(map(str, shape)) for shape in (pixels, output.shape[2:]))
+        raise ValueError(
+            f"the labels are {wanted} pixels and the model answers for {got}; "
+            "take a model that keeps the image's size (unet), or resize its output at its end"
+        )
+    return output

@@ -6,31 +6,34 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
+from widefield.config.field_types import Labels
+from widefield.losses import Loss, Targets
+from widefield.losses.cross_entropy import CrossEntropy
 from widefield.tasks import output_of
+from widefield.tasks._with_loss import WithLoss
 
 
 @dataclass(frozen=True)
-class Classification:
-    """Targets are (B,) class numbers or, after mixing, (B, num_classes) probabilities."""
+class Classification(WithLoss):
+    """Targets are (B,) class numbers or, after mixing, (B, num_classes) probabilities.  loss: None is cross entropy."""
 
     num_classes: int
     label_smoothing: float = 0.0
     headline: str = "top1"
     higher_is_better: bool = True
+    loss: Loss | None = None
+    labels: Labels = "class"
 
-    def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
-        output = output_of("classification", output, batch=len(target), classes=self.num_classes)
-        return F.cross_entropy(output, target, reduction="sum", label_smoothing=self.label_smoothing)
+    def __post_init__(self) -> None:
+        if self.loss is None:
+            targets = Targets("class", self.num_classes)
+            object.__setattr__(self, "loss", CrossEntropy(targets, self.label_smoothing))
 
-    def count(self, target: Tensor) -> int:
-        return len(target)
-
-    def loss_each(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target, reduction="none", label_smoothing=self.label_smoothing)
+    def fitting(self, output: Tensor, target: Tensor) -> Tensor:
+        return output_of("classification", output, batch=len(target), classes=self.num_classes)
 
     def answers(self, output: Tensor) -> Tensor:
         return output.softmax(1)

@@ -14,7 +14,10 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
 from widefield.config.field_types import Labels
-from widefield.tasks import output_of
+from widefield.losses import Loss, Targets
+from widefield.losses.cross_entropy import CrossEntropy
+from widefield.tasks import output_of_pixels
+from widefield.tasks._with_loss import WithLoss
 
 
 class PixelCounts(Metric):
@@ -50,25 +53,25 @@ class PixelCounts(Metric):
 
 
 @dataclass(frozen=True)
-class Segmentation:
-    """Targets are (B, *pixels) class numbers; pixels of `ignore_index` count neither in the loss nor in the metrics."""
+class Segmentation(WithLoss):
+    """Targets are (B, *pixels) class numbers; pixels of `ignore_index` count neither in the loss nor in the metrics.
+
+    loss: None is cross entropy.
+    """
 
     num_classes: int
     ignore_index: int = 255
     headline: str = "iou"
     higher_is_better: bool = True
     labels: Labels = "pixels"
+    loss: Loss | None = None
 
-    def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(self._fitting(output, target), target, reduction="sum", ignore_index=self.ignore_index)
+    def __post_init__(self) -> None:
+        if self.loss is None:
+            object.__setattr__(self, "loss", CrossEntropy(Targets("pixels", self.num_classes, self.ignore_index)))
 
-    def count(self, target: Tensor) -> Tensor:
-        return (target != self.ignore_index).sum()
-
-    def loss_each(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean over the counted pixels of each image; 0 where it has none."""
-        loss = F.cross_entropy(self._fitting(output, target), target, reduction="none", ignore_index=self.ignore_index)
-        return loss.flatten(1).sum(1) / (target != self.ignore_index).flatten(1).sum(1).clamp(min=1)
+    def fitting(self, output: Tensor, target: Tensor) -> Tensor:
+        return output_of_pixels("segmentation", output, classes=self.num_classes, batch=len(target), pixels=target.shape[1:])
 
     def answers(self, output: Tensor) -> Tensor:
         """(B, *pixels) class numbers: probabilities would take `num_classes` times the memory."""
@@ -79,17 +82,6 @@ class Segmentation:
 
     def sentence(self, values: dict[str, float]) -> str:
         return f"{values['iou']:.2f} % mean IoU"
-
-    def _fitting(self, output: Tensor, target: Tensor) -> Tensor:
-        """The output.  ValueError: it has not the size of the target."""
-        output = output_of("segmentation", output, batch=len(target), classes=self.num_classes, pixels=True)
-        if output.shape[2:] != target.shape[1:]:
-            wanted, got = (" x ".join(map(str, shape)) for shape in (target.shape[1:], output.shape[2:]))
-            raise ValueError(
-                f"the labels are {wanted} pixels and the model answers for {got}; "
-                "take a model that keeps the image's size (unet), or resize its output at its end"
-            )
-        return output
 
 
 def build(num_classes: int, *, ignore_index: int = 255) -> Segmentation:

@@ -3,7 +3,9 @@
 assemble.py              the things that train, made of a config: dataset, model, learner, loaders
 loop.py                  one optimizer step
 trainer.py               the loop around the steps: when to evaluate, save, log and stop
-evaluate.py              every image once, exactly
+balance.py               the task with its loss, class weights, weights of samples
+evaluate.py, evaluation.py, scores.py, evaluation_files.py
+                         every image once, exactly; the result, its table of classes, its files
 optimizer.py, own_optimizer.py, schedule.py, arithmetic.py, trust_ratio.py, weight_average.py
                          optimizers, a user's own, learning rates, precision, sharded LARS and LAMB, averages of weights
 given.py                 objects that a Python program passes in place of names

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.data.batch import Batch
-from widefield.data.loader import Key, SampleReader, close
+from widefield.data.loader import SampleReader, close
+from widefield.data.order import Key
 from widefield.data.transforms import seed_of
 
 _NO_SHAPE = 2**63 - 1

@@ -16,14 +16,15 @@ import torch
 from torch import nn
 from torch.utils.data import Sampler
 
-from widefield import models, tasks
+from widefield import models
 from widefield.comm.mesh import Mesh
 from widefield.config import RunConfig
 from widefield.data import Dataset, Labels, open_dataset
 from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
-from widefield.data.loader import EvaluateSampler, Key, SampleReader, Steps, TrainSampler, load_batches, reader_of
+from widefield.data.loader import SampleReader, load_batches, reader_of
 from widefield.data.map_style import MapStyle
+from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
 from widefield.parallel.parallelize import parallelize, parallelize_average, share_states
 from widefield.parallel.parallelize import reasons as parallel_reasons
@@ -32,6 +33,7 @@ from widefield.tasks import Task, labels_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
+from widefield.training.balance import check_stages, sample_weights_of, task_of
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
 from widefield.training.freezing import freeze
@@ -129,7 +131,7 @@ def assemble(
     precision, why_precision = choose_precision(config.precision, mesh.device)
     arithmetic = arithmetic_of(precision, mesh.device)
     dataset = dataset or (open_dataset(config.data) if given.data is None else given.data())
-    task = _task_of(config, given, num_classes=len(dataset.classes))
+    task, why_balanced = task_of(config, given, dataset, mesh)
     _check_channels(config, dataset)
     _check_labels(config, dataset, task)
     _check_classes(config, dataset, given)
@@ -144,16 +146,10 @@ def assemble(
     model, why_weights = _model_of(
         config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights
     )
-    found = (why_precision, why_workers, _why_scaled(config, dataset), why_format, *why_weights)
+    found = (why_precision, why_workers, _why_scaled(config, dataset), why_format, why_balanced, *why_weights)
     reasons = [reason for reason in found if reason is not None]
     window = window_of(mesh)
     return Parts(config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given)
-
-
-def _task_of(config: RunConfig, given: Given, *, num_classes: int) -> Task:
-    if given.task is None:
-        return tasks.build(config.task, num_classes=num_classes)
-    return tasks.checked(given.task, name=f"task={config.task.name}", num_classes=num_classes)
 
 
 def _model_of(
@@ -187,6 +183,7 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     steps = Steps(len(parts.dataset.train), config.data.batch_size)
     lr, why_lr = learning_rate(config.optimizer, config.data.batch_size)
     _check_scaling(parts)
+    check_stages(parts.task, config, mesh)
     freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
         config=config,
@@ -265,6 +262,7 @@ def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch 
         ranks=mesh.copies,
         passes=config.gradient.accumulate,
         multiple=2 if mixing else 1,  # mixup and cutmix mix pairs, which stay on one rank
+        weights=sample_weights_of(config, parts.dataset, mesh, labels=labels_of(parts.task)),
     )
     reader = parts.reader(train=True)
     return parts.agreed(reader, sampler, dummy_batch=dummy_batch or dummy_batch_of(reader, mesh))

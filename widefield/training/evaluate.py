@@ -12,7 +12,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,51 +23,15 @@ from widefield.comm.mesh import Mesh
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch
 from widefield.quantity import count_of
-from widefield.tasks import Task, is_per_pixel
-from widefield.tasks._metrics import RecipeMetric, numbers_of
+from widefield.tasks import Task, is_per_pixel, labels_of
+from widefield.tasks._cases import CaseMetric
+from widefield.tasks._metrics import RecipeMetric, columns_of, numbers_of
 from widefield.tiled.api import tile_of, whole
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
-from widefield.training.thumbnails import Thumbnail, join_thumbnails, small_thumbnail_of, thumbnails_of
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A wrong answer: class numbers, the probability of the predicted class, and the loss."""
-
-    index: int
-    truth: int
-    prediction: int
-    probability: float
-    loss: float
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The result of one evaluation, the same on every rank.
-
-    metrics: the task's in percent, then those that the recipe adds, as they compute themselves.
-    confusion: counts of images or, where every pixel has a class, of pixels (`unit`); rows are true classes.
-    mistakes: the worst wrong answers by loss, over all ranks; pictures: thumbnails of their images.
-    pieces: thumbnails of the first images, where every pixel has a class.
-    images, of: how many images were evaluated, and how many the split has.
-    """
-
-    metrics: dict[str, float]
-    confusion: list[list[int]] | None
-    loss: float
-    images: int
-    of: int
-    duplicates: int
-    skipped: list[str]
-    sentence: str
-    seconds: float
-    mistakes: list[Mistake] = field(default_factory=list, repr=False)
-    unit: Literal["images", "pixels"] = "images"
-    pieces: list[Thumbnail] = field(default_factory=list, repr=False)
-    pictures: list[Thumbnail] = field(default_factory=list, repr=False)
-    channels: int = 3
-    """The number of channels of the images; a thumbnail shows one or three."""
+from widefield.training.evaluation import Evaluation, Mistake, by_loss, mistakes_of
+from widefield.training.scores import columns_of_task
+from widefield.training.thumbnails import Thumbnail, join_thumbnails, painted, small_thumbnail_of, thumbnails_of
 
 
 @torch.no_grad()
@@ -83,11 +47,12 @@ def evaluate(
     worst: int = 24,
     together: bool = False,
     extra_metrics: Sequence[RecipeMetric] = (),
+    classes: Sequence[str] = (),
 ) -> Evaluation:
     """Evaluate `model` on this rank's `batches` of a split of `samples` images.  Every rank calls it; all get the same result.
 
     worst: how many mistakes to return.  together: passes of the model are collective, so every rank has equally many batches.
-    extra_metrics: metrics besides the task's own.
+    extra_metrics: metrics besides the task's own.  classes: their names.
     Counts are exactly those of one rank.  AgreedError, on every rank: an image cannot be read (unless it is skipped).
     """
     start, training = time.monotonic(), [(module, module.training) for module in model.modules()]
@@ -103,14 +68,13 @@ def evaluate(
         image, target = prepare(batch)
         with arithmetic.autocast():
             output = model(on_tiles(image, batch, mesh))
-        output = tile_of(output, mesh) if is_per_pixel(task) else whole(output)
-        if batch.samples == 0:
-            continue
-        seen.add(batch, output.to(torch.promote_types(output.dtype, torch.float32)), target, task=task, worst=worst)
+        output = output if is_per_pixel(task) else whole(output)
+        if batch.samples:
+            seen.add(batch, output, target, task=task, worst=worst, mesh=mesh)
     for module, flag in training:  # not model.train(): the user may keep layers in evaluation mode
         module.training = flag
     mesh.agree(problem)
-    return _total(task, seen, mesh, worst, time.monotonic() - start)
+    return _total(task, seen, mesh, worst, time.monotonic() - start, list(classes))
 
 
 def _is_over(batch: Batch, mesh: Mesh, *, together: bool) -> bool:
@@ -132,6 +96,8 @@ class _Counts:
     """Whether this rank is the first of its copy of the model, which counts what belongs to whole images."""
     counts: bool
     """Whether this rank counts the pixels of its window, which ranks of the same tile also have."""
+    sums: Tensor | None = None
+    """The sums of a loss that is finished from sums; None before the first batch, and of other losses."""
     mistakes: list[Mistake] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     pieces: list[Thumbnail] = field(default_factory=list)
@@ -140,31 +106,60 @@ class _Counts:
     channels: int = 0
     extra_metrics: list[tuple[RecipeMetric, Metric]] = field(default_factory=list)
     """The metrics that the recipe adds, each with the torchmetrics object that counts."""
+    cases: list[CaseMetric] = field(default_factory=list)
+    """Those of each image by itself."""
 
     @classmethod
     def empty(cls, metrics: MetricCollection, samples: int, mesh: Mesh, extra_metrics: Sequence[RecipeMetric] = ()) -> _Counts:
         losses = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         tally = torch.zeros(samples, dtype=torch.int64)
-        made = [(metric, metric.make().to(mesh.device)) for metric in extra_metrics]
-        return cls(metrics.to(mesh.device), tally, losses, mesh.is_first_of_copy, mesh.is_first_of_tile, extra_metrics=made)
+        made = [(metric, metric.made().to(mesh.device)) for metric in extra_metrics if metric.of_cases is None]
+        cases = [metric.of_cases(samples) for metric in extra_metrics if metric.of_cases is not None]
+        first, counts = mesh.is_first_of_copy, mesh.is_first_of_tile
+        return cls(metrics.to(mesh.device), tally, losses, first, counts, extra_metrics=made, cases=cases)
 
-    def add(self, batch: Batch, output: Tensor, target: Tensor, *, task: Task, worst: int) -> None:
-        pixels, answers = is_per_pixel(task), task.answers(output)
+    def add(self, batch: Batch, output: Tensor, target: Tensor, *, task: Task, worst: int, mesh: Mesh) -> None:
+        """Add a batch.  output: of all images or, where every pixel has a class, on tiles.  All ranks of a copy call it."""
+        pixels, output = is_per_pixel(task), output.to(torch.promote_types(output.dtype, torch.float32))
+        self._add_loss(output, on_tiles(target, batch, mesh) if pixels else target, task)
+        output = tile_of(output, mesh)
+        answers = task.answers(output)
         if self.first:
             self.tally.index_add_(0, batch.index, torch.ones_like(batch.index))
         if self.first or (pixels and self.counts):
             self.metrics.update(answers, target)
             for _, metric in self.extra_metrics:
                 metric.update(answers, target)
-            self.losses[0] += task.loss_sum(output, target)
-            self.losses[1] += task.count(target)
+        self._add_cases(batch, answers, target, mesh)
         if pixels and self.counts:
-            self.pieces += thumbnails_of(batch, answers, target, ignore=getattr(task, "ignore_index", -1))
+            shown = (painted(answers), painted(target)) if labels_of(task) == "layers" else (answers, target)
+            self.pieces += thumbnails_of(batch, *shown, ignore=getattr(task, "ignore_index", -1))
         elif self.counts:
-            mistakes = _mistakes(batch.index, target, answers, task.loss_each(output, target), worst)
-            self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=_by_loss)
+            loss = task.loss_each(output, target)
+            mistakes = mistakes_of(batch.index, target, answers, loss, labels=labels_of(task), worst=worst)
+            self.mistakes = heapq.nlargest(worst, self.mistakes + mistakes, key=by_loss)
             self._picture(batch)
         self.channels = batch.shape[0]
+
+    def _add_loss(self, output: Tensor, target: Tensor, task: Task) -> None:
+        """Add the loss of whole images, which every rank of the copy has."""
+        if getattr(task, "finish", None) is None:
+            loss, count = task.loss_sum(output, target), task.count(target)
+            if self.first:
+                self.losses += torch.stack([torch.as_tensor(one, device=self.losses.device).double() for one in (loss, count)])
+            return
+        sums = task.sums(output, target).double()  # type: ignore[attr-defined]
+        if self.first:
+            self.sums = sums if self.sums is None else self.sums + sums
+
+    def _add_cases(self, batch: Batch, answers: Tensor, target: Tensor, mesh: Mesh) -> None:
+        for metric in self.cases:
+            if metric.wants_whole:
+                images = [whole(on_tiles(one, batch, mesh)) for one in (answers, target)]
+                if self.first:
+                    metric.update(batch.index, *images)
+            elif self.counts:
+                metric.update(batch.index, answers, target)
 
     def _picture(self, batch: Batch) -> None:
         """Make thumbnails of this batch's images among `mistakes`, and drop those of images no longer among them."""
@@ -175,56 +170,60 @@ class _Counts:
         self.pictures = pictures
 
 
-def _mistakes(index: Tensor, target: Tensor, answers: Tensor, loss: Tensor, worst: int) -> list[Mistake]:
-    """The batch's worst wrong answers by loss."""
-    probability, prediction = answers.max(1)
-    wrong = (prediction != target).nonzero().flatten()
-    if len(wrong) == 0:
-        return []
-    top = wrong[loss[wrong].topk(min(worst, len(wrong))).indices]
-    columns = [tensor[top.to(tensor.device)].tolist() for tensor in (index, target, prediction, probability, loss)]
-    return [Mistake(*row) for row in zip(*columns, strict=True)]
-
-
-def _by_loss(mistake: Mistake) -> tuple[float, int]:
-    return mistake.loss, -mistake.index
-
-
-def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float) -> Evaluation:
+def _total(task: Task, seen: _Counts, mesh: Mesh, worst: int, seconds: float, classes: list[str]) -> Evaluation:
     """Sum everything over ranks."""
     for metric in seen.metrics.values():
         _add_up(metric, mesh)
-    losses = mesh.sum_(seen.losses)
+    loss = _loss_of(task, seen, mesh)
     tally = mesh.sum_(seen.tally.to(mesh.device)).cpu()
     gathered = mesh.gather_objects((seen.mistakes if seen.first else [], seen.skipped, seen.pieces, seen.channels))
-    mistakes = heapq.nlargest(worst, [one for some, *_ in gathered for one in some], key=_by_loss)
+    mistakes = heapq.nlargest(worst, [one for some, *_ in gathered for one in some], key=by_loss)
     shown = [seen.pictures[one.index] for one in mistakes if one.index in seen.pictures]
     values = dict(seen.metrics.compute())
-    confusion = torch.atleast_2d(values.pop("confusion")).tolist() if "confusion" in values else None  # one class: a number
+    if "confusion" in values:
+        values["confusion"] = torch.atleast_2d(values["confusion"])  # of one class it is a number
+    columns, confusion = columns_of_task(values), values.pop("confusion").tolist() if "confusion" in values else None
     images, of, skipped = int((tally > 0).sum()), len(tally), [name for _, names, *_ in gathered for name in names]
-    duplicates = int(tally.sum()) - images
-    numbers = {name: 100 * float(value) for name, value in values.items()}
-    extra = _extra_metrics(seen, mesh)
-    extra_in_words = "".join(f", {name} {value:.4g}" for name, value in extra.items())
-    skipped_in_words = f", {len(skipped)} unreadable left out" if skipped else ""
-    sentence = f"{task.sentence(numbers)}{extra_in_words} on {images:,}/{of:,} images"
-    sentence += f", {count_of(duplicates, 'duplicate')}" if duplicates else ""
+    duplicates, factor = int(tally.sum()) - images, 100 if getattr(task, "percent", True) else 1
+    numbers = {name: factor * float(value) for name, value in values.items() if value.numel() == 1}
+    extra, further = _extra_metrics(seen, mesh, classes=len(classes))
     return Evaluation(
         metrics=numbers | extra,
         confusion=confusion,
-        loss=float(losses[0] / losses[1]),
+        loss=loss,
         images=images,
         of=of,
         duplicates=duplicates,
         skipped=skipped,
-        sentence=sentence + skipped_in_words,
+        sentence=_sentence(task.sentence(numbers), extra, images, of, duplicates, skipped),
         seconds=seconds,
         mistakes=mistakes,
         unit="pixels" if is_per_pixel(task) else "images",
         pieces=join_thumbnails([piece for *_, pieces, _ in gathered for piece in pieces]),
         pictures=join_thumbnails([piece for pieces in mesh.gather_objects(shown) for piece in pieces]),
         channels=max(channels for *_, channels in gathered),
+        labels=labels_of(task),
+        classes=classes,
+        columns=columns | further,
+        gathered=[metric.name for metric, _ in seen.extra_metrics if metric.gathers],
     )
+
+
+def _loss_of(task: Task, seen: _Counts, mesh: Mesh) -> float:
+    """The loss of the whole split."""
+    finish = getattr(task, "finish", None)
+    losses = mesh.sum_(seen.losses)
+    if finish is None:
+        return float(losses[0] / losses[1])
+    parts = [sums for sums in mesh.gather_objects(None if seen.sums is None else seen.sums.cpu()) if sums is not None]
+    return float(finish(torch.stack(parts).sum(0))) if parts else float("nan")
+
+
+def _sentence(text: str, extra: dict[str, float], images: int, of: int, duplicates: int, skipped: list[str]) -> str:
+    extra_in_words = "".join(f", {name} {value:.4g}" for name, value in extra.items())
+    skipped_in_words = f", {len(skipped)} unreadable left out" if skipped else ""
+    duplicates_in_words = f", {count_of(duplicates, 'duplicate')}" if duplicates else ""
+    return f"{text}{extra_in_words} on {images:,}/{of:,} images{duplicates_in_words}{skipped_in_words}"
 
 
 def _add_up(metric: torch.nn.Module, mesh: Mesh) -> None:
@@ -241,16 +240,27 @@ def _add_up(metric: torch.nn.Module, mesh: Mesh) -> None:
     metric._update_count = max(1, metric._update_count)  # else it would warn on a rank that had no images
 
 
-def _extra_metrics(seen: _Counts, mesh: Mesh) -> dict[str, float]:
-    """The values of the metrics that the recipe adds, over all ranks; tasks/_metrics.py checks that their states add up."""
+def _extra_metrics(seen: _Counts, mesh: Mesh, *, classes: int) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """The values of the metrics that the recipe adds, and those of each class, over all ranks.
+
+    tasks/_metrics.py checks that their states add up.
+    """
     found: dict[str, float] = {}
+    columns: dict[str, list[float]] = {}
     for metric, states in seen.extra_metrics:
         for name, reduce in states._reductions.items():
             setattr(states, name, _joined(getattr(states, name), reduce, mesh))
         states._to_sync = False
         states._update_count = max(1, states._update_count)
-        found |= numbers_of(metric, states.compute())
-    return found
+        value = states.compute()
+        found |= numbers_of(metric, value, classes=classes)
+        columns |= columns_of(metric, value, classes=classes)
+    for cases in seen.cases:
+        cases.table = mesh.sum_(cases.table.to(mesh.device)).cpu()
+        of_classes = cases.columns()
+        columns |= {name: values.tolist() for name, values in of_classes.items()}
+        found |= {name: float(values.nanmean()) for name, values in of_classes.items() if values.is_floating_point()}
+    return found, columns
 
 
 def _joined(state: Any, reduce: Callable[[Tensor], Tensor], mesh: Mesh) -> Any:

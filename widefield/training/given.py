@@ -1,4 +1,4 @@
-"""Objects that a Python program passes in place of names in a recipe: a model, datasets, a task.
+"""Objects that a Python program passes in place of names in a recipe: a model, datasets, a task, a loss.
 
 A config, and so a run folder, has only the class's name, in angle brackets; the record of a run has their sizes and texts.
 To resume or evaluate the run, pass them again.
@@ -28,8 +28,11 @@ REPLACED = {
     "model": ("name", "options", "pretrained"),
     "data": ("name", "options", "path", "hold_out"),
     "task": ("name", "options"),
+    "loss": ("loss", "loss_options"),
 }
-"""The keys of each section that an object replaces; the other keys still apply."""
+"""The keys that an object replaces, first its name, then its options; the other keys still apply."""
+SECTIONS = {"loss": "task"}
+"""The sections of those keys, where they are not called as the object is."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Given:
     task: Task | None = None
     callbacks: Sequence[Any] = ()
     """See run_events.py."""
+    loss: Any = None
+    """A loss of the program's own, see widefield/losses/_own.py."""
 
     def model_copy(self) -> nn.Module | None:
         """A copy of the model for the run, since `parallelize` changes it.  ValueError: it cannot be copied."""
@@ -65,6 +70,8 @@ class Given:
                 facts.setdefault("data", {})[images.split] = about
         if self.task is not None:
             facts["task"] = {"class": object_name(self.task), "text": _text(self.task)}
+        if self.loss is not None:
+            facts["loss"] = {"class": object_name(self.loss), "text": _text(self.loss)}
         return facts
 
 
@@ -76,22 +83,23 @@ def _text(thing: object) -> str:
 
 
 def overrides_for(overrides: Sequence[str], **objects: object) -> list[str]:
-    """Overrides that put the names of objects into a config, then the user's own.  objects: by section; None where not passed.
+    """Overrides that put the names of objects into a config, then the user's own.  objects: by kind; None where not passed.
 
     ValueError: the user sets a key that an object replaces.
     """
     own: list[str] = []
-    for section, thing in objects.items():
+    for kind, thing in objects.items():
         if thing is None:
             continue
+        section, replaced = SECTIONS.get(kind, kind), REPLACED[kind]
         for override in overrides:
             key = override.partition("=")[0].split(".")
-            if key[0] == section and (len(key) == 1 or key[1] in REPLACED[section]):
+            if key[0] == section and (len(key) == 1 or key[1] in replaced):
                 raise ValueError(
-                    f"{override} and {section}={object_name(thing)} say two things of {section}; leave one of them out"
+                    f"{override} and {kind}={object_name(thing)} say two things of {section}; leave one of them out"
                 )
-        values = {"name": object_name(thing), "options": {}}
-        own += [f"{section}.{key}={json.dumps(values.get(key))}" for key in REPLACED[section]]
+        values = {replaced[0]: object_name(thing), replaced[1]: {}}
+        own += [f"{section}.{key}={json.dumps(values.get(key))}" for key in replaced]
     return [*own, *overrides]
 
 

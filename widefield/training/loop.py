@@ -12,6 +12,10 @@ Gradients are averaged over ranks, so a loss scaled by copies of the model / cou
 whole batch, however unevenly it is divided among ranks.  The count of the batch is known only after the backward has begun.  So
 the loss is scaled by the nominal count, of all samples (or all their pixels), and where fewer counted, the gradients are
 multiplied by nominal / count.
+
+A loss with `finish`, which is no sum over a count, is finished from the sums of a pass over all ranks: they are added up
+between forward and backward, and the parts of other ranks are constants in this rank's backward.  Its batch is that of the
+pass; passes weigh as many samples as they have.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from widefield import sharded_state
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import RunConfig
 from widefield.data.device import Preparation
-from widefield.data.loader import Batch, Steps, close
+from widefield.data.loader import Batch, close
+from widefield.data.order import Steps
 from widefield.parallel.inactive import inactive
 from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.parallel.passes import backward_of, without_sync
@@ -145,11 +150,19 @@ class Learner:
             self.skipped += [name for batch in passes for name in batch.skipped]
         return loss_sum / count, wants_to_stop
 
-    @staticmethod
-    def _losses_per_image(batch: Batch) -> int:
-        """The number of losses of one image: 1, or the number of its pixels."""
-        pixels = batch.target.shape[1:]
-        return math.prod(pixels if batch.whole_shape is None or not pixels else batch.whole_shape[1:])
+    def _losses_per_image(self, batch: Batch) -> int:
+        """The number of losses of one image: 1, or the number of its pixels, times that of its classes if it has several."""
+        if getattr(self.task, "counts_images", False) or self._finish is not None:
+            return 1
+        each = batch.target.shape[1:]
+        if batch.whole_shape is None or not is_per_pixel(self.task):
+            return math.prod(each)
+        pixels = batch.whole_shape[1:]
+        return math.prod((*each[: len(each) - len(pixels)], *pixels))
+
+    @property
+    def _finish(self) -> Callable[[Tensor], Tensor] | None:
+        return getattr(self.task, "finish", None)
 
     def _gradients(self, passes: list[Batch], stop: bool, nominal: int) -> tuple[float, float, bool]:
         """Run every pass.  Returns the sums over ranks of the loss and its count, and whether to stop."""
@@ -158,7 +171,7 @@ class Learner:
 
         def on_loss(loss: Tensor, count: int | Tensor, *, last: bool) -> None:
             if self.mesh.is_first_of_copy:
-                own[0] += loss
+                own[0] += loss if self._finish is None else loss / self.mesh.copies  # every copy has the loss of all
                 own[1] += count
             if last:
                 totals.append(self._start_total(own, passes, stop))
@@ -183,11 +196,14 @@ class Learner:
         """
         image, target = self._on_tiles(batch)
         count = self.task.count(target) if batch.samples else 0
+        loss_of = self._loss_of if batch.samples else lambda output, target: self._loss_of(output, target) * 0.0
+        if self._finish is not None:
+            loss_of = partial(self._loss_of_all, samples=batch.samples)
         backward_of(
             self.model,
             image,
             target,
-            loss_of=self._loss_of if batch.samples else lambda output, target: self._loss_of(output, target) * 0.0,
+            loss_of=loss_of,
             scaled=lambda loss: self.scaler.scale(loss * (self.mesh.copies / nominal)),
             autocast=self.arithmetic.autocast,
             on_loss=lambda loss: on_loss(loss, count),
@@ -198,6 +214,18 @@ class Learner:
         if isinstance(output, Tensor):
             output = output.to(torch.promote_types(output.dtype, torch.float32))
         return self.task.loss_sum(output, target)
+
+    def _loss_of_all(self, output: Tensor, target: Tensor, *, samples: int) -> Tensor:
+        """The loss of this pass's samples on all copies times their number, the same on every rank; see the module's docstring.
+
+        samples: how many of them this copy has; of a dummy batch 0, and its sums are multiplied by 0.
+        """
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
+        own = self.task.sums(output, target).double() * float(samples > 0)
+        parts = torch.cat([own.detach().flatten(), own.new_full((1,), samples)])
+        total = self.mesh.sum_(parts if self.mesh.is_first_of_copy else torch.zeros_like(parts))
+        sums = total[:-1].view(own.shape) + (own - own.detach())
+        return self.task.finish(sums) * total[-1]
 
     def _start_total(self, own: Tensor, passes: list[Batch], stop: bool) -> Callable[[], list[float]]:
         problem = any(batch.problem is not None for batch in passes)

@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 
 from widefield import sharded_state
 from widefield.comm.mesh import Mesh, World, current_world, join
-from widefield.data.loader import Steps, order_of
+from widefield.data.order import Steps, order_of
 from widefield.geometry import even_cut, parts_of
 from widefield.plans import Plan, to_text
 from widefield.training.checkpoint import About, Checkpoints

@@ -1,7 +1,8 @@
 """The run folder: which files it has, the lock of the process that trains there, and reading and writing of its files.
 
 config.yaml  plan.yaml  record.jsonl  summary.csv  tensorboard/  checkpoints/  report.html  model.json
-weights.safetensors  best.safetensors  evaluation.json  mistakes/  samples/ (of labels per pixel)  nan.json (after NaN)
+weights.safetensors  best.safetensors  evaluation.json  evaluation.csv  mistakes/  samples/ (of labels per pixel)
+nan.json (after NaN)
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, get_args
 from weakref import WeakSet
@@ -22,23 +22,20 @@ import torch
 from torch import Tensor, nn
 
 from widefield.config import RunConfig, read_config
-from widefield.data import Dataset, Images, Labels
-from widefield.data.image import write_image, write_labels
+from widefield.data import Dataset, Labels
 from widefield.data.intensity import OF_VALUES, Intensity
 from widefield.models._weights import load_state, read_tensors
 from widefield.naming import did_you_mean
 from widefield.plans import Plan, to_text
 from widefield.section import differences, to_yaml
 from widefield.training.disk import free_bytes, replace_text
-from widefield.training.evaluate import Evaluation, Mistake
-from widefield.training.thumbnails import Thumbnail, shown_in_words
 from widefield.trust import check_links
 
 WEIGHTS, BEST = "weights.safetensors", "best.safetensors"
 MODEL = "model.json"
 _WRITTEN = (
     "config.yaml", "plan.yaml", "record.jsonl", "summary.csv", "tensorboard", "checkpoints", "report.html", WEIGHTS, BEST,
-    MODEL, "evaluation.json", "mistakes", "samples", "nan.json",
+    MODEL, "evaluation.json", "evaluation.csv", "mistakes", "samples", "nan.json",
 )  # fmt: skip
 """The files and folders that training writes."""
 _FURTHER = re.compile(
@@ -270,83 +267,6 @@ def load_weights(path: str | Path, model: nn.Module) -> None:
     ValueError: no such file, or names or shapes that are not the model's.
     """
     load_state(read_tensors(path), model, source=str(path))
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One of the worst mistakes, as the report shows it."""
-
-    id: str
-    picture: str
-    truth: str
-    prediction: str
-    probability: float
-    loss: float
-
-
-def write_evaluation(
-    folder: Path,
-    evaluation: Evaluation,
-    *,
-    step: int,
-    epoch: float,
-    classes: list[str],
-    images: Images,
-    attempt: Callable[[str, Callable[[], Any]], Any] = lambda what, work: work(),
-) -> None:
-    """Write evaluation.json, with thumbnails of the worst mistakes or, where pixels have labels, of the first images.
-
-    attempt: calls a function that writes, named by the first argument; where it returns None that file is left out.
-    """
-    pieces = {piece.index: piece for piece in evaluation.pictures}
-    omitted = ("mistakes", "pieces", "pictures", "channels", "seconds")
-    values = {key: value for key, value in vars(evaluation).items() if key not in omitted}
-    values |= {"step": step, "epoch": epoch, "classes": classes, "shown": shown_in_words(evaluation.channels)}
-    values["mistakes"] = [
-        asdict(_picture(folder, number, mistake, pieces.get(mistake.index), classes, images, attempt))
-        for number, mistake in enumerate(evaluation.mistakes)
-    ]
-    for stale in sorted((folder / "mistakes").glob("*.png"))[len(evaluation.mistakes) :]:
-        stale.unlink(missing_ok=True)
-    samples = [
-        attempt("the pictures of evaluated images", partial(_write_sample, folder, piece, images.name_of(piece.index)))
-        for piece in evaluation.pieces
-    ]
-    values["samples"] = [sample for sample in samples if sample is not None]
-    attempt("evaluation.json", lambda: replace_text(folder / "evaluation.json", json.dumps(values) + "\n"))
-
-
-def _picture(
-    folder: Path, number: int, mistake: Mistake, piece: Thumbnail | None, classes: list[str], images: Images, attempt: Any
-) -> Picture:
-    """What the report shows of a mistake; its thumbnail is written to mistakes/, and `picture` is "" where there is none."""
-    file = folder / f"mistakes/{number:02}.png"
-    written = None if piece is None else attempt("the pictures of mistakes", partial(_write_picture, piece, file))
-    return Picture(
-        images.name_of(mistake.index),
-        "" if written is None else f"mistakes/{file.name}",
-        classes[mistake.truth],
-        classes[mistake.prediction],
-        mistake.probability,
-        mistake.loss,
-    )
-
-
-def _write_picture(piece: Thumbnail, file: Path) -> Path:
-    file.parent.mkdir(exist_ok=True)
-    write_image(piece.image, file)
-    return file
-
-
-def _write_sample(folder: Path, piece: Thumbnail, name: str) -> dict[str, Any]:
-    """Write the three thumbnails of an image to samples/; returns what the report needs."""
-    place = folder / "samples"
-    place.mkdir(exist_ok=True)
-    files = {kind: f"samples/{piece.index:02}_{kind}.png" for kind in ("image", "truth", "prediction")}
-    write_image(piece.image, folder / files["image"])
-    write_labels(piece.truth, folder / files["truth"])
-    write_labels(piece.prediction, folder / files["prediction"])
-    return {"id": name, "size": list(piece.size), "right": piece.right, "counted": piece.counted, **files}
 
 
 def write_nan(folder: Path, values: dict[str, Any]) -> Path:

@@ -89,6 +89,12 @@ def thumbnails_of(batch: Batch, answers: Tensor, target: Tensor, *, ignore: int)
     ]
 
 
+def painted(layers: Tensor) -> Tensor:
+    """From layers (B, K, *pixels) of 0 and 1 class numbers (B, *pixels) to show: 1 + the last class there is, 0 for none."""
+    numbers = torch.arange(1, layers.shape[1] + 1, device=layers.device).view(-1, *[1] * (layers.ndim - 2))
+    return ((layers > 0) * numbers).amax(1)
+
+
 def _place(batch: Batch) -> tuple[tuple[int, int], tuple[Interval, ...]]:
     """The (H, W) of the whole images, and this rank's window of them."""
     height, width = batch.shape[-2:]

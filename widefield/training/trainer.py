@@ -24,6 +24,7 @@ from widefield.training.best import value_in
 from widefield.training.checkpoint import About, Checkpoints
 from widefield.training.checkpoint_directory import name_of
 from widefield.training.evaluate import Evaluation, evaluate
+from widefield.training.evaluation_files import write_evaluation
 from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Learner, NonFiniteLossError, Passes
 from widefield.training.record import Record, versions
@@ -34,7 +35,6 @@ from widefield.training.run_folder import (
     WEIGHTS,
     peak_memory_bytes,
     save_weights,
-    write_evaluation,
     write_nan,
     write_weights,
 )
@@ -329,4 +329,5 @@ def evaluate_parts(parts: Parts, model: nn.Module) -> Evaluation:
         samples=len(parts.dataset.evaluate),
         together=together,
         extra_metrics=parts.metrics,
+        classes=parts.dataset.classes,
     )

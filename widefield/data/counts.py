@@ -1,0 +1,66 @@
+"""How often is each class in a split?  For class weights and for balanced sampling.
+
+Targets come from `target_of` of the images where they have it, which reads no image, else from `read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.data import BadImageError, Images
+
+
+def target_of(images: Images, index: int) -> Any:
+    """The target of an image: an int, or a tensor.  BadImageError: it cannot be read."""
+    of = getattr(images, "target_of", None)
+    return images.read(index)[1] if of is None else of(index)
+
+
+def class_counts(
+    images: Images, indices: Iterable[int], *, labels: str, classes: int, ignore: int | None = None, skip: bool = False
+) -> Tensor:
+    """(classes + 1,) int64: the samples of each class among `indices`, or pixels where these have classes; last, of all.
+
+    labels: the kind of targets, not "values".  ignore: the label of pixels that do not count.  skip: leave out what cannot be
+    read.
+    """
+    total = torch.zeros(classes + 1, dtype=torch.int64)
+    for index in indices:
+        target = _readable(images, index, skip=skip)
+        if target is not None:
+            target = torch.as_tensor(target)
+            found = _counts(target, labels, classes, ignore)
+            number = found.sum() if labels in ("class", "pixels") else torch.tensor(target.numel() // classes)
+            total += torch.cat([found, number.view(1)])
+    return total
+
+
+def classes_of(images: Images, indices: Iterable[int], *, labels: str, classes: int, skip: bool = False) -> Tensor:
+    """(samples, classes) of 0 and 1: which classes each of these samples has; none where `skip` leaves one out."""
+    rows = []
+    for index in indices:
+        target = _readable(images, index, skip=skip)
+        nothing = torch.zeros(classes, dtype=torch.uint8)
+        rows.append(nothing if target is None else _counts(torch.as_tensor(target), labels, classes).to(torch.uint8))
+    return torch.stack(rows) if rows else torch.zeros(0, classes, dtype=torch.uint8)
+
+
+def _readable(images: Images, index: int, *, skip: bool) -> Any:
+    try:
+        return target_of(images, index)
+    except BadImageError:
+        if not skip:
+            raise
+        return None
+
+
+def _counts(target: Tensor, labels: str, classes: int, ignore: int | None = None) -> Tensor:
+    """(classes,) of one sample."""
+    if labels in ("classes", "layers"):
+        return (target > 0).view(classes, -1).sum(1)
+    counted = target.flatten() if ignore is None else target[target != ignore].flatten()
+    return torch.bincount(counted.long(), minlength=classes)[:classes]

@@ -1,0 +1,112 @@
+"""The files of an evaluation in a run folder: evaluation.json, evaluation.csv, and the pictures in mistakes/ and samples/."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from widefield.data import Images
+from widefield.data.image import write_image, write_labels
+from widefield.training.disk import replace_text
+from widefield.training.evaluation import Evaluation, Mistake
+from widefield.training.scores import csv_of
+from widefield.training.thumbnails import Thumbnail, shown_in_words
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One of the worst mistakes, as the report shows it."""
+
+    id: str
+    picture: str
+    truth: str
+    prediction: str
+    probability: float | None
+    loss: float
+
+
+def write_evaluation(
+    folder: Path,
+    evaluation: Evaluation,
+    *,
+    step: int,
+    epoch: float,
+    classes: list[str],
+    images: Images,
+    attempt: Callable[[str, Callable[[], Any]], Any] = lambda what, work: work(),
+) -> None:
+    """Write evaluation.json, with thumbnails of the worst mistakes or, where pixels have labels, of the first images.
+
+    attempt: calls a function that writes, named by the first argument; where it returns None that file is left out.
+    """
+    pieces = {piece.index: piece for piece in evaluation.pictures}
+    omitted = ("mistakes", "pieces", "pictures", "channels", "seconds")
+    values = {key: value for key, value in vars(evaluation).items() if key not in omitted}
+    values["columns"] = {name: [_or_none(value) for value in column] for name, column in evaluation.columns.items()}
+    values |= {"step": step, "epoch": epoch, "classes": classes, "shown": shown_in_words(evaluation.channels)}
+    values["mistakes"] = [
+        asdict(_picture(folder, number, mistake, pieces.get(mistake.index), classes, images, attempt))
+        for number, mistake in enumerate(evaluation.mistakes)
+    ]
+    for stale in sorted((folder / "mistakes").glob("*.png"))[len(evaluation.mistakes) :]:
+        stale.unlink(missing_ok=True)
+    samples = [
+        attempt("the pictures of evaluated images", partial(_write_sample, folder, piece, images.name_of(piece.index)))
+        for piece in evaluation.pieces
+    ]
+    values["samples"] = [sample for sample in samples if sample is not None]
+    attempt("evaluation.json", lambda: replace_text(folder / "evaluation.json", json.dumps(values) + "\n"))
+    table = csv_of(replace(evaluation, classes=classes))
+    attempt("evaluation.csv", lambda: replace_text(folder / "evaluation.csv", table))
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _picture(
+    folder: Path, number: int, mistake: Mistake, piece: Thumbnail | None, classes: list[str], images: Images, attempt: Any
+) -> Picture:
+    """What the report shows of a mistake; its thumbnail is written to mistakes/, and `picture` is "" where there is none."""
+    file = folder / f"mistakes/{number:02}.png"
+    written = None if piece is None else attempt("the pictures of mistakes", partial(_write_picture, piece, file))
+    return Picture(
+        images.name_of(mistake.index),
+        "" if written is None else f"mistakes/{file.name}",
+        _words(mistake.truth, classes),
+        _words(mistake.prediction, classes),
+        mistake.probability,
+        mistake.loss,
+    )
+
+
+def _words(answer: int | tuple[int, ...] | tuple[float, ...], classes: list[str]) -> str:
+    """A class, several classes, or numbers, each with its name where there are several."""
+    if isinstance(answer, int):
+        return classes[answer]
+    if any(isinstance(value, float) for value in answer):
+        names = [f"{name} " for name in classes] if len(classes) > 1 else [""]
+        return ", ".join(f"{name}{value:.4g}" for name, value in zip(names, answer, strict=True))
+    return ", ".join(classes[int(number)] for number in answer) or "no class"
+
+
+def _write_picture(piece: Thumbnail, file: Path) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    write_image(piece.image, file)
+    return file
+
+
+def _write_sample(folder: Path, piece: Thumbnail, name: str) -> dict[str, Any]:
+    """Write the three thumbnails of an image to samples/; returns what the report needs."""
+    place = folder / "samples"
+    place.mkdir(exist_ok=True)
+    files = {kind: f"samples/{piece.index:02}_{kind}.png" for kind in ("image", "truth", "prediction")}
+    write_image(piece.image, folder / files["image"])
+    write_labels(piece.truth, folder / files["truth"])
+    write_labels(piece.prediction, folder / files["prediction"])
+    return {"id": name, "size": list(piece.size), "right": piece.right, "counted": piece.counted, **files}
