@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -209,8 +210,12 @@ class Learner:
             on_loss=lambda loss: on_loss(loss, count),
         )
 
-    def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
-        """The task's loss sum, computed in float32 or wider, outside of autocast."""
+    def _loss_of(self, output: Any, target: Tensor) -> Tensor:
+        """The task's loss sum, computed in float32 or wider, outside of autocast; with those of auxiliary heads, if any."""
+        weight = self.config.model.auxiliary
+        if weight is not None and isinstance(output, tuple):
+            main, *others = (self._loss_of(one, target) for one in output)
+            return main + weight * sum(others)
         if isinstance(output, Tensor):
             output = output.to(torch.promote_types(output.dtype, torch.float32))
         return self.task.loss_sum(output, target)
