@@ -546,7 +546,7 @@ def test_objects_that_do_not_fit_are_refused_in_words(passed, told, tmp_path):
         ("data={name: digits}", "say two things of data"),
         (
             "data.augment=[RandomHorizontalFlip]",
-            "data.augment changes uint8 images and those of data.name=<.*Patches> are float",
+            "data.augment has RandomHorizontalFlip, which changes uint8 images, and those of data.name=<.*Patches> are float",
         ),
         ("data.mean=[0.1, 0.2]", "data.mean has 2 numbers and the images have 3 channels"),
     ],

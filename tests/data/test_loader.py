@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from widefield.config import DataConfig
-from widefield.data import BadImageError, loader, open_dataset, order
+from widefield.data import BadImageError, loader, mixing, open_dataset, order
 from widefield.data.loader import Batch, SampleReader, load_batches, reader_of
 from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler, order_of, share_of
-from widefield.data.transforms import Transforms
+from widefield.data.transforms import Step, Transforms
 from widefield.geometry import Interval
 
 CPU = torch.device("cpu")
@@ -220,7 +220,7 @@ def test_without_mixing_a_batch_has_no_partners():
 
 def test_the_share_and_box_of_cutmix_agree_where_the_box_is_not_clipped():
     """A share s leaves 1 - s of the image to the box, which is as high as wide in shares of the image."""
-    draws = [reading(Dots(2), cutmix=1.0)._draw(0, pair) for pair in range(300)]
+    draws = [mixing.draw(0, 0, pair, cutmix=1.0) for pair in range(300)]
     whole = [(share, box) for share, box in draws if min(box) > 0 and max(box) < 1]
     assert len(whole) > 20
     for share, (top, left, bottom, right) in whole:
@@ -228,12 +228,12 @@ def test_the_share_and_box_of_cutmix_agree_where_the_box_is_not_clipped():
 
 
 def test_each_pair_of_each_epoch_draws_its_own_share():
-    draws = {reading(Dots(2), mixup=1.0)._draw(epoch, pair)[0] for epoch in range(5) for pair in range(20)}
+    draws = {mixing.draw(0, epoch, pair, mixup=1.0)[0] for epoch in range(5) for pair in range(20)}
     assert len(draws) == 100
 
 
 def test_shares_are_drawn_from_the_beta_distribution_of_alpha():
-    shares = np.array([reading(Dots(2), mixup=0.4)._draw(0, pair)[0] for pair in range(4000)])
+    shares = np.array([mixing.draw(0, 0, pair, mixup=0.4)[0] for pair in range(4000)])
     # Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1)); 4 standard errors of 4,000 draws
     assert abs(shares.mean() - 0.5) < 4 * (1 / 7.2 / 4000) ** 0.5 and abs(shares.var() - 1 / 7.2) < 0.008
 
@@ -361,7 +361,7 @@ def _crash(image: Tensor) -> Tensor:
 def test_a_crash_inside_a_transform_comes_back_with_its_traceback(workers):
     """As a batch, not as an exception: an exception on one rank alone would leave the others waiting."""
     transforms = Transforms(["RandomHorizontalFlip"], field="data.read")
-    transforms.steps = [_crash]
+    transforms.steps = [Step("crash", {}, _crash)]
     images = open_dataset(DataConfig(name="digits")).train
     reader = SampleReader(images, transforms, NONE, num_classes=10, seed=0)
     (batch,) = load_batches(reader, sampler_of(Steps(4, 4)), workers=workers, device=CPU)

@@ -11,7 +11,7 @@ from widefield.config import DataConfig
 from widefield.data.device import Preparation
 from widefield.data.loader import Batch, SampleReader, reader_of
 from widefield.data.order import Key
-from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving
+from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms
 from widefield.geometry import Interval, even_cut, parts_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -135,13 +135,6 @@ def test_transforms_of_colour_leave_a_mask_alone(name):
         assert torch.equal(getattr(v2, name)(**needed)(image, mask)[1], mask)
 
 
-@pytest.mark.parametrize(
-    "name", ["RandomHorizontalFlip", "RandomCrop", "Resize", "RandomRotation", "ElasticTransform", "CutMix"]
-)
-def test_whatever_else_may_move_pixels(name):
-    assert moving(["Grayscale", {name: {}}]) == [name]
-
-
 @pytest.mark.parametrize("label", [CLASSES, 255])
 def test_a_label_of_a_pixel_that_is_no_class_names_its_image(label):
     told = problem(reading(Labelled(labels={6: label})), 5, 6)
@@ -199,7 +192,8 @@ def test_whole_images_that_differ_are_refused_even_where_their_windows_are_alike
     told = problem(reading(Cut(sizes={3: (9, 14), 4: (10, 14)}), window=TILES[0]), 3, 4)
     assert told == (
         "images of one batch differ in size (C, H, W): noise/3 is (3, 9, 14) and noise/4 is (3, 10, 14); "
-        "store images and labels in one size"
+        "add RandomCrop: {size: [H, W], pad_if_needed: true} or Resize: {size: [H, W]} to data.read, and one of them to "
+        "data.read_evaluate, or set data.batch_size and data.evaluate_batch_size to 1"
     )
 
 

@@ -111,6 +111,6 @@ def test_answers_that_would_overwrite_images_or_each_other_are_refused(trained, 
     assert len(inference.predict(trained, [paths["other.png"], paths["other.png"]])) == 2
 
 
-def test_what_moves_pixels_is_refused_before_the_first_step(tmp_path):
-    with pytest.raises(AgreedError, match="data.augment has RandomHorizontalFlip, which may move pixels"):
-        go(tmp_path / "run", "data.augment=[RandomHorizontalFlip]")
+def test_what_labels_cannot_follow_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(AgreedError, match="data.augment has RandomErasing, which moves or changes pixels"):
+        go(tmp_path / "run", "data.augment=[RandomErasing]")

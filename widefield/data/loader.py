@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -20,7 +20,10 @@ from widefield.config import DataConfig
 from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
 from widefield.data.intensity import Intensity, limits_of, moments_of
+from widefield.data.mixing import mixed
 from widefield.data.order import Key
+from widefield.data.pixel_transforms import PixelTransforms
+from widefield.data.sources import OfImages
 from widefield.data.targets import check_target, part_of
 from widefield.data.transforms import Transforms, all_seeded, seed_of
 from widefield.private_torch.loaders import shutdown_workers
@@ -55,6 +58,8 @@ class SampleReader(Dataset):
     ignore: int | None = None
     """A label besides the classes, of pixels that do not count."""
     intensity: Intensity = Intensity()
+    moves: PixelTransforms | None = None
+    """All transforms, where pixels have labels; the fields `transforms` and `augment` are not used then."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -97,7 +102,10 @@ class SampleReader(Dataset):
             shown=getattr(self.images, "shown", None) or limits_of(read[0].image.dtype),
             moments=self._moments(read),
         )
-        return self._mixed(batch, keys_read) if self.mixup or self.cutmix else batch
+        if not self.mixup and not self.cutmix:
+            return batch
+        where = [(key.epoch, key.position) for key in keys_read]
+        return mixed(batch, where, seed=self.seed, mixup=self.mixup, cutmix=self.cutmix)
 
     def _read(self, key: Key, skipped: list[str]) -> _Sample | None:
         try:
@@ -113,6 +121,8 @@ class SampleReader(Dataset):
 
     def _sample(self, key: Key, read_seed: int, augment_seed: int) -> _Sample:
         """The image, or this rank's window of it.  Transforms may depend on all pixels, so with any the whole image is read."""
+        if self.moves is not None:
+            return self._moved(self.moves, key, {"read": read_seed, "augment": augment_seed})
         images, plain = self.images, not self.transforms.steps and not self.augment.steps
         if self.window is not None and plain and isinstance(images, WindowedImages):
             shape = tuple(images.shape(key.index))
@@ -131,6 +141,18 @@ class SampleReader(Dataset):
         window = self.window(shape[1:])
         part = (..., *(slice(run.start, run.stop) for run in window))
         return _Sample(key, image[part], part_of(target, window), shape, window)
+
+    def _moved(self, moves: PixelTransforms, key: Key, seeds: dict[str, int]) -> _Sample:
+        """The image and its labels, or this rank's window of them, moved as one."""
+        seed = seed_of(self.seed, "dataset", key.epoch, key.index)
+        source = OfImages(self.images, key.index, seed=seed, check=partial(self._check_labels, key))
+        try:
+            view = moves(source, seeds, window_of=self.window, index=key.index)
+        except BadImageError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{self.images.name_of(key.index)}: {error}") from None
+        return _Sample(key, view.image, view.labels, view.shape, view.window)
 
     def _moments(self, read: list[_Sample]) -> Tensor | None:
         """See Batch.moments; of the images as they are in the files, before any transform."""
@@ -159,38 +181,13 @@ class SampleReader(Dataset):
                 cure = (
                     "add RandomResizedCrop: {size: [H, W]} to data.read and Resize: {size: [H, W]} to data.read_evaluate"
                     if isinstance(first.target, int)
-                    else "store images and labels in one size"
+                    else "add RandomCrop: {size: [H, W], pad_if_needed: true} or Resize: {size: [H, W]} to data.read, and one "
+                    "of them to data.read_evaluate, or set data.batch_size and data.evaluate_batch_size to 1"
                 )
                 raise ValueError(
                     f"images of one batch differ in size (C, H, W): {a} is {first.shape} and {b} is {other.shape}; {cure}"
                 )
         return torch.stack([sample.image for sample in read])
-
-    def _mixed(self, batch: Batch, keys: list[Key]) -> Batch:
-        """Pair positions 2i and 2i + 1 (parts are cut at even positions); a sample without its partner is not mixed."""
-        place = {key.position: number for number, key in enumerate(keys)}
-        partner = [place.get(key.position ^ 1, number) for number, key in enumerate(keys)]
-        draws = [self._draw(key.epoch, key.position // 2) for key in keys]
-        return replace(
-            batch,
-            partner=torch.tensor(partner),
-            share=torch.tensor([share for share, _ in draws], dtype=torch.float64),
-            box=torch.tensor([box for _, box in draws], dtype=torch.float64),
-        )
-
-    def _draw(self, epoch: int, pair: int) -> tuple[float, list[float]]:
-        """The share of a pair's first image and, for cutmix, the pasted box: top, left, bottom, right as shares of the image.
-
-        mixup: Zhang et al. 2018, arXiv:1710.09412; cutmix: Yun et al. 2019, arXiv:1905.04899.
-        """
-        generator = np.random.default_rng(seed_of(self.seed, "mix", epoch, pair))
-        cut = bool(self.cutmix) and (not self.mixup or generator.random() < 0.5)
-        share = generator.beta(*(2 * [self.cutmix if cut else self.mixup]))
-        if not cut:
-            return share, [0.0, 0.0, 0.0, 0.0]
-        side, (y, x) = (1 - share) ** 0.5, generator.random(2)
-        top, left = max(0.0, y - side / 2), max(0.0, x - side / 2)
-        return share, [top, left, min(1.0, y + side / 2), min(1.0, x + side / 2)]
 
 
 _DIE_WITH_PARENT = 1
@@ -232,6 +229,16 @@ def close(batches: Iterator[Batch]) -> None:
     shutdown_workers(batches)
 
 
+def augments_on_device(listed: Sequence[Any], device: torch.device, *, cut: bool, pixels: bool) -> bool:
+    """Whether data.augment runs on the device, image by image.
+
+    Not on the CPU, which the loader's workers leave free; not where images are cut over ranks, since it may need the whole
+    image; nor where it moves labels of pixels or is a user's own, since images go to the device without their labels.
+    """
+    moves_labels = pixels and not all(step.keeps_pixels_in_place for step in Transforms(listed, field="data.augment").steps)
+    return device.type != "cpu" and not cut and not moves_labels
+
+
 def reader_of(
     config: DataConfig,
     images: Images,
@@ -243,18 +250,22 @@ def reader_of(
     window: Callable[[tuple[int, ...]], Window] | None = None,
     ignore: int | None = None,
     intensity: Intensity | None = None,
+    pixels: bool = False,
 ) -> SampleReader:
-    """The reader that a config asks for.
+    """The reader that a config asks for; pixels: whether they have labels.
 
-    Random augmentation runs in the reader where the device is the CPU, and where images are cut, since it needs the whole
-    image; else on the device (`Preparation`).
+    Random augmentation runs in the reader where `augments_on_device` does not say that it runs in `Preparation`.
     """
     listed = config.read if train else config.read_evaluate
-    here = config.augment if train and (device.type == "cpu" or window is not None) else []
+    on_device = augments_on_device(config.augment, device, cut=window is not None, pixels=pixels)
+    read = Transforms(listed, field="data.read" if train else "data.read_evaluate")
+    augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
+    moves = PixelTransforms(read, augment, num_classes=num_classes, ignore=ignore)
     return SampleReader(
         images=images,
-        transforms=Transforms(listed, field="data.read" if train else "data.read_evaluate"),
-        augment=Transforms(here, field="data.augment"),
+        transforms=read,
+        augment=augment,
+        moves=moves if pixels and (read.steps or augment.steps) else None,
         num_classes=num_classes,
         seed=seed,
         mixup=config.mixup if train else 0.0,

@@ -1,16 +1,23 @@
-"""torchvision.transforms.v2 by name, with a seed for each sample.
+"""torchvision.transforms.v2 by name, those of added_transforms.py, and users' own, with a seed for each sample.
 
 A list in a recipe, `[RandomCrop: {size: 8, padding: 1}, RandomHorizontalFlip]`, becomes one function of an image and a
 seed.  The seed depends on the run's seed, the epoch and the sample, so a transformed image does not depend on ranks, workers
-or batches.
+or batches.  Where pixels have labels, pixel_transforms.py carries out the list.
+
+A transform of a user's own is `package.module:callable`, called with the image tensor (C, H, W), and with (image, mask) as
+torchvision's tv_tensors where pixels have labels; it returns the like.  Arguments in the recipe are passed as keywords; a class
+is constructed with them first.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +25,13 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from widefield.data.added_transforms import ADDED
 from widefield.naming import did_you_mean
+from widefield.own_code import code_named, is_code
 
-_KNOWN = [name for name in dir(v2) if isinstance(getattr(v2, name), type) and issubclass(getattr(v2, name), v2.Transform)]
+_KNOWN: dict[str, type] = {
+    name: found for name in dir(v2) if isinstance(found := getattr(v2, name), type) and issubclass(found, v2.Transform)
+} | ADDED
 
 _OF_FUNCTIONS = ("Compose", "Lambda", "RandomApply", "RandomChoice", "RandomOrder", "Transform")
 
@@ -29,17 +40,38 @@ KEEP_PIXELS_IN_PLACE = (
     "RandomAutocontrast", "RandomChannelPermutation", "RandomEqualize", "RandomGrayscale", "RandomInvert",
     "RandomPhotometricDistort", "RandomPosterize", "RandomSolarize",
 )  # fmt: skip
-"""Transforms of colour only, after which labels of pixels are still right.  All others may move pixels, but not the labels."""
+"""Transforms of colour only, which move no pixel."""
+
+_LOOK_AT_ALL = (
+    "GaussianBlur", "GaussianNoise", "RandomAdjustSharpness", "RandomAutocontrast", "RandomEqualize",
+    "RandomPhotometricDistort",
+)  # fmt: skip
+"""Those of them in which a pixel depends on others, or on the number of pixels."""
 
 
-def moving(listed: Sequence[Any]) -> list[str]:
-    """The names in a recipe's list of transforms that may move pixels.
+@dataclass(frozen=True)
+class Step:
+    """One entry of a list.  arguments: as in the recipe.  run: torchvision's object, one of ours, or a user's callable."""
 
-    >>> moving(["RandomHorizontalFlip", {"ColorJitter": {"brightness": 0.2}}])
-    ['RandomHorizontalFlip']
-    """
-    names = [str(next(iter(entry), "") if isinstance(entry, dict) else entry) for entry in listed]
-    return [name for name in names if name not in KEEP_PIXELS_IN_PLACE]
+    name: str
+    arguments: dict[str, Any]
+    run: Callable[..., Any]
+    is_own: bool = False
+
+    def __call__(self, image_CHW: Tensor) -> Tensor:
+        return self.run(image_CHW)
+
+    @property
+    def keeps_pixels_in_place(self) -> bool:
+        return self.name in KEEP_PIXELS_IN_PLACE
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether what becomes of a pixel depends on no other pixel; a user's own says so by `pointwise = True`."""
+        if self.is_own:
+            return getattr(self.run, "pointwise", False) is True
+        looks_at_mean = self.name == "ColorJitter" and self.run.contrast is not None  # type: ignore[attr-defined]
+        return self.keeps_pixels_in_place and self.name not in _LOOK_AT_ALL and not looks_at_mean
 
 
 def seed_of(*parts: int | str) -> int:
@@ -87,23 +119,33 @@ class Transforms:
 
     def __init__(self, listed: Sequence[Any], *, field: str) -> None:
         """field: the recipe's key, for errors.  ValueError: an unknown transform, or arguments that it does not take."""
+        self.field = field
         self.steps = [_one(entry, f"{field}[{number}]") for number, entry in enumerate(listed)]
 
     def __call__(self, image_CHW: Tensor, seed: int) -> Tensor:
         if not self.steps:
             return image_CHW
-        with seeded(seed, image_CHW.device):
+        with seeded_for(self.steps, seed, image_CHW.device):
             for step in self.steps:
                 image_CHW = step(image_CHW)
         return image_CHW
 
 
-def _one(entry: Any, field: str) -> v2.Transform:
+@contextmanager
+def seeded_for(steps: Sequence[Step], seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, the generators are seeded that these steps may use: torch's, and with a user's own Python's and NumPy's too."""
+    with all_seeded(seed) if any(step.is_own for step in steps) else nullcontext(), seeded(seed, device):
+        yield
+
+
+def _one(entry: Any, field: str) -> Step:
     if isinstance(entry, str):
         entry = {entry: {}}
     if not isinstance(entry, dict) or len(entry) != 1:
         raise ValueError(f"{field} is {entry!r}; write a name, or one name with its arguments: RandomCrop: {{size: 32}}")
     ((name, arguments),) = entry.items()
+    if isinstance(name, str) and is_code(name):
+        return _users(name, arguments, field)
     if name not in _KNOWN:
         raise ValueError(f"{field}: torchvision.transforms.v2 has no '{name}'{did_you_mean(name, _KNOWN)}")
     if name in _OF_FUNCTIONS:
@@ -113,9 +155,32 @@ def _one(entry: Any, field: str) -> v2.Transform:
     if not isinstance(arguments, dict | None):
         raise ValueError(f"{field}: {name} is given {arguments!r}; name its arguments: {name}: {{size: 32}}")
     try:
-        return getattr(v2, name)(**_arguments(arguments or {}))
+        return Step(name, arguments or {}, _KNOWN[name](**_arguments(arguments or {})))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{field}: {name} does not take {arguments}: {error}") from None
+
+
+def _users(name: str, arguments: Any, field: str) -> Step:
+    """A user's callable, or an object of a user's class.  ValueError: there is none, or it does not take the arguments."""
+    if not isinstance(arguments, dict | None):
+        raise ValueError(f"{field}: {name} is given {arguments!r}; name its arguments: '{name}': {{strength: 2}}")
+    found, options = code_named(name, key=field), arguments or {}
+    if isinstance(found, type):
+        try:
+            made = found(**options)
+        except TypeError as error:
+            raise ValueError(f"{field}: {name} does not take {options}: {error}") from None
+        if not callable(made):
+            raise ValueError(f"{field}: objects of {name} cannot be called; give the class a method __call__")
+        return Step(name, options, made, is_own=True)
+    try:
+        inspect.signature(found).bind_partial(**options)
+    except TypeError as error:
+        raise ValueError(f"{field}: {name} does not take {options}: {error}") from None
+    run = partial(found, **options) if options else found
+    if options and getattr(found, "pointwise", False) is True:
+        run.pointwise = True
+    return Step(name, options, run, is_own=True)
 
 
 def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,11 @@ from widefield.config import RunConfig
 from widefield.data import Dataset, Labels, open_dataset
 from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
-from widefield.data.loader import SampleReader, load_batches, reader_of
+from widefield.data.loader import SampleReader, augments_on_device, load_batches, reader_of
 from widefield.data.map_style import MapStyle
 from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler
-from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Transforms, moving, seed_of
+from widefield.data.transform_checks import check_transforms
+from widefield.data.transforms import Transforms, seed_of
 from widefield.parallel.parallelize import parallelize, parallelize_average, share_states
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
@@ -70,7 +71,8 @@ class Parts:
 
     def preparation(self, *, train: bool) -> Preparation:
         """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
-        data, on_device = self.config.data, train and self.mesh.device.type != "cpu" and self.window is None
+        data, cut = self.config.data, self.window is not None
+        on_device = train and augments_on_device(data.augment, self.mesh.device, cut=cut, pixels=self.dataset.pixels)
         return Preparation(
             device=self.mesh.device,
             dtype=self.arithmetic.dtype,
@@ -95,6 +97,7 @@ class Parts:
             window=self.window,
             ignore=getattr(self.task, "ignore_index", None),
             intensity=self.dataset.intensity,
+            pixels=self.dataset.pixels,
         )
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
@@ -135,7 +138,7 @@ def assemble(
     _check_channels(config, dataset)
     _check_labels(config, dataset, task)
     _check_classes(config, dataset, given)
-    _check_values(config, dataset)
+    slower = check_transforms(config.data, dataset, ignore=getattr(task, "ignore_index", None), cut=bool(mesh.grid.sizes))
     metrics = metrics_of(config.task, task, num_classes=len(dataset.classes), cut=bool(mesh.grid.sizes))
     workers, why_workers = _choose_workers(config, dataset, mesh)
     channels_last, why_format = _choose_format(config, arithmetic)
@@ -146,7 +149,7 @@ def assemble(
     model, why_weights = _model_of(
         config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights
     )
-    found = (why_precision, why_workers, _why_scaled(config, dataset), why_format, why_balanced, *why_weights)
+    found = (why_precision, why_workers, _why_scaled(config, dataset), why_format, why_balanced, *why_weights, *slower)
     reasons = [reason for reason in found if reason is not None]
     window = window_of(mesh)
     return Parts(config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given)
@@ -301,7 +304,7 @@ def _check_classes(config: RunConfig, dataset: Dataset, given: Given) -> None:
 
 
 def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
-    """ValueError: labels of another kind than the task's, or transforms that move pixels but not their labels."""
+    """ValueError: labels of another kind than the task's, or mixing of images whose pixels have labels."""
     name, learns = config.data.name, labels_of(task)
     if learns != dataset.labels:
         cure = f"set task.name={_TASK_FOR[dataset.labels]}" if dataset.labels in _TASK_FOR else "take a task that learns these"
@@ -311,13 +314,6 @@ def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
         )
     if not dataset.pixels:
         return
-    for field_name in ("read", "read_evaluate", "augment"):
-        moved = moving(getattr(config.data, field_name))
-        if moved:
-            raise ValueError(
-                f"data.{field_name} has {moved[0]}, which may move pixels, and the labels of data.name={name} would stay where "
-                f"they are; leave it out. Labels stay true under {', '.join(KEEP_PIXELS_IN_PLACE)}"
-            )
     for field_name in ("mixup", "cutmix"):
         if share := getattr(config.data, field_name):
             raise ValueError(
@@ -335,17 +331,6 @@ _LABELS_IN_WORDS: dict[Labels, str] = {
     "layers": "any number of classes per pixel",
 }
 _TASK_FOR: dict[Labels, str] = {"class": "classification", "pixels": "segmentation"}
-
-
-def _check_values(config: RunConfig, dataset: Dataset) -> None:
-    """ValueError: transforms of uint8 images for floating-point images."""
-    for field_name in ("read", "read_evaluate", "augment"):
-        if dataset.floating and getattr(config.data, field_name):
-            raise ValueError(
-                f"data.{field_name} changes uint8 images and those of data.name={config.data.name} are floating-point numbers; "
-                f"let the dataset give uint8 (torchvision's PILToTensor in place of ToTensor), or set data.{field_name}=[] and "
-                "let it change its images itself"
-            )
 
 
 def _why_scaled(config: RunConfig, dataset: Dataset) -> str | None:

@@ -1,0 +1,283 @@
+"""A recipe's lists of transforms where pixels have labels: image and labels are moved as one, in coordinates of the whole.
+
+All transforms that move pixels, of data.read and of data.augment, become one map with one interpolation (spatial/).  Those of
+colour that are listed before the first of them see the source, the others what the map gives.  So a window of the output needs
+a window of the source, which is all that is read where the format can read windows.  A transform of colour that looks at more
+than one pixel gets the whole image, as does a user's own, unless it has `pointwise = True`; with it, a list goes on as a second
+list would on what it gives.
+
+Everything is drawn from a sample's seeds and the size of the whole, so all windows of an image agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision import tv_tensors
+
+from widefield.data.added_transforms import ClassBalancedCrop
+from widefield.data.batch import Window
+from widefield.data.sources import InMemory, Source, everything, slices
+from widefield.data.spatial.boxes import moved_points
+from widefield.data.spatial.class_pixels import ClassPixels, class_pixels_of
+from widefield.data.spatial.coordinate_map import SpatialMove, composed
+from widefield.data.spatial.moves import MOVES, crop_at, drawn
+from widefield.data.spatial.warp import Warp
+from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Step, Transforms, seed_of, seeded, seeded_for
+from widefield.geometry.box import Box, full_box, within
+
+CPU = torch.device("cpu")
+_ORDER = ("nearest", "bilinear", "bicubic")
+_KEEP_INDEXED = 4096
+"""Images whose class pixels are remembered, some kilobytes each."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A step with its list, `read` or `augment`, and its number there."""
+
+    listed: str
+    number: int
+    step: Step
+
+
+@dataclass
+class TransformPhase:
+    """Transforms with one map: colours before it, the moves that it is composed of, colours after it, and a user's own."""
+
+    before: list[Entry] = field(default_factory=list)
+    moves: list[Entry] = field(default_factory=list)
+    after: list[Entry] = field(default_factory=list)
+    own: Entry | None = None
+
+    @property
+    def ends_whole(self) -> bool:
+        """Whether its last transforms need all pixels of the output."""
+        return self.own is not None or not all(entry.step.is_pointwise for entry in self.after)
+
+
+@dataclass(frozen=True)
+class View:
+    """What is read of a sample.  shape: (C, H, W) of the whole, of which image and labels are `window`; None: they are it."""
+
+    image: Tensor
+    labels: Tensor
+    shape: tuple[int, ...]
+    window: Window | None
+
+
+class PixelTransforms:
+    """See the top.  ignore: the label of what is outside of the image; None: the task has no such label."""
+
+    def __init__(self, read: Transforms, augment: Transforms, *, num_classes: int, ignore: int | None = None) -> None:
+        """ValueError, NotImplementedError: transforms that do not move labels, or of which one map cannot be made."""
+        listed = {"read": read, "augment": augment}
+        entries = [Entry(name, number, step) for name, given in listed.items() for number, step in enumerate(given.steps)]
+        for entry in entries:
+            _check_moves_labels(entry, listed[entry.listed].field)
+        self.phases = _phases(entries)
+        self.num_classes, self.ignore = num_classes, ignore
+        self._settings = [_settings(phase.moves) for phase in self.phases]
+        self._class_pixels: dict[int, ClassPixels] = {}
+
+    @property
+    def looks_at_all(self) -> list[str]:
+        """The names of transforms for which the whole image is read, even where only a window is wanted."""
+        entries = [entry for phase in self.phases for entry in (*phase.before, *phase.after, phase.own) if entry is not None]
+        return [entry.step.name for entry in entries if not entry.step.is_pointwise]
+
+    def own_refused_on_windows(self) -> str | None:
+        """The name of a user's own transform that cannot be used where ranks read windows; None: there is none."""
+        return next((phase.own.step.name for phase in self.phases if phase.own is not None), None)
+
+    def __call__(
+        self, source: Source, seeds: Mapping[str, int], *, window_of: Callable[..., Window] | None, index: int | None = None
+    ) -> View:
+        """The window that `window_of((H, W))` says of the transformed whole; all of it for None.
+
+        seeds: of the lists `read` and `augment`.  index: of the image in its split, under which its class pixels are kept.
+        """
+        view: View | None = None
+        for number in range(len(self.phases)):
+            source = source if view is None else InMemory(view.image, view.labels)
+            last = number == len(self.phases) - 1
+            view = self._phase(number, source, seeds, window_of if last else None, index if number == 0 else None)
+        assert view is not None
+        return view
+
+    def _phase(
+        self, number: int, source: Source, seeds: Mapping[str, int], window_of: Callable[..., Window] | None, index: int | None
+    ) -> View:
+        phase = self.phases[number]
+        warp = self._warp(number, source, seeds, index)
+        whole = full_box(warp.map.output)
+        asked = whole if window_of is None else window_of(warp.map.output)
+        window = whole if phase.ends_whole else asked
+        box = warp.source_box(window) if phase.moves else window
+        wide = box if all(entry.step.is_pointwise for entry in phase.before) else everything(source)
+        image, labels = _coloured(phase.before, *source.read(wide), seeds)
+        if phase.moves:
+            image, labels = self._moved(warp, image, labels, wide, window)
+        elif wide != window:
+            image, labels = image[..., *within(wide, window)], labels[..., *within(wide, window)]
+        image, labels = _coloured(phase.after, image, labels, seeds)
+        if phase.own is not None:
+            image, labels = _coloured([phase.own], image, labels, seeds)
+            whole = full_box(image.shape[1:])
+            asked = window = whole if window_of is None else window_of((image.shape[1], image.shape[2]))
+            image, labels = image[..., *slices(asked)], labels[..., *slices(asked)]
+        elif window != asked:
+            image, labels = image[..., *slices(asked)], labels[..., *slices(asked)]
+        shape = (len(image), *(run.stop for run in whole))
+        return View(image, labels, shape, None if window_of is None else asked)
+
+    def _moved(self, warp: Warp, image: Tensor, labels: Tensor, box: Box, window: Box) -> tuple[Tensor, Tensor]:
+        if len(warp.fill) not in (1, len(image)):
+            raise ValueError(f"fill has {len(warp.fill)} numbers and images have {len(image)} channels; give one, or one each")
+        moved, marks = warp.view(image, labels, box, window, outside=self.ignore)
+        assert marks is not None
+        return moved, marks
+
+    def _warp(self, number: int, source: Source, seeds: Mapping[str, int], index: int | None) -> Warp:
+        """The map of a phase, drawn for an image of the source's size."""
+        moves: list[SpatialMove] = []
+        for entry in self.phases[number].moves:
+            size, seed = (moves[-1].size if moves else source.size), seed_of(seeds[entry.listed], "move", entry.number)
+            if isinstance(entry.step.run, ClassBalancedCrop):
+                moves.append(self._class_balanced(entry.step.run, source, moves, seed, index))
+                continue
+            with seeded(seed, CPU):
+                try:
+                    move = drawn(entry.step.run, size, seed)
+                except ValueError as error:
+                    raise ValueError(f"data.{entry.listed}: {entry.step.name} on {size[0]} x {size[1]} px: {error}") from None
+            moves += [] if move is None else [move]
+        made = composed(source.size, moves)
+        shrinks, settings = self._settings[number]
+        samples = tuple(max(1, int(np.ceil(by - 1e-6))) for by in made.shrinking) if shrinks else (1, 1)
+        return Warp(made, samples=samples, **settings)
+
+    def _class_balanced(
+        self,
+        crop: ClassBalancedCrop,
+        source: Source,
+        moves: list[SpatialMove],
+        seed: int,
+        index: int | None,
+    ) -> SpatialMove:
+        generator = np.random.default_rng(seed)
+        before = composed(source.size, moves)
+        pixel = None
+        if generator.random() < crop.share:
+            pixel = self._known_pixels(source, index).draw(crop.classes, source.labels, generator)
+        corner = []
+        center = None if pixel is None else moved_points(before, np.array([pixel], dtype=np.float64))[0]
+        for axis, (side, extent) in enumerate(zip(crop.height_and_width, before.output, strict=True)):
+            anywhere = int(generator.integers(0, max(0, extent - side) + 1))
+            start = anywhere if center is None else int(np.floor(center[axis] + 0.5)) - side // 2
+            corner.append(min(max(start, 0), extent - side) if extent >= side else (extent - side) // 2)
+        return crop_at(corner[0], corner[1], crop.height_and_width)
+
+    def _known_pixels(self, source: Source, index: int | None) -> ClassPixels:
+        if index is not None and index in self._class_pixels:
+            return self._class_pixels[index]
+        found = class_pixels_of(source.size, source.labels, num_classes=self.num_classes)
+        if index is not None:
+            if len(self._class_pixels) >= _KEEP_INDEXED:
+                self._class_pixels.pop(next(iter(self._class_pixels)))
+            self._class_pixels[index] = found
+        return found
+
+
+def _phases(entries: Sequence[Entry]) -> list[TransformPhase]:
+    phases = [TransformPhase()]
+    for entry in entries:
+        if entry.step.is_own and not entry.step.is_pointwise:
+            phases[-1].own = entry
+            phases.append(TransformPhase())
+        elif entry.step.is_own or entry.step.keeps_pixels_in_place:
+            (phases[-1].after if phases[-1].moves else phases[-1].before).append(entry)
+        else:
+            phases[-1].moves.append(entry)
+    return phases if len(phases) == 1 or phases[-1] != TransformPhase() else phases[:-1]
+
+
+def _coloured(entries: Sequence[Entry], image: Tensor, labels: Tensor, seeds: Mapping[str, int]) -> tuple[Tensor, Tensor]:
+    """Run steps that get pixels; those of a list that follow each other share a seed."""
+    if not image.numel():
+        return image, labels
+    for listed, group in groupby(entries, key=lambda entry: entry.listed):
+        run = list(group)
+        first = run[0].number
+        seed = seeds[listed] if first == 0 else seed_of(seeds[listed], "colour", first)
+        with seeded_for([entry.step for entry in run], seed, CPU):
+            for entry in run:
+                image, labels = _users(entry, image, labels) if entry.step.is_own else (entry.step(image), labels)
+    return image, labels
+
+
+def _users(entry: Entry, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """What a user's transform makes of an image and its labels.  ValueError: no such pair."""
+    name, made = f"data.{entry.listed}: {entry.step.name}", entry.step.run(tv_tensors.Image(image), tv_tensors.Mask(labels))
+    if not isinstance(made, tuple | list) or len(made) != 2 or not all(isinstance(one, Tensor) for one in made):
+        raise ValueError(f"{name} gives a {type(made).__name__}; a pair of tensors is wanted, the image and its labels")
+    found, marks = (one.detach().as_subclass(Tensor) for one in made)
+    if found.dtype != image.dtype or len(found) != len(image) or found.ndim != 3 or marks.ndim != labels.ndim:
+        raise ValueError(
+            f"{name} makes of an image {tuple(image.shape)} of {image.dtype} one {tuple(found.shape)} of {found.dtype}, and of "
+            f"labels {tuple(labels.shape)} such of {tuple(marks.shape)}; keep the dtype, the channels and the kind of labels"
+        )
+    if marks.shape[-2:] != found.shape[-2:] or (entry.step.is_pointwise and found.shape != image.shape):
+        raise ValueError(
+            f"{name} makes an image {tuple(found.shape)} and labels {tuple(marks.shape)} of an image {tuple(image.shape)}; "
+            "give labels the image's size, and where `pointwise = True` keep it"
+        )
+    return found, marks if marks.dtype in (torch.uint8, torch.int64) else marks.long()
+
+
+def _check_moves_labels(entry: Entry, where: str) -> None:
+    step = entry.step
+    if step.is_own or step.keeps_pixels_in_place or step.name in MOVES or isinstance(step.run, ClassBalancedCrop):
+        return
+    raise NotImplementedError(
+        f"{where} has {step.name}, which moves or changes pixels in a way that labels of pixels cannot follow; leave it out. "
+        f"Image and labels are moved by {', '.join((*MOVES, 'ClassBalancedCrop'))}; only the image is changed by "
+        f"{', '.join(KEEP_PIXELS_IN_PLACE)}"
+    )
+
+
+def _settings(moves: Sequence[Entry]) -> tuple[bool, dict[str, Any]]:
+    """Whether a map averages where it shrinks, and its interpolation, border and fill, of what its transforms ask for."""
+    asked = [_interpolation(entry) for entry in moves if "interpolation" in entry.step.arguments]
+    borders = {mode for entry in moves if (mode := getattr(entry.step.run, "padding_mode", "constant")) != "constant"}
+    fills = {_numbers(fill) for entry in moves if (fill := getattr(entry.step.run, "fill", 0)) not in (0, None)}
+    for what, found in (("padding_mode", borders), ("fill", fills)):
+        if len(found) > 1:
+            raise ValueError(
+                f"data.read and data.augment ask for more than one {what}: {', '.join(map(str, sorted(found)))}; all moves of "
+                f"pixels become one, so give one {what}"
+            )
+    interpolation = max(asked, key=_ORDER.index, default="bilinear")
+    shrinks = interpolation != "nearest" and any(getattr(entry.step.run, "antialias", False) for entry in moves)
+    border, fill = next(iter(borders), "constant"), next(iter(fills), (0.0,))
+    return shrinks, {"interpolation": interpolation, "border": border, "fill": fill}
+
+
+def _interpolation(entry: Entry) -> str:
+    asked = str(entry.step.arguments["interpolation"]).removesuffix("-exact")
+    if asked not in _ORDER:
+        raise ValueError(
+            f"data.{entry.listed}: {entry.step.name} asks for the interpolation '{asked}'; where pixels have labels there are "
+            f"{', '.join(_ORDER)}"
+        )
+    return asked
+
+
+def _numbers(fill: Any) -> tuple[float, ...]:
+    return tuple(map(float, fill)) if isinstance(fill, Sequence) else (float(fill),)

@@ -1,0 +1,97 @@
+"""An image with labels of pixels, of which boxes are read: in memory, or of a dataset whose format may read windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from widefield.data import Images, WindowedImages
+from widefield.data.transforms import all_seeded
+from widefield.geometry.box import Box, full_box
+
+
+class Source(Protocol):
+    """An image (C, *size) with its labels, (H, W) or (K, H, W)."""
+
+    @property
+    def size(self) -> tuple[int, int]: ...
+
+    def read(self, box: Box) -> tuple[Tensor, Tensor]:
+        """The image and the labels of a box."""
+
+    def labels(self, box: Box) -> Tensor:
+        """The labels alone."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A whole image with its labels."""
+
+    image: Tensor
+    marks: Tensor
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.image.shape[1], self.image.shape[2]
+
+    def read(self, box: Box) -> tuple[Tensor, Tensor]:
+        return self.image[..., *slices(box)], self.marks[..., *slices(box)]
+
+    def labels(self, box: Box) -> Tensor:
+        return self.marks[..., *slices(box)]
+
+
+class OfImages:
+    """Image `index` of a split.  Where the format has no windows, the whole is read once and boxes are cut from it.
+
+    check: called with each image and target that is read, to refuse wrong labels.  seed: of a dataset that uses random numbers.
+    """
+
+    def __init__(self, images: Images, index: int, *, seed: int, check: Callable[[Tensor, Any], None]) -> None:
+        self._images, self._index, self._seed, self._check = images, index, seed, check
+        self._whole: InMemory | None = None
+        self._marks: Tensor | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        if isinstance(self._images, WindowedImages):
+            _, height, width = self._images.shape(self._index)
+            return height, width
+        return self._read_whole().size
+
+    def read(self, box: Box) -> tuple[Tensor, Tensor]:
+        if self._whole is None and isinstance(self._images, WindowedImages):
+            image, target = self._images.read_window(self._index, box)
+            self._check(image, target)
+            return image, target  # type: ignore[return-value]
+        return self._read_whole().read(box)
+
+    def labels(self, box: Box) -> Tensor:
+        target_of = getattr(self._images, "target_of", None)
+        if target_of is None or self._whole is not None:
+            return self.read(box)[1]
+        if self._marks is None:
+            self._marks = target_of(self._index)
+        return self._marks[..., *slices(box)]
+
+    def _read_whole(self) -> InMemory:
+        if self._whole is None:
+            with all_seeded(self._seed) if getattr(self._images, "is_random", False) else nullcontext():
+                image, target = self._images.read(self._index)
+            self._check(image, target)
+            self._whole = InMemory(image, target)  # type: ignore[arg-type]
+        return self._whole
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index that takes a box from the last dims of a whole."""
+    return tuple(slice(run.start, run.stop) for run in box)
+
+
+def everything(source: Source) -> Box:
+    """The box of all pixels of a source."""
+    return full_box(source.size)

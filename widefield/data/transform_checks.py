@@ -1,0 +1,67 @@
+"""Whether a recipe's transforms fit its data: refused before anything is read, on every rank alike."""
+
+from __future__ import annotations
+
+import torch
+
+from widefield.config import DataConfig
+from widefield.data import Dataset
+from widefield.data.added_transforms import ClassBalancedCrop
+from widefield.data.pixel_transforms import PixelTransforms
+from widefield.data.spatial.moves import MOVES
+from widefield.data.transforms import Step, Transforms
+
+
+def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None, cut: bool) -> list[str]:
+    """Sentences of what is slower than it might be: transforms for which ranks read images whole.
+
+    ignore: the task's label of pixels that do not count.  cut: whether ranks read windows of images.
+    ValueError, NotImplementedError: transforms that do not fit the dtype of the images, cannot move labels, or are a user's own
+    and would see windows.
+    """
+    lists = {name: Transforms(getattr(config, name), field=f"data.{name}") for name in ("read", "read_evaluate", "augment")}
+    for name, listed in lists.items():
+        for step in listed.steps:
+            _check_dtype(step, name, config, dataset)
+            _check_own(step, name, cut)
+            _check_crop(step, name, config, dataset)
+    if not dataset.pixels:
+        return []
+    none = Transforms([], field="data.augment")
+    train, evaluate = (
+        PixelTransforms(lists[read], augment, num_classes=len(dataset.classes), ignore=ignore)
+        for read, augment in (("read", lists["augment"]), ("read_evaluate", none))
+    )
+    whole = dict.fromkeys([*train.looks_at_all, *evaluate.looks_at_all])
+    return [f"{', '.join(whole)}: every rank reads images whole, since a pixel depends on others"] if cut and whole else []
+
+
+def _check_dtype(step: Step, name: str, config: DataConfig, dataset: Dataset) -> None:
+    """ValueError: torchvision's transforms of colour, or of images without labels of pixels, for other dtypes than uint8."""
+    moves = dataset.pixels and (step.name in MOVES or isinstance(step.run, ClassBalancedCrop))
+    if dataset.dtype == torch.uint8 or step.is_own or moves:
+        return
+    kind = "floating-point numbers" if dataset.floating else f"{str(dataset.dtype).removeprefix('torch.')}"
+    also = " or one of those that move pixels and labels" if dataset.pixels else ""
+    raise ValueError(
+        f"data.{name} has {step.name}, which changes uint8 images, and those of data.name={config.name} are {kind}; let the "
+        f"dataset give uint8 (torchvision's PILToTensor in place of ToTensor), or use a transform of your own, as "
+        f"package.module:callable{also}, or set data.{name}=[] and let the dataset change its images itself"
+    )
+
+
+def _check_own(step: Step, name: str, cut: bool) -> None:
+    if step.is_own and cut and not step.is_pointwise:
+        raise NotImplementedError(
+            f"data.{name} has {step.name}, and with mesh.space each rank reads a window, which it would take for the whole "
+            "image; if what it makes of a pixel depends on no other pixel and on no place, say so by its attribute "
+            "pointwise = True, or leave out mesh.space"
+        )
+
+
+def _check_crop(step: Step, name: str, config: DataConfig, dataset: Dataset) -> None:
+    if isinstance(step.run, ClassBalancedCrop) and not dataset.pixels:
+        raise ValueError(
+            f"data.{name} has ClassBalancedCrop, which is centred on a pixel of a class, and data.name={config.name} has one "
+            "label per image; use RandomCrop"
+        )
