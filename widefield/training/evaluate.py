@@ -148,7 +148,7 @@ class _Counts:
             if self.first:
                 self.losses += torch.stack([torch.as_tensor(one, device=self.losses.device).double() for one in (loss, count)])
             return
-        sums = task.sums(output, target).double()  # type: ignore[attr-defined]
+        sums = whole(task.sums(output, target)).double()  # type: ignore[attr-defined]
         if self.first:
             self.sums = sums if self.sums is None else self.sums + sums
 

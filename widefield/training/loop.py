@@ -44,6 +44,7 @@ from widefield.parallel.optimizer_steps import clip_grad_norm_
 from widefield.parallel.passes import backward_of, without_sync
 from widefield.private_torch.tensors import foreach_mul_
 from widefield.tasks import Task, is_per_pixel
+from widefield.tiled.api import whole
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
 from widefield.training.best import Best
@@ -226,7 +227,7 @@ class Learner:
         samples: how many of them this copy has; of a dummy batch 0, and its sums are multiplied by 0.
         """
         output = output.to(torch.promote_types(output.dtype, torch.float32))
-        own = self.task.sums(output, target).double() * float(samples > 0)
+        own = whole(self.task.sums(output, target)).double() * float(samples > 0)
         parts = torch.cat([own.detach().flatten(), own.new_full((1,), samples)])
         total = self.mesh.sum_(parts if self.mesh.is_first_of_copy else torch.zeros_like(parts))
         sums = total[:-1].view(own.shape) + (own - own.detach())
