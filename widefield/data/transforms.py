@@ -49,6 +49,11 @@ _LOOK_AT_ALL = (
 """Those of them in which a pixel depends on others, or on the number of pixels."""
 
 
+def names() -> list[str]:
+    """The names that data.read, data.read_evaluate and data.augment can have."""
+    return sorted(name for name in _KNOWN if name not in _OF_FUNCTIONS)
+
+
 @dataclass(frozen=True)
 class Step:
     """One entry of a list.  arguments: as in the recipe.  run: torchvision's object, one of ours, or a user's callable."""

@@ -52,6 +52,16 @@ class RecipeMetric:
         return self.make()
 
 
+def names() -> list[tuple[str, str]]:
+    """The names that task.metrics can have: short ones with the kinds of labels that they are for, and torchmetrics'."""
+    short: dict[str, list[str]] = {}
+    for labels in NAMED:
+        for name in names_of(labels):
+            short.setdefault(name, []).append(labels)
+    own = [(name, f"of {', '.join(kinds)}") for name, kinds in short.items()]
+    return own + [(name, kind.__module__.partition(".functional")[0].rpartition(".")[0]) for name, kind in _KNOWN.items()]
+
+
 def metrics_of(config: TaskConfig, task: Task, *, num_classes: int, cut: bool) -> list[RecipeMetric]:
     """The metrics that `task.metrics` lists.  cut: whether ranks share images, so that each updates with its tile.
 

@@ -213,19 +213,26 @@ class Learner:
 
     def _loss_of(self, output: Any, target: Tensor) -> Tensor:
         """The task's loss sum, computed in float32 or wider, outside of autocast; with those of auxiliary heads, if any."""
-        weight = self.config.model.auxiliary
-        if weight is not None and isinstance(output, tuple):
-            main, *others = (self._loss_of(one, target) for one in output)
-            return main + weight * sum(others)
+        if self._has_heads(output):
+            return self._of_heads([self._loss_of(one, target) for one in output])
         if isinstance(output, Tensor):
             output = output.to(torch.promote_types(output.dtype, torch.float32))
         return self.task.loss_sum(output, target)
 
-    def _loss_of_all(self, output: Tensor, target: Tensor, *, samples: int) -> Tensor:
+    def _has_heads(self, output: Any) -> bool:
+        return self.config.model.auxiliary is not None and isinstance(output, tuple)
+
+    def _of_heads(self, losses: list[Tensor]) -> Tensor:
+        """The loss of the main output, and those of auxiliary heads with their weight."""
+        return losses[0] + (self.config.model.auxiliary or 0.0) * sum(losses[1:])
+
+    def _loss_of_all(self, output: Any, target: Tensor, *, samples: int) -> Tensor:
         """The loss of this pass's samples on all copies times their number, the same on every rank; see the module's docstring.
 
         samples: how many of them this copy has; of a dummy batch 0, and its sums are multiplied by 0.
         """
+        if self._has_heads(output):
+            return self._of_heads([self._loss_of_all(one, target, samples=samples) for one in output])
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         own = whole(self.task.sums(output, target)).double() * float(samples > 0)
         parts = torch.cat([own.detach().flatten(), own.new_full((1,), samples)])

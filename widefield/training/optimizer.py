@@ -121,6 +121,12 @@ def _build_for_trial(build: Build, config: OptimizerConfig, lr: float, parameter
     return build(parameter_groups([("", parameter) for parameter in parameters], plain, lr), plain, lr, False)
 
 
+def known_optimizers() -> list[tuple[str, str]]:
+    """The names that optimizer.name can have, with their learning rates."""
+    found = [(name, f"lr {lr:g} at a batch of 256, by the {rule} rule") for name, (_, lr, rule) in _OPTIMIZERS.items()]
+    return [*found, ("package.module:callable", "Any class of torch.optim, or your own")]
+
+
 def _known(name: str) -> tuple[Build, float, str]:
     if name not in _OPTIMIZERS:
         raise ValueError(

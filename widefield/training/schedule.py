@@ -69,6 +69,11 @@ def build_schedule(config: ScheduleConfig, *, seen: Callable[[int], int], steps_
     return schedule
 
 
+def known_schedules() -> list[str]:
+    """The names that schedule.name can have."""
+    return [*_CURVES, "package.module:callable"]
+
+
 def _curve(name: str) -> Curve:
     if is_code(name):
         return code_named(name, key="schedule.name")
