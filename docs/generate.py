@@ -101,6 +101,8 @@ def _type(here: dict[str, Any], schema: dict[str, Any]) -> str:
     """`whole number`, `text or null`, `list of number`, or the values that are allowed."""
     if "anyOf" in here:
         return " or ".join(_type(option, schema) for option in here["anyOf"])
+    if "const" in here:
+        return f"`{here['const']}`"
     if "enum" in here:
         return ", ".join(f"`{value}`" for value in here["enum"])
     if here.get("type") == "array":

@@ -27,6 +27,7 @@ from widefield.training.checkpoint import Checkpoints
 from widefield.training.disk import Attempts, in_words
 from widefield.training.given import NOTHING, Given, share_given
 from widefield.training.interrupt import Interrupt
+from widefield.training.learning_rate_finder import find_learning_rate
 from widefield.training.loop import Learner, Passes
 from widefield.training.record import Record
 from widefield.training.resume import resume
@@ -77,6 +78,8 @@ def _train(
     found = checkpoints.newest_sound()
     mesh.together(lambda: check_fresh(folder, passed_over=warnings) if mesh.is_main and found is None else None)
     own = None if found is None else mesh.together(lambda: resume(learner, checkpoints, found))
+    if config.optimizer.lr == "find" and found is None:
+        reasons += find_learning_rate(parts, learner, is_asked_to_stop=lambda: bool(interrupt.asked))
     batches = training_batches(parts, first=learner.step, last=last, dummy_batch=learner.dummy_batch)
 
     def open_record() -> Record:

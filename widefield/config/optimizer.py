@@ -30,8 +30,8 @@ class GroupConfig(Section):
 class OptimizerConfig(Section):
     name: str = "sgd"
     """sgd, adamw, lars or lamb (lars and lamb come from timm), or `package.module:callable`, as `torch.optim:RMSprop`."""
-    lr: Annotated[float, Field(gt=0)] | None = None
-    """Peak learning rate; null derives it from the batch size by lr_rule."""
+    lr: Annotated[float, Field(gt=0)] | Literal["find"] | None = None
+    """Peak learning rate; null derives it from the batch size by lr_rule; `find` tests 100 learning rates before step 1."""
     lr_rule: Literal["linear", "sqrt"] | None = None
     """How the learning rate grows with the batch size (with lr null): linear for sgd and lars, sqrt for adamw and lamb."""
     base_lr: Annotated[float, Field(gt=0)] | None = None

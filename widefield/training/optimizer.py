@@ -60,8 +60,11 @@ _OPTIMIZERS: dict[str, tuple[Build, float, str]] = {
 def learning_rate(config: OptimizerConfig, batch: int) -> tuple[float, str | None]:
     """The peak learning rate for a global batch and, where the config does not set it, the reason.
 
+    Of `find` it is 1, until it is found; see learning_rate_finder.py.
     ValueError: the config sets none, and the optimizer is a user's own without optimizer.base_lr and lr_rule.
     """
+    if config.lr == "find":
+        return 1.0, None
     if config.lr is not None:
         return config.lr, None
     own_lr, own_rule = (None, None) if is_code(config.name) else _known(config.name)[1:]

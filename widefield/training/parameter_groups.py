@@ -57,6 +57,8 @@ def _rules(named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> di
 def _scale(name: str, rule: GroupConfig | None, config: OptimizerConfig, lr: float, layers: Mapping[str, int] | None) -> float:
     of_rule = None if rule is None else rule.lr
     if isinstance(of_rule, float | int):
+        if config.lr == "find":
+            raise ValueError(f"optimizer.groups has lr: {of_rule:g} and optimizer.lr is to be found; give a factor, as 0.1x")
         return of_rule / lr
     scale = 1.0 if of_rule is None else float(of_rule.removesuffix("x"))
     if config.layer_decay is not None:

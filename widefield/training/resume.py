@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def state_of(learner: Learner) -> dict[str, Any]:
             "samples_per_epoch": learner.steps.samples,
             "seed": learner.config.seed,
             "best": learner.best.state(),
+            "lr": learner.lr,
         },
     }
     return gather_full(learner.model, learner.mesh, state)
@@ -48,6 +50,8 @@ def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str
     check_state(state, found, own=own)
     learner.step = _step_after(learner, state["progress"], found.folder)
     learner.best.load(state["progress"].get("best") or {})
+    if learner.config.optimizer.lr == "find":
+        learner.lr = _found_rate(state["progress"], found.folder)
     learner.model.load_state_dict(parts(learner.model, state["model"]))
     load_optimizer_state(learner.model, learner.optimizer, state["optimizer"])
     learner.scaler.load_state_dict(state["scaler"])
@@ -95,6 +99,14 @@ def _load_average(ema: AveragedModel, saved: dict[str, Any], model: dict[str, An
     ema.module.load_state_dict(parts(ema.module, average or model))
     if average:
         ema.n_averaged.copy_(saved["n_averaged"])
+
+
+def _found_rate(progress: dict[str, Any], source: Path) -> float:
+    """The learning rate that a run found before its first step.  ValueError: the checkpoint has none."""
+    lr = progress.get("lr")
+    if not isinstance(lr, float) or not 0 < lr < math.inf:
+        raise ValueError(f"{source} has no learning rate that was found; set optimizer.lr to the one it was trained with")
+    return lr
 
 
 def _step_after(learner: Learner, progress: dict[str, Any], source: Path) -> int:
