@@ -17,7 +17,7 @@ from widefield.cli import main, parse
 from widefield.config import parse_config
 from widefield.naming import load, names_in
 
-VERBS = ("train", "evaluate", "predict", "export", "verify", "bench", "list", "report")
+VERBS = ("init", "train", "evaluate", "predict", "export", "verify", "bench", "list", "report")
 CASES = [
     pytest.param(name, words, expected, id=f"{name}: {' '.join(words)}")
     for name in names_in("widefield.cli")
@@ -95,7 +95,7 @@ def test_the_schema_accepts_the_recipe_and_knows_its_keys(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train"], "name a recipe"),
+        (["train"], "name a recipe or a folder of images"),
         (["train", "recipes/digit.yaml"], "no recipe at recipes/digit.yaml"),
         (["train", DIGITS.replace("digits.yaml", "digit.yaml")], "did you mean 'digits.yaml'"),
         (["train", DIGITS, "optimiser.lr=1"], "unknown key 'optimiser'; did you mean 'optimizer'"),

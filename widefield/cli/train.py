@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from widefield.cli._arguments import add_trust, given_text
 from widefield.cli._ranks import world_of
+from widefield.cli.init import recipe_of
 from widefield.config import json_schema, read_config
 from widefield.section import to_yaml
 
@@ -19,10 +21,15 @@ SUMMARY = "train as a recipe says, or go on with a run"
 HELP = """\
 Train as a recipe says.  Keys of the recipe can be set on the command line, dotted:
 
-  widefield train recipes/digits.yaml --run runs/first
-  widefield train digits --run runs/first                  the recipe of that name that comes with widefield
-  widefield train recipes/digits.yaml optimizer.lr=0.2 schedule.length=5ep seed=3
-  widefield train recipes/imagefolder.yaml data.path=photos model.name=timm/resnet50
+  widefield train digits --run runs/first    a recipe that comes with widefield
+  widefield train my.yaml optimizer.lr=0.2 schedule.length=5ep seed=3
+  widefield train imagefolder data.path=photos model.name=timm/resnet50
+
+A folder in place of a recipe: widefield looks at the images, writes photos.yaml with the reasons of its
+choices as comments (widefield init does only that), prints it, and trains.  Where photos.yaml is there
+already, it is used as it is:
+
+  widefield train photos/
 
 The same command with the same --run goes on where the run stopped: after Ctrl-C, SIGTERM, a crash or
 a kill.  Ctrl-C saves after the step it is in; a second one ends at once.
@@ -30,15 +37,17 @@ a kill.  Ctrl-C saves after the step it is in; a second one ends at once.
 Ranks: one per GPU is started here, or as many as mesh.replicate asks.  Under torchrun, srun, mpirun or
 Kubeflow the same command sees its place in the environment and starts nothing:
 
-  torchrun --nproc-per-node 8 -m widefield train recipes/imagefolder.yaml data.path=photos --run-dir runs/big
-  srun --ntasks 16 widefield train recipes/imagefolder.yaml data.path=photos --run runs/big
+  torchrun --nproc-per-node 8 -m widefield train my.yaml --run-dir runs/big
+  srun --ntasks 16 widefield train my.yaml --run runs/big
 
 (torchrun takes --run for an abbreviation of its own --run-path; --run-dir means the same and passes.)
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of one that comes with widefield, as digits")
+    parser.add_argument(
+        "recipe", nargs="?", help="a YAML file, the name of one that comes with widefield, or a folder of images"
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
     parser.add_argument(
         "--run",
@@ -58,7 +67,9 @@ def run(options: Namespace) -> int:
         print(json_schema(), end="")
         return 0
     if options.recipe is None:
-        raise ValueError("name a recipe, as: widefield train recipes/digits.yaml")
+        raise ValueError("name a recipe or a folder of images, as: widefield train digits")
+    if Path(options.recipe).is_dir():
+        options.recipe = str(_recipe_for(options.recipe))
     trust = options.trust or options.print_config  # printed, it runs nothing
     config = read_config(options.recipe, options.overrides, run=options.run, trust=trust)
     if options.print_config:
@@ -71,6 +82,32 @@ def run(options: Namespace) -> int:
 
     folder = Path(options.run) if options.run else _shared_fresh_folder(world)
     return train(config, folder, world).status
+
+
+def _recipe_for(folder: str) -> Path:
+    """The recipe of a folder of images: the one that is there, or a new one, printed.
+
+    ValueError: several ranks, which would all write it; or a recipe of that name is for other images.
+    """
+    path = recipe_of(folder)
+    if path.is_file():
+        named = read_config(path).data.path
+        if named is None or Path(folder).resolve() not in (Path(named).resolve(), Path(named).resolve().parent):
+            raise ValueError(
+                f"the recipe for {folder} would be {path}, which is there and is for {named}; write another one: "
+                f"widefield init {folder} --output OTHER.yaml"
+            )
+        print(f"{path} is there already and is used; delete it to have {folder} looked at again", flush=True)
+        return path
+    from widefield.first_recipe import write_recipe
+    from widefield.launchers import world_from
+
+    world = world_from(os.environ)
+    if world is not None and world.size > 1:
+        raise ValueError(f"{world.size} ranks would each write a recipe; write it once before: widefield init {folder}")
+    print(write_recipe(folder, path), end="")
+    print(f"written to {path}", flush=True)
+    return path
 
 
 def _as_a_rank(options: Namespace) -> list[str]:

@@ -1,0 +1,206 @@
+"""What a first recipe chooses, each value with its reason: transforms, model, batch size, schedule, weights of classes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.config import ModelConfig
+from widefield.data import Labels
+from widefield.first_recipe.look import Look
+from widefield.models import build
+
+TASKS: dict[Labels, str] = {
+    "class": "classification", "classes": "multilabel", "values": "regression", "pixels": "segmentation",
+    "layers": "multilabel_segmentation",
+}  # fmt: skip
+SMALL_PX = 256
+"""Images of one size up to this are read as they are."""
+UNBALANCED = 3.0
+"""Classes are weighted where the most frequent one is so many times as frequent as the least."""
+PRETRAINED = ("resnet50", "resnet34", "resnet18")
+"""Networks of torchvision whose weights are looked for in its cache."""
+MEASURED_PX = 512 * 512
+"""Memory is measured on no more pixels than these, and is in proportion to them."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A key of the recipe with its value, and the reason."""
+
+    key: str
+    value: Any
+    reason: str = ""
+
+
+def choices_for(look: Look) -> list[Choice]:
+    """All choices, in the order of the recipe."""
+    is_pixels = look.dataset.labels in ("pixels", "layers")
+    size = look.shapes[0][1:] if look.same_size else (look.side, look.side)
+    transforms, size = ([], size) if is_pixels else _transforms(look)
+    model = [*_unet(look)] if is_pixels else [*_classifier(look, size)]
+    config = ModelConfig(**{choice.key.partition(".")[2]: choice.value for choice in model})
+    batch, *stream = _batch(look, config, size, is_pixels=is_pixels)
+    pretrained = bool(config.pretrained)
+    learning = [*_task(look), *_optimizer(pretrained), *_schedule(look, pretrained)]
+    return [*model, *_data(look), batch, *transforms, *learning, *stream]
+
+
+def _data(look: Look) -> Iterator[Choice]:
+    yield Choice("data.name", look.data.name)
+    yield Choice("data.path", look.data.path)
+    if look.data.hold_out:
+        share, count = look.data.hold_out, len(look.dataset.evaluate)
+        yield Choice("data.hold_out", share, f"there is no split to evaluate on, so {count:,} images are held out")
+
+
+def _transforms(look: Look) -> tuple[list[Choice], tuple[int, ...]]:
+    """Transforms of images with labels of their own, and the size that the model gets."""
+    (height, width), side = look.shapes[0][1:], look.side
+    if look.same_size and max(height, width) <= SMALL_PX:
+        crop = {"RandomCrop": {"size": [height, width], "padding": max(1, side // 8)}}
+        return [Choice("data.augment", [crop], f"all are of {height} x {width} px, and read as they are")], (height, width)
+    size = min(224, side // 32 * 32 or side)
+    smallest, largest = (f(min(shape[1:]) for shape in look.shapes) for f in (min, max))
+    reason = f"shorter sides are of {smallest} to {largest} px, {side} in the middle"
+    read = [{"RandomResizedCrop": {"size": size, "scale": [0.5, 1.0], "antialias": True}}]
+    evaluate = [{"Resize": {"size": round(size * 8 / 7), "antialias": True}}, {"CenterCrop": {"size": size}}]
+    chosen = [Choice("data.read", read, reason), Choice("data.read_evaluate", evaluate)]
+    if look.dataset.channels == 3:
+        chosen.append(Choice("data.augment", ["RandomHorizontalFlip"], "delete it where left and right mean something"))
+    return chosen, (size, size)
+
+
+# ---------------------------------------------------------------------------------------------- the model
+
+
+def _classifier(look: Look, size: tuple[int, ...]) -> Iterator[Choice]:
+    count, weights = len(look.dataset.train), _weights_at_hand() if look.dataset.channels == 3 and min(size) >= 64 else None
+    if weights is not None:
+        yield Choice("model.name", f"torchvision/{weights}", "its pretrained weights are in torchvision's cache")
+        yield Choice("model.pretrained", True)
+        return
+    levels = min(5, max(3, int(math.log2(max(1, min(size) / 8))) + 1))
+    width, blocks = 16 if count < 2000 else 32, 1 if count < 5000 else 2
+    why = "" if look.dataset.channels != 3 or min(size) < 64 else "no pretrained weights are at hand; "
+    yield Choice("model.name", "resnet", f"{why}{levels} stages bring {min(size)} px to {min(size) >> (levels - 1)}")
+    widths = [width << level for level in range(levels)]
+    yield Choice("model.options", {"widths": widths, "blocks": blocks}, f"sized for {count:,} images")
+
+
+def _unet(look: Look) -> Iterator[Choice]:
+    count = len(look.dataset.train)
+    levels = min(5, max(3, int(math.log2(max(1, look.side / 16))) + 1))
+    width = 16 if count < 500 else 32
+    yield Choice("model.name", "unet", f"{levels} levels see {2 ** (levels + 2)} px and more around a pixel")
+    yield Choice("model.options", {"widths": [width << level for level in range(levels)]}, f"sized for {count:,} images")
+
+
+def _weights_at_hand() -> str | None:
+    """The first network of PRETRAINED whose weights torchvision has in its cache."""
+    from torchvision.models import get_model_weights
+
+    place = Path(torch.hub.get_dir()) / "checkpoints"
+    files = {name: place / os.path.basename(get_model_weights(name).DEFAULT.url) for name in PRETRAINED}
+    return next((name for name, file in files.items() if file.is_file()), None)
+
+
+# ---------------------------------------------------------------------------------------------- batches and memory
+
+
+def _batch(look: Look, config: ModelConfig, size: tuple[int, ...], *, is_pixels: bool) -> list[Choice]:
+    """The batch size, and tiles in time where not even one image fits."""
+    count, kept, free = len(look.dataset.train), _kept_bytes(look, config, size), _free_bytes()
+    fits = int(free / 2 / kept)
+    memory = f"an image keeps some {_in_words(kept)} for the backward, and {_in_words(free)} are free"
+    if is_pixels and not look.same_size:
+        batch = Choice("data.batch_size", 1, f"images are of different sizes; {memory}")
+    else:
+        of_count = 2 ** round(math.log2(min(64, max(4, count / 20))))
+        number = max(1, min(of_count, 2 ** int(math.log2(max(1, fits))), count))
+        batch = Choice("data.batch_size", number, f"some 20 steps an epoch, up to 64; {memory}")
+    if fits >= 1 or not is_pixels:
+        return [batch]
+    return [
+        batch,
+        Choice("stream.memory", f"{max(1, int(free / 2**31))}GiB", "one image does not fit: it runs tile after tile"),
+    ]
+
+
+def _kept_bytes(look: Look, config: ModelConfig, size: tuple[int, ...]) -> float:
+    """The bytes that the forward of an image of `size` keeps for the backward, in float32, twice: gradients are as large."""
+    untrained = config.model_copy(update={"pretrained": None})
+    model = build(untrained, in_channels=look.dataset.channels, num_classes=len(look.dataset.classes))
+    shrink = min(1.0, math.sqrt(MEASURED_PX / math.prod(size)))
+    image = torch.zeros(1, look.dataset.channels, *(max(1, round(extent * shrink)) for extent in size))
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model.train()(image)
+    assert output is not None  # alive until here, and with it all that it keeps
+    return 2 * sum(size for place, size in kept.items() if place not in own) / shrink**2 or 1.0
+
+
+def _free_bytes() -> int:
+    """Free memory of the GPU, or of this machine where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _in_words(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+# ---------------------------------------------------------------------------------------------- task, optimizer, schedule
+
+
+def _task(look: Look) -> Iterator[Choice]:
+    labels, counts = look.dataset.labels, look.counts
+    yield Choice("task.name", TASKS[labels], _classes_in_words(look))
+    if labels == "pixels":
+        yield Choice("task.loss", "dice_cross_entropy", "Dice looks at areas, so that small ones count")
+    elif labels == "class" and max(counts) > UNBALANCED * max(1, min(counts)):
+        reason = f"from {min(counts):,} to {max(counts):,} images of a class, so that each class counts the same"
+        yield Choice("task.class_weights", "balanced", reason)
+
+
+def _classes_in_words(look: Look) -> str:
+    names, total = look.dataset.classes, max(1, sum(look.counts))
+    if not look.counts:
+        return f"values: {', '.join(names[:8])}"
+    each = [f"{name} {100 * count / total:.1f} %" for name, count in zip(names, look.counts, strict=True)]
+    unit = "pixels" if look.dataset.labels in ("pixels", "layers") else "images"
+    return f"{len(names)} classes, {unit}: {', '.join(each[:8])}{', ...' if len(each) > 8 else ''}"
+
+
+def _optimizer(pretrained: bool) -> Iterator[Choice]:
+    yield Choice("optimizer.name", "adamw", "needs little tuning")
+    yield Choice("optimizer.lr", 3e-4 if pretrained else 1e-3, "small, for the weights are good already" if pretrained else "")
+    yield Choice("optimizer.weight_decay", 0.05)
+
+
+def _schedule(look: Look, pretrained: bool) -> Iterator[Choice]:
+    count = len(look.dataset.train)
+    seen, least, most = (8_000, 5, 30) if pretrained else (20_000, 10, 100)
+    epochs = min(most, max(least, round(seen / count)))
+    yield Choice("schedule.name", "cosine")
+    yield Choice("schedule.length", f"{epochs}ep", f"{epochs * count:,} images in all; double it for more accuracy")
+    yield Choice("schedule.warmup", "1ep")
