@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from widefield.data.image import SUFFIXES
 
 LOOKED_AT = 64
 """How many images are read, evenly over the training split."""
-TABLES = (".csv", ".parquet")
-PAIRS = (("images", "masks"), ("imagesTr", "labelsTr"))
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+PAIRS = (("images", "masks"), ("images", "labels"), ("images", "annotations"), ("imagesTr", "labelsTr"))
 """Folders of images with their masks, in the folder itself or in train/."""
+MASK_COLUMNS = ("mask", "masks", "mask_path")
+"""Columns by which a CSV is one of masks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def format_of(folder: Path) -> tuple[str, Path]:
         return "masks", folder
     tables = sorted(file for file in folder.iterdir() if file.suffix.lower() in TABLES)
     if len(tables) == 1:
-        return "manifest", tables[0]
+        return "masks" if _has_masks(tables[0]) else "manifest", tables[0]
     root = folder / "train" if (folder / "train").is_dir() else folder
     if any(_has_images(place) for place in root.iterdir() if place.is_dir() and not place.name.startswith(".")):
         return "imagefolder", folder
@@ -79,6 +82,15 @@ def format_of(folder: Path) -> tuple[str, Path]:
         f"class folders (CLASS/image.jpg, also in train/ and val/), images/ and masks/, or one table ({' or '.join(TABLES)}) "
         "of images and their labels; sort the images into one of these"
     )
+
+
+def _has_masks(table: Path) -> bool:
+    """Whether a table of text has a column of masks."""
+    if table.suffix == ".parquet":
+        return False
+    with table.open(encoding="utf-8-sig", errors="replace") as file:
+        names = re.findall(r"[a-z_]+", file.readline().lower())
+    return any(name in names for name in MASK_COLUMNS)
 
 
 def _has_images(folder: Path) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from widefield.config import parse_config
 from widefield.first_recipe.choices import Choice, choices_for
@@ -71,6 +74,6 @@ def _yaml(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_yaml, value)) + "]"
-    if isinstance(value, str) and value.replace("/", "a").replace("_", "a").isalnum() and not value[0].isdigit():
+    if isinstance(value, str) and yaml.safe_load(value) == value and not re.search(r"[^\w./-]", value):
         return value
     return json.dumps(value)
