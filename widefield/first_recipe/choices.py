@@ -32,7 +32,7 @@ MEASURED_PX = 512 * 512
 
 
 @dataclass(frozen=True)
-class Choice:
+class RecipeEntry:
     """A key of the recipe with its value, and the reason."""
 
     key: str
@@ -40,7 +40,7 @@ class Choice:
     reason: str = ""
 
 
-def choices_for(look: Look) -> list[Choice]:
+def choices_for(look: Look) -> list[RecipeEntry]:
     """All choices, in the order of the recipe."""
     is_pixels = look.dataset.labels in ("pixels", "layers")
     size = look.shapes[0][1:] if look.same_size else (look.side, look.side)
@@ -53,54 +53,54 @@ def choices_for(look: Look) -> list[Choice]:
     return [*model, *_data(look), batch, *transforms, *learning, *stream]
 
 
-def _data(look: Look) -> Iterator[Choice]:
-    yield Choice("data.name", look.data.name)
-    yield Choice("data.path", look.data.path)
+def _data(look: Look) -> Iterator[RecipeEntry]:
+    yield RecipeEntry("data.name", look.data.name)
+    yield RecipeEntry("data.path", look.data.path)
     if look.data.hold_out:
         share, count = look.data.hold_out, len(look.dataset.evaluate)
-        yield Choice("data.hold_out", share, f"there is no split to evaluate on, so {count:,} images are held out")
+        yield RecipeEntry("data.hold_out", share, f"there is no split to evaluate on, so {count:,} images are held out")
 
 
-def _transforms(look: Look) -> tuple[list[Choice], tuple[int, ...]]:
+def _transforms(look: Look) -> tuple[list[RecipeEntry], tuple[int, ...]]:
     """Transforms of images with labels of their own, and the size that the model gets."""
     (height, width), side = look.shapes[0][1:], look.side
     if look.same_size and max(height, width) <= SMALL_PX:
         crop = {"RandomCrop": {"size": [height, width], "padding": max(1, side // 8)}}
-        return [Choice("data.augment", [crop], f"all are of {height} x {width} px, and read as they are")], (height, width)
+        return [RecipeEntry("data.augment", [crop], f"all are of {height} x {width} px, and read as they are")], (height, width)
     size = min(224, side // 32 * 32 or side)
     smallest, largest = (f(min(shape[1:]) for shape in look.shapes) for f in (min, max))
     reason = f"shorter sides are of {smallest} to {largest} px, {side} in the middle"
     read = [{"RandomResizedCrop": {"size": size, "scale": [0.5, 1.0], "antialias": True}}]
     evaluate = [{"Resize": {"size": round(size * 8 / 7), "antialias": True}}, {"CenterCrop": {"size": size}}]
-    chosen = [Choice("data.read", read, reason), Choice("data.read_evaluate", evaluate)]
+    chosen = [RecipeEntry("data.read", read, reason), RecipeEntry("data.read_evaluate", evaluate)]
     if look.dataset.channels == 3:
-        chosen.append(Choice("data.augment", ["RandomHorizontalFlip"], "delete it where left and right mean something"))
+        chosen.append(RecipeEntry("data.augment", ["RandomHorizontalFlip"], "delete it where left and right mean something"))
     return chosen, (size, size)
 
 
 # ---------------------------------------------------------------------------------------------- the model
 
 
-def _classifier(look: Look, size: tuple[int, ...]) -> Iterator[Choice]:
+def _classifier(look: Look, size: tuple[int, ...]) -> Iterator[RecipeEntry]:
     count, weights = len(look.dataset.train), _weights_at_hand() if look.dataset.channels == 3 and min(size) >= 64 else None
     if weights is not None:
-        yield Choice("model.name", f"torchvision/{weights}", "its pretrained weights are in torchvision's cache")
-        yield Choice("model.pretrained", True)
+        yield RecipeEntry("model.name", f"torchvision/{weights}", "its pretrained weights are in torchvision's cache")
+        yield RecipeEntry("model.pretrained", True)
         return
     levels = min(5, max(3, int(math.log2(max(1, min(size) / 8))) + 1))
     width, blocks = 16 if count < 2000 else 32, 1 if count < 5000 else 2
     why = "" if look.dataset.channels != 3 or min(size) < 64 else "no pretrained weights are at hand; "
-    yield Choice("model.name", "resnet", f"{why}{levels} stages bring {min(size)} px to {min(size) >> (levels - 1)}")
+    yield RecipeEntry("model.name", "resnet", f"{why}{levels} stages bring {min(size)} px to {min(size) >> (levels - 1)}")
     widths = [width << level for level in range(levels)]
-    yield Choice("model.options", {"widths": widths, "blocks": blocks}, f"sized for {count:,} images")
+    yield RecipeEntry("model.options", {"widths": widths, "blocks": blocks}, f"sized for {count:,} images")
 
 
-def _unet(look: Look) -> Iterator[Choice]:
+def _unet(look: Look) -> Iterator[RecipeEntry]:
     count = len(look.dataset.train)
     levels = min(5, max(3, int(math.log2(max(1, look.side / 16))) + 1))
     width = 16 if count < 500 else 32
-    yield Choice("model.name", "unet", f"{levels} levels see {2 ** (levels + 2)} px and more around a pixel")
-    yield Choice("model.options", {"widths": [width << level for level in range(levels)]}, f"sized for {count:,} images")
+    yield RecipeEntry("model.name", "unet", f"{levels} levels see {2 ** (levels + 2)} px and more around a pixel")
+    yield RecipeEntry("model.options", {"widths": [width << level for level in range(levels)]}, f"sized for {count:,} images")
 
 
 def _weights_at_hand() -> str | None:
@@ -115,22 +115,22 @@ def _weights_at_hand() -> str | None:
 # ---------------------------------------------------------------------------------------------- batches and memory
 
 
-def _batch(look: Look, config: ModelConfig, size: tuple[int, ...], *, is_pixels: bool) -> list[Choice]:
+def _batch(look: Look, config: ModelConfig, size: tuple[int, ...], *, is_pixels: bool) -> list[RecipeEntry]:
     """The batch size, and tiles in time where not even one image fits."""
     count, kept, free = len(look.dataset.train), _kept_bytes(look, config, size), _free_bytes()
     fits = int(free / 2 / kept)
     memory = f"an image keeps some {_in_words(kept)} for the backward, and {_in_words(free)} are free"
     if is_pixels and not look.same_size:
-        batch = Choice("data.batch_size", 1, f"images are of different sizes; {memory}")
+        batch = RecipeEntry("data.batch_size", 1, f"images are of different sizes; {memory}")
     else:
         of_count = 2 ** round(math.log2(min(64, max(4, count / 20))))
         number = max(1, min(of_count, 2 ** int(math.log2(max(1, fits))), count))
-        batch = Choice("data.batch_size", number, f"some 20 steps an epoch, up to 64; {memory}")
+        batch = RecipeEntry("data.batch_size", number, f"some 20 steps an epoch, up to 64; {memory}")
     if fits >= 1 or not is_pixels:
         return [batch]
     return [
         batch,
-        Choice("stream.memory", f"{max(1, int(free / 2**31))}GiB", "one image does not fit: it runs tile after tile"),
+        RecipeEntry("stream.memory", f"{max(1, int(free / 2**31))}GiB", "one image does not fit: it runs tile after tile"),
     ]
 
 
@@ -172,14 +172,14 @@ def _in_words(count: float) -> str:
 # ---------------------------------------------------------------------------------------------- task, optimizer, schedule
 
 
-def _task(look: Look) -> Iterator[Choice]:
+def _task(look: Look) -> Iterator[RecipeEntry]:
     labels, counts = look.dataset.labels, look.counts
-    yield Choice("task.name", TASKS[labels], _classes_in_words(look))
+    yield RecipeEntry("task.name", TASKS[labels], _classes_in_words(look))
     if labels == "pixels":
-        yield Choice("task.loss", "dice_cross_entropy", "Dice looks at areas, so that small ones count")
+        yield RecipeEntry("task.loss", "dice_cross_entropy", "Dice looks at areas, so that small ones count")
     elif labels == "class" and max(counts) > UNBALANCED * max(1, min(counts)):
         reason = f"from {min(counts):,} to {max(counts):,} images of a class, so that each class counts the same"
-        yield Choice("task.class_weights", "balanced", reason)
+        yield RecipeEntry("task.class_weights", "balanced", reason)
 
 
 def _classes_in_words(look: Look) -> str:
@@ -191,16 +191,18 @@ def _classes_in_words(look: Look) -> str:
     return f"{len(names)} classes, {unit}: {', '.join(each[:8])}{', ...' if len(each) > 8 else ''}"
 
 
-def _optimizer(pretrained: bool) -> Iterator[Choice]:
-    yield Choice("optimizer.name", "adamw", "needs little tuning")
-    yield Choice("optimizer.lr", 3e-4 if pretrained else 1e-3, "small, for the weights are good already" if pretrained else "")
-    yield Choice("optimizer.weight_decay", 0.05)
+def _optimizer(pretrained: bool) -> Iterator[RecipeEntry]:
+    yield RecipeEntry("optimizer.name", "adamw", "needs little tuning")
+    yield RecipeEntry(
+        "optimizer.lr", 3e-4 if pretrained else 1e-3, "small, for the weights are good already" if pretrained else ""
+    )
+    yield RecipeEntry("optimizer.weight_decay", 0.05)
 
 
-def _schedule(look: Look, pretrained: bool) -> Iterator[Choice]:
+def _schedule(look: Look, pretrained: bool) -> Iterator[RecipeEntry]:
     count = len(look.dataset.train)
     seen, least, most = (8_000, 5, 30) if pretrained else (20_000, 10, 100)
     epochs = min(most, max(least, round(seen / count)))
-    yield Choice("schedule.name", "cosine")
-    yield Choice("schedule.length", f"{epochs}ep", f"{epochs * count:,} images in all; double it for more accuracy")
-    yield Choice("schedule.warmup", "1ep")
+    yield RecipeEntry("schedule.name", "cosine")
+    yield RecipeEntry("schedule.length", f"{epochs}ep", f"{epochs * count:,} images in all; double it for more accuracy")
+    yield RecipeEntry("schedule.warmup", "1ep")

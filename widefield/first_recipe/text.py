@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from widefield.config import parse_config
-from widefield.first_recipe.choices import Choice, choices_for
+from widefield.first_recipe.choices import RecipeEntry, choices_for
 from widefield.first_recipe.look import Look, look_at
 
 
@@ -59,7 +59,7 @@ def _head(look: Look, folder: Path, name: str) -> list[str]:
     ]
 
 
-def _lines_of(choice: Choice) -> list[str]:
+def _lines_of(choice: RecipeEntry) -> list[str]:
     """`  key: value  # reason`, the reason on a line of its own where the line would be long."""
     line = f"  {choice.key.partition('.')[2]}: {_yaml(choice.value)}"
     if not choice.reason:
