@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,18 @@ from widefield.comm.mesh import World, current_world
 from widefield.config import RunConfig, config_of, parse_config, read_config
 from widefield.config.recipe import EVALUATED, refuse_unused
 from widefield.data.map_style import dataset_of
-from widefield.inference import Answer, evaluate_run
-from widefield.inference import predict as predict_images
+from widefield.inference import evaluate_run, single_rank
 from widefield.launchers import world_from
 from widefield.plans import Plan, check, plan_of, ranks_asked_for
+from widefield.prediction.answers import Answer
+from widefield.prediction.labels import Probabilities
+from widefield.prediction.session import Wishes, predict_files, predict_objects
 from widefield.run import train as train_run
 from widefield.section import to_yaml
 from widefield.tasks import Task
 from widefield.training.evaluate import Evaluation
 from widefield.training.given import Given, check_trainable, overrides_for
+from widefield.training.run_events import check_callbacks
 from widefield.training.run_folder import WEIGHTS, existing_folder, fresh_folder, load_weights
 from widefield.training.trainer import Outcome
 
@@ -47,6 +51,7 @@ def train(
     data: Sequence[Any] | None = None,
     task: str | Task | None = None,
     classes: Sequence[str] | int | None = None,
+    callbacks: Sequence[Any] = (),
     trust: bool = False,
 ) -> Outcome:
     """Train as `widefield train` does: `wf.train("recipe.yaml", "optimizer.lr=0.2", run="runs/one")`.
@@ -57,6 +62,8 @@ def train(
     data: two map-style datasets in place of `data.name`, to train on and to evaluate; see widefield.data.map_style.
     task: a name, `package.module:callable`, or a Task in place of `task.name`.
     classes: the names or the number of the classes of `data`; None: the first dataset's attribute `classes`.
+    callbacks: objects with some of the methods on_step, on_evaluate and on_end, called with facts on every rank; see
+        widefield.training.run_events.
     trust: let a recipe in a run folder name code of its own.
     Returns how the run ended; an interrupted run raises nothing, see `reason` and `status`.
     ValueError, NotImplementedError: those of the command, on every rank, before any message between ranks.
@@ -65,8 +72,9 @@ def train(
     read = _read(config, keys, run=run, trust=trust)
     if model is not None:
         check_trainable(model)
+    check_callbacks(callbacks)
     world = _world(read, "wf.train")
-    outcome = train_run(read, _folder(run, world), world, given)
+    outcome = train_run(read, _folder(run, world), world, replace(given, callbacks=tuple(callbacks)))
     if model is not None:
         load_weights(outcome.run / WEIGHTS, model)
     return outcome
@@ -86,7 +94,8 @@ def evaluate(
 
     model, data, task, classes: objects that were passed to `train` must be passed again, since the run folder has only their
         names.  data: the pair, or only the dataset to evaluate.  The weights of `model` are not changed.
-    weights: a .safetensors file in place of the run's own.  trust: let the run folder name code of its own.
+    weights: best, last, a checkpoint's step, or a .safetensors file; None: the last.  trust: let the run folder name code of
+        its own.
     ValueError: an object is missing; and those of the command.
     """
     refuse_unused(overrides)
@@ -101,7 +110,13 @@ def predict(
     run: str | Path,
     images: Any,
     *,
+    output: str | Path | None = None,
     top: int = 3,
+    batch_size: int = 1,
+    flips: bool = False,
+    probabilities: Probabilities | None = None,
+    overlays: bool = False,
+    overwrite: bool = False,
     model: nn.Module | None = None,
     task: str | Task | None = None,
     weights: str | Path | None = None,
@@ -110,18 +125,30 @@ def predict(
     """Predict images with a run's model as `widefield predict` does; returns an Answer for each, in their order.
 
     images: one or several paths, PIL images, or tensors (C, H, W) with the dtype and channels of the run's dataset.
-    top: how many classes to return.  model, task: as passed to `train`.  weights, trust: as for `evaluate`.
+    output: a folder, into which the answers for paths are written as the command does, and then paths may be folders, patterns
+        or lists too.  None: no file is written, and an Answer has the labels of pixels itself.
+    top: how many classes to return.  batch_size: images of one size per pass.  flips: the mean over mirror images.
+    probabilities: those of every pixel, in the Answers, or in files, `npy` or `png`.  overlays, overwrite: as the command does.
+    model, task: as passed to `train`.  weights: best, last, a checkpoint's step, or a .safetensors file; None: the best, where
+        the run has them.  trust: as for `evaluate`.
+    ValueError: an image cannot be read, or is of another kind than the run's; with `output`, after the others are written.
     """
     is_single = isinstance(images, str | Path | Image.Image) or (isinstance(images, Tensor) and images.ndim == 3)
-    return predict_images(
-        existing_folder(run),
-        [images] if is_single else list(images),
-        _keys((), model, None, task),
-        top=top,
-        weights=None if weights is None else str(weights),
-        trust=trust,
-        given=_given(model, None, task, None),
-    )
+    things, folder = [images] if is_single else list(images), existing_folder(run)
+    wishes = Wishes(top, batch_size, flips, probabilities, overlays, overwrite)
+    chosen: dict[str, Any] = {"weights": None if weights is None else str(weights), "trust": trust}
+    chosen |= {"given": _given(model, None, task, None)}
+    keys = _keys((), model, None, task)
+    if output is None:
+        parts, _ = single_rank(folder, chosen.pop("weights"), keys, streams=True, **chosen)
+        return predict_objects(parts, things, wishes)
+    if not all(isinstance(thing, str | Path) for thing in things):
+        raise ValueError("output is for answers about files, and not all images are paths; leave it out, or pass paths")
+    world = current_world() or world_from(os.environ) or World()
+    found = predict_files(folder, things, keys, world, output=Path(output), wishes=wishes, **chosen)
+    if found.lefts:
+        raise ValueError("; ".join(f"{left.path}: {left.reason}" for left in found.lefts[:5]))
+    return found.answers
 
 
 def plan(config: Config, *overrides: str, ranks: int | None = None, trust: bool = False) -> Plan:

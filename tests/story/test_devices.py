@@ -12,7 +12,8 @@ from ranks import on_ranks
 
 from widefield.config import read_config
 from widefield.data import open_dataset
-from widefield.inference import evaluate_run, predict
+from widefield.api import predict
+from widefield.inference import evaluate_run
 from widefield.run import train
 
 pytestmark = pytest.mark.alone
@@ -43,7 +44,7 @@ def told(mesh, folder: Path, settings: list[str]) -> Told:
     reason, evaluation = trained(mesh, folder, settings), evaluate_run(folder, [], mesh.world)
     dataset = open_dataset(read_config(DIGITS).data)
     images, labels = zip(*(dataset.evaluate.read(number) for number in range(len(dataset.evaluate))), strict=True)
-    answers = predict(folder, images, top=1)
+    answers = predict(folder, images, top=1, weights="last")
     right = sum(answer.classes == [dataset.classes[label]] for answer, label in zip(answers, labels, strict=True))
     return Told(reason, evaluation.images, evaluation.metrics, right)
 

@@ -415,7 +415,7 @@ def test_a_picture_that_is_a_program_is_not_handed_to_ghostscript(run, trace, mo
         shutil.copy(run.parent / "a.eps", run / mistake["picture"])
     assert evaluation["mistakes"] and "report.html" in said(capsys, "report", run, status=0)
     assert "picture missing" in (run / "report.html").read_text()
-    assert "EPS may hold a program" in said(capsys, "predict", run, run.parent / "a.eps")
+    assert "EPS may hold a program" in said(capsys, "predict", run, run.parent / "a.eps", status=1)
 
 
 def _drawn(path: Path) -> None:

@@ -76,39 +76,19 @@ def test_the_evaluation_can_be_had_again(trained):
     assert again.confusion == told["confusion"] and again.sentence == told["sentence"]
 
 
-def test_a_prediction_leaves_the_class_of_every_pixel_beside_the_image(trained, tmp_path, capsys):
+def test_a_prediction_leaves_the_class_of_every_pixel_in_the_run_and_nothing_beside_the_image(trained, tmp_path, capsys):
     image, _ = open_dataset(read_config(PAGE, SMALL).data).evaluate.read(2)
     write_image(image, tmp_path / "scan.png")
     assert main(["predict", str(trained), str(tmp_path / "scan.png"), "--top", "11"]) == 0
-    said = capsys.readouterr().out.strip()
-    labels = np.asarray(Image.open(tmp_path / "scan.labels.png"))
+    said = capsys.readouterr().out.splitlines()
+    labels = np.asarray(Image.open(trained / "predictions/scan.png"))
     shown = np.asarray(Image.open(trained / "samples/02_prediction.png"))
     assert np.array_equal(labels, shown), "other classes than the evaluation's"
-    assert said.startswith(f"{tmp_path / 'scan.png'}  ") and said.endswith(f"  -> {tmp_path / 'scan.labels.png'}")
-    shares = dict(re.findall(r"(\w+) (\d+\.\d) %", said))
+    assert said[0].startswith(f"{tmp_path / 'scan.png'}  ") and said[0].endswith(f"  -> {trained / 'predictions/scan.png'}")
+    assert said[1] == f"1 answered: {trained / 'predictions/predictions.csv'}"
+    shares = dict(re.findall(r"(\w+) (\d+\.\d) %", said[0]))
     assert shares["background"] == f"{100 * (labels == 0).mean():.1f}" and len(shares) == 11
-
-
-def test_a_folder_that_cannot_be_written_to_is_said(trained, tmp_path):
-    write_image(open_dataset(read_config(PAGE, SMALL).data).evaluate.read(2)[0], tmp_path / "scan.png")
-    (tmp_path / "scan.labels.png").mkdir()
-    with pytest.raises(ValueError, match=r"cannot write .*scan\.labels\.png \(.*; copy .*scan\.png into a folder"):
-        inference.predict(trained, [str(tmp_path / "scan.png")])
-
-
-def test_answers_that_would_overwrite_images_or_each_other_are_refused(trained, tmp_path):
-    for name in ("scan.png", "scan.jpg", "scan.labels.png", "other.png"):
-        write_image(open_dataset(read_config(PAGE, SMALL).data).evaluate.read(2)[0], tmp_path / name)
-    before = (tmp_path / "scan.labels.png").read_bytes()
-    paths = {name: str(tmp_path / name) for name in ("scan.png", "scan.jpg", "scan.labels.png", "other.png")}
-    with pytest.raises(ValueError, match=r"scan.png and .*scan.jpg would both be answered in .*scan.labels.png"):
-        inference.predict(trained, [paths["scan.png"], paths["other.png"], paths["scan.jpg"]])
-    with pytest.raises(
-        ValueError, match=r"the answer to .*scan.png would overwrite .*scan.labels.png, which is asked about too"
-    ):
-        inference.predict(trained, [f"{tmp_path}/./scan.labels.png", paths["scan.png"]])
-    assert (tmp_path / "scan.labels.png").read_bytes() == before and not (tmp_path / "other.labels.png").exists()
-    assert len(inference.predict(trained, [paths["other.png"], paths["other.png"]])) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["scan.png"]
 
 
 def test_what_labels_cannot_follow_is_refused_before_the_first_step(tmp_path):

@@ -20,6 +20,7 @@ from marks import few
 from photos import photo_folder
 from torch import nn
 
+import widefield as wf
 from widefield import inference, models
 from widefield.comm.mesh import AgreedError, World
 from widefield.config import read_config
@@ -220,7 +221,7 @@ def test_an_export_overwrites_nothing_that_was_not_named(trained, tmp_path):
             inference.export(trained, "state_dict", output=output)
     assert [path.name for path in tmp_path.iterdir()] == ["package.json"]
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot write .*model.pt \(.*; name another --output"):
+    with pytest.raises(ValueError, match=r"cannot write .*model.pt \(.*file is no folder\); name another --output"):
         inference.export(trained, "state_dict", output=tmp_path / "file" / "model.pt")
     for _ in range(2):
         assert inference.export(trained, "state_dict", output=tmp_path / "model.pt").is_file()
@@ -236,14 +237,14 @@ def test_predictions_of_pictures_are_those_of_the_evaluation(trained, tmp_path):
     for index in range(40):
         paths.append(str(tmp_path / f"{index}.png"))
         write_image(digits.read(index)[0], Path(paths[-1]))
-    answers = inference.predict(trained, paths, top=10)
+    answers = wf.predict(trained, paths, top=10)
     assert all(abs(sum(answer.probabilities) - 1) < 1e-6 for answer in answers)
     right = sum(answer.classes[0] == str(digits.read(index)[1]) for index, answer in enumerate(answers))
     assert right >= 36  # the run reaches about 97 % on all 360
     with pytest.raises(ValueError, match="--top is 0; write how many classes to name, 1 or more"):
-        inference.predict(trained, paths[:1], top=0)
+        wf.predict(trained, paths[:1], top=0)
     with pytest.raises(ValueError, match="cannot read the image .*nowhere.png"):
-        inference.predict(trained, [str(tmp_path / "nowhere.png")])
+        wf.predict(trained, [str(tmp_path / "nowhere.png")])
 
 
 # ------------------------------------------------------------------------------------------------ bad input

@@ -12,6 +12,7 @@ from marks import few
 from ranks import on_ranks
 from torch import nn
 
+import widefield as wf
 from widefield import inference
 from widefield.comm.mesh import AgreedError, World
 from widefield.config import read_config
@@ -211,11 +212,12 @@ def test_a_run_is_evaluated_again_in_tiles_or_whole(whole, streamed, calls, run_
 def test_a_streamed_run_predicts_in_tiles_and_exports_a_plain_model(streamed, whole, tmp_path, calls):
     image, _ = open_dataset(read_config(STREAMED, PAGES).data).evaluate.read(1)
     write_image(image, tmp_path / "page.png")
-    of_tiles = inference.predict(streamed, [str(tmp_path / "page.png")], top=11)
+    of_tiles = wf.predict(streamed, [str(tmp_path / "page.png")], top=11)
     assert calls == [False]
-    of_whole = inference.predict(whole, [str(tmp_path / "page.png")], top=11)
-    assert len(calls) == 1 and of_tiles == of_whole
-    plain = inference._single_rank(streamed, None).model
+    of_whole = wf.predict(whole, [str(tmp_path / "page.png")], top=11)
+    assert len(calls) == 1 and torch.equal(of_tiles[0].pixels, of_whole[0].pixels)
+    assert of_tiles[0].probabilities == of_whole[0].probabilities
+    plain = inference.single_rank(streamed, None)[0].model
     assert not isinstance(plain, Streamed) and type(plain).__name__ == "UNet"
 
 

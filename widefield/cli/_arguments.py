@@ -5,8 +5,9 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError
 
 
-def add_weights(parser: ArgumentParser) -> None:
-    parser.add_argument("--weights", type=given_text, metavar="FILE", help="a .safetensors file; the run's own if left out")
+def add_weights(parser: ArgumentParser, *, default: str) -> None:
+    text = f"best, last, the step of a checkpoint, or a .safetensors file; {default} if left out"
+    parser.add_argument("--weights", type=given_text, metavar="WHICH", help=text)
     add_trust(parser)
 
 

@@ -19,6 +19,7 @@ Evaluate a run's weights on its evaluation split: every image exactly once, on a
   widefield evaluate runs/0001
   widefield evaluate runs/0001 mesh.replicate=2 data.evaluate_batch_size=512
   widefield evaluate runs/0001 data.path=other_photos
+  widefield evaluate runs/0001 --weights best
   widefield evaluate runs/mine model.name=my_package.nets:build      the run's own model, named by you
 
 A run folder's config.yaml may not name code of its own, for the folder may be anybody's; --trust lets it.
@@ -28,7 +29,7 @@ A run folder's config.yaml may not name code of its own, for the folder may be a
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the run's config")
-    add_weights(parser)
+    add_weights(parser, default="last")
 
 
 def run(options: Namespace) -> int:

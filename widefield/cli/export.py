@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR")
     parser.add_argument("--to", default="safetensors", metavar="FORMAT", help="safetensors, state_dict or onnx")
     parser.add_argument("--output", type=given_text, metavar="FILE", help="where to; model.* in the run folder if left out")
-    add_weights(parser)
+    add_weights(parser, default="best, where the run has them,")
 
 
 def run(options: Namespace) -> int:

@@ -105,6 +105,13 @@ def refuse_unused(overrides: Sequence[str]) -> None:
             raise ValueError(f"{override} changes nothing in an evaluation, which does not train; leave it out")
 
 
+def on_mesh_of(overrides: Sequence[str], *, alone: bool) -> list[str]:
+    """Overrides with which a run's config has their mesh, and not that of its training.  alone: one copy if they name none."""
+    fresh = [f"{section}={{}}" for section in ("mesh", "gradient", "sharding", "pipeline")]
+    copies = ["mesh.replicate=1"] * alone
+    return [*fresh, "recompute=", "data.batch_size=1000000000", *copies, *overrides]  # no plan is too large for the batch
+
+
 def json_schema() -> str:
     """The JSON Schema of recipes, for editors (`# yaml-language-server: $schema=...`)."""
     return json.dumps(RunConfig.model_json_schema(), indent=2) + "\n"

@@ -64,7 +64,7 @@ def steps_in(folder: Path) -> list[Path]:
     """The checkpoints in a folder, damaged ones too, oldest step first."""
     if not folder.is_dir():
         return []
-    return sorted((place for place in folder.iterdir() if _STEP.fullmatch(place.name)), key=_step_of)
+    return sorted((place for place in folder.iterdir() if _STEP.fullmatch(place.name)), key=step_of)
 
 
 def newest_sound_in(folder: Path, *, warn: Warn) -> Found | None:
@@ -82,6 +82,17 @@ def newest_sound_in(folder: Path, *, warn: Warn) -> Found | None:
             "The next older sound one is taken; copy this one back from where it is whole, or delete it"
         )
     return None
+
+
+def sound_at(place: Path) -> Found:
+    """The checkpoint in a folder.  ValueError: it is damaged, or an older version of widefield wrote it, with a pickle."""
+    _refuse_pickled(place)
+    about, problem = _sound(place)
+    if about is None:
+        raise ValueError(
+            f"the checkpoint {place} cannot be used: {problem}; copy it back from where it is whole, or name another"
+        )
+    return Found(place, about)
 
 
 def _refuse_pickled(place: Path) -> None:
@@ -138,7 +149,7 @@ def _about_or_none(folder: Path) -> About | None:
     return about if ours else None
 
 
-def _step_of(place: Path) -> int:
+def step_of(place: Path) -> int:
     match = _STEP.fullmatch(place.name)
     assert match is not None, f"{place} is no checkpoint"
     return int(match[1])
@@ -208,7 +219,7 @@ def _replaced(current: Path) -> Iterator[None]:
 def prune(folder: Path, *, step: int, last: int, best: int, warn: Warn) -> None:
     """Delete the checkpoints that need not be kept now that `step` is saved; warns of those that cannot be deleted."""
     # Checkpoints of later steps are damaged: the run resumed before them.  Counted, they would push out this one.
-    old = [place for place in steps_in(folder) if _step_of(place) <= step]
+    old = [place for place in steps_in(folder) if step_of(place) <= step]
     keep = names_to_keep({place.name: _about_or_none(place) for place in old}, last=last, best=best)
     for place in old:
         if place.name not in keep:

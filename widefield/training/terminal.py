@@ -103,6 +103,43 @@ class _Bar:
         self._progress.stop()
 
 
+class ImageProgress:
+    """Progress over images on standard error: a line that is redrawn on a terminal, else one at least every SECONDS.
+
+    each: how many ranks work at the same time, of which this one shows the progress of all.
+    """
+
+    SECONDS = 10.0
+
+    def __init__(self, images: int, *, each: int = 1, stream: TextIO | None = None) -> None:
+        self._images, self._each, self._stream = images, each, stream or sys.stderr
+        self._redraws = self._stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        self._done, self._began = 0, time.monotonic()
+        self._shown = self._began
+
+    def add(self) -> None:
+        """One more image of this rank is done."""
+        self._done += 1
+        now = time.monotonic()
+        if now - self._shown >= (_Bar.REDRAW_SECONDS if self._redraws else self.SECONDS):
+            self._shown = now
+            self._show(now)
+
+    def _show(self, now: float) -> None:
+        done = min(self._images, self._done * self._each)
+        rate = done / max(now - self._began, 1e-9)
+        text = f"{done:,}/{self._images:,} images  {rate_text(rate)} img/s  eta {clock_text((self._images - done) / rate)}"
+        with ignoring_closed(self._stream):
+            self._stream.write(f"\r{text}\x1b[K" if self._redraws else f"{text}\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        if self._redraws and self._done:
+            with ignoring_closed(self._stream):
+                self._stream.write("\r\x1b[K")
+                self._stream.flush()
+
+
 @dataclass
 class Throughput:
     """Throughput and time left, from the steps of this process.

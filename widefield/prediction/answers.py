@@ -1,0 +1,150 @@
+"""Runs a run's model on batches of images of one size, and says what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widefield.data.batch import Batch
+from widefield.data.intensity import moments_of
+from widefield.data.transforms import Transforms
+from widefield.tasks import is_per_pixel, labels_of
+from widefield.tiled.api import tile_of, whole
+from widefield.training.assemble import Parts
+from widefield.training.batch_sharding import on_tiles
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The prediction for one image: classes with their probabilities, the most likely first.
+
+    Several classes per image: the same, each probability by itself.  Values in place of classes: `classes` are their names,
+    `values` the numbers, and `probabilities` is empty.
+    Where every pixel has a class: classes with their shares of the pixels, and the class numbers of the pixels: `labels`, the
+    path of a file, or `pixels`, (H, W), or (K, H, W) of 0 and 1 where a pixel may have several classes.
+    """
+
+    path: str
+    classes: list[str]
+    probabilities: list[float]
+    labels: str | None = None
+    pixels: Tensor | None = None
+    values: list[float] | None = None
+    probabilities_of_pixels: Tensor | None = None
+    """(K, H, W) float16, where asked for."""
+
+
+@dataclass(frozen=True)
+class Asker:
+    """A function from images to answers.  Every rank of a copy of the model calls it with the same images.
+
+    top: how many classes to name.  flips: answer with the mean of the probabilities over mirror images.
+    probabilities: give those of every pixel too.
+    """
+
+    parts: Parts
+    top: int
+    flips: bool = False
+    probabilities: bool = False
+
+    @cached_property
+    def transforms(self) -> Transforms:
+        return Transforms(self.parts.config.data.read_evaluate, field="data.read_evaluate")
+
+    @property
+    def pixels(self) -> bool:
+        return is_per_pixel(self.parts.task)
+
+    @cached_property
+    def mirrors(self) -> list[tuple[int, ...]]:
+        """Dims that are flipped, per pass: left and right; of labels of pixels also up and down, and both."""
+        if not self.flips:
+            return [()]
+        return [(), (-1,), (-2,), (-2, -1)] if self.pixels else [(), (-1,)]
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[Tensor], paths: Sequence[str]) -> list[Answer]:
+        """The answers for transformed images of one size, (C, H, W) each."""
+        batch = self._batch(torch.stack(list(images)))
+        prepared, _ = self.parts.preparation(train=False)(batch)
+        image = on_tiles(prepared, batch, self.parts.mesh)
+        if not self.pixels:
+            found = torch.stack([self._of_image(self._output(image, dims)) for dims in self.mirrors]).mean(0)
+            return [self._named(path, row) for path, row in zip(paths, found, strict=True)]
+        labels, likely = self._of_pixels(image, batch)
+        likelies = [None] * len(labels) if likely is None else list(likely.cpu())
+        return [self._counted(*one) for one in zip(paths, labels.cpu(), likelies, strict=True)]
+
+    def _batch(self, images: Tensor) -> Batch:
+        """This rank's windows of the images."""
+        shape, count = tuple(images.shape[1:]), len(images)
+        nothing = torch.zeros(count, dtype=torch.int64)
+        batch = Batch(images, nothing, nothing, samples=count)
+        area = self.parts.dataset.intensity.each_image
+        if area is not None:
+            batch = replace(batch, moments=torch.stack([moments_of(image, area) for image in images]))
+        if self.parts.window is None:
+            return batch
+        window = self.parts.window(shape[1:])
+        part = (..., *(slice(run.start, run.stop) for run in window))
+        return replace(batch, image=images[part].contiguous(), whole_shape=shape, window=window)
+
+    def _output(self, image: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """What the model gives for the mirror image, turned back, in float32 or wider."""
+        with self.parts.arithmetic.autocast():
+            output = self.parts.model(image.flip(dims) if dims else image)
+        output = output.flip(dims) if dims and self.pixels else output
+        return output.to(torch.promote_types(output.dtype, torch.float32))
+
+    def _of_image(self, output: Any) -> Tensor:
+        return self.parts.task.answers(whole(output).double())
+
+    def _of_pixels(self, image: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Labels (B, H, W), or layers (B, K, H, W), of whole images, and their probabilities where asked for."""
+        mesh, task = self.parts.mesh, self.parts.task
+        outputs = (tile_of(self._output(image, dims), mesh) for dims in self.mirrors)
+        if not self.flips and not self.probabilities:
+            return self._joined(self._small(task.answers(next(outputs))), batch), None
+        layers = labels_of(task) == "layers"
+        total = sum((output.sigmoid() if layers else output.softmax(1)) for output in outputs)
+        mean = total / len(self.mirrors)
+        labels = (mean > 0.5).to(torch.uint8) if layers else mean.argmax(1)
+        likely = self._joined(mean.half(), batch) if self.probabilities else None
+        return self._joined(self._small(labels), batch), likely
+
+    def _small(self, labels: Tensor) -> Tensor:
+        """Labels as uint8 where all classes fit, an eighth of the bytes of int64."""
+        return labels.to(torch.uint8) if len(self.parts.dataset.classes) <= 256 else labels
+
+    def _joined(self, tile: Tensor, batch: Batch) -> Tensor:
+        """Whole images of the ranks' tiles."""
+        size = batch.window and tuple(len(run) for run in batch.window)
+        if tuple(tile.shape[-2:]) != (size or tuple(batch.shape[1:])):
+            raise ValueError(
+                f"the model answers for {tuple(tile.shape[-2:])} pixels of an image of {batch.shape[1:]}; take a model that "
+                "keeps the image's size"
+            )
+        return whole(on_tiles(tile, batch, self.parts.mesh))
+
+    def _named(self, path: str, row: Tensor) -> Answer:
+        classes = self.parts.dataset.classes
+        if labels_of(self.parts.task) == "values":
+            return Answer(path, list(classes), [], values=row.tolist())
+        best = row.topk(min(self.top, len(classes)))
+        return Answer(path, [classes[index] for index in best.indices], best.values.tolist())
+
+    def _counted(self, path: str, labels: Tensor, likely: Tensor | None) -> Answer:
+        """The answer for an image with labels of pixels: each class's share of the pixels."""
+        classes = self.parts.dataset.classes
+        if labels_of(self.parts.task) == "layers":
+            shares = labels.flatten(1).double().mean(1)
+        else:
+            shares = torch.bincount(labels.flatten().long(), minlength=len(classes)).double() / labels.numel()
+        best = shares.topk(min(self.top, len(classes)))
+        names = [classes[index] for index in best.indices]
+        return Answer(path, names, best.values.tolist(), pixels=labels, probabilities_of_pixels=likely)

@@ -1,0 +1,130 @@
+"""Files of what a model says of an image's pixels: label images, probabilities, overlays.
+
+NAME.png                    class numbers, with a palette of the classes' colours
+NAME.CLASS.png              0 and 1, a file per class, where a pixel may have several classes
+probabilities/NAME.npy      (K, H, W) float16; or probabilities/NAME.CLASS.png, 16 bits, 65,535 being 1
+overlays/NAME.png           the image with the classes' colours over it; class 0 is transparent
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from widefield.data.image import colours, write_labels
+from widefield.training.thumbnails import as_bytes, channels_shown
+
+Probabilities = Literal["npy", "png"]
+STRENGTH = 0.5
+"""How much an overlay shows of a class's colour."""
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which files are written for an image.  layers: whether a pixel may have several classes."""
+
+    classes: Sequence[str]
+    layers: bool
+    probabilities: Probabilities | None = None
+    overlays: bool = False
+
+    def files_of(self, name: Path) -> list[Path]:
+        """The paths, below the folder of answers, of the files for the image of that name."""
+        return [*self._labels_of(name), *self._probabilities_of(name), *([self._overlay_of(name)] * self.overlays)]
+
+    def _labels_of(self, name: Path) -> list[Path]:
+        return self._by_class(name) if self.layers else [_with(name, ".png")]
+
+    def _probabilities_of(self, name: Path) -> list[Path]:
+        if self.probabilities is None:
+            return []
+        below = Path("probabilities") / name
+        return [_with(below, ".npy")] if self.probabilities == "npy" else self._by_class(below)
+
+    def _overlay_of(self, name: Path) -> Path:
+        return Path("overlays") / _with(name, ".png")
+
+    def _by_class(self, name: Path) -> list[Path]:
+        plain = [re.sub(r"[^\w-]+", "_", one) or "_" for one in self.classes]
+        unique = plain if len(set(plain)) == len(plain) else [f"{number}_{one}" for number, one in enumerate(plain)]
+        return [_with(name, f".{one}.png") for one in unique]
+
+    def write(self, folder: Path, name: Path, labels: Tensor, likely: Tensor | None, image: Tensor) -> Path:
+        """Write the files of an image, each whole or not at all; returns the path of the (first) label image.
+
+        labels: (H, W) or (K, H, W).  likely: (K, H, W) probabilities.  image: (C, H, W) as it was read.
+        OSError: the disk refuses one.
+        """
+        parts = list(labels) if self.layers else [labels]
+        for path, part in zip(self._labels_of(name), parts, strict=True):
+            _write(folder / path, lambda file, part=part: write_labels(part, file))  # type: ignore[misc]
+        if likely is not None:
+            self._write_probabilities(folder, name, likely.numpy())
+        if self.overlays:
+            picture = overlay(image, labels, len(self.classes))
+            _write(folder / self._overlay_of(name), lambda file: picture.save(file, "PNG"))
+        return folder / self._labels_of(name)[0]
+
+    def _write_probabilities(self, folder: Path, name: Path, likely: np.ndarray) -> None:
+        paths = self._probabilities_of(name)
+        if self.probabilities == "npy":
+            _write(folder / paths[0], lambda file: file.write_bytes(_npy(likely)))
+            return
+        for path, one in zip(paths, np.round(65535 * likely.astype(np.float32)).astype(np.uint16), strict=True):
+            _write(folder / path, lambda file, one=one: Image.fromarray(one).save(file, "PNG"))  # type: ignore[misc]
+
+
+def overlay(image_CHW: Tensor, labels: Tensor, classes: int) -> Image.Image:
+    """The image with the classes' colours over it.  labels: (H, W), or (K, H, W) of 0 and 1."""
+    grey = channels_shown(image_CHW)
+    low, high = (0.0, 255.0) if grey.dtype == torch.uint8 else _range(grey)
+    values = grey if grey.dtype == torch.uint8 else as_bytes(grey.float(), (low, high))
+    pixels = values.expand(3, *values.shape[1:]).permute(1, 2, 0).float().numpy()
+    table = np.array(colours(max(classes, 2)), dtype=np.float32)
+    if labels.ndim == 2:
+        layers = [(number, (labels == number).numpy()) for number in range(1, classes)]
+    else:
+        layers = [(number, layer.bool().numpy()) for number, layer in enumerate(labels)]
+    for number, where in layers:
+        colour = table[number if labels.ndim == 2 else (number + 1) % len(table)]
+        pixels[where] = (1 - STRENGTH) * pixels[where] + STRENGTH * colour
+    return Image.fromarray(pixels.round().astype(np.uint8))
+
+
+def _range(pixels: Tensor) -> tuple[float, float]:
+    """The values that are shown as black and white: all but the lowest and highest half percent."""
+    values = pixels.float().flatten()[:: max(1, pixels.numel() // 10**6)]
+    low, high = (float(value) for value in torch.quantile(values, torch.tensor([0.005, 0.995])))
+    return low, high if high > low else low + 1
+
+
+def _with(name: Path, suffix: str) -> Path:
+    return name.with_name(name.name + suffix)
+
+
+def _npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file beside its place, then rename it, so that a file that is there is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

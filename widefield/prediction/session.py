@@ -1,0 +1,279 @@
+"""Predicts images with a run's model: reads them, asks the model, and files the answers, on every rank.
+
+Copies of the model share the images; where a copy has several ranks, each has a tile of every image.  A file that cannot be
+read, or that the model cannot answer for, is left out and named; the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from widefield.comm.mesh import World
+from widefield.data.image import read_image
+from widefield.data.intensity import in_words
+from widefield.data.map_style import image_of
+from widefield.data.transforms import seed_of
+from widefield.inference import loaded_on_ranks
+from widefield.prediction.answers import Answer, Asker
+from widefield.prediction.filing import Filing
+from widefield.prediction.inputs import Input, Left, find_inputs
+from widefield.prediction.labels import Kinds, Probabilities
+from widefield.refusal import is_ours
+from widefield.tasks import labels_of
+from widefield.training.assemble import Parts
+from widefield.training.given import NOTHING, Given
+from widefield.training.terminal import ImageProgress
+
+READ_AHEAD = 8
+"""How many images are read before they are needed."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How to predict.  top: how many classes to name.  batch_size: the most images per pass, of one size each.
+
+    flips: the mean over mirror images.  probabilities, overlays: further files, where pixels have labels.
+    overwrite: replace the answers of an earlier command in the same folder.
+    """
+
+    top: int = 3
+    batch_size: int = 1
+    flips: bool = False
+    probabilities: Probabilities | None = None
+    overlays: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.top < 1:
+            raise ValueError(f"--top is {self.top}; write how many classes to name, 1 or more")
+        if self.batch_size < 1:
+            raise ValueError(f"--batch-size is {self.batch_size}; write how many images to predict at once, 1 or more")
+        if self.probabilities not in (None, "npy", "png"):
+            raise ValueError(f"--probabilities is {self.probabilities}; write npy, or png for files of 16 bits")
+
+    def check(self, parts: Parts) -> None:
+        """ValueError: files of pixels are asked for where images have labels, or mirror images of values."""
+        asked = [name for name in ("probabilities", "overlays") if getattr(self, name)]
+        if asked and not parts.dataset.pixels:
+            raise ValueError(
+                f"--{asked[0]} writes what the model says of every pixel, and this run's task has labels of images; leave it "
+                f"out. --top {len(parts.dataset.classes)} names all classes"
+            )
+        if self.flips and labels_of(parts.task) == "values":
+            raise ValueError("--flips takes the mean over mirror images, whose values may be others; leave it out")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """answers: in the order of the inputs, without pixels where these are in files.  lefts: what was left out, and why.
+
+    output: the folder of the answers, or None.  weights: in words.  earlier: how many answers an earlier command gave.
+    """
+
+    answers: list[Answer]
+    lefts: list[Left]
+    output: Path | None
+    weights: str
+    earlier: int = 0
+
+
+def predict_files(
+    run: Path,
+    words: Sequence[str | Path],
+    overrides: Sequence[str],
+    world: World,
+    *,
+    output: Path | None = None,
+    wishes: Wishes = Wishes(),
+    weights: str | None = None,
+    trust: bool = False,
+    given: Given = NOTHING,
+) -> Predicted:
+    """Predict the files that `words` mean, on the ranks of `world`.  Every rank calls it, and gets all answers.
+
+    output: the folder of the answers; None: none for labels of images, and `predictions` in the run folder for those of pixels.
+    ValueError: no file is found, the folder cannot be used, or the wishes do not fit the run.
+    """
+    with loaded_on_ranks(run, overrides, world, weights=weights, trust=trust, given=given) as (parts, chosen):
+        mesh, output = parts.mesh, output or (run / "predictions" if parts.dataset.pixels else None)
+        mesh.together(lambda: wishes.check(parts))
+        images, lefts = mesh.together(lambda: find_inputs(words, beside=output))
+        kept = [key for key in overrides if not key.startswith(("mesh", "stream"))]
+        about = {"weights": chosen.sha256, "overrides": kept, "top": wishes.top, "flips": wishes.flips}
+        about |= {"probabilities": wishes.probabilities, "overlays": wishes.overlays}
+        filing = None
+        if output is not None:
+            kinds = _kinds(parts, wishes) if parts.dataset.pixels else None
+            filing, images = Filing.begin(output, kinds, about, images, mesh, overwrite=wishes.overwrite)
+        session = _Session(parts, wishes, filing)
+        answers, more, earlier = session.answer_files(images)
+        if filing is not None:
+            filing.end(parts, {"run": str(run), **about})
+        return Predicted([_cut(one, wishes.top) for one in answers], [*lefts, *more], output, chosen.text, earlier)
+
+
+def _kinds(parts: Parts, wishes: Wishes) -> Kinds:
+    return Kinds(parts.dataset.classes, labels_of(parts.task) == "layers", wishes.probabilities, wishes.overlays)
+
+
+def _cut(answer: Answer, top: int) -> Answer:
+    """The answer with its first classes only."""
+    if answer.values is not None:
+        return answer
+    return replace(answer, classes=answer.classes[:top], probabilities=answer.probabilities[:top])
+
+
+def predict_objects(parts: Parts, images: Sequence[Any], wishes: Wishes) -> list[Answer]:
+    """The answers for paths, PIL images or tensors, on this rank alone, with the labels of pixels in memory.
+
+    ValueError, after all others were tried: an image cannot be read, or is of another kind than the run's.
+    """
+    wishes.check(parts)
+    session = _Session(parts, wishes, None)
+    paths = [str(one) if isinstance(one, str | Path) else f"image {number}" for number, one in enumerate(images)]
+    session.answer([_Asked(number, path, image) for number, (path, image) in enumerate(zip(paths, images, strict=True))])
+    if session.lefts:
+        raise ValueError("; ".join(left.reason for left in session.lefts[:5]))
+    return [_cut(session.answers[number], wishes.top) for number in range(len(paths))]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An image that is asked about.  thing: a path or an object.  file: where it is one of a command's inputs."""
+
+    number: int
+    path: str
+    thing: Any
+    file: Input | None = None
+
+
+@dataclass
+class _Session:
+    """One rank's work.  answers: by number of the image."""
+
+    parts: Parts
+    wishes: Wishes
+    filing: Filing | None
+    answers: dict[int, Answer] = field(default_factory=dict)
+    lefts: list[Left] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        wishes, parts = self.wishes, self.parts
+        top = wishes.top if labels_of(parts.task) == "class" else len(parts.dataset.classes)  # tables have all of them
+        self.asker = Asker(parts, top, wishes.flips, wishes.probabilities is not None)
+        parts.model.eval()
+
+    def answer_files(self, images: Sequence[Input]) -> tuple[list[Answer], list[Left], int]:
+        """Answers for files, those of all ranks, in the files' order; what was left out; how many answers were there before."""
+        mesh, filing = self.parts.mesh, self.filing
+        earlier = {} if filing is None else {number: filing.earlier(image) for number, image in enumerate(images)}
+        asked = [
+            _Asked(number, str(image.path), image.path, image)
+            for number, image in enumerate(images)
+            if earlier.get(number) is None
+        ]
+        share = asked[mesh.copy :: mesh.copies]
+        progress = ImageProgress(len(asked), each=mesh.copies) if mesh.is_main else None
+        self.answer(share, done=(lambda: None) if progress is None else progress.add)
+        if progress is not None:
+            progress.close()
+        found = mesh.gather_objects((self.answers, self.lefts) if mesh.is_first_of_copy else ({}, []))
+        answers = {number: answer for number, answer in earlier.items() if answer is not None}
+        before = len(answers)
+        for of_rank, _ in found:
+            answers |= of_rank
+        return [answers[number] for number in sorted(answers)], [left for _, lefts in found for left in lefts], before
+
+    def answer(self, asked: Sequence[_Asked], *, done: Callable[[], None] = lambda: None) -> None:
+        """Answer for these images.  done: called after each.  All ranks of a copy call it with the same images."""
+        for batch in self._batches(asked, done):
+            self._answer_batch([one for one, _ in batch], [image for _, image in batch])
+            for _ in batch:
+                done()
+
+    def _batches(self, asked: Sequence[_Asked], done: Callable[[], None]) -> Iterator[list[tuple[_Asked, Tensor]]]:
+        """Batches of images of one size, as they come; the rest at the end."""
+        waiting: dict[tuple[int, ...], list[tuple[_Asked, Tensor]]] = {}
+        for one, image in self._read(asked):
+            if image is None:
+                done()
+                continue
+            batch = waiting.setdefault(tuple(image.shape), [])
+            batch.append((one, image))
+            if len(batch) == self.wishes.batch_size:
+                yield waiting.pop(tuple(image.shape))
+        yield from waiting.values()
+
+    def _read(self, asked: Sequence[_Asked]) -> Iterator[tuple[_Asked, Tensor | None]]:
+        """The images, read ahead by threads and transformed; None for one that a rank of this copy could not read."""
+        read = partial(_pixels_of, parts=self.parts)
+        with ThreadPoolExecutor(4) as pool:
+            coming = [pool.submit(read, one.thing, one.path) for one in asked[:READ_AHEAD]]
+            for number, one in enumerate(asked):
+                if number + READ_AHEAD < len(asked):
+                    later = asked[number + READ_AHEAD]
+                    coming.append(pool.submit(read, later.thing, later.path))
+                image, reason = None, ""
+                try:
+                    image = self.asker.transforms(coming[number].result(), 0)
+                except ValueError as error:
+                    reason = str(error)
+                coming[number] = coming[0]  # so that the image's memory is freed
+                yield one, self._agreed(one, image, reason)
+
+    def _agreed(self, one: _Asked, image: Tensor | None, reason: str) -> Tensor | None:
+        """The image, if all ranks of this copy could read the same."""
+        if self.parts.window is not None:
+            shape = -1 if image is None else seed_of(*image.shape)
+            least, most = self.parts.mesh.least_of_copy([shape, -shape])
+            if least != -most or least == -1:
+                image, reason = None, reason or "another rank could not read it, or read another size"
+        if image is None:
+            self.lefts.append(Left(one.path, reason))
+        return image
+
+    def _answer_batch(self, asked: list[_Asked], images: list[Tensor]) -> None:
+        """Answer for a batch; where the model fails, one by one, so that only the image that it fails for is left out."""
+        try:
+            answers = self.asker(images, [one.path for one in asked])
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            if self.parts.window is not None:  # other ranks of this copy may wait in a message
+                raise
+            if len(asked) == 1:
+                reason = str(error) if is_ours(error) else f"the model fails for it: {type(error).__name__}: {error}"
+                self.lefts.append(Left(asked[0].path, reason))
+                return
+            for one, image in zip(asked, images, strict=True):
+                self._answer_batch([one], [image])
+            return
+        for one, image, answer in zip(asked, images, answers, strict=True):
+            if self.filing is not None and one.file is not None and self.parts.mesh.is_first_of_copy:
+                answer = self.filing.add(one.file, answer, image)
+            self.answers[one.number] = answer
+
+
+def _pixels_of(image: Any, path: str, *, parts: Parts) -> Tensor:
+    """An image as a tensor.  ValueError: the run was trained on images with other channels or another dtype."""
+    dataset = parts.dataset
+    if isinstance(image, str | Path):
+        if dataset.floating:
+            raise ValueError(
+                f"{path} is a file, and this run was trained on floating-point tensors that a Python program's dataset made of "
+                "its images; pass such tensors, (C, H, W)"
+            )
+        return read_image(path, dataset.channels)
+    pixels = image_of(image, path)
+    own, trained = in_words(pixels.dtype), in_words(dataset.dtype)
+    if (len(pixels), own) != (dataset.channels, trained):
+        raise ValueError(
+            f"{path} has {len(pixels)} channels of {own} numbers and this run was trained on "
+            f"{dataset.channels} of {trained} ones; pass images as its dataset gives them"
+        )
+    return pixels
