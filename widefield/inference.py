@@ -15,7 +15,7 @@ import torch
 from widefield.comm.failure import FailureWatch
 from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.config import RunConfig, read_config
-from widefield.config.recipe import EVALUATED, PREDICTED, on_mesh_of
+from widefield.config.recipe import EVALUATED, PREDICTED, on_mesh_of, refuse_axes
 from widefield.data import Dataset
 from widefield.naming import did_you_mean
 from widefield.plans import Plan, plan_of
@@ -73,14 +73,9 @@ def loaded_on_ranks(
     """
     keys = on_mesh_of(overrides, alone=world.size == 1)
     config = read_config(existing_folder(folder) / "config.yaml", keys, run=folder, trust=trust, builds=PREDICTED)
-    plan = plan_of(config, world.size)
-    if plan.shard * plan.channel * plan.stage > 1:
-        raise NotImplementedError(
-            f"prediction has the whole model on every rank, and the mesh is {plan}; give mesh.replicate, whose copies share "
-            "the images, or mesh.space, whose ranks share each image"
-        )
+    refuse_axes(config)
     with ExitStack() as stack:
-        mesh = join(world, plan)
+        mesh = join(world, plan_of(config, world.size))
         stack.callback(leave, mesh)
         with FailureWatch(mesh) as watch:
             mesh = replace(mesh, watch=watch)

@@ -10,9 +10,9 @@ from command import DIGITS, fingerprint, forget_after, record
 from devices import on_gpu_too
 from ranks import on_ranks
 
+from widefield.api import predict
 from widefield.config import read_config
 from widefield.data import open_dataset
-from widefield.api import predict
 from widefield.inference import evaluate_run
 from widefield.run import train
 

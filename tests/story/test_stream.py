@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from command import DIGITS, RECIPES, assert_same, fingerprint, forget_after, record, run
 from marks import few
 from ranks import on_ranks
