@@ -142,10 +142,16 @@ def predict(
     if output is None:
         parts, _ = single_rank(folder, chosen.pop("weights"), keys, streams=True, **chosen)
         return predict_objects(parts, things, wishes)
+    return _filed(folder, things, keys, Path(output), wishes, chosen)
+
+
+def _filed(
+    folder: Path, things: list[Any], keys: list[str], output: Path, wishes: Wishes, chosen: dict[str, Any]
+) -> list[Answer]:
     if not all(isinstance(thing, str | Path) for thing in things):
         raise ValueError("output is for answers about files, and not all images are paths; leave it out, or pass paths")
     world = current_world() or world_from(os.environ) or World()
-    found = predict_files(folder, things, keys, world, output=Path(output), wishes=wishes, **chosen)
+    found = predict_files(folder, things, keys, world, output=output, wishes=wishes, **chosen)
     if found.lefts:
         raise ValueError("; ".join(f"{left.path}: {left.reason}" for left in found.lefts[:5]))
     return found.answers
