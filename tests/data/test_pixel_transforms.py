@@ -21,7 +21,7 @@ from widefield.data.pixel_transforms import PixelTransforms
 from widefield.data.sources import InMemory
 from widefield.data.spatial.boxes import moved_boxes, moved_points
 from widefield.data.spatial.class_pixels import class_pixels_of
-from widefield.data.spatial.coordinate_map import composed
+from widefield.data.spatial.coordinate_map import composed, undone
 from widefield.data.spatial.elastic import elastic_of
 from widefield.data.spatial.moves import MOVES, drawn
 from widefield.data.spatial.warp import Warp
@@ -389,6 +389,21 @@ def test_points_go_where_their_pixels_go(name):
     np.testing.assert_allclose(moved_points(warp.map, source), wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["flips and turns", "RandomPerspective", "RandomAffine", "Pad"])
+def test_a_map_undone_leads_back(name):
+    made = reader(Cells(), LISTS[name])
+    map = made.moves._warp(0, InMemory(*Cells().whole(1)), {"read": 0, "augment": augment_seed(made)}, None).map
+    back, at = undone(map), (np.array([40.0]), np.array([30.0]))
+    assert (back.source, back.output) == (map.output, map.source)
+    there = [one.ravel() for one in map.positions(*at)]
+    np.testing.assert_allclose([one.ravel() for one in back.positions(*there)], at, atol=1e-9)
+
+
+def test_displacements_cannot_be_undone():
+    with pytest.raises(NotImplementedError, match="leave ElasticTransform out"):
+        undone(composed(SIZE, [drawn(v2.ElasticTransform(), SIZE, 0)]))
+
+
 def test_boxes_are_flipped_in_edges_and_cut_to_the_image():
     flip = drawn(v2.RandomHorizontalFlip(1.0), (40, 60), 0)
     boxes, left = moved_boxes(composed((40, 60), [flip]), np.array([[1, 2, 11, 8]]))
@@ -465,6 +480,11 @@ def test_what_is_read_whole_on_ranks_that_share_images_is_named():
     assert (
         check_transforms(DataConfig(name="cells", augment=LISTS["all at once"]), dataset(torch.int16), ignore=0, cut=True) == []
     )
+
+
+def test_a_class_balanced_crop_without_labels_is_refused():
+    with pytest.raises(NotImplementedError, match="needs the labels of the image's pixels"):
+        Transforms([{"ClassBalancedCrop": {"size": 4}}], field="data.read_evaluate")(Cells().whole(0)[0], 0)
 
 
 def test_a_crop_that_does_not_fit_names_the_image_and_the_transform():

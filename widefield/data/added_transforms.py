@@ -43,6 +43,10 @@ class ClassBalancedCrop:
         if not 0 <= self.share <= 1:
             raise ValueError(f"share={self.share!r}: a number from 0 to 1 is wanted")
 
+    def __call__(self, image: Tensor) -> Tensor:
+        """NotImplementedError: an image alone, as for prediction, has no classes to crop around."""
+        raise NotImplementedError("ClassBalancedCrop needs the labels of the image's pixels, and here is none; leave it out")
+
     @property
     def height_and_width(self) -> tuple[int, int]:
         sides = list(self.size) if isinstance(self.size, Sequence) else [self.size]

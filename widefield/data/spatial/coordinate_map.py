@@ -94,6 +94,13 @@ class CoordinateMap:
         return Placement(of, sign, (int(whole[0, 2]), int(whole[1, 2])))
 
     @property
+    def is_separable(self) -> bool:
+        """Whether rows depend on rows alone and columns on columns, as where an image is resized."""
+        matrices = [element for element in self.chain if not isinstance(element, Elastic)]
+        straight = all((one[2] == (0, 0, 1)).all() and one[0, 1] == one[1, 0] == 0 for one in matrices)
+        return straight and len(matrices) == len(self.chain)
+
+    @property
     def shrinking(self) -> tuple[float, float]:
         """How many source pixels a step of one output row and of one output column goes, at the output's center."""
         matrix = np.eye(3)
@@ -114,6 +121,16 @@ def composed(source: tuple[int, int], moves: list[SpatialMove]) -> CoordinateMap
         else:
             chain[-1] = chain[-1] @ move.element
     return CoordinateMap(source, moves[-1].size if moves else source, tuple(_on_output(chain)))
+
+
+def undone(map: CoordinateMap) -> CoordinateMap:
+    """The map from the output back to the source, as for predictions that are to lie on the image's own pixels.
+
+    NotImplementedError: displacements, which have no inverse in closed form.
+    """
+    if any(isinstance(element, Elastic) for element in map.chain):
+        raise NotImplementedError("an elastic displacement cannot be undone in closed form; leave ElasticTransform out")
+    return CoordinateMap(map.output, map.source, tuple(np.linalg.inv(element) for element in reversed(map.chain)))
 
 
 def steps_of(matrix: Array, at: list[float]) -> tuple[tuple[float, float], Array]:

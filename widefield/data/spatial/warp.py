@@ -151,7 +151,8 @@ class Warp:
         made = torch.empty((len(part_CHW), *size_of(window)), dtype=part_CHW.dtype)
         marks = None if labels is None else torch.empty((len(labels), *size_of(window)), dtype=labels.dtype)
         work = torch.float64 if part_CHW.dtype == torch.float64 else torch.float32
-        for block in _blocks(window):
+        side = BLOCK_PX * (4 if self.map.is_separable else 1)
+        for block in _blocks(window, side):
             inner, place = self.source_box(block), within(window, block)
             at = self._shown(self.map.positions(*map(pixels_of, block)))
             part = part_CHW[..., *within(box, inner)].to(work).contiguous()
@@ -172,6 +173,8 @@ class Warp:
 
     def _nearest(self, part: Tensor, at: tuple[Array, Array], inner: Box) -> Tensor:
         rows, columns = (_clipped(np.floor(one + 0.5), run) for one, run in zip(at, inner, strict=True))
+        if self.map.is_separable:
+            return part.index_select(-2, rows.flatten()).index_select(-1, columns.flatten())
         return _taken(part, rows * len(inner[1]) + columns)
 
     def _sampled(self, part: Tensor, at: tuple[Array, Array], inner: Box, block: Box) -> Tensor:
@@ -191,6 +194,9 @@ class Warp:
         (rows, down), (columns, across) = (
             _taps(one, run, part.dtype, self.interpolation) for one, run in zip(at, inner, strict=True)
         )
+        if self.map.is_separable:
+            lines = _blended([part.index_select(-2, row.flatten()) for row in rows], down)
+            return _blended([lines.index_select(-1, column.flatten()) for column in columns], across)
         starts = [row * len(inner[1]) for row in rows]
         return _blended([_blended([_taken(part, row + column) for column in columns], across) for row in starts], down)
 
@@ -278,10 +284,10 @@ def _fits(number: int, dtype: torch.dtype) -> bool:
     return limits.min <= number <= limits.max
 
 
-def _blocks(window: Box) -> list[Box]:
+def _blocks(window: Box, side: int = BLOCK_PX) -> list[Box]:
     if is_empty(window):
         return []
     rows, columns = (
-        [Interval(start, min(start + BLOCK_PX, run.stop)) for start in range(run.start, run.stop, BLOCK_PX)] for run in window
+        [Interval(start, min(start + side, run.stop)) for start in range(run.start, run.stop, side)] for run in window
     )
     return [(row, column) for row in rows for column in columns]
