@@ -10,7 +10,7 @@ that needs more ranks than there are is refused, with the command that starts th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ def train(
     model: nn.Module | None = None,
     data: Sequence[Any] | None = None,
     task: str | Task | None = None,
+    loss: str | Callable[..., Any] | None = None,
     classes: Sequence[str] | int | None = None,
     callbacks: Sequence[Any] = (),
     trust: bool = False,
@@ -61,6 +62,8 @@ def train(
     model: a module in place of `model.name`.  A copy is trained; at the end the module gets the run's weights, on every rank.
     data: two map-style datasets in place of `data.name`, to train on and to evaluate; see widefield.data.map_style.
     task: a name, `package.module:callable`, or a Task in place of `task.name`.
+    loss: a name, `package.module:callable`, or a function or module of (output, target) in place of `task.loss`, which gives
+        the losses unreduced: one per sample, or per number of the target.
     classes: the names or the number of the classes of `data`; None: the first dataset's attribute `classes`.
     callbacks: objects with some of the methods on_step, on_evaluate and on_end, called with facts on every rank; see
         widefield.training.run_events.
@@ -68,7 +71,7 @@ def train(
     Returns how the run ended; an interrupted run raises nothing, see `reason` and `status`.
     ValueError, NotImplementedError: those of the command, on every rank, before any message between ranks.
     """
-    given, keys = _given(model, data, task, classes), _keys(overrides, model, data, task)
+    given, keys = _given(model, data, task, classes, loss), _keys(overrides, model, data, task, loss)
     read = _read(config, keys, run=run, trust=trust)
     if model is not None:
         check_trainable(model)
@@ -86,21 +89,22 @@ def evaluate(
     model: nn.Module | None = None,
     data: Any = None,
     task: str | Task | None = None,
+    loss: str | Callable[..., Any] | None = None,
     classes: Sequence[str] | int | None = None,
     weights: str | Path | None = None,
     trust: bool = False,
 ) -> Evaluation:
     """Evaluate a run's weights as `widefield evaluate` does: every image of the evaluation split exactly once.
 
-    model, data, task, classes: objects that were passed to `train` must be passed again, since the run folder has only their
-        names.  data: the pair, or only the dataset to evaluate.  The weights of `model` are not changed.
+    model, data, task, loss, classes: objects that were passed to `train` must be passed again, since the run folder has only
+        their names.  data: the pair, or only the dataset to evaluate.  The weights of `model` are not changed.
     weights: best, last, a checkpoint's step, or a .safetensors file; None: the last.  trust: let the run folder name code of
         its own.
     ValueError: an object is missing; and those of the command.
     """
     refuse_unused(overrides)
-    given = _given(model, data if data is None or _is_pair(data) else (data, data), task, classes)
-    folder, keys = existing_folder(run), _keys(overrides, model, data, task)
+    given = _given(model, data if data is None or _is_pair(data) else (data, data), task, classes, loss)
+    folder, keys = existing_folder(run), _keys(overrides, model, data, task, loss)
     read = read_config(folder / "config.yaml", keys, run=folder, trust=trust, builds=EVALUATED)
     file = None if weights is None else str(weights)
     return evaluate_run(folder, keys, _world(read, "wf.evaluate"), weights=file, trust=trust, given=given)
@@ -181,22 +185,23 @@ def _read(config: Config, overrides: Sequence[str], *, run: str | Path | None = 
     )
 
 
-def _keys(overrides: Sequence[str], model: object, data: object, task: object) -> list[str]:
+def _keys(overrides: Sequence[str], model: object, data: object, task: object, loss: object = None) -> list[str]:
     """Overrides that put the names of passed objects into the config, then the user's own."""
     wrong = next((override for override in overrides if not isinstance(override, str)), None)
     if wrong is not None:
         raise ValueError(f"{wrong!r} is no override; write texts, as 'optimizer.lr=0.2', and pass objects by keyword")
-    named = [f"task.name={task}"] if isinstance(task, str) else []
+    texts = {"task.name": task, "task.loss": loss}
+    named = [f"{key}={text}" for key, text in texts.items() if isinstance(text, str)]
     samples: Any = data[0] if isinstance(data, tuple | list) and len(data) == 2 else data
-    passed = None if isinstance(task, str) else task
-    return overrides_for([*named, *overrides], model=model, data=samples, task=passed)
+    passed = {kind: None if isinstance(thing, str) else thing for kind, thing in (("task", task), ("loss", loss))}
+    return overrides_for([*named, *overrides], model=model, data=samples, **passed)
 
 
 def _is_pair(data: Any) -> bool:
     return isinstance(data, tuple | list) and len(data) == 2
 
 
-def _given(model: Any, data: Any, task: Any, classes: Sequence[str] | int | None) -> Given:
+def _given(model: Any, data: Any, task: Any, classes: Sequence[str] | int | None, loss: Any = None) -> Given:
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(
             f"model is a {type(model).__name__}; pass a torch.nn.Module, or name what makes one: "
@@ -207,7 +212,8 @@ def _given(model: Any, data: Any, task: Any, classes: Sequence[str] | int | None
     if data is None and classes is not None:
         raise ValueError("classes are those of data, and data is not passed; leave classes out")
     opened = None if data is None else partial(dataset_of, *data, classes=classes)
-    return Given(model, opened, None if isinstance(task, str) else task)
+    passed = (None if isinstance(thing, str) else thing for thing in (task, loss))
+    return Given(model, opened, next(passed), loss=next(passed))
 
 
 def _world(config: RunConfig, function: str) -> World:

@@ -14,7 +14,8 @@ from widefield.config.recipe import EVALUATED, refuse_unused
 ORDER = 20
 SUMMARY = "evaluate a run's weights exactly"
 HELP = """\
-Evaluate a run's weights on its evaluation split: every image exactly once, on any number of ranks.
+Evaluate a run's weights on its evaluation split: every image exactly once, on any number of ranks.  Prints the scores of every
+class, and writes them to evaluated.json and evaluated.csv in the run folder.
 
   widefield evaluate runs/0001
   widefield evaluate runs/0001 mesh.replicate=2 data.evaluate_batch_size=512
@@ -48,7 +49,11 @@ def run(options: Namespace) -> int:
     folder, overrides = Path(options.run), options.overrides
     evaluation = evaluate_run(folder, overrides, world, weights=options.weights, trust=options.trust)
     if world.rank == 0:
-        print(f"{evaluation.sentence}  loss {evaluation.loss:.4g}")
+        from widefield.training.evaluation_files import write_scores
+        from widefield.training.scores import in_words
+
+        print(in_words(evaluation))
+        print(f"written to {write_scores(folder, evaluation)}")
     return 0
 
 

@@ -34,7 +34,7 @@ from widefield.tasks import Task, labels_of
 from widefield.tasks._metrics import RecipeMetric, metrics_of
 from widefield.training.agreed import Agreed, dummy_batch_of
 from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_precision
-from widefield.training.balance import check_stages, sample_weights_of, task_of
+from widefield.training.balance import check_sampling, check_stages, sample_weights_of, task_of
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
 from widefield.training.freezing import freeze
@@ -187,6 +187,7 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     lr, why_lr = learning_rate(config.optimizer, config.data.batch_size)
     _check_scaling(parts)
     check_stages(parts.task, config, mesh)
+    check_sampling(config, parts.dataset, labels=labels_of(parts.task))
     freezing, why_frozen = freeze(model, config.model, mesh.plan)
     learner = Learner(
         config=config,

@@ -107,19 +107,14 @@ def sample_weights_of(config: RunConfig, dataset: Dataset, mesh: Mesh, *, labels
 
     balanced: every class is drawn equally often; of several classes, a sample weighs as much as its classes together, and those
     without any are a class of their own.  Every rank calls it.
-    ValueError: the data has no weights, or classes of pixels, or the weights are no numbers of 0 or more.
+    ValueError: see check_sampling.
     """
     asked, images = config.data.sampling, dataset.train
+    check_sampling(config, dataset, labels=labels)
     if asked is None:
         return None
     if asked == "weights":
-        return _weights_of_samples(dataset, config.data.name)
-    if labels not in ("class", "classes"):
-        cure = "crops that are drawn by class" if labels in ("pixels", "layers") else "data.sampling=weights"
-        raise ValueError(
-            f"data.sampling=balanced draws samples by their class and the labels of data.name={config.data.name} are "
-            f"'{labels}'; take task.class_weights=balanced, task.loss=dice_cross_entropy, or {cure}"
-        )
+        return _weights_of_samples(dataset)
 
     def present(indices: range) -> Tensor:
         found = classes_of(images, indices, labels=labels, classes=len(dataset.classes), skip=config.data.bad_images == "skip")
@@ -131,19 +126,31 @@ def sample_weights_of(config: RunConfig, dataset: Dataset, mesh: Mesh, *, labels
     return balanced(table)
 
 
+def check_sampling(config: RunConfig, dataset: Dataset, *, labels: str) -> None:
+    """ValueError: the data has no weights, or they are no numbers of 0 or more, or samples have no classes to balance."""
+    if config.data.sampling == "weights":
+        if getattr(dataset.train, "weight_of", None) is None:
+            raise ValueError(
+                f"data.sampling=weights and data.name={config.data.name} has no weights of samples; take a manifest with a "
+                "column of weights, or data.sampling=balanced"
+            )
+        _weights_of_samples(dataset)
+    if config.data.sampling == "balanced" and labels not in ("class", "classes"):
+        cure = "or crops that are drawn by class" if labels in ("pixels", "layers") else "or data.sampling=weights"
+        raise ValueError(
+            f"data.sampling=balanced draws samples by their class and the labels of data.name={config.data.name} are "
+            f"'{labels}'; take task.class_weights=balanced, task.loss=dice_cross_entropy, {cure}"
+        )
+
+
 def balanced(table: Tensor) -> Tensor:
     """(samples,) weights from (samples, classes) of 0 and 1: the sum over a sample's classes of 1 / the class's samples."""
     rows = torch.cat([table, (table.sum(1, keepdim=True) == 0).to(table.dtype)], dim=1).double()
     return (rows / rows.sum(0).clamp(min=1)).sum(1)
 
 
-def _weights_of_samples(dataset: Dataset, name: str) -> Tensor:
-    of = getattr(dataset.train, "weight_of", None)
-    if of is None:
-        raise ValueError(
-            f"data.sampling=weights and data.name={name} has no weights of samples; take a manifest with a column of weights, "
-            "or data.sampling=balanced"
-        )
+def _weights_of_samples(dataset: Dataset) -> Tensor:
+    of = dataset.train.weight_of  # type: ignore[attr-defined]
     weights = torch.tensor([float(of(index)) for index in range(len(dataset.train))], dtype=torch.float64)
     wrong = (~((weights >= 0) & weights.isfinite())).nonzero().flatten().tolist()
     if wrong or not weights.sum() > 0:

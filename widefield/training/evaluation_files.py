@@ -45,9 +45,7 @@ def write_evaluation(
     attempt: calls a function that writes, named by the first argument; where it returns None that file is left out.
     """
     pieces = {piece.index: piece for piece in evaluation.pictures}
-    omitted = ("mistakes", "pieces", "pictures", "channels", "seconds")
-    values = {key: value for key, value in vars(evaluation).items() if key not in omitted}
-    values["columns"] = {name: [_or_none(value) for value in column] for name, column in evaluation.columns.items()}
+    values = _values(evaluation)
     values |= {"step": step, "epoch": epoch, "classes": classes, "shown": shown_in_words(evaluation.channels)}
     values["mistakes"] = [
         asdict(_picture(folder, number, mistake, pieces.get(mistake.index), classes, images, attempt))
@@ -63,6 +61,28 @@ def write_evaluation(
     attempt("evaluation.json", lambda: replace_text(folder / "evaluation.json", json.dumps(values) + "\n"))
     table = csv_of(replace(evaluation, classes=classes))
     attempt("evaluation.csv", lambda: replace_text(folder / "evaluation.csv", table))
+
+
+def _values(evaluation: Evaluation) -> dict[str, Any]:
+    """What evaluation.json has of the evaluation itself, without its pictures."""
+    omitted = ("mistakes", "pieces", "pictures", "channels", "seconds")
+    values = {key: value for key, value in vars(evaluation).items() if key not in omitted}
+    return values | {"columns": {name: [_or_none(value) for value in column] for name, column in evaluation.columns.items()}}
+
+
+def write_scores(folder: Path, evaluation: Evaluation) -> str:
+    """Write evaluated.json and evaluated.csv: of another evaluation than those of training, whose files stay.
+
+    Returns their paths in words.  ValueError: the folder cannot be written.
+    """
+    try:
+        replace_text(folder / "evaluated.json", json.dumps(_values(evaluation)) + "\n")
+        replace_text(folder / "evaluated.csv", csv_of(evaluation))
+    except OSError as error:
+        raise ValueError(
+            f"the scores above cannot be written to {folder} ({error}); copy the run folder to where you may write"
+        ) from None
+    return f"{folder / 'evaluated.json'} and evaluated.csv"
 
 
 def _or_none(value: float) -> float | None:
