@@ -78,10 +78,15 @@ def pictures(folder: Path, evaluation: Mapping[str, Any] | None) -> list[dict[st
     """The images with the highest loss: id, truth, prediction, probability, loss, and the picture as a data URI."""
     listed: Iterable[Mapping[str, Any]] = (evaluation or {}).get("mistakes") or []
     return [
-        {**mistake, **_picture(folder, mistake["picture"]), "probability": f"{100 * mistake['probability']:.1f} %",
+        {**mistake, **_picture(folder, mistake["picture"]), "probability": _percent(mistake["probability"]),
          "loss": f"{float(mistake['loss']):.3g}", "wrong": mistake["truth"] != mistake["prediction"]}
         for mistake in listed
     ]  # fmt: skip
+
+
+def _percent(probability: float | None) -> str:
+    """ "" where an answer has no probability: numbers, or several classes."""
+    return "" if probability is None else f"{100 * probability:.1f} %"
 
 
 def opened(folder: Path, name: str) -> Image.Image:

@@ -23,6 +23,7 @@ from widefield import plans
 from widefield.config.strategies import AXES
 from widefield.quantity import count_of
 from widefield.report import mistakes, plots, run_whole, samples, stages
+from widefield.report.class_scores import class_scores
 from widefield.report.evaluations import best_of, metric_name, metric_text, table_of_evaluations
 from widefield.report.filling import from_files, render
 from widefield.training.disk import replace_text
@@ -104,6 +105,7 @@ def _page(run: _RunPage) -> str:
         machine=_machine(run.start),
         history=_history(run),
         confusion=mistakes.confusion(run.evaluation),
+        scores=class_scores(run.evaluation),
         mistakes=mistakes.pictures(run.folder, run.evaluation),
         samples=samples.samples(run.folder, run.evaluation, _space(run.start)),
         shown=(run.evaluation or {}).get("shown"),

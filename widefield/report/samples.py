@@ -14,6 +14,7 @@ from PIL import Image
 
 from widefield.data.image import colours
 from widefield.geometry.interval import natural_cut
+from widefield.report.class_scores import names_shown
 from widefield.report.mistakes import opened
 
 TINY_PX = 400
@@ -36,7 +37,7 @@ def _sample(
         page, truth, prediction = (_pixels(folder, sample[key]) for key in ("image", "truth", "prediction"))
     except (OSError, ValueError, SyntaxError):  # what Pillow raises for a damaged file
         return None
-    (height, width), classes = truth.shape, len(evaluation["classes"])
+    (height, width), classes = truth.shape, len(names_shown(evaluation))
     wrong = (truth != prediction) & (truth < classes)
     over = {"truth": _labels(truth, classes), "prediction": _labels(prediction, classes), "errors": _marks(wrong)}
     panes = [("image", "", None), *((name, "over", uri) for name, uri in over.items())]
@@ -82,7 +83,14 @@ def _uri(image: Image.Image) -> str:
 
 
 def legend(evaluation: Mapping[str, Any] | None) -> list[dict[str, str]]:
-    """Every class with its colour, number of labelled pixels, IoU and Dice; [] where classes are of images."""
+    """Every class with its colour, number of labelled pixels, IoU and Dice; [] where classes are of images.
+
+    Where a pixel may have several classes, the name and colour alone.
+    """
+    if evaluation is not None and evaluation.get("labels") == "layers":
+        names = names_shown(evaluation)
+        pairs = zip(names, colours(len(names)), strict=True)
+        return [{"name": name, "colour": "#{:02x}{:02x}{:02x}".format(*colour)} for name, colour in pairs]
     if evaluation is None or evaluation.get("unit") != "pixels" or not evaluation.get("confusion"):
         return []
     names, matrix = evaluation["classes"], evaluation["confusion"]

@@ -41,7 +41,7 @@ class CaseMetric(Protocol):
         """Add images number `index`: (B, *pixels) class numbers, or (B, classes, *pixels) of 0 and 1."""
 
     def columns(self) -> dict[str, Tensor]:
-        """(classes,) of each score: the mean over its cases; NaN where there is none.  `cases`: how many there are."""
+        """(classes,) of each score: the mean over its cases; NaN where there is none; and how many there are."""
 
 
 class CaseOverlap:
@@ -141,7 +141,7 @@ class SurfaceDistance:
     def columns(self) -> dict[str, Tensor]:
         case, *scores, one_sided = self.table.unbind(2)
         means = {name: _means(score, case > 0) for name, score in zip(("hd95", "asd", "nsd"), scores, strict=True)}
-        return {**means, "cases": case.sum(0).long(), "one_sided": one_sided.sum(0).long()}
+        return {**means, "surface_cases": case.sum(0).long(), "one_sided": one_sided.sum(0).long()}
 
 
 def surface(mask: Array) -> Array:

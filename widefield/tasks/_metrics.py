@@ -39,13 +39,15 @@ class RecipeMetric:
     """A metric with its name in evaluations.
 
     make: returns a new one.  of_cases: from the number of images, a new metric of each image by itself; `make` is None then.
-    gathers: whether ranks gather the answers of all samples for it, and do not add up sums.
+    gathers: whether ranks gather the answers of all samples for it, and do not add up sums.  factor: of its value, 100 of a
+    share that is in percent as the task's own.
     """
 
     name: str
     make: Callable[[], Metric] | None = None
     of_cases: Callable[[int], CaseMetric] | None = None
     gathers: bool = False
+    factor: int = 1
 
     def made(self) -> Metric:
         assert self.make is not None, f"{self.name} is a metric of cases"
@@ -132,7 +134,7 @@ def _one(entry: Any, task: Task, num_classes: int) -> RecipeMetric:
     sizes = {"num_classes": num_classes, "num_labels": num_classes, "num_outputs": num_classes, "ignore_index": ignore}
     given = {key: sizes[key] for key in takes(make, *sizes) if sizes[key] is not None}
     shown = f"top{options.get('k', 3)}" if name == "top" else name.rpartition(":")[2]
-    return RecipeMetric(shown, partial(_made, make, name, given | options))
+    return RecipeMetric(shown, partial(_made, make, name, given | options), factor=100 if name == "top" else 1)
 
 
 def _known(name: str, labels: str) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ class MultiLabel(WithLoss):
     higher_is_better: bool = True
     loss: Loss | None = None
     labels: Labels = "classes"
+    percent: bool = False
 
     def __post_init__(self) -> None:
         if self.loss is None:
@@ -41,14 +42,20 @@ class MultiLabel(WithLoss):
         return MetricCollection({"labels": SampleCounts(self.num_classes)}, compute_groups=False)
 
     def sentence(self, values: dict[str, float]) -> str:
-        return f"{values['f1']:.2f} % mean F1"
+        return f"mean F1 {values['f1']:.4f}"
 
 
 class SampleCounts(LabelCounts):
+    """f1: the mean over classes; f1_micro: of all classes together.  right: the share of right yes and no, all classes together.
+
+    exact: the share of samples with all classes right.
+    """
+
     def compute(self) -> dict[str, Tensor]:
         values = super().compute()
         assert isinstance(values, dict)
-        return {name: value for name, value in values.items() if name != "iou"}
+        names = {"f1": "f1", "f1_micro": "f1_micro", "exact": "exact", "right": "accuracy", "counts": "counts"}
+        return {name: values[key] for name, key in names.items()}
 
 
 def build(num_classes: int) -> MultiLabel:
@@ -57,7 +64,7 @@ def build(num_classes: int) -> MultiLabel:
 
 CASES = [
     (build(3), torch.tensor([[2.0, -1.0, -1.0], [2.0, 1.0, -1.0]]), torch.tensor([[1, 0, 0], [0, 1, 0]]),
-     {"f1": (2 / 3 + 1) / 2, "f1_micro": 0.8, "accuracy": 5 / 6, "exact": 0.5}),  # class 2 is nowhere
+     {"f1": (2 / 3 + 1) / 2, "f1_micro": 0.8, "right": 5 / 6, "exact": 0.5}),  # class 2 is nowhere
     (build(1), torch.tensor([[2.0], [-2.0]]), torch.tensor([[1], [1]]), {"f1": 2 / 3, "exact": 0.5}),
 ]  # fmt: skip
 """As in classification."""

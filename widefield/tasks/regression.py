@@ -41,7 +41,7 @@ class ValueErrors(Metric):
         return {
             "rmse": (squared.sum() / count.sum()).sqrt(),
             "mae": absolute.sum() / count.sum(),
-            "r2": r2.mean(),
+            "r2": r2.nanmean(),
             "errors": torch.stack([(squared / count).sqrt(), absolute / count, r2], dim=1),
         }
 

@@ -253,6 +253,7 @@ def _extra_metrics(seen: _Counts, mesh: Mesh, *, classes: int) -> tuple[dict[str
         states._to_sync = False
         states._update_count = max(1, states._update_count)
         value = states.compute()
+        value = value if metric.factor == 1 else metric.factor * value
         found |= numbers_of(metric, value, classes=classes)
         columns |= columns_of(metric, value, classes=classes)
     for cases in seen.cases:
