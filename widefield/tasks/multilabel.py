@@ -46,9 +46,9 @@ class MultiLabel(WithLoss):
 
 
 class SampleCounts(LabelCounts):
-    """f1: the mean over classes; f1_micro: of all classes together.  right: the share of right yes and no, all classes together.
+    """f1: the mean over classes; f1_micro: of all classes together.  exact: the share of samples with all classes right.
 
-    exact: the share of samples with all classes right.
+    right: the share of right yes and no, of all classes together.
     """
 
     def compute(self) -> dict[str, Tensor]:
