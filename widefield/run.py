@@ -26,6 +26,7 @@ from widefield.training.assemble import Parts, assemble, learner_of, training_ba
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.disk import Attempts, in_words
 from widefield.training.given import NOTHING, Given, share_given
+from widefield.training.heartbeat import Heartbeat
 from widefield.training.interrupt import Interrupt
 from widefield.training.learning_rate_finder import find_learning_rate
 from widefield.training.loop import Learner, Passes
@@ -49,7 +50,7 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_size)
     with ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun"))
+        interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=world.rank == 0))
         mesh = join(world, plan)
         stack.callback(leave, mesh)
         with FailureWatch(mesh) as watch:  # ends before the contexts of the stack, so it sees an error first
@@ -97,6 +98,8 @@ def _train(
     record = mesh.together(lambda: _on_disk(folder, open_record) if mesh.is_main else None)
     stack.callback(checkpoints.wait)
     passes = _watched(stack, folder, learner, batches)
+    if record is not None:
+        stack.enter_context(Heartbeat(record, learner, passes, last=last, stream=sys.stdout.fileno))
     mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last: all of the above may draw
     trainer = Trainer(config, folder, parts, learner, checkpoints, record, last, warnings)
     return _fit(trainer, passes, interrupt)
@@ -187,4 +190,5 @@ def _begin(record: Record, parts: Parts, learner: Learner, *, reasons: list[str]
         parameters=parameters,
         fallbacks=fallbacks(learner.model),
         objects=parts.given.described(dataset),
+        memory_of="process" if mesh.device.type == "cpu" else "GPU",
     )

@@ -127,7 +127,7 @@ def test_the_headline_figures_are_those_of_the_record(tmp_path):
         "wall time": ("1 min 12 s", "steps 10.5 s, evaluation 0.5 s"),
         "throughput": ("128 img/s", "median step, all ranks together"),  # the slow first step left out
         "waiting for data": ("2.0 %", "compute-bound"),
-        "peak memory": ("1.5 GiB", "highest of any step"),
+        "peak memory of the process": ("1.5 GiB", "of rank 0, with libraries and mapped files; highest of any step"),
         "ranks": ("2", "replicate 2"),
     }
 

@@ -235,10 +235,10 @@ def test_a_step_line_says_what_matters_once_per_interval(tmp_path):
             take(record, step, loss=0.12344, data_seconds=0.00021)
         record.end("complete", step=6, text="done")
     assert stream.getvalue().splitlines() == [
-        "step 2/1205  ep 1.00  loss 0.1234  6,400 img/s  data 2.1 %  mem 1.5 GiB  lr 0.0873  eta 0:12",
-        "step 4/1205  ep 2.00  loss 0.1234  6,400 img/s  data 2.1 %  mem 1.5 GiB  lr 0.0873  eta 0:12",
+        "step 2/1205  ep 1.00  loss 0.1234  6,400 img/s  data 2.1 %  process 1.5 GiB  lr 0.0873  eta 0:12",
+        "step 4/1205  ep 2.00  loss 0.1234  6,400 img/s  data 2.1 %  process 1.5 GiB  lr 0.0873  eta 0:12",
         "step 4  ep 2  98.61 % top-1 on 360/360 images  loss 0.0612",
-        "step 6/1205  ep 3.00  loss 0.1234  6,400 img/s  data 2.1 %  mem 1.5 GiB  lr 0.0873  eta 2:12",  # 0.5 s of evaluation
+        "step 6/1205  ep 3.00  loss 0.1234  6,400 img/s  data 2.1 %  process 1.5 GiB  lr 0.0873  eta 2:12",
         "done",
     ]
 
@@ -305,7 +305,7 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path, monkeypatch):
     stream = Terminal()
     with started(tmp_path, LogConfig(every=1, tensorboard=False), stream=stream) as record:
         take(record, 1)
-    assert stream.getvalue() == "step 1/6  ep 0.50  loss 0.1  6,400 img/s  data 0.0 %  mem 1.5 GiB  lr 0.0873  eta -:--\n"
+    assert stream.getvalue() == "step 1/6  ep 0.50  loss 0.1  6,400 img/s  data 0.0 %  process 1.5 GiB  lr 0.0873  eta -:--\n"
 
 
 def test_times_rates_and_sizes_read_well_at_every_scale():

@@ -208,12 +208,19 @@ def _cards(run: _RunPage) -> list[dict[str, str]]:
             _card(_duration(_wall_seconds(run)), "wall time", _time_parts(run)),
             _card(_median_rate(run), "throughput", "median step, all ranks together"),
             _card(f"{100 * share:.1f} %", "waiting for data", _kind(share)),
-            _card(memory_text(max(line["memory_bytes"] for line in steps)), "peak memory", "highest of any step"),
+            _card(memory_text(max(line["memory_bytes"] for line in steps)), *_memory_of(start)),
         ]
     if start:
         axes = ", ".join(f"{axis} {size}" for axis, size, strategy in _plan(start)["axes"] if strategy)
         cards.append(_card(f"{start['ranks']:,}", "rank" if start["ranks"] == 1 else "ranks", axes or "one device"))
     return cards
+
+
+def _memory_of(start: Line) -> tuple[str, str]:
+    """What the figure of memory counts: label and detail."""
+    if start.get("memory_of") == "GPU":
+        return "peak memory of the GPU", "allocated by torch, on rank 0; highest of any step"
+    return "peak memory of the process", "of rank 0, with libraries and mapped files; highest of any step"
 
 
 def _card(value: str, label: str, detail: str) -> dict[str, str]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from types import FrameType
 
 
+class StopNow(Exception):
+    """The step is given up, since the run was asked to stop; see abandon.py."""
+
+
 class Interrupt:
     """While open, records the first SIGINT, SIGTERM or SIGUSR1 (Slurm's warning); a further SIGINT ends the process.
 
+    tells: print a line at the first signal.
     watch_parent: the end of the parent process counts as a request too.  For ranks of a launcher, not for a run that was
         started from a shell, which may exit.
     A signal that was ignored before stays ignored, as in a background job.  Outside of the main thread Python allows no
@@ -19,8 +25,11 @@ class Interrupt:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-    def __init__(self, *, watch_parent: bool) -> None:
+    def __init__(self, *, watch_parent: bool, tells: bool = False) -> None:
         self.signal: signal.Signals | None = None
+        self.raises = False
+        """Whether a signal raises StopNow where the main thread is."""
+        self._tells = tells
         self._parent = os.getppid() if watch_parent else None
         self._before: dict[signal.Signals, object] = {}
 
@@ -41,4 +50,11 @@ class Interrupt:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
+        is_first, self.signal = self.signal is None, signal.Signals(number)
+        if is_first and self._tells:  # os.write: printing could wait for a lock that this thread has
+            text = f"widefield: {self.signal.name}: the run saves after this step, or gives it up if it is long, and stops"
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}; a second Ctrl-C ends it at once\n".encode())
+        if self.raises:
+            self.raises = False
+            raise StopNow

@@ -24,7 +24,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -78,6 +78,12 @@ class Learner:
     dummy_batch: Batch
     """A batch of one image, for a rank without samples in a pass."""
     best: Best
+    between_passes: Callable[[], None] = lambda: None
+    """Called on every rank between the passes of a step; it may raise StopNow."""
+    in_passes: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context around all passes of a step."""
+    pass_number: int = 0
+    """The pass of the current step that runs, counted from 1.  Other threads may read it."""
     freezing: Freezing = field(default_factory=Freezing)
     """What learns later."""
     ema: AveragedModel | None = None
@@ -142,7 +148,8 @@ class Learner:
         epoch = self.steps.seen(self.step) // self.steps.samples
         self.freezing.begin_step(self.model, epoch)
         self.optimizer.zero_grad(set_to_none=True)
-        loss_sum, count, wants_to_stop = self._gradients(passes, stop, nominal)
+        with self.in_passes():
+            loss_sum, count, wants_to_stop = self._gradients(passes, stop, nominal)
         self._check(loss_sum, count, passes)
         self.freezing.drop_gradients(self.model, epoch)
         self._update(scale=nominal / count)
@@ -179,7 +186,9 @@ class Learner:
                 totals.append(self._start_total(own, passes, stop))
 
         for number, batch in enumerate(passes):
-            last = number == len(passes) - 1
+            last, self.pass_number = number == len(passes) - 1, number + 1
+            if number:
+                self.between_passes()
             with ExitStack() as stack:
                 if not last:
                     stack.enter_context(without_sync(self.model))

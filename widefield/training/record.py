@@ -4,6 +4,7 @@ One JSON object per line, each with `kind` and `time` (unix seconds):
 
     start       versions, machine, ranks, plan (YAML text), reasons, resumed_from, steps, samples_per_epoch, parameters,
                 fallbacks (operations that do not run as the plan asks: kind, module, operation, bytes, why, count);
+                memory_of (process or GPU: what memory_bytes counts on rank 0);
                 objects, where a Python program passed any: `model`, `data`, `task` with class, sizes and text
     step        step, epoch (epochs done), loss, lr, samples (over all ranks), seconds, data_seconds, memory_bytes (peak)
     evaluation  step, epoch, images, of, duplicates, skipped, loss, metrics, seconds, best (whether it was the best so far)
@@ -41,6 +42,8 @@ from widefield.training.terminal import GIB, Throughput, clock_text, memory_text
 
 Line = dict[str, Any]
 FILE, SUMMARY = "record.jsonl", "summary.csv"
+QUIET_SECONDS = 10.0
+"""The longest time without a printed line."""
 
 
 def read(folder: str | Path) -> list[Line]:
@@ -99,8 +102,10 @@ class Record:
         self._folder, self._log, self._resumed_step = folder, log, resumed_step
         self._evaluations = [line for line in lines if line.get("kind") == "evaluation"]
         self._terminal = terminal(stream)
+        self.said = time.monotonic()
+        """When a line was printed last.  Other threads may read it."""
         self._pace = Throughput()
-        self._steps = 0
+        self._steps, self._memory_of = 0, "process"
         self._lines, self._warned_of_lines = Lines(folder / FILE), False
         self.attempt = Attempts(folder, self.warning)
         """For files beside the record that the run can do without."""
@@ -137,13 +142,17 @@ class Record:
         parameters: int,
         fallbacks: Sequence[Fallback] = (),
         objects: Mapping[str, Any] | None = None,
+        memory_of: Literal["process", "GPU"] = "process",
     ) -> None:
-        """Write the line `start`, before the first step.  steps: optimizer steps of the whole run."""
-        self._steps = steps
+        """Write the line `start`, before the first step.  steps: optimizer steps of the whole run.
+
+        memory_of: what the figures of memory count: the resident pages of rank 0's process, or what torch allocated on its GPU.
+        """
+        self._steps, self._memory_of = steps, memory_of
         line = self._write(
             "start", versions=versions(), machine=machine(), ranks=ranks, plan=plan, reasons=list(reasons),
             resumed_from=self._resumed_step, steps=steps, samples_per_epoch=samples_per_epoch, parameters=parameters,
-            fallbacks=[asdict(one) for one in by_size(fallbacks)],
+            fallbacks=[asdict(one) for one in by_size(fallbacks)], memory_of=memory_of,
             **({"objects": objects} if objects else {}),
         )  # fmt: skip
         self._log_to_scalars(lambda log: log.describe(line))
@@ -172,7 +181,7 @@ class Record:
         self._pace.add(samples, seconds, data_seconds)
         eta = clock_text(self._pace.seconds_left(self._steps - step))
         self._terminal.advance(step, loss, self._pace.images_per_second, eta)
-        if step % self._log.every == 0 or step == self._steps:
+        if step % self._log.every == 0 or step == self._steps or time.monotonic() - self.said >= QUIET_SECONDS:
             self._report_interval(line, eta)
 
     def evaluation(
@@ -215,6 +224,7 @@ class Record:
 
     def say(self, text: str) -> None:
         """Print lines that are not part of the record."""
+        self.said = time.monotonic()
         self._terminal.say(printable(text))
 
     def end(self, reason: Literal["complete", "interrupted", "failed"], *, step: int, text: str) -> None:
@@ -273,7 +283,7 @@ class Record:
         self.say(
             f"step {line['step']}/{self._steps}  ep {line['epoch']:.2f}  loss {line['loss']:.4g}  "
             f"{rate_text(images_per_second)} img/s  data {100 * data_share:.1f} %  "
-            f"mem {memory_text(line['memory_bytes'])}  lr {line['lr']:.4g}  eta {eta}"
+            f"{self._memory_of} {memory_text(line['memory_bytes'])}  lr {line['lr']:.4g}  eta {eta}"
         )
 
     def _log_scalars(self, step: int, values: Mapping[str, float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,13 +19,14 @@ from widefield.quantity import Duration
 from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.sync_batch_norm import average_running_statistics, broadcast_buffers
 from widefield.training import disk
+from widefield.training.abandon import Abandonable
 from widefield.training.assemble import Parts
 from widefield.training.best import value_in
 from widefield.training.checkpoint import About, Checkpoints
 from widefield.training.checkpoint_directory import name_of
 from widefield.training.evaluate import Evaluation, evaluate
 from widefield.training.evaluation_files import write_evaluation
-from widefield.training.interrupt import Interrupt
+from widefield.training.interrupt import Interrupt, StopNow
 from widefield.training.loop import Learner, NonFiniteLossError, Passes
 from widefield.training.record import Record, versions
 from widefield.training.resume import own_state, state_of
@@ -71,6 +72,7 @@ class Trainer:
     warnings: list[str]
     evaluation: Evaluation | None = None
     evaluated_step: int = -1
+    abandonable: Abandonable = field(init=False)
     saving: int | None = None
     """Step of the checkpoint that is being written."""
 
@@ -80,6 +82,7 @@ class Trainer:
 
     def fit(self, passes: Passes, interrupt: Interrupt) -> Outcome:
         """Train to the last step, or until a signal or a full disk asks to stop."""
+        self.abandonable = Abandonable(self.learner, interrupt, passes=self.config.gradient.accumulate)
         learner, config, stopped = self.learner, self.config, False
         evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
         while learner.step < self.last and not stopped and not self.ends_early:
@@ -108,8 +111,15 @@ class Trainer:
         """One optimizer step and its line in the record; returns whether any rank asked to stop."""
         learner = self.learner
         lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
-        loss, stopped = learner.learn(passes.next(), stop=stop)
+        batches = passes.next()
+        self.abandonable.begin()
+        try:
+            loss, stopped = learner.learn(batches, stop=stop)
+        except StopNow:
+            self.abandonable.undo()
+            return True
         seconds = self._record_step(loss, lr, samples, passes)
+        self.abandonable.end(seconds)
         self._call("on_step", StepFacts(learner.step, learner.epoch, loss, lr, samples, seconds, self.mesh.rank))
         return stopped
 
