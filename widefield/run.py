@@ -21,7 +21,6 @@ from widefield.data.loader import Batch
 from widefield.parallel.parallelize import fallbacks
 from widefield.plans import check, plan_of, to_text
 from widefield.quantity import count_of
-from widefield.report import write_report
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.disk import Attempts, in_words
@@ -141,6 +140,8 @@ def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator
 
 def _report(folder: Path, mesh: Mesh) -> None:
     if mesh.is_main:
+        from widefield.report import write_report  # imported late, as matplotlib takes a second
+
         attempt = Attempts(folder, partial(print, "warning:", file=sys.stderr, flush=True))
         path = attempt("report.html", lambda: write_report(folder))
         with ignoring_closed(sys.stdout):

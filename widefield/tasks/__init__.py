@@ -11,13 +11,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torchmetrics import MetricCollection
-from torchmetrics.utilities import dim_zero_sum
 
 from widefield.config import TaskConfig
 from widefield.config.field_types import Labels
 from widefield.naming import load
 from widefield.own_code import call, code_named, is_code, refuse_object
+from widefield.tasks._torchmetrics import MetricCollection, dim_zero_sum
 from widefield.tasks._with_loss import with_loss as with_loss
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
@@ -38,6 +37,8 @@ class RankedScore(Metric):
         self.target.append(target)
 
     def compute(self) -> Tensor:
+        from sklearn.metrics import average_precision_score, roc_auc_score  # imported late, as it takes a second
+
         answers, target = (torch.cat(parts).cpu().numpy() for parts in (self.answers, self.target))
         truth = _of_each(target, answers.shape[1])
         area = roc_auc_score if self.score == "auc" else average_precision_score

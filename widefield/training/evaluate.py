@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 from widefield.comm.mesh import Mesh
 from widefield.data.device import Preparation
@@ -26,6 +24,7 @@ from widefield.quantity import count_of
 from widefield.tasks import Task, is_per_pixel, labels_of
 from widefield.tasks._cases import CaseMetric
 from widefield.tasks._metrics import RecipeMetric, columns_of, numbers_of
+from widefield.tasks._torchmetrics import Metric, MetricCollection, dim_zero_cat, dim_zero_sum
 from widefield.tiled.api import tile_of, whole
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
