@@ -163,6 +163,39 @@ def test_weights_that_do_not_fit_end_the_run_in_words_after_its_checkpoint(tmp_p
     assert train(read_config(DIGITS, SHORT), folder, World()).status == 0 and (folder / "weights.safetensors").is_file()
 
 
+def test_weights_that_no_checkpoint_has_are_saved_where_there_is_room(tmp_path, monkeypatch):
+    """Neither the last checkpoint nor weights.safetensors fits: the weights go where temporary files go."""
+    import safetensors.torch
+
+    from widefield.training import tensors
+    from widefield.training.run_folder import existing_folder
+
+    real, folder = safetensors.torch.save_file, tmp_path / "run"
+
+    def full(named, path, metadata):
+        if str(path).startswith(str(folder)):
+            raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+        real(named, path, metadata)
+
+    def no_checkpoint(place, rank, named):
+        raise FULL
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr(tensors, "write", no_checkpoint)
+    with pytest.raises(
+        ValueError, match=r"The last checkpoint was not saved either, so the weights are in .*elsewhere"
+    ) as caught:
+        train(read_config(DIGITS, SHORT), folder, World())
+    path = re.search(r"the weights are in (\S+) ", str(caught.value))[1]
+    monkeypatch.undo()
+    train(read_config(DIGITS, SHORT), tmp_path / "other", World())
+    mine, other = (safetensors.torch.load_file(file) for file in (path, tmp_path / "other/weights.safetensors"))
+    assert all((mine[name] == other[name]).all() for name in other) and existing_folder(folder) == folder
+
+
 class Disk:
     """Stands for os.write on a disk that is full while `full`; else it takes `most` bytes at a time."""
 

@@ -17,6 +17,8 @@ class LogConfig(Section):
     """Write TensorBoard's files into the run folder."""
     wandb: str | None = None
     """A Weights & Biases project to log to (needs the extra `wandb`)."""
+    mlflow: str | None = None
+    """An MLflow experiment to log to (needs the extra `mlflow`); where, says MLFLOW_TRACKING_URI, as ever."""
     timeline: bool = False
     """Record steps 3 to 12 of this process, each operation and collective, as a Chrome trace per rank in the run folder."""
     stall_seconds: Annotated[float, Field(ge=0.1)] | None = 60.0

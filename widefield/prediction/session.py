@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from widefield.comm.mesh import World
+from widefield.data import Dataset
 from widefield.data.image import read_image
 from widefield.data.intensity import in_words
 from widefield.data.map_style import image_of
@@ -268,8 +269,12 @@ def _pixels_of(image: Any, path: str, *, parts: Parts) -> Tensor:
                 f"{path} is a file, and this run was trained on floating-point tensors that a Python program's dataset made of "
                 "its images; pass such tensors, (C, H, W)"
             )
-        return read_image(path, dataset.channels)
-    pixels = image_of(image, path)
+        return _checked(read_image(path, dataset.channels), path, dataset)
+    return _checked(image_of(image, path), path, dataset)
+
+
+def _checked(pixels: Tensor, path: str, dataset: Dataset) -> Tensor:
+    """The pixels.  ValueError: the run was trained on images with other channels or another dtype."""
     own, trained = in_words(pixels.dtype), in_words(dataset.dtype)
     if (len(pixels), own) != (dataset.channels, trained):
         raise ValueError(

@@ -39,7 +39,8 @@ _WRITTEN = (
 )  # fmt: skip
 """The files and folders that training writes."""
 _FURTHER = re.compile(
-    r"\.lock|evaluated\.(json|csv)|wandb_run_id\.txt|timeline-rank\d+\.json|bench\.(json|csv)|model\.(safetensors|pt|onnx)|.*\.part"
+    r"\.lock|evaluated\.(json|csv)|(wandb|mlflow)_run_id\.txt|timeline-rank\d+\.json|bench\.(json|csv)|predictions|"
+    r"model\.(safetensors|pt|onnx)|.*\.part"
 )
 
 

@@ -1,4 +1,4 @@
-"""A run's curves in TensorBoard, and in Weights & Biases where the config asks for it."""
+"""A run's curves in TensorBoard, and in Weights & Biases and MLflow where the config asks for them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ import yaml
 
 from widefield.config import LogConfig
 
-_RUN_ID = "wandb_run_id.txt"
+_RUN_ID, _MLFLOW_ID = "wandb_run_id.txt", "mlflow_run_id.txt"
 
 
 def check_log(log: LogConfig, folder: Path) -> None:
-    """ValueError: wandb is asked for and not installed, or the folder's W&B run id is invalid.  Changes no file."""
-    if log.wandb is None:
-        return
-    if importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            f"log.wandb={log.wandb} needs the package wandb, which is not installed; "
-            "run `pip install 'widefield[wandb]'`, or set log.wandb=null"
-        )
-    id_file = folder / _RUN_ID
-    run_id = id_file.read_text(encoding="utf-8", errors="replace") if id_file.is_file() else None
-    if run_id is not None and not re.fullmatch(r"[\w-]{1,64}", run_id):  # not trusted: wandb uses it in file names
-        raise ValueError(f"{id_file} holds no id of a W&B run: {run_id[:80]!r}; write it there, or delete the file")
+    """ValueError: wandb or mlflow is asked for and not installed, or its run id in the folder is invalid.  Changes no file."""
+    for name, asked, id_name, of in (("wandb", log.wandb, _RUN_ID, "a W&B"), ("mlflow", log.mlflow, _MLFLOW_ID, "an MLflow")):
+        if asked is None:
+            continue
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"log.{name}={asked} needs the package {name}, which is not installed; "
+                f"run `pip install 'widefield[{name}]'`, or set log.{name}=null"
+            )
+        id_file = folder / id_name
+        run_id = id_file.read_text(encoding="utf-8", errors="replace") if id_file.is_file() else None
+        if run_id is not None and not re.fullmatch(r"[\w-]{1,64}", run_id):  # not trusted: it is used in file names
+            raise ValueError(f"{id_file} holds no id of {of} run: {run_id[:80]!r}; write it there, or delete the file")
 
 
 class ScalarLog(Protocol):
@@ -48,6 +49,8 @@ def scalar_logs(folder: Path, log: LogConfig, resumed_step: int | None) -> dict[
     logs: dict[str, Callable[[], ScalarLog]] = {}
     if log.wandb is not None:
         logs["Weights & Biases' log"] = partial(_WeightsAndBiases, folder, log.wandb)
+    if log.mlflow is not None:
+        logs["MLflow's log"] = partial(_MLflow, folder, log.mlflow)
     if log.tensorboard:
         purge_step = 0 if resumed_step is None else resumed_step + 1
         logs["TensorBoard's file"] = partial(_TensorBoard, folder / "tensorboard", purge_step=purge_step)
@@ -110,3 +113,42 @@ class _WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class _MLflow:
+    """One MLflow run per run folder: its id is saved there, so that a resumed run continues the same curves."""
+
+    def __init__(self, folder: Path, experiment: str) -> None:
+        import mlflow
+
+        id_file, self._mlflow = folder / _MLFLOW_ID, mlflow
+        mlflow.set_experiment(experiment)
+        if id_file.exists():
+            mlflow.start_run(run_id=id_file.read_text())
+            return
+        run = mlflow.start_run(run_name=folder.name)
+        id_file.write_text(run.info.run_id)
+        config = folder / "config.yaml"
+        values = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        mlflow.log_params({key: str(value)[:_MOST_OF_A_PARAMETER] for key, value in _dotted(values).items()})
+
+    def describe(self, start: Mapping[str, Any]) -> None:
+        self._mlflow.set_tags({key: str(start[key]) for key in ("versions", "ranks", "plan", "parameters")})
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+_MOST_OF_A_PARAMETER = 500
+"""Characters that every MLflow server takes."""
+
+
+def _dotted(values: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of nested dicts by dotted key."""
+    if not isinstance(values, dict):
+        return {prefix: values}
+    inner = [_dotted(value, f"{prefix}.{key}" if prefix else key) for key, value in values.items()]
+    return {key: value for part in inner for key, value in part.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -294,12 +295,21 @@ class Trainer:
             write_weights(self.folder, weights)
         except Exception as error:
             saved = self.checkpoints.failure is None
-            where = "The last checkpoint has them" if saved else "The last checkpoint was not saved either; older ones stand"
+            where = "The last checkpoint has them" if saved else self._rescued(weights)
             needed = sum(value.nbytes for value in weights.values())
             problem = disk.in_words(self.folder / WEIGHTS, error, self.folder)
             raise ValueError(
                 f"{problem}, and the weights take {needed:,}. {where}: free some space there and give the same command again"
             ) from None
+
+    def _rescued(self, weights: dict) -> str:
+        """Write the weights into the folder for temporary files, since no checkpoint has them; returns where they are."""
+        try:
+            path = Path(tempfile.mkdtemp(prefix="widefield_")) / WEIGHTS
+            save_weights(path, weights)
+        except Exception:  # there is no other place: the first error is the one to tell
+            return "The last checkpoint was not saved either; older ones stand"
+        return f"The last checkpoint was not saved either, so the weights are in {path} (`--weights {path}`); older ones stand"
 
     @staticmethod
     def _close(record: Record) -> int:
