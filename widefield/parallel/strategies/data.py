@@ -112,7 +112,8 @@ def broadcast_weights(model: nn.Module, mesh: Mesh) -> None:
 def synchronize(model: nn.Module, mesh: Mesh) -> list[str]:
     """Convert every BatchNorm to SyncBatchNorm; returns the reason.  NotImplementedError: one that cannot be converted."""
     SyncBatchNorm.convert(model, mesh.statistics_group, alike=mesh.grid.size)
-    count = sum(isinstance(layer, SyncBatchNorm) for layer in model.modules())
+    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
+    count = sum(layer.training or not model.training for layer in layers)  # a frozen one has no statistics of the batch
     return [
         f"BatchNorm: {count} layers share their statistics over {mesh.data_size} ranks, so that the numbers are one device's"
     ] * (count > 0)
