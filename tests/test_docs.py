@@ -27,6 +27,7 @@ import widefield as wf
 from widefield import cli, data, launchers, models, tasks
 from widefield.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TaskConfig, parse_config, read_config
 from widefield.data.image import write_image
+from widefield.data.transforms import Transforms
 from widefield.naming import load, names_in
 from widefield.plans import Plan
 from widefield.streaming.api import Streamed
@@ -351,6 +352,18 @@ def test_the_examples_of_own_parts_train_from_the_files_beside_a_recipe(tmp_path
     assert state["optimizer"]["kind"] == "Adagrad"
     for name in ("mynets", "mydata", "mine"):
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_the_example_of_an_own_transform_works(tmp_path, monkeypatch):
+    (tmp_path / "mytransforms.py").write_text(example("mytransforms.py"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    (command,) = [block.text for block in blocks("bash") if "mytransforms:" in block.text]
+    listed = yaml.safe_load(re.search(r"data.augment=(\[.*\])'", command)[1])
+    (entry,) = Transforms(listed[1:], field="data.augment").steps
+    image, labels = torch.full((1, 4, 4), 100, dtype=torch.uint8), torch.zeros(4, 4, dtype=torch.uint8)
+    made, kept = entry.run(image, labels)
+    assert entry.is_pointwise and made.unique().numel() == 1 and made[0, 0, 0] != 100 and kept is labels
+    monkeypatch.delitem(sys.modules, "mytransforms")
 
 
 @pytest.mark.parametrize("path", ["first.py", "verbs.py", "own_objects.py"])

@@ -17,7 +17,7 @@ from widefield.config import DataConfig
 from widefield.data import Dataset
 from widefield.data.loader import SampleReader, reader_of
 from widefield.data.order import Key
-from widefield.data.pixel_transforms import PixelTransforms
+from widefield.data.pixel_transforms import OfImagesAlone, PixelTransforms
 from widefield.data.sources import InMemory
 from widefield.data.spatial.boxes import moved_boxes, moved_points
 from widefield.data.spatial.class_pixels import class_pixels_of
@@ -422,6 +422,17 @@ def test_an_own_transform_gets_image_and_labels_and_may_change_both():
     image, labels = Cells().whole(1)
     assert torch.equal(batch.target[0].flip(0), labels[:75]) or torch.equal(batch.target[0], labels[:75])
     assert torch.equal(batch.image[0].flip(1), image[:, :75]) or torch.equal(batch.image[0], image[:, :75])
+
+
+def test_a_prediction_sees_what_the_evaluation_sees():
+    for name in ("flips and turns", "Resize", "an own pointwise one"):
+        made = PixelTransforms(
+            Transforms(LISTS[name], field="data.read_evaluate"), Transforms([], field="data.augment"), num_classes=2, ignore=0
+        )
+        image, labels = Cells().whole(0)
+        wanted = made(InMemory(image, labels), {"read": 0, "augment": 0}, window_of=None).image
+        assert torch.equal(OfImagesAlone(made)(image, 0), wanted)
+    assert OfImagesAlone(PixelTransforms(*2 * [Transforms([], field="data.read")], num_classes=2))(image, 0) is image
 
 
 def test_arguments_reach_own_functions_and_classes():

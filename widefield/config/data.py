@@ -29,11 +29,11 @@ class DataConfig(Section):
     workers: Annotated[int, Field(ge=0)] | None = None
     """Processes per rank that read and decode."""
     read: Listed = []
-    """torchvision.transforms.v2 by name, run as an image is read, in training: `[RandomResizedCrop: {size: 224}]`."""
+    """torchvision.transforms.v2 by name, or one of your own, as an image is read, in training: `[CenterCrop: {size: 8}]`."""
     read_evaluate: Listed = []
     """The same in evaluation and prediction."""
     augment: Listed = []
-    """torchvision.transforms.v2 by name, run on uint8 images on the device, only in training."""
+    """The same, only in training; on the device where no labels of pixels move with the image."""
     mean: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] | None = None
     """Per channel, of pixels scaled to 0..1; the format's own where null."""
     std: Annotated[list[Spread], Field(min_length=1)] | None = None

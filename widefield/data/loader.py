@@ -260,12 +260,12 @@ def reader_of(
     on_device = augments_on_device(config.augment, device, cut=window is not None, pixels=pixels)
     read = Transforms(listed, field="data.read" if train else "data.read_evaluate")
     augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
-    moves = PixelTransforms(read, augment, num_classes=num_classes, ignore=ignore)
+    moves = PixelTransforms(read, augment, num_classes=num_classes, ignore=ignore) if pixels else None
     return SampleReader(
         images=images,
         transforms=read,
         augment=augment,
-        moves=moves if pixels and (read.steps or augment.steps) else None,
+        moves=moves if moves is not None and moves.does_anything else None,
         num_classes=num_classes,
         seed=seed,
         mixup=config.mixup if train else 0.0,

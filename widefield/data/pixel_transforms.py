@@ -87,14 +87,14 @@ class PixelTransforms:
         self._class_pixels: dict[int, ClassPixels] = {}
 
     @property
+    def does_anything(self) -> bool:
+        return self.phases != [TransformPhase()]
+
+    @property
     def looks_at_all(self) -> list[str]:
         """The names of transforms for which the whole image is read, even where only a window is wanted."""
         entries = [entry for phase in self.phases for entry in (*phase.before, *phase.after, phase.own) if entry is not None]
         return [entry.step.name for entry in entries if not entry.step.is_pointwise]
-
-    def own_refused_on_windows(self) -> str | None:
-        """The name of a user's own transform that cannot be used where ranks read windows; None: there is none."""
-        return next((phase.own.step.name for phase in self.phases if phase.own is not None), None)
 
     def __call__(
         self, source: Source, seeds: Mapping[str, int], *, window_of: Callable[..., Window] | None, index: int | None = None
@@ -193,6 +193,19 @@ class PixelTransforms:
                 self._class_pixels.pop(next(iter(self._class_pixels)))
             self._class_pixels[index] = found
         return found
+
+
+@dataclass(frozen=True)
+class OfImagesAlone:
+    """The transforms of images whose labels are not known: what prediction sees is what evaluation sees."""
+
+    moves: PixelTransforms
+
+    def __call__(self, image_CHW: Tensor, seed: int) -> Tensor:
+        if not self.moves.does_anything:
+            return image_CHW
+        source = InMemory(image_CHW, torch.zeros(image_CHW.shape[1:], dtype=torch.uint8))
+        return self.moves(source, {"read": seed, "augment": seed}, window_of=None).image
 
 
 def _phases(entries: Sequence[Entry]) -> list[TransformPhase]:

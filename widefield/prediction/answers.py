@@ -12,6 +12,7 @@ from torch import Tensor
 
 from widefield.data.batch import Batch
 from widefield.data.intensity import moments_of
+from widefield.data.pixel_transforms import OfImagesAlone, PixelTransforms
 from widefield.data.transforms import Transforms
 from widefield.tasks import is_per_pixel, labels_of
 from widefield.tiled.api import tile_of, whole
@@ -53,8 +54,12 @@ class Asker:
     probabilities: bool = False
 
     @cached_property
-    def transforms(self) -> Transforms:
-        return Transforms(self.parts.config.data.read_evaluate, field="data.read_evaluate")
+    def transforms(self) -> Transforms | OfImagesAlone:
+        listed = Transforms(self.parts.config.data.read_evaluate, field="data.read_evaluate")
+        if not self.pixels:
+            return listed
+        none = Transforms([], field="data.augment")
+        return OfImagesAlone(PixelTransforms(listed, none, num_classes=len(self.parts.dataset.classes), ignore=0))
 
     @property
     def pixels(self) -> bool:
