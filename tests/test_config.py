@@ -149,6 +149,7 @@ def test_a_wrong_type_names_value_type_and_line():
         ("seed=-1", "'seed' is -1 (int): input should be greater than or equal to 0"),
         ("seed=true", "'seed' is True (bool): input should be a valid integer"),
         ("optimizer.lr=0", "'optimizer.lr' is 0 (int): input should be greater than 0"),
+        ("optimizer.lr=fnd", "'optimizer.lr' is 'fnd' (str): a number above 0 is wanted, or find"),
         ("optimizer.betas=[0.9]", "'optimizer.betas' is [0.9] (list): list should have at least 2 items"),
         ("data.hold_out=1", "'data.hold_out' is 1 (int): input should be less than 1"),
         ("mesh.space=[2, 0]", "'mesh.space.1' is 0 (int): input should be greater than or equal to 1"),

@@ -131,3 +131,10 @@ def test_a_file_of_which_nothing_fits_is_refused_also_where_not_strict(tmp_path)
     assert told.startswith(f"none of the 9 tensors of {path} fits this model, whose 9 are called stem.weight, stem.bias,")
     assert "no sound .safetensors" in refusal(saved(tmp_path / "b.pt", Net()).rename(tmp_path / "b.safetensors"), Net())
     assert read_tensors(path).keys() == {f"module.{name}" for name in Net().state_dict()}
+
+
+@pytest.mark.parametrize("keys", [{"weights_map": {"a": "b"}}, {"weights_strict": False}])
+def test_rules_for_a_file_that_is_not_named_are_refused(keys):
+    with pytest.raises(ValueError, match="are for the file model.weights, which is not set; name one"):
+        load_weights_file(ModelConfig(name="x", **keys), Net())
+    assert load_weights_file(ModelConfig(name="x"), Net()) == []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from widefield.config.field_types import Options, Positive, Share
 from widefield.section import Section
@@ -19,6 +19,19 @@ def _rate(value: float | str | None) -> float | str | None:
     raise ValueError("a learning rate above 0 is wanted, as 0.01, or a factor of optimizer.lr, as 0.1x")
 
 
+def _peak(value: float | str | None) -> float | str | None:
+    if value is None or value == "find":
+        return value
+    if isinstance(value, str):
+        raise ValueError("a number above 0 is wanted, or find")
+    if not value > 0:
+        raise ValueError("input should be greater than 0")
+    return value
+
+
+_PEAK: dict[str, Any] = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "find"}, {"type": "null"}]}
+
+
 class GroupConfig(Section):
     """An entry of `optimizer.groups`: what some parameters have of their own."""
 
@@ -30,7 +43,7 @@ class GroupConfig(Section):
 class OptimizerConfig(Section):
     name: str = "sgd"
     """sgd, adamw, lars or lamb (lars and lamb come from timm), or `package.module:callable`, as `torch.optim:RMSprop`."""
-    lr: Annotated[float, Field(gt=0)] | Literal["find"] | None = None
+    lr: Annotated[float | str | None, AfterValidator(_peak), WithJsonSchema(_PEAK)] = None
     """Peak learning rate; null derives it from the batch size by lr_rule; `find` tests 100 learning rates before step 1."""
     lr_rule: Literal["linear", "sqrt"] | None = None
     """How the learning rate grows with the batch size (with lr null): linear for sgd and lars, sqrt for adamw and lamb."""

@@ -132,12 +132,16 @@ def load_pretrained(tensors: Tensors, model: nn.Module, *, source: str, only: st
 
 
 def load_weights_file(config: ModelConfig, model: nn.Module) -> list[str]:
-    """Load `model.weights` into a model that is not parallelized; returns what was left out, in words.
+    """Load `model.weights`, if any, into a model that is not parallelized; returns what was left out, in words.
 
-    ValueError: what `read_tensors` and `renamed` refuse; with `strict` names or shapes that are not the model's, else that no
-    tensor fits.
+    ValueError: weights_map or weights_strict without a file; what `read_tensors` and `renamed` refuse; where strict, names
+    or shapes that are not the model's, else that no tensor fits.
     """
-    path = str(config.weights)
+    if config.weights is None:
+        if config.weights_map or not config.weights_strict:
+            raise ValueError("model.weights_map and weights_strict are for the file model.weights, which is not set; name one")
+        return []
+    path = config.weights
     tensors = renamed(read_tensors(path), config.weights_map, source=path)
     wanted = model.state_dict()
     if config.weights_strict:

@@ -173,7 +173,7 @@ def _model_of(
     gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1
     if channels_last and (asked.channels_last or not gathers):  # FSDP2 would make weights row-major again
         model.to(memory_format=torch.channels_last)
-    if asked.weights is not None and initial:
+    if initial:
         reasons += models.load_weights_file(asked, model)
     if mesh.plan.stream is not None:
         stream_as(mesh.plan.stream, model, compiles=asked.compile)
