@@ -7,24 +7,20 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from drawn import CLASSES, IGNORED, IMAGES, TASKS, images_of, net_for
 from ranks import on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from widefield.comm.mesh import Mesh, World
 from widefield.config import RunConfig, StreamConfig, parse_config
-from widefield.data import Dataset
 from widefield.plans import Plan
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches
 from widefield.training.given import Given
 from widefield.training.trainer import evaluate_parts
 
-CPU, CLASSES, IGNORED, IMAGES = torch.device("cpu"), 3, 255, 5
+CPU = torch.device("cpu")
 WEIGHTS = [0.5, 1.0, 2.5]
-TASKS = {
-    "class": "classification", "classes": "multilabel", "values": "regression", "pixels": "segmentation",
-    "layers": "multilabel_segmentation",
-}  # fmt: skip
 CONFIG = """
 model: {name: unet}
 data: {name: page, batch_size: 5, workers: 0, evaluate_batch_size: 2}
@@ -32,49 +28,6 @@ optimizer: {name: sgd, lr: 0.1, momentum: 0, weight_decay: 0}
 schedule: {name: constant, length: 3step}
 precision: float64
 """
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Five images of 9 x 10 pixels with targets of any kind; class 0 is in one image alone, so that Dice of images differs."""
-
-    labels: str
-
-    def __len__(self) -> int:
-        return IMAGES
-
-    def read(self, index: int) -> tuple[Tensor, int | Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        image = torch.randint(0, 256, (1, 9, 10), dtype=torch.uint8, generator=generator)
-        return image, self._target(index, generator)
-
-    def _target(self, index: int, generator: torch.Generator) -> int | Tensor:
-        if self.labels == "class":
-            return index % CLASSES
-        if self.labels == "values":
-            return torch.randn(CLASSES, generator=generator)
-        shape = {"classes": (CLASSES,), "layers": (CLASSES, 9, 10), "pixels": (9, 10)}[self.labels]
-        if self.labels != "pixels":
-            return torch.randint(0, 2, shape, dtype=torch.uint8, generator=generator)
-        target = torch.randint(min(index, 1), CLASSES, shape, dtype=torch.uint8, generator=generator)
-        target[torch.rand(shape, generator=generator) < index / 8] = IGNORED
-        return target
-
-    def name_of(self, index: int) -> str:
-        return f"drawn/{index}"
-
-
-class Net(nn.Module):
-    """A window of 5 pixels; the mean over pixels where an image has one answer."""
-
-    def __init__(self, whole: bool) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, CLASSES, 3, padding=1))
-        self.whole = whole
-
-    def forward(self, image: Tensor) -> Tensor:
-        output = self.layers(image)
-        return output.mean((2, 3)) if self.whole else output
 
 
 # ---------------------------------------------------------------------------------------------- the plain formulas
@@ -180,11 +133,7 @@ def config(name: str, passes: int = 1) -> RunConfig:
 
 def parts_of(name: str, mesh: Mesh, passes: int = 1) -> Parts:
     labels = LOSSES[name][0]
-    torch.manual_seed(0)
-    net = Net(whole=labels not in ("pixels", "layers"))
-    names = ["a", "b", "c"]
-    images = Dataset(Drawn(labels), Drawn(labels), names, 1, [0.5], [0.25], in_memory=True, labels=labels)
-    return assemble(config(name, passes), mesh, images, given=Given(model=net))
+    return assemble(config(name, passes), mesh, images_of(labels), given=Given(model=net_for(labels)))
 
 
 def found(mesh: Mesh, passes: int = 1) -> dict[str, Found]:

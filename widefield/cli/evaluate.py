@@ -50,10 +50,10 @@ def run(options: Namespace) -> int:
     evaluation = evaluate_run(folder, overrides, world, weights=options.weights, trust=options.trust)
     if world.rank == 0:
         from widefield.training.evaluation_files import write_scores
-        from widefield.training.scores import in_words
+        from widefield.training.scores import table_in_words
 
-        print(in_words(evaluation))
-        print(f"written to {write_scores(folder, evaluation)}")
+        print(*table_in_words(evaluation), f"written to {write_scores(folder, evaluation)}", sep="\n")
+        print(f"{evaluation.sentence}  loss {evaluation.loss:.4g}")
     return 0
 
 

@@ -65,8 +65,8 @@ def csv_of(evaluation: Evaluation) -> str:
     return text.getvalue()
 
 
-def in_words(evaluation: Evaluation) -> str:
-    """What `widefield evaluate` prints: the table of classes, aligned, then the metrics and what was counted."""
+def table_in_words(evaluation: Evaluation) -> list[str]:
+    """What `widefield evaluate` prints: the table of classes, aligned, and which metrics are gathered; a line each."""
     rows = rows_of(evaluation)
     if len(rows) > MOST_ROWS + 2:
         left_out = [f"{len(rows) - 2 - MOST_ROWS:,} more in evaluation.csv", *[""] * (len(rows[0]) - 1)]
@@ -79,7 +79,7 @@ def in_words(evaluation: Evaluation) -> str:
     ]
     if evaluation.gathered:
         lines.append(f"{', '.join(evaluation.gathered)}: from all answers, gathered over ranks; the others from sums")
-    return "\n".join([*lines, f"{evaluation.sentence}  loss {evaluation.loss:.4g}"])
+    return lines
 
 
 def _short(cell: str) -> str:
