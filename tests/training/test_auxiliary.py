@@ -92,3 +92,18 @@ def test_an_evaluation_looks_at_the_main_output_alone():
         losses.append(F.cross_entropy(model(image)["out"], target).item())
     found = evaluate_parts(parts, parts.model)
     assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-12) and parts.model.training
+
+
+@pytest.mark.parametrize("name", ["copies", "tiles"])
+def test_a_loss_that_is_finished_from_sums_has_auxiliary_ones_too(name):
+    """Dice of the batch: as on one device, and not as without auxiliary heads."""
+    dice = [*SETTINGS, "task.loss=dice", "task.loss_options={batch: true}"]
+    found = {}
+    for key, (ranks, more) in {"one": (1, []), name: PLANS[name], "none": (1, ["model.auxiliary=0"])}.items():
+        settings = [*dice, *more]
+        plan = plan_of(read_config(str(RECIPES / "page.yaml"), settings), ranks)
+        found[key] = on_ranks(ranks, learnt, settings, plan=plan)[0]
+    assert found[name][0] == pytest.approx(found["one"][0], rel=1e-12) and found["none"][0][0] < found["one"][0][0]
+    for key, value in found["one"][1].items():
+        torch.testing.assert_close(found[name][1][key], value, rtol=1e-9, atol=1e-12)
+    assert not torch.equal(found["one"][1]["aux.weight"], net().aux.weight)
