@@ -59,7 +59,7 @@ def test_class_folders_of_different_sizes_give_a_classifier_with_its_reasons(tmp
     assert config.task.name == "classification" and config.task.class_weights == "balanced"
     assert "# Written for" in text and "widefield train photos.yaml" in text and "px" in text and "disk" in text
     assert config.data.read == [{"RandomResizedCrop": {"size": 32, "scale": [0.5, 1.0], "antialias": True}}]
-    assert config.model.name == "resnet" and config.data.batch_size == 4
+    assert config.model.name == "resnet" and config.data.batch_size == 8
     assert [
         line for line in text.splitlines() if line.strip().startswith(("name: resnet", "length:")) and "#" not in line
     ] == []
@@ -175,9 +175,9 @@ def test_a_recipe_of_other_images_is_not_taken_for_a_folder_and_ranks_do_not_wri
 @pytest.mark.alone
 def test_a_folder_without_a_recipe_trains_and_resumes_its_own_recipe(tmp_path):
     photos(tmp_path / "photos")
-    told = run("train", "photos/", "schedule.length=14ep", "seed=1", "--run", "runs/one", cwd=tmp_path)
+    told = run("train", "photos/", "schedule.length=8ep", "seed=1", "--run", "runs/one", cwd=tmp_path)
     assert "written to photos.yaml" in told and "# Written for photos" in told and "trained to the end" in told
     assert json.loads((tmp_path / "runs/one/evaluation.json").read_text())["metrics"]["top1"] > 80
     assert yaml.safe_load((tmp_path / "photos.yaml").read_text())["data"]["path"] == "photos"
-    again = run("train", "photos/", "schedule.length=14ep", "seed=1", "--run", "runs/one", cwd=tmp_path)
+    again = run("train", "photos/", "schedule.length=8ep", "seed=1", "--run", "runs/one", cwd=tmp_path)
     assert "photos.yaml is there already and is used" in again

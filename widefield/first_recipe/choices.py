@@ -27,6 +27,8 @@ UNBALANCED = 3.0
 """Classes are weighted where the most frequent one is so many times as frequent as the least."""
 PRETRAINED = ("resnet50", "resnet34", "resnet18")
 """Networks of torchvision whose weights are looked for in its cache."""
+PATIENCE = 10
+"""Epochs without a better evaluation after which a run ends."""
 MEASURED_PX = 512 * 512
 """Memory is measured on no more pixels than these, and is in proportion to them."""
 
@@ -123,7 +125,7 @@ def _batch(look: Look, config: ModelConfig, size: tuple[int, ...], *, is_pixels:
     if is_pixels and not look.same_size:
         batch = RecipeEntry("data.batch_size", 1, f"images are of different sizes; {memory}")
     else:
-        of_count = 2 ** round(math.log2(min(64, max(4, count / 20))))
+        of_count = 2 ** round(math.log2(min(64, max(8, count / 20))))
         number = max(1, min(of_count, 2 ** int(math.log2(max(1, fits))), count))
         batch = RecipeEntry("data.batch_size", number, f"some 20 steps an epoch, up to 64; {memory}")
     if fits >= 1 or not is_pixels:
@@ -206,3 +208,5 @@ def _schedule(look: Look, pretrained: bool) -> Iterator[RecipeEntry]:
     yield RecipeEntry("schedule.name", "cosine")
     yield RecipeEntry("schedule.length", f"{epochs}ep", f"{epochs * count:,} images in all; double it for more accuracy")
     yield RecipeEntry("schedule.warmup", "1ep")
+    if epochs > PATIENCE:
+        yield RecipeEntry("evaluate.patience", PATIENCE, f"the run ends after {PATIENCE} evaluations without a better one")
