@@ -495,7 +495,7 @@ IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
     [
         ({"data": Patches(9)}, r"data is a Patches; pass two datasets: data=\(train_set, evaluation_set\)"),
         ({"data": (Patches(9), Patches(0))}, "the dataset to evaluate, a Patches, has 0 samples; give one with at least 1"),
-        ({"data": (Endless(), Patches(5))}, "the dataset to train on is a Endless, which has no numbered samples; give a map"),
+        ({"data": (Endless(), Patches(5))}, "the dataset to train on is a Endless, which has no numbered samples: it gives"),
         ({"data": (3, Patches(5))}, "the dataset to train on is a int, which has no numbered samples"),
         ({"data": (DataLoader(Patches(9)), Patches(5))}, "the dataset to train on is a DataLoader; give its dataset"),
         ({"data": (Bare(9), Patches(5))}, "the classes are not known: give names or their number, as classes="),

@@ -24,7 +24,7 @@ from widefield.training.chosen_weights import Chosen, choose
 from widefield.training.disk import replace_text
 from widefield.training.evaluate import Evaluation
 from widefield.training.given import NOTHING, Given, share_given
-from widefield.training.run_folder import MODEL, existing_folder, read_model, save_weights
+from widefield.training.run_folder import MODEL, existing_folder, read_model, save_weights, stored_dataset
 from widefield.training.trainer import evaluate_parts
 
 
@@ -52,7 +52,7 @@ def evaluate_run(
             chosen = mesh.together(lambda: choose(folder, weights, default="last"))
             if mesh.is_main:
                 print(chosen.text, file=sys.stderr)
-            parts = mesh.together(lambda: _loaded(config, mesh, chosen, given))
+            parts = mesh.together(lambda: _loaded(config, mesh, chosen, given, stored=stored_dataset(folder)))
             share_given(given, parts.dataset, parts.model, mesh)
             return evaluate_parts(parts, parts.model)
 
@@ -187,8 +187,15 @@ _EXPORTS: dict[str, tuple[Callable[[Parts, Path], None], str]] = {
 }
 
 
-def _loaded(config: RunConfig, mesh: Mesh, chosen: Chosen, given: Given = NOTHING, dataset: Dataset | None = None) -> Parts:
+def _loaded(
+    config: RunConfig,
+    mesh: Mesh,
+    chosen: Chosen,
+    given: Given = NOTHING,
+    dataset: Dataset | None = None,
+    stored: Dataset | None = None,
+) -> Parts:
     """Data and model of a run, with the chosen weights."""
-    parts = assemble(config, mesh, dataset, given=given, initial_weights=False)
+    parts = assemble(config, mesh, dataset, given=given, initial_weights=False, stored=stored)
     chosen.load(parts.model)
     return parts

@@ -31,7 +31,7 @@ from widefield.training.learning_rate_finder import find_learning_rate
 from widefield.training.loop import Learner, Passes
 from widefield.training.record import Record
 from widefield.training.resume import resume
-from widefield.training.run_folder import check_fresh, claim, write_config
+from widefield.training.run_folder import check_fresh, claim, stored_dataset, write_config
 from widefield.training.state import load_random_state
 from widefield.training.terminal import ignoring_closed
 from widefield.training.trainer import Outcome, Trainer
@@ -60,7 +60,7 @@ def _train(
     config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack, given: Given = NOTHING
 ) -> Outcome:
     mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
-    parts = mesh.together(lambda: assemble(config, mesh, given=given))
+    parts = mesh.together(lambda: assemble(config, mesh, given=given, stored=stored_dataset(folder)))
     share_given(given, parts.dataset, parts.model, mesh)
     _check_sizes(parts)
     learner, reasons = mesh.together(lambda: learner_of(parts))

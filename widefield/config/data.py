@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from widefield.config.field_types import Listed, Options, Positive, Share, Spread
+from widefield.config.intensity import IntensityConfig
 from widefield.section import Section
 
 
 class DataConfig(Section):
     name: str
-    """A file in widefield/data/formats/ (`digits`, `imagefolder`, `page`), or `package.module:callable`."""
+    """A file in widefield/data/formats/, as `digits`, `imagefolder`, `manifest`, `masks`, or `package.module:callable`."""
     path: str | None = None
-    """The folder that the format reads; `digits` and `page` need none."""
+    """The folder or file that the format reads; `digits` and `page` need none."""
     options: Options = {}
     """Arguments of the format, as `size: [4096, 4096]` for page."""
     batch_size: Positive = 64
@@ -22,7 +23,11 @@ class DataConfig(Section):
     evaluate_batch_size: Positive | None = None
     """Samples per rank and batch in evaluation; changes only memory and speed."""
     hold_out: Share | None = None
-    """Share of samples held out for evaluation where the folder has no val/ of its own."""
+    """Share of samples held out for evaluation where the data has no split of its own, of each class and by groups."""
+    fold: Annotated[int, Field(ge=0)] | None = None
+    """Instead of `hold_out`: which of `folds` is held out, counted from 0, for cross-validation."""
+    folds: Annotated[int, Field(ge=2)] = 5
+    """Into how many parts `fold` divides the samples, each class alike and by groups."""
     sampling: Literal["balanced", "weights"] | None = None
     """Draw the samples of an epoch with replacement, as many as it has: `balanced`, so that every class is drawn equally often,
     or `weights`, in proportion to the manifest's weights; null reads every sample once."""
@@ -34,13 +39,28 @@ class DataConfig(Section):
     """The same in evaluation and prediction."""
     augment: Listed = []
     """The same, only in training; on the device where no labels of pixels move with the image."""
-    mean: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)] | None = None
-    """Per channel, of pixels scaled to 0..1; the format's own where null."""
+    intensity: IntensityConfig = IntensityConfig()
+    mean: Annotated[list[float], Field(min_length=1)] | None = None
+    """Per channel, of pixels scaled as `data.intensity` says, by default to 0..1; the format's own where null, or 0 with
+    another intensity."""
     std: Annotated[list[Spread], Field(min_length=1)] | None = None
-    """Per channel, of pixels scaled to 0..1; the format's own where null."""
+    """Per channel, of the same; the format's own where null, or 1 with another intensity."""
     mixup: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of mixup's beta distribution; 0 is off.  Neighbours in the order of samples are mixed."""
     cutmix: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of cutmix's beta distribution; 0 is off.  With mixup on too, each pair draws one of the two."""
     bad_images: Literal["stop", "skip"] = "stop"
     """What to do with an unreadable image: stop the run and name it, or leave it out and count it."""
+
+    @field_validator("mean")
+    @classmethod
+    def _fits_scaled_pixels(cls, mean: list[float] | None, about: ValidationInfo) -> list[float] | None:
+        """ValueError: a mean outside of what pixels are scaled to."""
+        odd = next((value for value in mean or [] if not 0 <= value <= 1), None)
+        intensity = about.data.get("intensity")
+        if odd is not None and (intensity is None or intensity.name == "range"):
+            raise ValueError(
+                f"{odd:g} is outside 0..1, to which pixels are scaled; divide by 255, or set data.intensity=values for means "
+                "of pixels as they are"
+            )
+        return mean

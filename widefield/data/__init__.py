@@ -70,6 +70,8 @@ class Dataset:
     dtype: torch.dtype = torch.uint8
     """Of the images; those of floating-point pixels may have any floating dtype."""
     intensity: Intensity = Intensity()
+    about: str | None = None
+    """What was found, on one line, for the log."""
 
     @property
     def pixels(self) -> bool:

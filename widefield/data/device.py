@@ -70,11 +70,10 @@ class Preparation:
             assert batch.moments is not None, "the reader gives the moments that the intensity needs"
             mean, spread = batch.moments.to(self.device, self.dtype)[..., None, None].unbind(2)
             return torch.addcmul(self._offset, (image - mean) / spread, self._factor((0.0,), (1.0,)))
-        low, high = (self._channels(side) for side in (known.low, known.high))
-        if known.clip:
-            image = image.clamp(low, high)
+        if known.clip is not None:
+            image = image.clamp(*map(self._channels, known.clip))
         if any(known.low):
-            image = image - low
+            image = image - self._channels(known.low)
         return torch.addcmul(self._offset, image, self._factor(known.low, known.high))
 
     @cached_property

@@ -1,52 +1,132 @@
-"""Reading image files as uint8 tensors, as far as Pillow can, and writing images and labels."""
+"""Image files as tensors with the channels and the dtype that are asked for, and writing images and labels."""
 
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from widefield.data import BadImageError
+from widefield.data.pixel_files import SUFFIXES as SUFFIXES
+from widefield.data.pixel_files import Array, Pixels, pixels_of, read_pixels, shape_of, tiff_array
+from widefield.geometry import Interval
 
-_PROGRAMS = ("EPS", "IPTC")
-"""Formats that may hold PostScript, which is a program."""
-SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp")
 
+def read_image(
+    path: str | Path,
+    channels: int | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    narrow: bool = False,
+    window: tuple[Interval, ...] | None = None,
+) -> Tensor:
+    """The image at `path` as (channels, H, W), rotated as its EXIF orientation says.
 
-def read_image(path: str | Path, channels: int) -> Tensor:
-    """The image at `path` as (channels, H, W) uint8, 1 grey or 3 RGB, rotated as its EXIF orientation says.
-
-    16-bit images keep their upper 8 bits.  BadImageError: the file is missing, damaged or no image, has more than 16 bits per
-    channel, or may hold a program (PostScript).
+    channels, dtype: to convert to; None: those of the file.  Grey becomes RGB and 8-bit RGB becomes grey; alpha is left out
+    where it is not asked for.  uint8 becomes uint16 times 257, which has the same place in the range.
+    narrow: let 16 bits become 8 by their upper 8 bits.  window: rows and columns, read alone from .npy files.
+    BadImageError: the file is missing, damaged or no image, does not become what is asked for without loss, or may hold a
+    program (PostScript).
     """
+    with _named(path):
+        pixels = _read(Path(path), window)
+        return torch.from_numpy(np.ascontiguousarray(_converted(_with_channels(pixels, channels), dtype, narrow=narrow)))
+
+
+def shape_and_dtype_of(path: str | Path) -> tuple[tuple[int, int, int], torch.dtype]:
+    """(C, H, W) and dtype of the file, as `read_image` gives it by itself.  BadImageError: as there."""
+    with _named(path):
+        try:
+            height = shape_of(Path(path))[1]
+        except UnidentifiedImageError:
+            height = 1
+        row = (Interval(0, min(1, height)), Interval(0, 1)) if Path(path).suffix.lower() == ".npy" else None
+        array = _read(Path(path), row).array
+        shape = array.shape if row is None else shape_of(Path(path))
+        return (shape[0], shape[1], shape[2]), torch.from_numpy(np.ascontiguousarray(array[:, :1])).dtype
+
+
+def size_of(path: str | Path) -> tuple[int, int]:
+    """(H, W) of the file, from its header.  BadImageError: it cannot be read."""
+    with _named(path):
+        return shape_of(Path(path))[1:]
+
+
+@contextmanager
+def _named(path: str | Path) -> Iterator[None]:
+    """Inside, any error becomes a BadImageError with the file's name and size."""
     try:
-        with Image.open(path) as image:
-            if image.format in _PROGRAMS:
-                raise ValueError(f"{image.format} may hold a program, which Pillow would have Ghostscript run; save it as PNG")
-            upright = ImageOps.exif_transpose(image)
-            pixels = bytes_of(upright, "L" if channels == 1 else "RGB")
+        yield
     except Exception as error:  # on damaged files decoders raise many types, OverflowError and MemoryError among them
         size = Path(path).stat().st_size if Path(path).is_file() else None
         reason = "there is no such file" if size is None else f"{size} bytes; {str(error) or type(error).__name__}"
         raise BadImageError(f"cannot read the image {path} ({reason})") from None
-    return pixels
 
 
-def bytes_of(image: Image.Image, mode: str) -> Tensor:
-    """A PIL image as (C, H, W) uint8.  mode: L for grey, RGB for colour.  ValueError: floating-point or above 16 bits."""
-    if image.mode.startswith("I"):  # 16 bits in 'I;16' or 'I'; Pillow's own conversion clips them at 255
-        wide = np.asarray(image, dtype=np.int64)
-        if wide.min(initial=0) < 0 or wide.max(initial=0) > 65535:
-            raise ValueError(f"pixels from {wide.min()} to {wide.max()} do not fit 16 bits; save it with 8 or 16 bits")
-        image = Image.fromarray((wide >> 8).astype(np.uint8))
-    if image.mode == "F":  # Pillow would clip at 0 and 255, and so read 0..1 as black
-        raise ValueError("its pixels are floating-point numbers of unknown range; save it with 8 or 16 bits")
-    pixels = np.array(image.convert(mode))
-    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
+def _read(path: Path, window: tuple[Interval, ...] | None) -> Pixels:
+    try:
+        return read_pixels(path, window)
+    except UnidentifiedImageError as error:
+        if path.suffix.lower() not in (".tif", ".tiff") or path.read_bytes()[:2] not in (b"II", b"MM"):
+            raise
+        array = tiff_array(path, str(error))  # Pillow knows no TIFF of five channels, for example
+        return Pixels(array if window is None else array[:, *(slice(run.start, run.stop) for run in window)])
+
+
+def _with_channels(pixels: Pixels, channels: int | None) -> Array:
+    """(channels, H, W).  ValueError: the file has others, which do not become these."""
+    array = pixels.array
+    own = len(array)
+    if channels in (None, own):
+        return array
+    if pixels.colours in ("LA", "RGBA") and own == 1 + channels:  # without alpha
+        return array[:channels]
+    if own in (1, 2) and channels == 3 and pixels.colours != "":
+        return np.repeat(array[:1], 3, axis=0)
+    if own == 1 and channels == 3:
+        return np.repeat(array, 3, axis=0)
+    if channels == 1 and pixels.colours in ("RGB", "RGBA") and array.dtype == np.uint8:
+        return np.array(Image.fromarray(np.ascontiguousarray(array[:3].transpose(1, 2, 0))).convert("L"))[None]
+    raise ValueError(f"it has {own} channels of {array.dtype} and {channels} are wanted; set data.options.channels={own}")
+
+
+def _converted(array: Array, dtype: torch.dtype | None, *, narrow: bool) -> Array:
+    """ValueError: the conversion would lose bits."""
+    own, wanted = array.dtype, np.dtype(own_name(dtype)) if dtype is not None else array.dtype
+    if own == wanted:
+        return array
+    if own.kind == wanted.kind == "f":
+        return array.astype(wanted)
+    if (own, wanted) == (np.uint8, np.uint16):
+        return array.astype(np.uint16) * np.uint16(257)
+    if (own, wanted) == (np.uint16, np.uint8) and narrow:
+        return (array >> 8).astype(np.uint8)
+    if (own, wanted) == (np.uint16, np.int16) and int(array.max(initial=0)) <= 32767:
+        return array.astype(np.int16)
+    raise ValueError(
+        f"its pixels are {own} and those of the others {wanted}, and they do not become these without loss; save all files "
+        f"with one dtype, or set data.options.dtype={'uint16' if own == np.uint16 and wanted == np.uint8 else own}"
+    )
+
+
+def own_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in NumPy's words."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_of(image: Image.Image) -> Tensor:
+    """A PIL image as (1, H, W) where it is grey, else (3, H, W); uint8, uint16, int16 or float32.
+
+    ValueError: integers that do not fit 16 bits.
+    """
+    pixels = pixels_of(image)
+    return torch.from_numpy(np.ascontiguousarray(_with_channels(pixels, 1 if pixels.colours in ("L", "LA") else 3)))
 
 
 def write_image(pixels_CHW: Tensor, path: Path) -> None:
@@ -84,6 +164,3 @@ _COLOURS = [
     (38, 42, 46), (86, 146, 214), (255, 145, 30), (239, 83, 96), (64, 196, 190), (98, 187, 70),
     (250, 214, 55), (186, 104, 200), (255, 163, 190), (176, 121, 84), (198, 198, 198),
 ]  # fmt: skip
-
-Image.MAX_IMAGE_PIXELS = None
-"""Pillow refuses images above 179 million pixels as an attack; here they are expected."""

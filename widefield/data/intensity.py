@@ -21,20 +21,29 @@ Area = Literal["all", "nonzero"]
 class Intensity:
     """low, high: per channel, or one for all; None: the limits of the pixels' dtype, and 0 and 1 for floating-point pixels.
 
-    clip: pixels below low become low, those above high become high.
+    clip: the least and the greatest number, per channel or one for all, that pixels are limited to first.
     each_image: instead, subtract each image's own mean and divide by its own standard deviation, per channel, over these of its
         pixels, before data.mean and data.std apply.
     """
 
     low: tuple[float, ...] | None = None
     high: tuple[float, ...] | None = None
-    clip: bool = False
+    clip: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     each_image: Area | None = None
 
     def of(self, dtype: torch.dtype) -> Intensity:
         """The same with low and high as numbers, for pixels of `dtype`."""
         low, high = limits_of(dtype)
         return Intensity(self.low or (low,), self.high or (high,), self.clip, self.each_image)
+
+    def shown(self, dtype: torch.dtype) -> tuple[float, float]:
+        """The pixel values that pictures show as black and as white: those of the clip, or two deviations about the mean."""
+        if self.clip is not None:
+            return min(self.clip[0]), max(self.clip[1])
+        if self.low is None or self.high is None or (self.low, self.high) == ((0.0,), (1.0,)):
+            return limits_of(dtype)
+        low, high = min(self.low), max(self.high)
+        return 3 * low - 2 * high, 2 * high - low
 
     def formula(self, dtype: torch.dtype) -> str:
         """What becomes of a pixel, with the words mean and std for data.mean and data.std.
@@ -45,15 +54,20 @@ class Intensity:
         if self.each_image is not None:
             return f"((value - mean of the image) / std of the image - mean) / std, over {self.each_image} pixels of the image"
         known = self.of(dtype)
-        if known.low == (0.0,) and known.high and len(known.high) == 1 and not self.clip:
+        if known.low == (0.0,) and known.high and len(known.high) == 1 and self.clip is None:
             return OF_VALUES if known.high == (1.0,) else f"(value / {known.high[0]:g} - mean) / std"
-        value = "min(max(value, low), high)" if self.clip else "value"
+        value = "value" if self.clip is None else "min(max(value, clip[0]), clip[1])"
         return f"(({value} - low) / (high - low) - mean) / std"
 
     def to_tree(self) -> dict[str, Any]:
         """For JSON; `from_tree` reads it."""
         low, high = (None if side is None else list(side) for side in (self.low, self.high))
-        return {"low": low, "high": high, "clip": self.clip, "each_image": self.each_image}
+        return {
+            "low": low,
+            "high": high,
+            "clip": None if self.clip is None else list(map(list, self.clip)),
+            "each_image": self.each_image,
+        }
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> Intensity:
@@ -61,7 +75,11 @@ class Intensity:
         low, high = (None if tree[side] is None else tuple(float(value) for value in tree[side]) for side in ("low", "high"))
         if tree["each_image"] not in (None, "all", "nonzero"):
             raise ValueError(f"each_image is {tree['each_image']!r}")
-        return cls(low, high, bool(tree["clip"]), tree["each_image"])
+        clip = None
+        if tree["clip"] is not None:
+            least, most = (tuple(float(value) for value in side) for side in tree["clip"])
+            clip = (least, most)
+        return cls(low, high, clip, tree["each_image"])
 
 
 def in_words(dtype: torch.dtype) -> str:

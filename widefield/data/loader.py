@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from widefield.config import DataConfig
 from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
-from widefield.data.intensity import Intensity, limits_of, moments_of
+from widefield.data.intensity import Intensity, moments_of
 from widefield.data.mixing import mixed
 from widefield.data.order import Key
 from widefield.data.pixel_transforms import PixelTransforms
@@ -99,7 +99,7 @@ class SampleReader(Dataset):
             readable=[sample is not None for sample in tried],
             whole_shape=None if self.window is None else read[0].shape,
             window=read[0].window,
-            shown=getattr(self.images, "shown", None) or limits_of(read[0].image.dtype),
+            shown=getattr(self.images, "shown", None) or self.intensity.shown(read[0].image.dtype),
             moments=self._moments(read),
         )
         if not self.mixup and not self.cutmix:

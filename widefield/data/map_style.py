@@ -1,7 +1,7 @@
 """A user's own map-style datasets (torch.utils.data.Dataset) as the two splits of a run.
 
-A sample is a pair.  The first is the image: a tensor (C, H, W), uint8, uint16, int16 or floating-point, or a PIL image, which
-becomes uint8.  The second is the target, of one of these kinds (`Labels`):
+A sample is a pair.  The first is the image: a tensor (C, H, W), uint8, uint16, int16 or floating-point, or a PIL
+image.  The second is the target, of one of these kinds (`Labels`):
 
     class    a class number
     classes  (K,) integers or bools, 1 for each class that the image has
@@ -29,14 +29,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from widefield.data import BadImageError, Dataset, Labels
-from widefield.data.image import bytes_of
+from widefield.data.image import tensor_of
 from widefield.data.intensity import in_words, limits_of
 from widefield.data.transforms import all_seeded
 
 INTEGERS = (torch.uint8, torch.uint16, torch.int16)
 """The dtypes of images besides floating-point ones."""
-GREY = ("1", "L", "LA", "F")
-"""Modes of PIL images that become one channel; so do those that begin with I.  All others become red, green and blue."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def image_of(image: Any, name: str) -> Tensor:
     """
     if isinstance(image, Image.Image):
         try:
-            return bytes_of(image, "L" if image.mode in GREY or image.mode.startswith("I") else "RGB")
+            return tensor_of(image)
         except OSError as error:  # PIL reads files lazily, and this one is cut short
             raise BadImageError(f"cannot read the image {name} ({error})") from None
     if not isinstance(image, Tensor):
@@ -147,7 +145,13 @@ def _check_map_style(samples: Any, split: str) -> None:
     what = f"the dataset to {'train on' if split == 'train' else 'evaluate'}"
     if isinstance(samples, DataLoader):
         raise ValueError(f"{what} is a DataLoader; give its dataset (loader.dataset), the run shares samples out by itself")
-    if isinstance(samples, IterableDataset) or not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+    if isinstance(samples, IterableDataset):
+        raise ValueError(
+            f"{what} is a {_type(samples)}, which has no numbered samples: it gives them in one order, once per process, and "
+            "a run reads each by its number, in an order that any number of ranks share; where they fit in memory pass "
+            "list(dataset), else give it __getitem__ and __len__"
+        )
+    if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
         raise ValueError(
             f"{what} is a {_type(samples)}, which has no numbered samples; give a map-style dataset, with __getitem__ and "
             "__len__"

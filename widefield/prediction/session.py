@@ -17,7 +17,7 @@ from torch import Tensor
 
 from widefield.comm.mesh import World
 from widefield.data import Dataset
-from widefield.data.image import read_image
+from widefield.data.image import read_image, shape_and_dtype_of
 from widefield.data.intensity import in_words
 from widefield.data.map_style import image_of
 from widefield.data.transforms import seed_of
@@ -264,12 +264,12 @@ def _pixels_of(image: Any, path: str, *, parts: Parts) -> Tensor:
     """An image as a tensor.  ValueError: the run was trained on images with other channels or another dtype."""
     dataset = parts.dataset
     if isinstance(image, str | Path):
-        if dataset.floating:
+        if dataset.floating and not shape_and_dtype_of(image)[1].is_floating_point:
             raise ValueError(
                 f"{path} is a file, and this run was trained on floating-point tensors that a Python program's dataset made of "
                 "its images; pass such tensors, (C, H, W)"
             )
-        return _checked(read_image(path, dataset.channels), path, dataset)
+        return _checked(read_image(path, dataset.channels, dataset.dtype), path, dataset)
     return _checked(image_of(image, path), path, dataset)
 
 

@@ -25,6 +25,7 @@ from widefield.data.device import Preparation
 from widefield.data.loader import SampleReader, augments_on_device, load_batches, reader_of
 from widefield.data.map_style import MapStyle
 from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler
+from widefield.data.statistics import SplitStatistics
 from widefield.data.transform_checks import check_transforms
 from widefield.data.transforms import Transforms, seed_of
 from widefield.parallel.parallelize import parallelize, parallelize_average, share_states
@@ -39,11 +40,12 @@ from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
 from widefield.training.freezing import freeze
 from widefield.training.given import NOTHING, Given
+from widefield.training.intensity import Scaled, with_intensity
 from widefield.training.loop import Learner
 from widefield.training.optimizer import build_optimizer, learning_rate
 from widefield.training.parameter_groups import layers_of
 from widefield.training.record import usable_cores
-from widefield.training.run_folder import write_model
+from widefield.training.run_folder import write_model, write_statistics
 from widefield.training.schedule import build_schedule
 from widefield.training.state import seed_everything
 from widefield.training.streaming import check_tiles, look_ahead, stream_as
@@ -68,6 +70,8 @@ class Parts:
     metrics: list[RecipeMetric] = field(default_factory=list)
     """The metrics that the recipe adds to the task's."""
     given: Given = NOTHING
+    statistics: SplitStatistics | None = None
+    """Of the images to train on, where the intensity needs them."""
 
     def preparation(self, *, train: bool) -> Preparation:
         """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
@@ -125,20 +129,20 @@ def assemble(
     *,
     given: Given = NOTHING,
     initial_weights: bool = True,
+    stored: Dataset | None = None,
 ) -> Parts:
     """Open the data and build the model, the same on every rank, except for the objects in `given`.
 
     dataset: used in place of the config's.  initial_weights: load the weights that the config starts from.
+    stored: what the run has of its dataset, see `with_intensity`.
     ValueError: what the config names, or `given`, does not exist or fit.
     """
     precision, why_precision = choose_precision(config.precision, mesh.device)
     arithmetic = arithmetic_of(precision, mesh.device)
-    dataset = dataset or (open_dataset(config.data) if given.data is None else given.data())
+    scaled = _opened(config, mesh, given, stored) if dataset is None else Scaled(dataset)
+    dataset = scaled.dataset
     task, why_balanced = task_of(config, given, dataset, mesh)
-    _check_channels(config, dataset)
-    _check_labels(config, dataset, task)
-    _check_classes(config, dataset, given)
-    slower = check_transforms(config.data, dataset, ignore=getattr(task, "ignore_index", None), cut=bool(mesh.grid.sizes))
+    slower = _check_data(config, dataset, task, given, cut=bool(mesh.grid.sizes))
     metrics = metrics_of(config.task, task, num_classes=len(dataset.classes), cut=bool(mesh.grid.sizes))
     workers, why_workers = _choose_workers(config, dataset, mesh)
     channels_last, why_format = _choose_format(config, arithmetic)
@@ -149,10 +153,25 @@ def assemble(
     model, why_weights = _model_of(
         config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights
     )
-    found = (why_precision, why_workers, _why_scaled(config, dataset), why_format, why_balanced, *why_weights, *slower)
+    scaling = (*scaled.reasons, _why_scaled(config, dataset))
+    found = (dataset.about, why_precision, why_workers, *scaling, why_format, why_balanced, *why_weights, *slower)
     reasons = [reason for reason in found if reason is not None]
     window = window_of(mesh)
-    return Parts(config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given)
+    return Parts(
+        config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given,
+        scaled.statistics,
+    )  # fmt: skip
+
+
+def _opened(config: RunConfig, mesh: Mesh, given: Given, stored: Dataset | None) -> Scaled:
+    """The dataset, with its intensity."""
+
+    def opened() -> Dataset:
+        return open_dataset(config.data) if given.data is None else given.data()
+
+    # statistics take messages, so that all ranks have to be here
+    dataset = mesh.together(opened) if config.data.intensity.needs_statistics else opened()
+    return with_intensity(config.data, dataset, mesh, stored=stored)
 
 
 def _model_of(
@@ -280,6 +299,16 @@ def write_model_of(folder: Path, parts: Parts) -> None:
         raise ValueError(batch.problem)
     shape, name = list(batch.shape), parts.config.model.name
     write_model(folder, parts.dataset, shape=shape, mean=list(prepare.mean), std=list(prepare.std), name=name)
+    if parts.statistics is not None:
+        write_statistics(folder, parts.statistics)
+
+
+def _check_data(config: RunConfig, dataset: Dataset, task: Task, given: Given, *, cut: bool) -> list[str]:
+    """Sentences on transforms that make reading slower.  ValueError: data that does not fit the recipe."""
+    _check_channels(config, dataset)
+    _check_labels(config, dataset, task)
+    _check_classes(config, dataset, given)
+    return list(check_transforms(config.data, dataset, ignore=getattr(task, "ignore_index", None), cut=cut))
 
 
 def _check_channels(config: RunConfig, dataset: Dataset) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from widefield.config import RunConfig, read_config
 from widefield.data import Dataset, Labels
 from widefield.data.intensity import OF_VALUES, Intensity
+from widefield.data.statistics import SplitStatistics
 from widefield.models._weights import load_state, read_tensors
 from widefield.naming import did_you_mean
 from widefield.plans import Plan, to_text
@@ -33,9 +34,11 @@ from widefield.trust import check_links
 
 WEIGHTS, BEST = "weights.safetensors", "best.safetensors"
 MODEL = "model.json"
+STATISTICS = "statistics.json"
+"""Of the images to train on, where data.intensity needs them."""
 _WRITTEN = (
     "config.yaml", "plan.yaml", "record.jsonl", "summary.csv", "tensorboard", "checkpoints", "report.html", WEIGHTS, BEST,
-    MODEL, "evaluation.json", "evaluation.csv", "mistakes", "samples", "nan.json",
+    MODEL, STATISTICS, "evaluation.json", "evaluation.csv", "mistakes", "samples", "nan.json",
 )  # fmt: skip
 """The files and folders that training writes."""
 _FURTHER = re.compile(
@@ -188,6 +191,15 @@ def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[
         "std": std,
     }
     replace_text(folder / MODEL, json.dumps(values, indent=1) + "\n")
+
+
+def write_statistics(folder: Path, statistics: SplitStatistics) -> None:
+    replace_text(folder / STATISTICS, json.dumps(statistics.to_tree(), indent=1) + "\n")
+
+
+def stored_dataset(folder: Path) -> Dataset | None:
+    """What the folder has of a run's dataset; None before it began.  ValueError: damaged."""
+    return read_model(folder) if (folder / MODEL).is_file() else None
 
 
 def read_model(folder: Path, *, name: str = MODEL) -> Dataset:

@@ -6,54 +6,55 @@ the names of the files.  Folders may be nested below a class, and be links to ot
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from widefield.config import DataConfig
 from widefield.data import Dataset
-from widefield.data.image import SUFFIXES, read_image
+from widefield.data.pixel_files import SUFFIXES
+from widefield.data.records import FileImages, FileRecord, Known, kind_of_files, normalization_of
+from widefield.data.splits import Item, group_in, split_items
 from widefield.naming import did_you_mean
 
 
 @dataclass(frozen=True)
-class Files:
-    """Image files below `root`, as (relative path, class number), sorted."""
+class Files(FileImages):
+    """Image files below `root`, sorted."""
 
     root: Path
-    entries: list[tuple[str, int]]
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def read(self, index: int) -> tuple[Tensor, int]:
-        name, label = self.entries[index]
-        return read_image(self.root / name, channels=3), label
-
-    def name_of(self, index: int) -> str:
-        return str(self.root / self.entries[index][0])
 
 
-def open_dataset(config: DataConfig) -> Dataset:
-    """RGB images in class folders.  ValueError: a missing or empty folder, an empty class, or a class that only val/ has."""
+def open_dataset(
+    config: DataConfig, *, channels: int | None = 3, dtype: str | None = None, group: str | None = None
+) -> Dataset:
+    """Images in class folders.
+
+    channels: of all images, 3 for RGB and 1 for grey; None: those of the first one.  dtype: of all; None: of the first one.
+    group: a regular expression whose match in a file's name is its group, which hold_out and folds do not divide.
+    ValueError: a missing or empty folder, an empty class, or a class that only val/ has.
+    """
     root = _existing(config.path)
     train_folder = root / "train"
     val_folder = next((root / name for name in ("val", "validation", "test") if (root / name).is_dir()), None)
     if train_folder.is_dir() and val_folder is not None:
-        if config.hold_out is not None:
-            raise ValueError(f"{root} has {val_folder.name}/, so leave data.hold_out={config.hold_out} out")
+        for key in ("hold_out", "fold"):
+            if (value := getattr(config, key)) is not None:
+                raise ValueError(f"{root} has {val_folder.name}/, so leave data.{key}={value} out")
         classes = _classes_in(train_folder)
-        train, evaluate = _files(train_folder, classes), _files(val_folder, classes)
+        train, evaluate = _files(train_folder, classes, None), _files(val_folder, classes, None)
     else:
         folder = train_folder if train_folder.is_dir() else root
         classes = _classes_in(folder)
-        train, evaluate = _split(_files(folder, classes), _share_of(config, root))
-    # mean and std of ImageNet, which pretrained weights expect
-    return Dataset(train, evaluate, classes, 3, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225], in_memory=False)
+        found = _files(folder, classes, group)
+        sides = split_items([record.item for record in found], config, source=str(root))
+        train, evaluate = ([found[index] for index in side] for side in (sides.train, sides.evaluate))
+        train_folder = val_folder = folder
+    kind = kind_of_files(train[0].files, channels, dtype)
+    mean, std = normalization_of(kind)
+    one, other = Files(train, kind, train_folder), Files(evaluate, kind, val_folder)
+    return Dataset(one, other, classes, kind.channels, mean, std, in_memory=False, dtype=kind.dtype)
 
 
 def _existing(path: str | None) -> Path:
@@ -66,15 +67,6 @@ def _existing(path: str | None) -> Path:
     return root
 
 
-def _share_of(config: DataConfig, root: Path) -> float:
-    if not config.hold_out:
-        raise ValueError(
-            f"{root} has no train/ and val/ folders, so nothing is held out for evaluation; "
-            "add data.hold_out=0.1 to hold out a tenth of the images, or make the two folders"
-        )
-    return config.hold_out
-
-
 def _classes_in(folder: Path) -> list[str]:
     classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     if not classes:
@@ -82,13 +74,13 @@ def _classes_in(folder: Path) -> list[str]:
     return classes
 
 
-def _files(folder: Path, classes: list[str]) -> Files:
+def _files(folder: Path, classes: list[str], group: str | None) -> list[FileRecord]:
     """All images of `classes` below `folder`.  ValueError: a class without images, or a folder that is no class."""
     extra = sorted(set(_classes_in(folder)) - set(classes))
     if extra:
         hint = did_you_mean(extra[0], classes)
         raise ValueError(f"{folder} has the class '{extra[0]}', which train/ lacks{hint} Move or rename that folder")
-    entries: list[tuple[str, int]] = []
+    records: list[FileRecord] = []
     for label, name in enumerate(classes):
         found = sorted(_images_below(folder / name, folder))
         if not found:
@@ -96,8 +88,10 @@ def _files(folder: Path, classes: list[str]) -> Files:
                 f"the class '{name}' is empty: {folder / name} holds no image ({', '.join(SUFFIXES)}); "
                 "add some or remove the folder"
             )
-        entries += [(path, label) for path in found]
-    return Files(folder, entries)
+        records += [
+            FileRecord((folder / path,), Known(label), Item(path, stratum=name, group=group_in(path, group))) for path in found
+        ]
+    return records
 
 
 def _images_below(folder: Path, root: Path) -> list[str]:
@@ -119,22 +113,6 @@ def _refuse_circle(link: Path, folder: Path) -> None:
             f"data.path leads in a circle: {link} is a link to {link.resolve()}, in which it lies, so the same images would be "
             "read again and again; remove the link"
         )
-
-
-def _split(files: Files, share: float) -> tuple[Files, Files]:
-    """Hold out the `share` of each class whose names have the lowest hashes; both sides get at least one image."""
-    held: set[str] = set()
-    for label in {label for _, label in files.entries}:
-        names = sorted((name for name, its in files.entries if its == label), key=_hash)
-        if len(names) < 2:
-            raise ValueError(f"{files.root / names[0]} is its class's only image, so none can be held out; add images")
-        held.update(names[: min(len(names) - 1, max(1, round(share * len(names))))])
-    train = [entry for entry in files.entries if entry[0] not in held]
-    return Files(files.root, train), Files(files.root, [entry for entry in files.entries if entry[0] in held])
-
-
-def _hash(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()
 
 
 def _sample_folder(place: Path, write: Callable[[Path], None]) -> Path:

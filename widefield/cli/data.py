@@ -1,0 +1,124 @@
+"""`widefield data`: what is in the data of a recipe, or in a folder or table."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from widefield.config import DataConfig
+    from widefield.data import Dataset
+    from widefield.data.statistics import SplitStatistics
+
+ORDER = 25
+SUMMARY = "print statistics of images and labels"
+HELP = """\
+Print what the images to train on are: sizes, dtypes, percentiles, mean and
+standard deviation of each channel, and how often each class occurs.
+Every image is read once.
+
+  widefield data stats recipes/page.yaml
+  widefield data stats cells/
+  widefield data stats table.csv
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("what", choices=["stats"], metavar="stats")
+    parser.add_argument("source", metavar="RECIPE|PATH", help="a recipe, or a folder or table of images")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+
+
+def run(options: Namespace) -> int:
+    from widefield.data import open_dataset
+    from widefield.data.statistics import statistics_of
+
+    config = _config_of(options.source, options.overrides)
+    dataset = open_dataset(config)
+    skip = config.bad_images == "skip"
+    found = statistics_of(dataset.train, channels=dataset.channels, dtype=dataset.dtype, skip=skip)
+    print(*_lines(dataset, found), sep="\n")
+    return 0
+
+
+def _config_of(source: str, overrides: list[str]) -> DataConfig:
+    """The section data of a recipe, or one for a folder or table with the format that reads it."""
+    from widefield.config import DataConfig, read_config
+    from widefield.section import parse_section
+
+    path = Path(source)
+    if path.suffix.lower() in (".yaml", ".yml") or not path.exists():
+        return read_config(source, overrides, builds=("data",)).data
+    some = [override.removeprefix("data.") for override in overrides]
+    keys = {override.partition("=")[0] for override in some}
+    if "name" not in keys:
+        some.append(f"name={_format_of(path)}")
+    if not keys & {"hold_out", "fold"} and _is_undivided(path):
+        some.append("hold_out=0.1")
+    return parse_section(DataConfig, f"path: '{source}'", some, name=source)
+
+
+def _format_of(path: Path) -> str:
+    from widefield.data.mask_layouts import find_folders
+    from widefield.data.nnunet import is_nnunet
+    from widefield.data.tables import read_table
+
+    if path.is_file():
+        return "masks" if "mask" in read_table(path).columns else "manifest"
+    if is_nnunet(path):
+        return "masks"
+    try:
+        find_folders(path)
+    except ValueError:
+        return "imagefolder"
+    return "masks"
+
+
+def _is_undivided(path: Path) -> bool:
+    """Whether nothing in a folder or table says what is evaluated, so that something has to be held out."""
+    from widefield.data.mask_layouts import TRAIN, VAL
+    from widefield.data.tables import read_table
+
+    if path.is_file():
+        return not {"split", "fold"} & set(read_table(path).columns)
+    places = [path, *(entry for entry in path.iterdir() if entry.is_dir())]
+    return not any(any((place / name).is_dir() for name in TRAIN) and any((place / name).is_dir() for name in VAL)
+                   for place in places)  # fmt: skip
+
+
+def _lines(dataset: Dataset, found: SplitStatistics) -> list[str]:
+    sizes = sorted(found.sizes)
+    one = f"{sizes[0][0]} x {sizes[0][1]}"
+    span = one if len(sizes) == 1 else f"{one} to {sizes[-1][0]} x {sizes[-1][1]}, {len(sizes)} sizes"
+    lines = [
+        *([dataset.about] if dataset.about else []),
+        f"{found.images:,} images to train on, {', '.join(found.dtypes)}, {span} (height x width)",
+        *([f"{len(found.skipped)} unreadable left out: {', '.join(found.skipped[:5])}"] if found.skipped else []),
+    ]
+    percents = list(found.channels[0].percentiles)
+    lines.append("channel         mean          std  " + "".join(f"{percent:>11g}%" for percent in percents))
+    for number, channel in enumerate(found.channels):
+        values = "".join(f"{value:>12.6g}" for value in channel.percentiles.values())
+        lines.append(f"{number:>7} {channel.mean:>12.6g} {channel.std:>12.6g}  {values}")
+    return lines + _class_lines(dataset, found)
+
+
+def _class_lines(dataset: Dataset, found: SplitStatistics) -> list[str]:
+    if dataset.labels == "values":
+        return [f"values: {', '.join(dataset.classes)}"]
+    what = "pixels" if dataset.pixels else "images"
+    total = sum(found.labels.values())
+    width = max(map(len, dataset.classes))
+    lines = [f"{'class':{width}}  {what:>14}   share"]
+    for number, name in enumerate(dataset.classes):
+        count = found.labels.get(number, 0)
+        lines.append(f"{name:{width}}  {count:>14,}  {100 * count / max(1, total):>5.2f} %")
+    other = sum(count for number, count in found.labels.items() if not 0 <= number < len(dataset.classes))
+    return lines + ([f"{'ignored':{width}}  {other:>14,}  {100 * other / total:>5.2f} %"] if other else [])
+
+
+CASES: list[tuple[list[str], dict[str, Any] | str]] = [
+    (["stats", "cells"], {"what": "stats", "source": "cells", "overrides": []}),
+    (["count", "cells"], "invalid choice"),
+]

@@ -1,0 +1,246 @@
+"""Images with masks that say the class of every pixel: folders paired by the stems of names, nnU-Net's folders, or a table.
+
+data/images  data/masks          and data.hold_out or data.fold; also labels/ or annotations/ in place of masks/
+data/train/images  data/train/masks  data/val/images  data/val/masks          or images/train, masks/train ...
+data/masks/CLASS                 one folder per class, for pixels with any number of classes
+data/imagesTr  data/labelsTr  data/dataset.json                               of nnU-Net, with 2-D files
+table.csv                        with the columns image and mask, or several columns of masks, one per class
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from widefield.config import DataConfig
+from widefield.data import Dataset, Labels
+from widefield.data.image import size_of
+from widefield.data.mask_classes import coding_of
+from widefield.data.mask_layouts import Folders, Pair, classes_of_folders, find_folders, pair, pair_layers
+from widefield.data.masks import LOSSY, Coding, Layers, Mask, mask_size
+from widefield.data.nnunet import is_nnunet, nnunet_pairs
+from widefield.data.records import FileRecord, Target, dataset_of_records
+from widefield.data.splits import Item, group_in
+from widefield.data.table_records import check_images, columns_of, record_of_row
+from widefield.data.tables import read_table
+
+
+def open_dataset(
+    config: DataConfig,
+    *,
+    classes: Any = None,
+    ignore: Any = None,
+    ending: str | None = None,
+    missing: str = "stop",
+    group: str | None = None,
+    mask: str | Sequence[str] | None = None,
+    image: str | None = None,
+    split: str | None = None,
+    fold: str | None = None,
+    weight: str | None = None,
+    root: str | None = None,
+    channels: int | None = None,
+    dtype: str | None = None,
+) -> Dataset:
+    """classes: names; names with their numbers in masks, or colours; or a file of them; None: as found in masks.
+
+    ignore: the number or colour of pixels that do not count; None: 255, where no class has it.
+    ending: of the stems of masks, as _mask; None: any of the usual ones.
+    missing: what to do with an image without mask: "stop", "skip" it, or "empty", of one folder per class: it has none of it.
+    group: of folders, a regular expression whose match in a name is the group; of a table, a column.
+    mask, image, split, fold, weight, root: of a table, as in manifest.py; several masks are one per class.
+    channels, dtype: of all images; None: those of the first one.
+    ValueError, which names the file: folders, partners, sizes, numbers or classes that do not fit.
+    """
+    if missing not in ("stop", "skip", "empty"):
+        raise ValueError(f"data.options.missing is {missing!r}; it is stop, skip or empty")
+    source = _existing(config.path)
+    finish = partial(_dataset, config, source, classes=classes, ignore=ignore, channels=channels, dtype=dtype)
+    if source.is_file():
+        columns = {"image": image, "split": split, "fold": fold, "group": group, "weight": weight}
+        return _of_table(finish, source, columns, mask, root)
+    if is_nnunet(source):
+        return _of_nnunet(config, source, group, channels=channels, dtype=dtype)
+    return _of_folders(finish, source, ending, missing, group)
+
+
+def _of_nnunet(config: DataConfig, folder: Path, group: str | None, **kind: Any) -> Dataset:
+    pairs, labels, make, names = nnunet_pairs(folder)
+    records = _checked([_record(one, make(one), group) for one in pairs], pairs)
+    return dataset_of_records(records, config, source=str(folder), classes=names, labels=labels, **kind)
+
+
+def _existing(path: str | None) -> Path:
+    if path is None:
+        raise ValueError("data.name=masks reads a folder or a table and data.path is not set; add data.path=DIR")
+    if not Path(path).exists():
+        raise ValueError(f"data.path is {path} and there is no such folder or table; mend the path")
+    return Path(path)
+
+
+def _of_folders(finish: Callable[..., Dataset], root: Path, ending: str | None, missing: str, group: str | None) -> Dataset:
+    train, val, single = find_folders(root)
+    some = [folders for folders in (train, val, single) if folders is not None]
+    layers = classes_of_folders(some[0])
+    if missing == "empty" and not layers:
+        raise ValueError("data.options.missing=empty is for masks in one folder per class; set stop or skip")
+    found = [_paired(folders, layers, ending, missing) for folders in some]
+    skipped = sum(count for _, count in found)
+    more = [f"{skipped} images without mask left out"] if skipped else []
+    if single is not None:
+        return finish(found[0][0], names=layers, group=group, more=more)
+    return finish(found[1][0], names=layers, group=group, more=more, train=found[0][0])
+
+
+def _paired(folders: Folders, layers: list[str], ending: str | None, missing: str) -> tuple[list[Pair], int]:
+    return pair_layers(folders, layers, missing=missing) if layers else pair(folders, ending=ending, missing=missing)
+
+
+def _dataset(
+    config: DataConfig,
+    source: Path,
+    pairs: list[Pair],
+    *,
+    names: list[str],
+    classes: Any,
+    ignore: Any,
+    channels: int | None,
+    dtype: str | None,
+    group: str | None = None,
+    train: list[Pair] | None = None,
+    more: Sequence[str] = (),
+    make_record: Callable[[Pair, Target, str | None], FileRecord] | None = None,
+) -> Dataset:
+    """names: of the classes where each has a mask of its own, else empty."""
+    every = [*(train or []), *pairs]
+    _check_lossy(every)
+    labels: Labels = "layers" if names else "pixels"
+    if names:
+        _check_layers(classes, ignore)
+        make: Callable[[Pair], Target] = _layers_of
+    else:
+        files = [mask for one in every for mask in one.masks if mask is not None]
+        coding, why = coding_of(classes, ignore, files, folder=source if source.is_dir() else source.parent)
+        names, more, make = list(coding.names), [*more, why], partial(_mask_of, coding)
+    if train is not None:
+        _refuse_split(config, source)
+    records, to_train = (
+        None if some is None else _checked([(make_record or _record)(one, make(one), group) for one in some], some)
+        for some in (pairs, train)
+    )
+    return dataset_of_records(
+        records or [], config, source=str(source), classes=names, labels=labels, channels=channels, dtype=dtype, train=to_train,
+        more=more,
+    )  # fmt: skip
+
+
+def _mask_of(coding: Coding, one: Pair) -> Mask:
+    (file,) = one.masks
+    assert file is not None
+    return Mask(file, coding)
+
+
+def _layers_of(one: Pair) -> Layers:
+    return Layers(one.masks, size_of(one.images[0]))
+
+
+def _check_layers(classes: Any, ignore: Any) -> None:
+    if classes is not None or ignore is not None:
+        raise ValueError(
+            "data.options.classes and ignore are for masks with numbers of classes; here each class has masks of its own, and "
+            "the folders or columns are the classes; leave them out"
+        )
+
+
+def _check_lossy(pairs: Sequence[Pair]) -> None:
+    for file in (mask for one in pairs for mask in one.masks if mask is not None):
+        if file.suffix.lower() in LOSSY:
+            raise ValueError(f"the mask {file} is {file.suffix}, which changes the numbers of pixels; save masks as PNG")
+
+
+def _refuse_split(config: DataConfig, source: Path) -> None:
+    for key in ("hold_out", "fold"):
+        if getattr(config, key) is not None:
+            raise ValueError(
+                f"{source} has folders to train on and to evaluate, so leave data.{key}={getattr(config, key)} out"
+            )
+
+
+def _record(one: Pair, target: Target, group: str | None) -> FileRecord:
+    return FileRecord(one.images, target, Item(one.name, group=group_in(one.name, group)))
+
+
+def _checked(records: list[FileRecord], pairs: Sequence[Pair]) -> list[FileRecord]:
+    """ValueError: a mask has another size than its image.  Only headers are read."""
+
+    def check(one: Pair) -> str | None:
+        size = size_of(one.images[0])
+        for file in (*one.images[1:], *one.masks):
+            other = size if file is None else mask_size(file) if file in one.masks else size_of(file)
+            if other != size:
+                sizes = [" x ".join(map(str, pair)) for pair in (other, size)]
+                return f"{file} is {sizes[0]} pixels and {one.images[0]} is {sizes[1]} (height x width); mend one of them"
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        problem = next((problem for problem in pool.map(check, pairs) if problem), None)
+    if problem is not None:
+        raise ValueError(problem)
+    return records
+
+
+def _of_table(
+    finish: Callable[..., Dataset],
+    path: Path,
+    options: dict[str, str | None],
+    mask: str | Sequence[str] | None,
+    root: str | None,
+) -> Dataset:
+    table = read_table(path)
+    columns, folder = columns_of(table, **options), path.parent if root is None else Path(root)
+    wanted = [mask] if isinstance(mask, str) else mask
+    masks = (
+        [table.column(name, option="mask") for name in wanted]
+        if wanted
+        else [table.column(None, option="mask", usual=("mask", "label"))]
+    )
+    if masks == [None]:
+        raise ValueError(f"{path} has no column 'mask'; name it: data.options.mask={table.columns[-1]}")
+    rows = {f"row {number}": number for number in range(len(table.rows))}
+    pairs = []
+    for name, number in rows.items():
+        files = [table.rows[number][column or ""] for column in masks]
+        if "" in files and len(files) == 1:
+            raise ValueError(f"{table.where(number)}, names no mask; fill the column '{masks[0]}', or leave the row out")
+        given = tuple(folder / file if file else None for file in files)
+        lost = next((file for file in given if file is not None and not file.is_file()), None)
+        if lost is not None:
+            raise ValueError(f"{table.where(number)}, is of the mask {lost}, and there is no such file; mend the path")
+        pairs.append(Pair(name, (folder / table.rows[number][columns["image"] or ""],), given))
+
+    def make(one: Pair, target: Target, _: str | None) -> FileRecord:
+        return record_of_row(table, rows[one.name], columns, folder, target=target)
+
+    check_images(table, [make(one, Layers((), (0, 0)), None) for one in pairs])
+    return finish(pairs, names=[name or "" for name in masks] if len(masks) > 1 else [], make_record=make)
+
+
+def _sample_masks(place: Path, write: Callable[[Path], None]) -> Path:
+    import numpy as np
+    from PIL import Image
+
+    for split, count in (("train", 4), ("val", 2)):
+        for number in range(count):
+            write(place / split / "images" / f"{number}.png")
+            (place / split / "masks").mkdir(parents=True, exist_ok=True)
+            height, width = size_of(place / split / "images" / f"{number}.png")
+            labels = (np.arange(height * width) % 3).astype(np.uint8).reshape(height, width)
+            Image.fromarray(labels).save(place / split / "masks" / f"{number}_mask.png")
+    return place
+
+
+CASES = [({"path": _sample_masks}, 4, 2, 3)]
+"""As in imagefolder.py."""

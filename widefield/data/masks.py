@@ -1,0 +1,195 @@
+"""Masks: files that say the classes of an image's pixels, by palette index, grey number or colour.
+
+Pixels that do not count get the label `ignored_label`, whatever marks them in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from widefield.data import BadImageError
+from widefield.data.pixel_files import bits_of
+from widefield.geometry import Interval
+
+Array = np.ndarray[Any, Any]
+Colour = tuple[int, int, int]
+LOSSY = (".jpg", ".jpeg", ".webp")
+SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy")
+
+
+def ignored_label(classes: int) -> int:
+    """The label of pixels that do not count: 255 as long as no class has that number, else -1.
+
+    >>> ignored_label(19), ignored_label(300)
+    (255, -1)
+    """
+    return 255 if classes <= 255 else -1
+
+
+def raw_mask(path: Path, *, colours: bool = False) -> Array:
+    """Numbers of a mask as it is stored, (H, W) integers; with `colours`, 65536 red + 256 green + blue.
+
+    BadImageError: it cannot be read.  ValueError: its format loses values, or it has colours and numbers are wanted.
+    """
+    if path.suffix.lower() in LOSSY:
+        raise ValueError(f"the mask {path} is {path.suffix}, which changes the numbers of pixels; save masks as PNG")
+    with _named(path):
+        if path.suffix.lower() == ".npy":
+            array = np.array(np.lib.format.open_memmap(path, mode="r"))
+            array = array[0] if array.ndim == 3 and len(array) == 1 else array
+        else:
+            array = _by_pillow(path, colours)
+    if array.ndim == 3 and not colours:
+        if (array != array[..., :1]).any():
+            raise ValueError(
+                f"the mask {path} has colours; say which class each is: data.options.classes={{road: [255, 0, 0]}}"
+            )
+        array = array[..., 0]  # a grey mask that was saved as RGB
+    elif array.ndim == 3:
+        array = array.astype(np.int32) @ np.array([65536, 256, 1], dtype=np.int32)
+    elif colours:
+        raise ValueError(f"the mask {path} is an array of numbers, and data.options.classes has colours; give numbers there")
+    if array.ndim != 2 or array.dtype.kind not in "biu":
+        raise ValueError(f"the mask {path} is {array.dtype} of shape {array.shape}; (H, W) whole numbers are wanted")
+    return array.astype(np.uint8) if array.dtype == bool else array
+
+
+def _by_pillow(path: Path, colours: bool) -> Array:
+    """(H, W) numbers or (H, W, 3) colours; a palette's indices, or its colours where these are wanted."""
+    with Image.open(path) as image:
+        if bits_of(image, path) > 8 and image.mode in ("RGB", "RGBA"):
+            raise ValueError("colours of 16 bits; save it with 8")
+        upright = ImageOps.exif_transpose(image)
+        if colours or image.mode not in ("1", "L", "P", "I", "F") and not image.mode.startswith("I;"):
+            return np.array(upright.convert("RGB"))
+        return np.array(upright)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # decoders raise many types on damaged files
+        reason = str(error) or type(error).__name__ if path.is_file() else "there is no such file"
+        raise BadImageError(f"cannot read the mask {path} ({reason})") from None
+
+
+def mask_size(path: Path) -> tuple[int, int]:
+    """(H, W), from the file's header.  BadImageError: it cannot be read."""
+    with _named(path):
+        if path.suffix.lower() == ".npy":
+            height, width = np.lib.format.open_memmap(path, mode="r").shape[-2:]
+            return height, width
+        with Image.open(path) as image:
+            width, height = image.size
+            return (width, height) if image.getexif().get(0x0112, 1) > 4 else (height, width)
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Which stored number means which class.
+
+    names: of the classes.  number_of: class number by stored number; by colour, as `raw_mask` has it, with `colours`.
+    ignored: the stored numbers of pixels that do not count.
+    """
+
+    names: tuple[str, ...]
+    number_of: Mapping[int, int]
+    ignored: frozenset[int] = frozenset()
+    colours: bool = False
+
+    def labels(self, path: Path) -> Tensor:
+        """(H, W) class numbers of a mask, uint8 or int64.  ValueError, with the file: a stored number that means nothing."""
+        raw = raw_mask(path, colours=self.colours)
+        stored, labels = self._table
+        place = np.searchsorted(stored, raw).clip(max=len(stored) - 1)
+        unknown = stored[place] != raw
+        if unknown.any():
+            raise ValueError(self._unknown(path, raw[unknown]))
+        return torch.from_numpy(labels[place])
+
+    @cached_property
+    def _table(self) -> tuple[Array, Array]:
+        """Stored numbers, sorted, and the label of each."""
+        ignored = ignored_label(len(self.names))
+        label_of = {**dict.fromkeys(self.ignored, ignored), **self.number_of}
+        stored = sorted(label_of)
+        dtype = np.uint8 if ignored >= 0 else np.int64
+        return np.array(stored, dtype=np.int64), np.array([label_of[number] for number in stored], dtype=dtype)
+
+    def _unknown(self, path: Path, found: Array) -> str:
+        value = int(found[0])
+        shown = f"the colour {[value >> 16, value >> 8 & 255, value & 255]}" if self.colours else f"the number {value}"
+        return (
+            f"the mask {path} has {shown} in {len(found):,} pixels, and data.options.classes has no class for it; add it, "
+            "or set data.options.ignore to it"
+        )
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The target `pixels`: one file of class numbers."""
+
+    file: Path
+    coding: Coding
+
+    def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
+        return _cropped(self.coding.labels(self.file), window)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The target `layers`: for each class a file of its pixels, 0 and one other number; None: it has none.
+
+    size: (H, W) of the image.
+    """
+
+    files: tuple[Path | None, ...]
+    size: tuple[int, int]
+
+    def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
+        layers = [self._layer(file) for file in self.files]
+        return _cropped(torch.from_numpy(np.stack(layers)), window)
+
+    def _layer(self, file: Path | None) -> Array:
+        if file is None:
+            return np.zeros(self.size, dtype=np.uint8)
+        raw = raw_mask(file)
+        found = np.unique(raw)
+        if len(found) > 2 or (len(found) == 2 and found[0] != 0) or int(found[-1]) not in (0, 1, 255):
+            raise ValueError(
+                f"the mask {file} of one class has the numbers {found[:5].tolist()}; 0 and 255, or 0 and 1, are wanted"
+            )
+        return (raw != 0).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The target `layers` from one file: each class is the pixels of any of several stored numbers."""
+
+    file: Path
+    numbers: tuple[tuple[int, ...], ...]
+    known: frozenset[int]
+
+    def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
+        raw = raw_mask(self.file)
+        odd = sorted(set(np.unique(raw).tolist()) - self.known)
+        if odd:
+            raise ValueError(
+                f"the mask {self.file} has the number {odd[0]}, and dataset.json has no label for it; add it there"
+            )
+        return _cropped(torch.from_numpy(np.stack([np.isin(raw, one) for one in self.numbers]).astype(np.uint8)), window)
+
+
+def _cropped(labels: Tensor, window: Sequence[Interval] | None) -> Tensor:
+    return labels if window is None else labels[(..., *(slice(run.start, run.stop) for run in window))].contiguous()

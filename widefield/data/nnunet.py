@@ -1,0 +1,114 @@
+"""nnU-Net's raw folder with 2-D files: imagesTr/CASE_0000.png, a file per channel, labelsTr/CASE.png, dataset.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from widefield.data import Labels
+from widefield.data.mask_layouts import Pair
+from widefield.data.masks import SUFFIXES as OF_MASKS
+from widefield.data.masks import Coding, Mask, Regions
+from widefield.data.records import Target
+
+
+def is_nnunet(folder: Path) -> bool:
+    return (folder / "imagesTr").is_dir() and (folder / "labelsTr").is_dir()
+
+
+def nnunet_pairs(folder: Path) -> tuple[list[Pair], Labels, Callable[[Pair], Target], list[str]]:
+    """The training cases, their kind of labels, a function that gives the target of one, and the names of the classes.
+
+    Labels with several numbers, as nnU-Net's regions, are layers.  ValueError: dataset.json or files that do not fit it.
+    """
+    about = _read(folder / "dataset.json")
+    ending = about.get("file_ending", ".png")
+    if ending not in OF_MASKS:
+        raise ValueError(
+            f"{folder}/dataset.json has file_ending '{ending}'; 2-D files of {', '.join(OF_MASKS)} are read here, so "
+            "save slices"
+        )
+    labels = _labels(about, folder)
+    ignored = labels.pop("ignore", None)
+    pairs = _pairs(folder, ending)
+    names = [str(name) for name in labels]
+    if all(isinstance(number, int) for number in labels.values()):
+        number_of = {number: place for place, number in enumerate(labels.values())}
+        coding = Coding(tuple(names), number_of, frozenset() if ignored is None else frozenset({ignored}))
+        return pairs, "pixels", partial(_mask, coding), names
+    return pairs, "layers", *_regions(labels, ignored, folder)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); nnU-Net's folder has its classes in it") from None
+    if not isinstance(about, dict) or not isinstance(about.get("labels"), dict):
+        raise ValueError(f'{path} has no labels; write them as "labels": {{"background": 0, "cell": 1}}')
+    return about
+
+
+def _labels(about: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Numbers by name; the first version of nnU-Net had names by number."""
+    labels = about["labels"]
+    if all(str(key).isdigit() and isinstance(value, str) for key, value in labels.items()):
+        return {value: int(key) for key, value in sorted(labels.items(), key=lambda entry: int(entry[0]))}
+    for name, number in labels.items():
+        if type(number) is not int and not (isinstance(number, list) and number and all(type(one) is int for one in number)):
+            raise ValueError(
+                f"{folder}/dataset.json gives '{name}' the number {number!r}; a whole number, or a list, is wanted"
+            )
+    return dict(labels)
+
+
+def _pairs(folder: Path, ending: str) -> list[Pair]:
+    """ValueError: a label without image, an image without label, or a channel that is missing."""
+    labels = {file.name.removesuffix(ending): file for file in sorted((folder / "labelsTr").glob(f"*{ending}"))}
+    channels: dict[str, dict[str, Path]] = {}
+    for file in sorted((folder / "imagesTr").glob(f"*{ending}")):
+        case, _, number = file.name.removesuffix(ending).rpartition("_")
+        if not (case and len(number) == 4 and number.isdigit()):
+            raise ValueError(f"{file} does not end in the number of its channel, as case_0000{ending}; rename it")
+        channels.setdefault(case, {})[number] = file
+    if not labels or not channels:
+        raise ValueError(f"{folder} has no {ending} files in imagesTr/ or labelsTr/; mend file_ending in dataset.json")
+    for case in sorted(channels.keys() ^ labels.keys()):
+        lone = labels.get(case) or next(iter(channels[case].values()))
+        raise ValueError(
+            f"{lone} has no partner in {'imagesTr' if case in labels else 'labelsTr'}/; add it, or remove the file"
+        )
+    every = max(len(files) for files in channels.values())
+    for case, files in channels.items():
+        wanted = [f"{number:04}" for number in range(every)]
+        lost = [number for number in wanted if number not in files]
+        if lost:
+            raise ValueError(f"{folder}/imagesTr lacks {case}_{lost[0]}{ending}, and other cases have {every} channels; add it")
+    return [Pair(case, tuple(files[key] for key in sorted(files)), (labels[case],)) for case, files in channels.items()]
+
+
+def _mask(coding: Coding, pair: Pair) -> Mask:
+    (file,) = pair.masks
+    assert file is not None
+    return Mask(file, coding)
+
+
+def _regions(labels: dict[str, Any], ignored: int | None, folder: Path) -> tuple[Callable[[Pair], Target], list[str]]:
+    """Layers of stored numbers; the background is no layer."""
+    if ignored is not None:
+        raise ValueError(
+            f"{folder}/dataset.json has regions and a label to ignore; layers have no such label, so leave one of them out"
+        )
+    numbers = {name: (one,) if isinstance(one, int) else tuple(one) for name, one in labels.items()}
+    layers = {name: some for name, some in numbers.items() if some != (0,)}
+    known = frozenset(one for some in numbers.values() for one in some) | {0}
+
+    def make(pair: Pair) -> Target:
+        (file,) = pair.masks
+        assert file is not None
+        return Regions(file, tuple(layers.values()), known)
+
+    return make, list(layers)
