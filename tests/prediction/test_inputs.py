@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from widefield.data.image import SUFFIXES
 from widefield.prediction.inputs import find_inputs
 
 
@@ -52,7 +53,7 @@ def test_words_that_mean_no_file_are_named_and_stop_only_when_all_do(tmp_path):
     assert [one.name for one in found] == [Path("1")]
     assert [left.reason for left in lefts] == [
         "there is no such file or folder",
-        "the folder has no image (.jpg, .jpeg, .png, .tif, .tiff, .webp, .bmp)",
+        f"the folder has no image ({', '.join(SUFFIXES)})",
         "no file fits the pattern",
     ]
     with pytest.raises(ValueError, match=r"no image was found:\n  .*empty: the folder has no image .*\nname files, folders"):

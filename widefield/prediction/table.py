@@ -43,7 +43,7 @@ def _row(line: Done, labels: Labels, classes: Sequence[str]) -> dict[str, Any]:
             row |= {f"class_{number}" if number > 1 else "class": name}
             row |= {f"probability_{number}" if number > 1 else "probability": f"{share:.6g}"}
     elif labels == "classes":
-        row |= {"classes": " ".join(name for name, share in named.items() if share > SURE)}
+        row |= {"classes": " | ".join(name for name, share in named.items() if share > SURE)}
         row |= {name: f"{named[name]:.6g}" for name in classes if name in named}
     elif labels == "values":
         row |= {name: f"{value:.9g}" for name, value in zip(answer["classes"], answer["values"], strict=True)}
