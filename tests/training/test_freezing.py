@@ -129,7 +129,7 @@ def test_what_is_frozen_stays_bit_for_bit_and_learns_from_its_epoch_on():
     learner, reasons = learner_of(parts)
     assert [line for line in reasons if line.startswith("model.")] == [
         "model.freeze: 6 parameters never learn, in down",
-        "model.unfreeze: 8 parameters learn after 1 epochs, in down, narrow",
+        "model.unfreeze: 8 parameters learn after 1 epoch, in down, narrow",
         "model.unfreeze: 6 parameters learn after 2 epochs, in down",
         "model.frozen_batch_norm: 2 layers keep their running statistics and do not learn",
     ]

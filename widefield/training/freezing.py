@@ -107,7 +107,9 @@ def _in_words(frozen: list[str], later: Mapping[str, int], norms: list[str], why
     told = [f"model.freeze: {len(never)} parameters never learn, in {modules_in_words(never)}"] if never else []
     for epoch in sorted(set(later.values())):
         names = [name for name, first in later.items() if first == epoch]
-        told.append(f"model.unfreeze: {len(names)} parameters learn after {epoch} epochs, in {modules_in_words(names)}")
+        told.append(
+            f"model.unfreeze: {len(names)} parameters learn after {epoch} epoch{'s' * (epoch > 1)}, in {modules_in_words(names)}"
+        )
     if later and why_dropped is not None:
         told.append(f"  with {why_dropped} their gradients are computed until then, and dropped")
     if norms:
