@@ -38,3 +38,7 @@ def floats(image, labels):
 
 def image_alone(image, labels):
     return image[:, 1:], torch.as_tensor(labels)
+
+
+def left_half(image):
+    return image[..., : image.shape[2] // 2]

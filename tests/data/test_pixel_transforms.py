@@ -456,6 +456,37 @@ def test_what_an_own_transform_may_not_give_is_said(entry, told):
     assert problem.startswith("cells/1: data.augment: case_transforms:") and told in problem
 
 
+# ---------------------------------------------------------------------------------------------- images with one label
+
+
+class Named(Cells):
+    """A class number for each image."""
+
+    shape = None
+    read_window = None
+
+    def read(self, index: int) -> tuple[Tensor, int]:
+        return self.whole(index)[0], index
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float32], ids=str)
+def test_images_of_other_dtypes_with_one_label_are_moved_too(dtype):
+    """Torchvision's own transforms, which images of uint8 have, do not know uint16."""
+    listed = ["RandomRotate90", {"RandomRotation": {"degrees": 30}}, {"case_transforms:shade": {"by": 1}}]
+    config, options = (
+        DataConfig(name="named", augment=listed),
+        {"num_classes": CLASSES, "seed": 3, "train": True, "device": CPU},
+    )
+    one = batch_of(reader_of(config, Named(dtype=dtype), **options))
+    assert one.image.dtype == dtype and one.target.tolist() == [1] and one.image.shape[3] in (75, 85)
+    config = config.model_copy(update={"augment": listed[:2]})
+    part = batch_of(reader_of(config, Named(dtype=dtype), window=Tile((2, 2), 1, 1), **options))
+    other = batch_of(reader(Cells(dtype=dtype), listed[:2], window=Tile((2, 2), 1, 1)))
+    assert torch.equal(part.image, other.image) and part.target.tolist() == [1]
+    moves = DataConfig(name="named", augment=["RandomHorizontalFlip"])
+    assert check_transforms(moves, dataset(dtype, "class"), ignore=None, cut=False) == []
+
+
 # ---------------------------------------------------------------------------------------------- refusals
 
 

@@ -79,6 +79,11 @@ class Dataset:
         return self.labels in ("pixels", "layers")
 
     @property
+    def moves_as_one(self) -> bool:
+        """Whether transforms are those of pixel_transforms.py: pixels have labels, or torchvision's lack the dtype."""
+        return self.pixels or self.dtype != torch.uint8
+
+    @property
     def floating(self) -> bool:
         """Whether images are floating-point tensors."""
         return self.dtype.is_floating_point

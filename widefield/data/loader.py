@@ -22,8 +22,8 @@ from widefield.data.batch import Batch, Window
 from widefield.data.intensity import Intensity, moments_of
 from widefield.data.mixing import mixed
 from widefield.data.order import Key
-from widefield.data.pixel_transforms import PixelTransforms
-from widefield.data.sources import OfImages
+from widefield.data.pixel_transforms import PixelTransforms, without_labels
+from widefield.data.sources import OfImages, Source
 from widefield.data.targets import check_target, part_of
 from widefield.data.transforms import Transforms, all_seeded, seed_of
 from widefield.private_torch.loaders import shutdown_workers
@@ -145,14 +145,18 @@ class SampleReader(Dataset):
     def _moved(self, moves: PixelTransforms, key: Key, seeds: dict[str, int]) -> _Sample:
         """The image and its labels, or this rank's window of them, moved as one."""
         seed = seed_of(self.seed, "dataset", key.epoch, key.index)
-        source = OfImages(self.images, key.index, seed=seed, check=partial(self._check_labels, key))
+        source: Source | OfImages = OfImages(self.images, key.index, seed=seed, check=partial(self._check_labels, key))
+        target = None
         try:
+            if not moves.labelled:
+                image, target = source.sample()
+                source = without_labels(image)
             view = moves(source, seeds, window_of=self.window, index=key.index)
         except BadImageError:
             raise
         except ValueError as error:
             raise ValueError(f"{self.images.name_of(key.index)}: {error}") from None
-        return _Sample(key, view.image, view.labels, view.shape, view.window)
+        return _Sample(key, view.image, view.labels if target is None else target, view.shape, view.window)
 
     def _moments(self, read: list[_Sample]) -> Tensor | None:
         """See Batch.moments; of the images as they are in the files, before any transform."""
@@ -229,13 +233,15 @@ def close(batches: Iterator[Batch]) -> None:
     shutdown_workers(batches)
 
 
-def augments_on_device(listed: Sequence[Any], device: torch.device, *, cut: bool, pixels: bool) -> bool:
+def augments_on_device(listed: Sequence[Any], device: torch.device, *, cut: bool, moves_as_one: bool) -> bool:
     """Whether data.augment runs on the device, image by image.
 
     Not on the CPU, which the loader's workers leave free; not where images are cut over ranks, since it may need the whole
     image; nor where it moves labels of pixels or is a user's own, since images go to the device without their labels.
     """
-    moves_labels = pixels and not all(step.keeps_pixels_in_place for step in Transforms(listed, field="data.augment").steps)
+    moves_labels = moves_as_one and not all(
+        step.keeps_pixels_in_place for step in Transforms(listed, field="data.augment").steps
+    )
     return device.type != "cpu" and not cut and not moves_labels
 
 
@@ -251,16 +257,19 @@ def reader_of(
     ignore: int | None = None,
     intensity: Intensity | None = None,
     pixels: bool = False,
+    moves_as_one: bool | None = None,
 ) -> SampleReader:
-    """The reader that a config asks for; pixels: whether they have labels.
+    """The reader that a config asks for; pixels: whether they have labels; moves_as_one: see Dataset, None for as `pixels`.
 
     Random augmentation runs in the reader where `augments_on_device` does not say that it runs in `Preparation`.
     """
     listed = config.read if train else config.read_evaluate
-    on_device = augments_on_device(config.augment, device, cut=window is not None, pixels=pixels)
+    moves_as_one = pixels if moves_as_one is None else moves_as_one
+    on_device = augments_on_device(config.augment, device, cut=window is not None, moves_as_one=moves_as_one)
     read = Transforms(listed, field="data.read" if train else "data.read_evaluate")
     augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
-    moves = PixelTransforms(read, augment, num_classes=num_classes, ignore=ignore) if pixels else None
+    outside = ignore if pixels else 0
+    moves = PixelTransforms(read, augment, num_classes=num_classes, ignore=outside, labelled=pixels) if moves_as_one else None
     return SampleReader(
         images=images,
         transforms=read,

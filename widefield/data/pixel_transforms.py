@@ -45,6 +45,8 @@ class Entry:
     listed: str
     number: int
     step: Step
+    labelled: bool = True
+    """Whether a user's own transform is called with labels."""
 
 
 @dataclass
@@ -75,14 +77,21 @@ class View:
 class PixelTransforms:
     """See the top.  ignore: the label of what is outside of the image; None: the task has no such label."""
 
-    def __init__(self, read: Transforms, augment: Transforms, *, num_classes: int, ignore: int | None = None) -> None:
-        """ValueError, NotImplementedError: transforms that do not move labels, or of which one map cannot be made."""
+    def __init__(
+        self, read: Transforms, augment: Transforms, *, num_classes: int, ignore: int | None = None, labelled: bool = True
+    ) -> None:
+        """labelled: False where the image alone is moved, with labels of no meaning.
+
+        ValueError, NotImplementedError: transforms that do not move labels, or of which one map cannot be made.
+        """
         listed = {"read": read, "augment": augment}
-        entries = [Entry(name, number, step) for name, given in listed.items() for number, step in enumerate(given.steps)]
+        entries = [
+            Entry(name, number, step, labelled) for name, given in listed.items() for number, step in enumerate(given.steps)
+        ]
         for entry in entries:
             _check_moves_labels(entry, listed[entry.listed].field)
         self.phases = _phases(entries)
-        self.num_classes, self.ignore = num_classes, ignore
+        self.num_classes, self.ignore, self.labelled = num_classes, ignore, labelled
         self._settings = [_settings(phase.moves) for phase in self.phases]
         self._class_pixels: dict[int, ClassPixels] = {}
 
@@ -195,6 +204,11 @@ class PixelTransforms:
         return found
 
 
+def without_labels(image_CHW: Tensor) -> InMemory:
+    """An image whose labels have no meaning."""
+    return InMemory(image_CHW, torch.zeros(image_CHW.shape[1:], dtype=torch.uint8))
+
+
 @dataclass(frozen=True)
 class OfImagesAlone:
     """The transforms of images whose labels are not known: what prediction sees is what evaluation sees."""
@@ -204,8 +218,7 @@ class OfImagesAlone:
     def __call__(self, image_CHW: Tensor, seed: int) -> Tensor:
         if not self.moves.does_anything:
             return image_CHW
-        source = InMemory(image_CHW, torch.zeros(image_CHW.shape[1:], dtype=torch.uint8))
-        return self.moves(source, {"read": seed, "augment": seed}, window_of=None).image
+        return self.moves(without_labels(image_CHW), {"read": seed, "augment": seed}, window_of=None).image
 
 
 def _phases(entries: Sequence[Entry]) -> list[TransformPhase]:
@@ -237,7 +250,12 @@ def _coloured(entries: Sequence[Entry], image: Tensor, labels: Tensor, seeds: Ma
 
 def _users(entry: Entry, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """What a user's transform makes of an image and its labels.  ValueError: no such pair."""
-    name, made = f"data.{entry.listed}: {entry.step.name}", entry.step.run(tv_tensors.Image(image), tv_tensors.Mask(labels))
+    name = f"data.{entry.listed}: {entry.step.name}"
+    if entry.labelled:
+        made = entry.step.run(tv_tensors.Image(image), tv_tensors.Mask(labels))
+    else:
+        changed = entry.step.run(image)
+        made = changed, labels.new_zeros(changed.shape[-2:]) if isinstance(changed, Tensor) else None
     if not isinstance(made, tuple | list) or len(made) != 2 or not all(isinstance(one, Tensor) for one in made):
         raise ValueError(f"{name} gives a {type(made).__name__}; a pair of tensors is wanted, the image and its labels")
     found, marks = (one.detach().as_subclass(Tensor) for one in made)

@@ -70,6 +70,11 @@ class OfImages:
             return image, target  # type: ignore[return-value]
         return self._read_whole().read(box)
 
+    def sample(self) -> tuple[Tensor, Any]:
+        """The whole image and its target."""
+        whole = self._read_whole()
+        return whole.image, whole.marks
+
     def labels(self, box: Box) -> Tensor:
         target_of = getattr(self._images, "target_of", None)
         if target_of is None or self._whole is not None:

@@ -25,7 +25,7 @@ def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None
             _check_dtype(step, name, config, dataset)
             _check_own(step, name, cut)
             _check_crop(step, name, config, dataset)
-    if not dataset.pixels:
+    if not dataset.moves_as_one:
         return []
     none = Transforms([], field="data.augment")
     train, evaluate = (
@@ -37,16 +37,15 @@ def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None
 
 
 def _check_dtype(step: Step, name: str, config: DataConfig, dataset: Dataset) -> None:
-    """ValueError: torchvision's transforms of colour, or of images without labels of pixels, for other dtypes than uint8."""
-    moves = dataset.pixels and (step.name in MOVES or isinstance(step.run, ClassBalancedCrop))
+    """ValueError: torchvision's transforms of colour for other dtypes than uint8."""
+    moves = step.name in MOVES or isinstance(step.run, ClassBalancedCrop)
     if dataset.dtype == torch.uint8 or step.is_own or moves:
         return
     kind = "floating-point numbers" if dataset.floating else f"{str(dataset.dtype).removeprefix('torch.')}"
-    also = " or one of those that move pixels and labels" if dataset.pixels else ""
     raise ValueError(
         f"data.{name} has {step.name}, which changes uint8 images, and those of data.name={config.name} are {kind}; let the "
         f"dataset give uint8 (torchvision's PILToTensor in place of ToTensor), or use a transform of your own, as "
-        f"package.module:callable{also}, or set data.{name}=[] and let the dataset change its images itself"
+        f"package.module:callable, or one that moves pixels, or set data.{name}=[] and let the dataset change its images itself"
     )
 
 

@@ -56,10 +56,12 @@ class Asker:
     @cached_property
     def transforms(self) -> Transforms | OfImagesAlone:
         listed = Transforms(self.parts.config.data.read_evaluate, field="data.read_evaluate")
-        if not self.pixels:
+        if not self.parts.dataset.moves_as_one:
             return listed
         none = Transforms([], field="data.augment")
-        return OfImagesAlone(PixelTransforms(listed, none, num_classes=len(self.parts.dataset.classes), ignore=0))
+        return OfImagesAlone(
+            PixelTransforms(listed, none, num_classes=len(self.parts.dataset.classes), ignore=0, labelled=self.pixels)
+        )
 
     @property
     def pixels(self) -> bool:

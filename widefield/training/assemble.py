@@ -76,7 +76,9 @@ class Parts:
     def preparation(self, *, train: bool) -> Preparation:
         """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
         data, cut = self.config.data, self.window is not None
-        on_device = train and augments_on_device(data.augment, self.mesh.device, cut=cut, pixels=self.dataset.pixels)
+        on_device = train and augments_on_device(
+            data.augment, self.mesh.device, cut=cut, moves_as_one=self.dataset.moves_as_one
+        )
         return Preparation(
             device=self.mesh.device,
             dtype=self.arithmetic.dtype,
@@ -102,6 +104,7 @@ class Parts:
             ignore=getattr(self.task, "ignore_index", None),
             intensity=self.dataset.intensity,
             pixels=self.dataset.pixels,
+            moves_as_one=self.dataset.moves_as_one,
         )
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
