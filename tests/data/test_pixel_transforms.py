@@ -472,11 +472,9 @@ class Named(Cells):
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float32], ids=str)
 def test_images_of_other_dtypes_with_one_label_are_moved_too(dtype):
     """Torchvision's own transforms, which images of uint8 have, do not know uint16."""
-    listed = ["RandomRotate90", {"RandomRotation": {"degrees": 30}}, {"case_transforms:shade": {"by": 1}}]
-    config, options = (
-        DataConfig(name="named", augment=listed),
-        {"num_classes": CLASSES, "seed": 3, "train": True, "device": CPU},
-    )
+    listed = ["RandomRotate90", {"RandomRotation": {"degrees": 30}}, "case_transforms:left_half"]
+    config = DataConfig(name="named", augment=listed)
+    options = {"num_classes": CLASSES, "seed": 3, "train": True, "device": CPU, "moves_as_one": True}
     one = batch_of(reader_of(config, Named(dtype=dtype), **options))
     assert one.image.dtype == dtype and one.target.tolist() == [1] and one.image.shape[3] in (75, 85)
     config = config.model_copy(update={"augment": listed[:2]})
