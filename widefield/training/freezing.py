@@ -107,9 +107,8 @@ def _in_words(frozen: list[str], later: Mapping[str, int], norms: list[str], why
     told = [f"model.freeze: {len(never)} parameters never learn, in {modules_in_words(never)}"] if never else []
     for epoch in sorted(set(later.values())):
         names = [name for name, first in later.items() if first == epoch]
-        told.append(
-            f"model.unfreeze: {len(names)} parameters learn after {epoch} epoch{'s' * (epoch > 1)}, in {modules_in_words(names)}"
-        )
+        after = "1 epoch" if epoch == 1 else f"{epoch} epochs"
+        told.append(f"model.unfreeze: {len(names)} parameters learn after {after}, in {modules_in_words(names)}")
     if later and why_dropped is not None:
         told.append(f"  with {why_dropped} their gradients are computed until then, and dropped")
     if norms:
