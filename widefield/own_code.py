@@ -38,8 +38,9 @@ def is_object(name: str) -> bool:
 
 
 def object_name(thing: object) -> str:
-    """The name of an object in a config, as `<mynets.Net>`."""
-    return f"<{type(thing).__module__}.{type(thing).__qualname__}>"
+    """The name of an object in a config, as `<mynets.Net>`: of a function its own, of others that of their class."""
+    named = thing if inspect.isfunction(thing) else type(thing)
+    return f"<{named.__module__}.{named.__qualname__}>"
 
 
 def refuse_object(name: str, *, key: str, keyword: str) -> None:

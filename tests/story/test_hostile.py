@@ -241,6 +241,7 @@ NAMING = {
     "data__name": ["evaluate", "train", "bench"],
     "task__name": ["evaluate", "predict", "export", "train", "bench"],
     "task__metrics": ["evaluate", "predict", "export", "train", "bench"],
+    "task__loss": ["evaluate", "train", "bench"],
     "optimizer__name": ["train", "bench"],
     "schedule__name": ["train", "bench"],
 }

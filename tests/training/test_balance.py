@@ -17,7 +17,8 @@ from widefield.data.order import Steps, TrainSampler, order_of, repeats_in
 from widefield.plans import Plan
 from widefield.training.assemble import assemble as assembled
 from widefield.training.assemble import learner_of, training_batches
-from widefield.training.balance import balanced, class_weights_of, sample_weights_of
+from widefield.training.balance import balanced, class_weights_of, sample_weights_of, task_of
+from widefield.training.given import NOTHING
 
 ALONE = Mesh(Plan(), World(), torch.device("cpu"))
 CONFIG = """
@@ -196,6 +197,8 @@ def test_samples_that_cannot_be_weighed_are_refused_before_the_first_step(settin
         learner_of(parts)
 
 
-def test_the_metadata_of_a_run_is_enough_without_its_images():
+def test_the_metadata_of_a_run_is_enough_to_predict_without_its_images_and_its_loss():
     nothing = replace(dataset(Rare()), train=Rare(count=0))
-    assert class_weights_of(config("task.class_weights=balanced"), nothing, ALONE, labels="class", ignore=None) == (None, None)
+    asked = config("task.class_weights=balanced", "task.loss=<__main__.hinge>")
+    task, why = task_of(asked, NOTHING, nothing, ALONE)
+    assert task.loss_sum(torch.zeros(1, 2), torch.tensor([0])).item() == pytest.approx(0.6931, abs=1e-4) and why is None

@@ -19,6 +19,7 @@ EVALUATED = ("model", "data", "task")
 """Those that an evaluation builds."""
 PREDICTED = ("model", "task")
 """Those that prediction and export build."""
+DATA, LOSS = "data", "task.loss"
 _OF_TRAINING = ("optimizer", "schedule", "ema", "evaluate", "checkpoint", "log")
 """The sections that an evaluation does not use."""
 
@@ -52,7 +53,8 @@ def read_config(
     if folder is None:
         look_in(path.parent)
     elif not trust:
-        code = {key: name for key, name in code_in(config).items() if key.partition(".")[0] in builds}
+        unused = [LOSS] if DATA not in builds else []  # without data nothing has a loss
+        code = {key: name for key, name in code_in(config).items() if key.partition(".")[0] in builds and key not in unused}
         check_code(code, config.model.options, overrides=overrides, source=str(path), folder=folder)
     return config
 
@@ -91,7 +93,7 @@ def config_of(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunCo
 
 def code_in(config: RunConfig) -> dict[str, str]:
     """The names of a user's own code in a config, by key."""
-    named = {f"{section}.name": getattr(config, section).name for section in TRAINED}
+    named = {f"{section}.name": getattr(config, section).name for section in TRAINED} | {LOSS: config.task.loss or ""}
     listed = [str(next(iter(entry), "") if isinstance(entry, dict) else entry) for entry in config.task.metrics]
     own = {key: name for key, name in named.items() if is_code(name)}
     metrics = [name for name in listed if is_code(name)]

@@ -31,6 +31,8 @@ def task_of(config: RunConfig, given: Given, dataset: Dataset, mesh: Mesh) -> tu
         plain = tasks.build(config.task.model_copy(update={"loss": None, "loss_options": {}}), num_classes=classes)
     else:
         plain = tasks.checked(given.task, name=f"task={config.task.name}", num_classes=classes)
+    if not len(dataset.train):  # only a run's metadata is known, and prediction has no loss
+        return plain, None
     ignore = getattr(plain, "ignore_index", None)
     weights, why = class_weights_of(config, dataset, mesh, labels=tasks.labels_of(plain), ignore=ignore)
     return tasks.with_loss(plain, config.task, given=given.loss, weights=weights), why
@@ -83,8 +85,6 @@ def _balanced_weights(
     A class without any has 1.
     """
     images, names = dataset.train, dataset.classes
-    if not len(images):  # only a run's metadata is known, which is enough to predict
-        return None, None
 
     def counted(indices: range) -> Tensor:
         skip = config.data.bad_images == "skip"
