@@ -146,6 +146,16 @@ def test_ranks_are_as_many_as_the_mesh_asks_or_else_as_gpus_have_room_for(asked,
     assert local.local_ranks(asked, gpus, each) == (ranks, reason)
 
 
+def test_without_a_number_of_replicas_there_is_one_on_a_cpu_and_as_many_as_gpus_have_room_for():
+    assert local.local_ranks(None, 0, replica=2) == (2, "2 ranks: as the mesh asks")
+    assert local.local_ranks(None, 4, replica=2) == (4, "4 ranks: one per GPU")
+    assert local.local_ranks(None, 5, replica=2) == (
+        4, "4 ranks: one per GPU, and 1 left out, since replicas have 2 ranks"
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="asks for 4 ranks and this machine has 2 GPUs"):
+        local.local_ranks(None, 2, replica=4)
+
+
 def test_more_ranks_than_gpus_names_the_axis_to_change():
     with pytest.raises(
         ValueError, match="asks for 4 ranks and this machine has 2 GPUs.*mesh.replicate so that all axes .* make 2"

@@ -23,7 +23,7 @@ from widefield.config import RunConfig, parse_config, read_config
 from widefield.config.recipe import recipe_path
 from widefield.launchers import world_from
 from widefield.launchers.local import local_ranks, python_of_ranks, start
-from widefield.plans import check, plan_of, ranks_asked_for
+from widefield.plans import check, plan_of, ranks_asked_for, ranks_of_a_replica
 from widefield.report.bench import write_bench
 from widefield.report.comparison import findings, line, table_text
 from widefield.section import to_yaml
@@ -190,7 +190,7 @@ def _try(candidate: Candidate, request: BenchRequest, out: Path, *, number: int,
 def _ranks_of(recipe: Path, overrides: list[str]) -> int:
     """The number of ranks of a plan; refuses what `check` refuses, and more ranks than there are GPUs."""
     config = read_config(recipe, overrides, trust=True)  # bench's own copy of the user's recipe
-    ranks, _ = local_ranks(ranks_asked_for(config), torch.cuda.device_count())
+    ranks, _ = local_ranks(ranks_asked_for(config), torch.cuda.device_count(), replica=ranks_of_a_replica(config))
     check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_size)
     return ranks
 

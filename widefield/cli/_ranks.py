@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from widefield.config import RunConfig
-from widefield.plans import check, plan_of, ranks_asked_for
+from widefield.plans import check, plan_of, ranks_asked_for, ranks_of_a_replica
 
 if TYPE_CHECKING:
     from widefield.comm.mesh import World
@@ -32,7 +32,8 @@ def world_of(config: RunConfig, options: Namespace, arguments: Callable[[], list
     from widefield.comm.devices import ranks_per_gpu
     from widefield.comm.mesh import World
 
-    ranks, reason = local_ranks(ranks_asked_for(config), torch.cuda.device_count(), ranks_per_gpu())
+    replica = ranks_of_a_replica(config)
+    ranks, reason = local_ranks(ranks_asked_for(config), torch.cuda.device_count(), ranks_per_gpu(), replica=replica)
     check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_size)
     if ranks == 1:
         return World(), 0

@@ -54,17 +54,21 @@ def detect(environment: Mapping[str, str]) -> World | None:
 CASES: list[tuple[dict[str, str], World | str | None]] = [({}, None)]
 
 
-def local_ranks(asked: int | None, gpus: int, each: int = 1) -> tuple[int, str]:
-    """How many ranks to start on this machine, and the reason: as the mesh asks, else `each` per GPU, else one.
+def local_ranks(asked: int | None, gpus: int, each: int = 1, *, replica: int = 1) -> tuple[int, str]:
+    """How many ranks to start on this machine, and the reason: as the mesh asks, else `each` per GPU, else one replica's.
 
     asked: the ranks of the mesh; None where mesh.replicate is null.  gpus: those of this machine.  each: ranks per GPU.
+    replica: the ranks of all axes but replicate.
     ValueError: the machine has GPUs, but too few, or far fewer cores than ranks.
     """
     share = "one" if each == 1 else str(each)
-    if asked is None:
-        if gpus:
-            return gpus * each, f"{gpus * each} {_ranks(gpus * each)}: {share} per GPU"
+    if asked is None and gpus * each >= replica:
+        used, all_of = gpus * each // replica * replica, gpus * each
+        left_out = f", and {all_of - used} left out, since replicas have {replica} ranks" if used < all_of else ""
+        return used, f"{used} {_ranks(used)}: {share} per GPU{left_out}"
+    if asked is None and replica == 1:
         return 1, "1 rank: no GPU here; mesh.replicate=N starts N CPU ranks"
+    asked = asked or replica
     if 0 < gpus * each < asked:
         raise ValueError(
             f"the mesh asks for {asked} ranks and this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}, for {share} "

@@ -16,13 +16,16 @@ def plan_of(config: RunConfig, ranks: int) -> Plan:
     """
     mesh = config.mesh
     found = {name: value for place in (config, mesh, config.gradient) for name, value in place if name in Plan.model_fields}
-    others = mesh.shard * math.prod(mesh.space) * mesh.channel * mesh.stage
-    return Plan(**{**found, "replicate": mesh.replicate or max(1, ranks // others)})
+    return Plan(**{**found, "replicate": mesh.replicate or max(1, ranks // ranks_of_a_replica(config))})
 
 
 def ranks_asked_for(config: RunConfig) -> int | None:
     """The number of ranks of a config's mesh; None where mesh.replicate is null."""
+    replicate = config.mesh.replicate
+    return None if replicate is None else replicate * ranks_of_a_replica(config)
+
+
+def ranks_of_a_replica(config: RunConfig) -> int:
+    """The number of ranks of all axes of a config's mesh but replicate."""
     mesh = config.mesh
-    if mesh.replicate is None:
-        return None
-    return mesh.replicate * mesh.shard * math.prod(mesh.space) * mesh.channel * mesh.stage
+    return mesh.shard * math.prod(mesh.space) * mesh.channel * mesh.stage
