@@ -73,14 +73,12 @@ def test_small_images_of_one_size_are_read_as_they_are_and_balanced_classes_are_
 
 
 def test_masks_give_a_unet_and_a_loss_of_areas(tmp_path):
-    pytest.importorskip("widefield.data.formats.masks")
     config = parse_config(recipe_for(cells(tmp_path / "cells")))
     assert (config.data.name, config.model.name, config.task.name) == ("masks", "unet", "segmentation")
     assert config.task.loss == "dice_cross_entropy"
 
 
 def test_a_table_gives_the_task_of_its_labels(tmp_path):
-    pytest.importorskip("widefield.data.formats.manifest")
     photos(tmp_path / "photos", size=(24, 20))
     rows = [f"{kind}/{number}.png,{kind}" for kind, count in KINDS.items() for number in range(count)]
     (tmp_path / "photos" / "images.csv").write_text("image,label\n" + "\n".join(rows) + "\n")

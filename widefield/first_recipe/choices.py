@@ -46,7 +46,8 @@ def choices_for(look: Look) -> list[RecipeEntry]:
     """All choices, in the order of the recipe."""
     is_pixels = look.dataset.labels in ("pixels", "layers")
     size = look.shapes[0][1:] if look.same_size else (look.side, look.side)
-    transforms, size = ([], size) if is_pixels else _transforms(look)
+    flips = RecipeEntry("data.augment", ["RandomHorizontalFlip", "RandomVerticalFlip"], "of image and mask as one")
+    transforms, size = ([flips], size) if is_pixels else _transforms(look)
     model = [*_unet(look)] if is_pixels else [*_classifier(look, size)]
     config = ModelConfig(**{choice.key.partition(".")[2]: choice.value for choice in model})
     batch, *stream = _batch(look, config, size, is_pixels=is_pixels)
