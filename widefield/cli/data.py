@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from widefield.data import Dataset
     from widefield.data.statistics import SplitStatistics
 
-ORDER = 25
+ORDER = 7
 SUMMARY = "print statistics of images and labels"
 HELP = """\
 Print what the images to train on are: sizes, dtypes, percentiles, mean and
