@@ -79,7 +79,7 @@ NEEDED = r"\.|\.lock|record\.jsonl(\.part)?|config\.yaml\.part|plan\.yaml\.part|
 SPARED = {
     "tensorboard": "TensorBoard's file", "tensorboard/": "TensorBoard's file", "summary.csv": "summary.csv",
     "evaluation.json": "evaluation.json", "report.html": "report.html", "mistakes": "the pictures of mistakes",
-    "mistakes/": "the pictures of mistakes",
+    "mistakes/": "the pictures of mistakes", "best.safetensors": "best.safetensors", "evaluation.csv": "evaluation.csv",
 }  # fmt: skip
 
 
@@ -99,18 +99,22 @@ def kind_of(name: str) -> str:
         return "needed"
     if name.startswith("checkpoints/"):
         return "checkpoint"
-    return next(told for begins, told in SPARED.items() if name.removesuffix(".part").startswith(begins))
+    if name.startswith("weights.safetensors"):
+        return "weights"
+    return next(
+        (told for begins, told in SPARED.items() if name.removesuffix(".part").startswith(begins)), f"not known: {name}"
+    )
 
 
 def test_all_that_a_run_writes_is_refused_in_turn(refused):
     kinds = {kind_of(run["at"]) for run in refused}
-    assert kinds == {"needed", "checkpoint", *SPARED.values()} and len(refused) > 15
+    assert kinds == {"needed", "checkpoint", "weights", *SPARED.values()} and len(refused) > 15
 
 
 def test_what_a_run_can_do_without_is_warned_of_once_and_ends_nothing(refused):
     for run in refused:
         told = kind_of(run["at"])
-        if told in ("needed", "checkpoint"):
+        if told in ("needed", "checkpoint", "weights"):
             continue
         assert run["end"] == ["complete", 0], run
         assert len(re.findall(rf"warning: {told} cannot be written: .*No space left on device", run["said"])) == 1, run["said"]
@@ -136,6 +140,12 @@ def test_what_a_run_cannot_begin_without_refuses_it_in_words(refused):
         name = Path(run["folder"], run["at"])
         assert kind == "AgreedError" and f"No space left on device: '{name}'" in words, run
         assert "bytes are free in" in words or run["at"] == "checkpoints"
+
+
+def test_weights_that_are_refused_end_the_run_in_words(refused):
+    (run,) = [run for run in refused if kind_of(run["at"]) == "weights"]
+    kind, words = run["end"]
+    assert kind == "AgreedError" and "The last checkpoint has them" in words and "No space left on device" in words
 
 
 # ---------------------------------------------------------------------------------------------- weights and records
