@@ -12,6 +12,7 @@ from widefield.losses import Targets, _own, build
 from widefield.naming import load, names_in
 from widefield.tasks import build as build_task
 from widefield.tasks import with_loss
+from widefield.training.given import overrides_for
 
 CASES = [(name, *case) for name in names_in("widefield.losses") for case in load("widefield.losses", name).CASES]
 PIXELS, CLASS = Targets("pixels", 3, 255), Targets("class", 3)
@@ -190,3 +191,15 @@ def test_smoothing_of_the_task_goes_with_cross_entropy_alone():
         ValueError, match=r"label_smoothing=0.1 and task.loss=focal has none of that name there; give the loss's"
     ):
         build_task(TaskConfig(loss="focal", **smoothed), num_classes=3)
+
+
+def test_a_loss_that_a_program_passes_is_in_the_recipe_by_its_name_alone():
+    assert overrides_for(["seed=3"], loss=nn.MultiMarginLoss()) == [
+        'task.loss="<torch.nn.modules.loss.MultiMarginLoss>"', "task.loss_options={}", "seed=3"]  # fmt: skip
+    assert overrides_for([], loss=mean_hinge)[0].endswith('.mean_hinge>"')
+    with pytest.raises(
+        ValueError, match=r"task.loss=focal and loss=<torch.nn.*> say two things of task; leave one of them out"
+    ):
+        overrides_for(["task.loss=focal"], loss=nn.MultiMarginLoss())
+    with pytest.raises(ValueError, match=r"task.loss is '<mine.Loss>', an object that a Python program passed.*pass it again"):
+        build_task(TaskConfig(loss="<mine.Loss>"), num_classes=3)
