@@ -57,14 +57,21 @@ def pixels(images: Numbers) -> np.ndarray:
 
 def found_on(mesh: Mesh, dtype: torch.dtype):
     return statistics_of(
-        Numbers(dtype), channels=2, dtype=dtype, percents=[33.0], rank=mesh.rank, ranks=mesh.size, gather=mesh.gather_objects
+        Numbers(dtype),
+        channels=2,
+        dtype=dtype,
+        labels="class",
+        percents=[33.0],
+        rank=mesh.rank,
+        ranks=mesh.size,
+        gather=mesh.gather_objects,
     ).to_tree()
 
 
 @pytest.mark.parametrize("dtype", [*LIMITS, torch.float32], ids=str)
 def test_statistics_are_numpys_of_all_pixels(dtype):
     images = Numbers(dtype)
-    found = statistics_of(images, channels=2, dtype=dtype, percents=[33.0])
+    found = statistics_of(images, channels=2, dtype=dtype, labels="class", percents=[33.0])
     assert found.images == 7 and found.labels == {0: 4, 1: 3} and found.sizes == {(5, 6): 4, (5, 7): 3}
     for channel, values in zip(found.channels, pixels(images), strict=True):
         values = values[np.isfinite(values)]
@@ -85,7 +92,14 @@ def test_ranks_share_the_images_and_give_one_ranks_numbers():
 
 
 def bad_on(mesh: Mesh) -> list[str]:
-    options = {"channels": 2, "dtype": torch.uint8, "rank": mesh.rank, "ranks": mesh.size, "gather": mesh.gather_objects}
+    options = {
+        "channels": 2,
+        "dtype": torch.uint8,
+        "labels": "class",
+        "rank": mesh.rank,
+        "ranks": mesh.size,
+        "gather": mesh.gather_objects,
+    }
     with pytest.raises(ValueError) as caught:
         statistics_of(Numbers(torch.uint8, bad=True), **options)
     return [str(caught.value), *statistics_of(Numbers(torch.uint8, bad=True), **options, skip=True).skipped]
@@ -150,11 +164,33 @@ def test_pixels_of_zero_do_not_count_where_asked_for():
 def test_what_a_run_has_stored_is_used_again():
     images = Numbers(torch.uint8, bad=True)  # which cannot be read whole
     dataset = Dataset(images, images, ["a", "b"], 2, [0.5, 0.5], [0.25, 0.25], True)
-    stored = replace(dataset, intensity=Intensity((1.0, 2.0), (3.0, 4.0)))
+    stored = replace(dataset, intensity=Intensity((1.0, 2.0), (3.0, 4.0), statistics="zscore"))
     config, mesh = DataConfig(name="own", intensity="zscore"), Mesh(Plan(), World(), CPU)
     assert with_intensity(config, dataset, mesh, stored=stored).dataset.intensity == stored.intensity
     with pytest.raises(ValueError, match="cannot read 3"):
         with_intensity(config, dataset, mesh)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ("zscore", {"percentiles": [1.0, 99.0]}, "percentiles 1 and 99"),
+        ({"percentiles": [0.5, 99.5]}, {"percentiles": [1.0, 99.0]}, "percentiles 1 and 99"),
+        ("zscore", {"name": "zscore", "percentiles": [1.0, 99.0]}, "zscore between percentiles 1 and 99"),
+        ("range", "zscore", "zscore"),
+        ("image", "percentiles", "percentiles 0.5 and 99.5"),
+    ],
+)
+def test_where_a_recipe_asks_for_other_statistics_than_before_they_are_taken(before, now, words):
+    images, mesh = Numbers(torch.uint16), Mesh(Plan(), World(), CPU)
+    dataset = Dataset(images, images, ["a", "b"], 2, [0.5, 0.5], [0.25, 0.25], True, dtype=torch.uint16)
+    stored = with_intensity(DataConfig(name="own", intensity=before), dataset, mesh).dataset
+    fresh = with_intensity(DataConfig(name="own", intensity=now), dataset, mesh)
+    again = with_intensity(DataConfig(name="own", intensity=now), dataset, mesh, stored=stored)
+    assert again == fresh and again.statistics is not None and again.dataset.intensity.statistics == words
+    assert f"data.intensity={words} of 7 images" in again.reasons[0]
+    kept = with_intensity(DataConfig(name="own", intensity=now), dataset, mesh, stored=again.dataset)
+    assert kept.statistics is None and kept.dataset.intensity == fresh.dataset.intensity
 
 
 def test_a_channel_that_is_the_same_everywhere_is_refused():

@@ -37,7 +37,8 @@ def run(options: Namespace) -> int:
     config = _config_of(options.source, options.overrides)
     dataset = open_dataset(config)
     skip = config.bad_images == "skip"
-    found = statistics_of(dataset.train, channels=dataset.channels, dtype=dataset.dtype, skip=skip)
+    kind = {"channels": dataset.channels, "dtype": dataset.dtype, "labels": dataset.labels}
+    found = statistics_of(dataset.train, **kind, skip=skip)
     print(*_lines(dataset, found), sep="\n")
     return 0
 

@@ -13,11 +13,31 @@ from torch import Tensor
 
 from widefield.data import BadImageError, Images
 
+_MOST_BINS = 1 << 20
+
 
 def target_of(images: Images, index: int) -> Any:
     """The target of an image: an int, or a tensor.  BadImageError: it cannot be read."""
     of = getattr(images, "target_of", None)
     return images.read(index)[1] if of is None else of(index)
+
+
+def label_counts(target: int | Tensor, labels: str) -> dict[int, int]:
+    """How often each label stands in one target: once, or in so many pixels, also of those that do not count.
+
+    labels: the kind of targets; "values" have no labels.
+    """
+    if labels == "values":
+        return {}
+    target = torch.as_tensor(target)
+    if labels in ("classes", "layers"):
+        return dict(enumerate((target > 0).view(len(target), -1).sum(1).tolist()))
+    least, most = (int(end) for end in target.aminmax())
+    if most - least > _MOST_BINS:
+        values, counts = target.unique(return_counts=True)  # sorts them: 90 times as slow for 4096 x 4096 pixels
+        return dict(zip(values.tolist(), counts.tolist(), strict=True))
+    counts = torch.bincount(target.flatten().long() - least)
+    return {least + int(place): int(counts[place]) for place in counts.nonzero()}
 
 
 def class_counts(
@@ -32,9 +52,8 @@ def class_counts(
     for index in indices:
         target = _readable(images, index, skip=skip)
         if target is not None:
-            target = torch.as_tensor(target)
             found = _counts(target, labels, classes, ignore)
-            number = found.sum() if labels in ("class", "pixels") else torch.tensor(target.numel() // classes)
+            number = found.sum() if labels in ("class", "pixels") else torch.tensor(torch.as_tensor(target).numel() // classes)
             total += torch.cat([found, number.view(1)])
     return total
 
@@ -45,7 +64,7 @@ def classes_of(images: Images, indices: Iterable[int], *, labels: str, classes: 
     for index in indices:
         target = _readable(images, index, skip=skip)
         nothing = torch.zeros(classes, dtype=torch.uint8)
-        rows.append(nothing if target is None else _counts(torch.as_tensor(target), labels, classes).to(torch.uint8))
+        rows.append(nothing if target is None else _counts(target, labels, classes).to(torch.uint8))
     return torch.stack(rows) if rows else torch.zeros(0, classes, dtype=torch.uint8)
 
 
@@ -58,9 +77,7 @@ def _readable(images: Images, index: int, *, skip: bool) -> Any:
         return None
 
 
-def _counts(target: Tensor, labels: str, classes: int, ignore: int | None = None) -> Tensor:
+def _counts(target: int | Tensor, labels: str, classes: int, ignore: int | None = None) -> Tensor:
     """(classes,) of one sample."""
-    if labels in ("classes", "layers"):
-        return (target > 0).view(classes, -1).sum(1)
-    counted = target.flatten() if ignore is None else target[target != ignore].flatten()
-    return torch.bincount(counted.long(), minlength=classes)[:classes]
+    found = label_counts(target, labels)
+    return torch.tensor([0 if number == ignore else found.get(number, 0) for number in range(classes)])

@@ -24,12 +24,14 @@ class Intensity:
     clip: the least and the greatest number, per channel or one for all, that pixels are limited to first.
     each_image: instead, subtract each image's own mean and divide by its own standard deviation, per channel, over these of its
         pixels, before data.mean and data.std apply.
+    statistics: which ones of the images to train on the numbers are, in words; None: they are none.
     """
 
     low: tuple[float, ...] | None = None
     high: tuple[float, ...] | None = None
     clip: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     each_image: Area | None = None
+    statistics: str | None = None
 
     def of(self, dtype: torch.dtype) -> Intensity:
         """The same with low and high as numbers, for pixels of `dtype`."""
@@ -67,6 +69,7 @@ class Intensity:
             "high": high,
             "clip": None if self.clip is None else list(map(list, self.clip)),
             "each_image": self.each_image,
+            "statistics": self.statistics,
         }
 
     @classmethod
@@ -75,11 +78,11 @@ class Intensity:
         low, high = (None if tree[side] is None else tuple(float(value) for value in tree[side]) for side in ("low", "high"))
         if tree["each_image"] not in (None, "all", "nonzero"):
             raise ValueError(f"each_image is {tree['each_image']!r}")
-        clip = None
+        clip, statistics = None, tree.get("statistics")
         if tree["clip"] is not None:
             least, most = (tuple(float(value) for value in side) for side in tree["clip"])
             clip = (least, most)
-        return cls(low, high, clip, tree["each_image"])
+        return cls(low, high, clip, tree["each_image"], None if statistics is None else str(statistics))
 
 
 def in_words(dtype: torch.dtype) -> str:

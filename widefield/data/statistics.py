@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from widefield.data import BadImageError, Images
+from widefield.data import BadImageError, Images, Labels
+from widefield.data.counts import label_counts
 from widefield.data.intensity import limits_of
 from widefield.data.transforms import all_seeded, seed_of
 
@@ -78,6 +79,7 @@ def statistics_of(
     *,
     channels: int,
     dtype: torch.dtype,
+    labels: Labels,
     percents: Sequence[float] = (),
     rank: int = 0,
     ranks: int = 1,
@@ -86,7 +88,7 @@ def statistics_of(
 ) -> SplitStatistics:
     """SplitStatistics of all images.  Every rank calls it, and reads every `ranks`-th image.
 
-    percents: further percentiles.  skip: leave unreadable images out.
+    labels: the kind of targets.  percents: further percentiles.  skip: leave unreadable images out.
     Cost: reading each image once, twice of floating-point pixels; a message of 0.5 MB per rank and channel.
     ValueError, on every rank: an image that cannot be read, has other channels or dtype, or no image has a finite pixel.
     """
@@ -94,7 +96,8 @@ def statistics_of(
     seen = _Seen(np.zeros((channels, 0 if dtype.is_floating_point else _bins(dtype)), dtype=np.int64))
     try:
         for index, image, target in _read(images, numbers, seen, skip=skip, bar=rank == 0):
-            _add(seen, index, image, target, channels=channels, dtype=dtype, name=images.name_of(index))
+            _add(seen, index, image, channels=channels, dtype=dtype, name=images.name_of(index))
+            seen.labels.update(label_counts(target, labels))
     except ValueError as error:
         seen.problem = str(error)
     every = _agreed(gather(seen))
@@ -151,7 +154,7 @@ def _show(done: int, of: int) -> None:
     print(f"\rstatistics [{bar:30}] {done:,}/{of:,} images", end="\n" if done == of else "", file=sys.stderr, flush=True)
 
 
-def _add(seen: _Seen, index: int, image: Tensor, target: int | Tensor, *, channels: int, dtype: torch.dtype, name: str) -> None:
+def _add(seen: _Seen, index: int, image: Tensor, *, channels: int, dtype: torch.dtype, name: str) -> None:
     if (
         len(image) != channels
         or image.is_floating_point() != dtype.is_floating_point
@@ -163,25 +166,12 @@ def _add(seen: _Seen, index: int, image: Tensor, target: int | Tensor, *, channe
         )
     seen.sizes[(image.shape[-2], image.shape[-1])] += 1
     seen.dtypes[str(image.dtype).removeprefix("torch.")] += 1
-    seen.labels.update(_labels(target))
     if image.is_floating_point():
         seen.parts[index] = [_moments(channel) for channel in image]
         return
     low = int(limits_of(dtype)[0])
     for row, channel in zip(seen.histogram, image, strict=True):
         row += np.bincount(channel.flatten().to(torch.int32).numpy() - low, minlength=len(row))
-
-
-def _labels(target: int | Tensor) -> dict[int, int]:
-    """How often each class stands in a target."""
-    if isinstance(target, int):
-        return {target: 1}
-    if target.is_floating_point():
-        return {}
-    if target.ndim == 2:
-        values, counts = target.unique(return_counts=True)
-        return dict(zip(values.tolist(), counts.tolist(), strict=True))
-    return dict(enumerate(target.long().flatten(1).sum(1).tolist() if target.ndim == 3 else target.long().tolist()))
 
 
 def _of_histogram(row: Array, low: int, percents: Sequence[float]) -> ChannelStatistics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from widefield.config import DataConfig
 from widefield.data import Dataset, open_dataset
+from widefield.data.counts import label_counts
 from widefield.data.image import SUFFIXES
 
 LOOKED_AT = 64
@@ -113,13 +115,9 @@ def _opened(name: str, path: str) -> tuple[DataConfig, Dataset]:
 
 def _counts(targets: list[int | Tensor], dataset: Dataset) -> list[int]:
     """How many samples have each class or, of class numbers of pixels, how many pixels."""
-    classes = len(dataset.classes)
     if dataset.labels == "values":
         return []
-    if dataset.labels in ("classes", "layers"):
-        return sum(torch.as_tensor(target).reshape(classes, -1).sum(1, dtype=torch.int64) for target in targets).tolist()  # type: ignore[union-attr]
-    total = torch.zeros(classes, dtype=torch.int64)
+    total: Counter[int] = Counter()
     for target in targets:
-        numbers = torch.as_tensor(target).reshape(-1).to(torch.int64)
-        total += torch.bincount(numbers[(numbers >= 0) & (numbers < classes)], minlength=classes)
-    return total.tolist()
+        total.update(label_counts(target, dataset.labels))
+    return [total[number] for number in range(len(dataset.classes))]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from widefield.comm.mesh import Mesh
 from widefield.config import DataConfig
+from widefield.config.intensity import IntensityConfig
 from widefield.data import Dataset
 from widefield.data.intensity import Intensity
 from widefield.data.statistics import SplitStatistics, statistics_of
@@ -23,7 +24,8 @@ class Scaled:
 def with_intensity(config: DataConfig, dataset: Dataset, mesh: Mesh, *, stored: Dataset | None = None) -> Scaled:
     """The dataset with the intensity of the config.  Every rank calls it; with statistics, each reads a part of the images.
 
-    stored: what the run has of its dataset; its numbers are used again, since the weights belong to them.
+    stored: what the run has of its dataset; its numbers are used again, since the weights belong to them, unless the config
+        now asks for other statistics.
     ValueError, on every rank: images that cannot be read, or a channel that is the same everywhere.
     """
     asked = config.intensity
@@ -32,21 +34,23 @@ def with_intensity(config: DataConfig, dataset: Dataset, mesh: Mesh, *, stored: 
     plain = replace(dataset, mean=[0.0] * dataset.channels, std=[1.0] * dataset.channels)
     if not asked.needs_statistics:
         return Scaled(replace(plain, intensity=_without_statistics(config)))
-    if stored is not None and stored.channels == dataset.channels:
+    words = _statistics_in_words(asked)
+    if stored is not None and stored.channels == dataset.channels and stored.intensity.statistics == words:
         return Scaled(replace(plain, intensity=stored.intensity), reasons=(f"{_in_words(stored.intensity)}: the run's own",))
     statistics = statistics_of(
         dataset.train,
         channels=dataset.channels,
         dtype=dataset.dtype,
+        labels=dataset.labels,
         percents=asked.percentiles or (),
         rank=mesh.rank,
         ranks=mesh.size,
         gather=mesh.gather_objects,
         skip=config.bad_images == "skip",
     )
-    intensity = _of_statistics(config, statistics)
+    intensity = replace(_of_statistics(config, statistics), statistics=words)
     _check_spread(config, intensity)
-    reason = f"{_in_words(intensity)}: data.intensity={asked.name} of {statistics.images:,} images to train on"
+    reason = f"{_in_words(intensity)}: data.intensity={words} of {statistics.images:,} images to train on"
     return Scaled(replace(plain, intensity=intensity), statistics, (reason,))
 
 
@@ -61,9 +65,23 @@ def _without_statistics(config: DataConfig) -> Intensity:
     return Intensity((low,), (high,), clip=((low,), (high,)))
 
 
+def _ends(asked: IntensityConfig) -> list[float] | None:
+    """The two percentiles, None where there are none."""
+    return asked.percentiles or ([0.5, 99.5] if asked.name == "percentiles" else None)
+
+
+def _statistics_in_words(asked: IntensityConfig) -> str:
+    """As `zscore`, or `percentiles 0.5 and 99.5`."""
+    ends = _ends(asked)
+    if ends is None:
+        return asked.name
+    between = " and ".join(f"{end:.12g}" for end in ends)
+    return f"percentiles {between}" if asked.name == "percentiles" else f"{asked.name} between percentiles {between}"
+
+
 def _of_statistics(config: DataConfig, statistics: SplitStatistics) -> Intensity:
     asked, channels = config.intensity, statistics.channels
-    ends = asked.percentiles or ([0.5, 99.5] if asked.name == "percentiles" else None)
+    ends = _ends(asked)
     clip = None
     if ends is not None:
         low, high = (tuple(channel.percentiles[end] for channel in channels) for end in ends)
