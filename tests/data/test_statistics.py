@@ -1,6 +1,6 @@
 """Are statistics those of all pixels, on any number of ranks, and are images scaled by them as the formulas say?"""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -10,14 +10,15 @@ from ranks import on_ranks
 
 from widefield.comm.mesh import Mesh, World
 from widefield.config import DataConfig
-from widefield.data import BadImageError, Dataset
+from widefield.data import BadImageError, Dataset, image_moments
 from widefield.data.batch import Batch
 from widefield.data.device import Preparation
 from widefield.data.intensity import Intensity, moments_of
-from widefield.data.loader import SampleReader
+from widefield.data.loader import SampleReader, reader_of
 from widefield.data.order import Key
 from widefield.data.statistics import statistics_of
 from widefield.data.transforms import Transforms
+from widefield.geometry import Interval
 from widefield.plans import Plan
 from widefield.training.intensity import with_intensity
 
@@ -159,6 +160,84 @@ def test_pixels_are_scaled_as_the_formula_says(name):
 def test_pixels_of_zero_do_not_count_where_asked_for():
     image = torch.tensor([[[0, 2, 4], [0, 0, 6]], [[0, 0, 0], [0, 0, 0]]], dtype=torch.int16)
     assert moments_of(image, "nonzero").tolist() == [[4.0, pytest.approx((8 / 3) ** 0.5)], [0.0, 1.0]]
+
+
+@dataclass(frozen=True)
+class Counted(Numbers):
+    """Notes what is read of which image."""
+
+    noted: list = field(default_factory=list)
+
+    def read(self, index: int):
+        self.noted.append(index)
+        return super().read(index)
+
+
+@dataclass(frozen=True)
+class CountedWindows(Counted):
+    def shape(self, index: int):
+        return tuple(Numbers.read(self, index)[0].shape)
+
+    def read_window(self, index: int, window):
+        self.noted.append((index, *window))
+        image, target = Numbers.read(self, index)
+        return image[..., *(slice(run.start, run.stop) for run in window)], target
+
+
+def corner(size) -> tuple[Interval, Interval]:
+    return Interval(1, 3), Interval(0, 4)
+
+
+@pytest.mark.parametrize("kind", [Counted, CountedWindows])
+@pytest.mark.parametrize("window", [None, corner])
+@pytest.mark.parametrize("listed", [[], ["RandomRotate90"]])
+def test_each_image_is_read_once_for_its_pixels_and_its_moments(kind, window, listed):
+    images, read = kind(torch.uint16), []
+    config = DataConfig(name="own", augment=listed)
+    options = {
+        "num_classes": 2,
+        "seed": 0,
+        "train": True,
+        "device": CPU,
+        "window": window,
+        "intensity": Intensity(each_image="all"),
+    }
+    reader = reader_of(config, images, moves_as_one=bool(listed), **options)
+    for epoch in range(2):
+        batches = [reader.__getitems__([Key(epoch, n, n)]) for n in (0, 2, 4)]
+        for number, batch in zip((0, 2, 4), batches, strict=True):
+            assert batch.problem is None
+            assert torch.equal(batch.moments, moments_of(Numbers.read(images, number)[0], "all")[None])
+        plain = [replace(reader, images=Numbers(torch.uint16)).__getitems__([Key(epoch, n, n)]) for n in (0, 2, 4)]
+        assert all(torch.equal(one.image, other.image) for one, other in zip(batches, plain, strict=True))
+        read.append(list(images.noted))
+        images.noted.clear()
+    assert read[0] == [0, 2, 4], "the first time, the whole"
+    windows = kind is CountedWindows and window is not None and not listed
+    assert read[1] == ([(n, *corner(None)) for n in (0, 2, 4)] if windows else [0, 2, 4])
+
+
+def test_moments_are_kept_of_so_many_images_only(monkeypatch):
+    monkeypatch.setattr(image_moments, "MOST_KEPT", 2)
+    images = CountedWindows(torch.uint16)
+    known = image_moments.measured(images, "all")
+    for index in (0, 2, 4, 4, 0):
+        known.read_window(index, corner(None))
+    assert images.noted == [0, 2, 4, (4, *corner(None)), 0]
+
+
+def test_images_that_are_random_have_their_own_moments_each_time():
+    class Random(Numbers):
+        is_random = True
+
+        def read(self, index: int):
+            return torch.randint(0, 255, (2, 3, 3), dtype=torch.uint8), 0
+
+    reader = SampleReader(Random(torch.uint8), NONE, NONE, num_classes=2, seed=0, intensity=Intensity(each_image="all"))
+    batches = [reader.__getitems__([Key(epoch, 0, 1)]) for epoch in (0, 1)]
+    for batch in batches:
+        assert torch.equal(batch.moments[0], moments_of(batch.image[0], "all"))
+    assert not torch.equal(batches[0].moments, batches[1].moments)
 
 
 def test_what_a_run_has_stored_is_used_again():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from widefield.config import DataConfig
 from widefield.data import BadImageError, Images, WindowedImages
 from widefield.data.batch import Batch, Window
-from widefield.data.intensity import Intensity, moments_of
+from widefield.data.image_moments import MeasuredImages, measured
+from widefield.data.intensity import Intensity
 from widefield.data.mixing import mixed
 from widefield.data.order import Key
 from widefield.data.pixel_transforms import PixelTransforms, without_labels
@@ -38,6 +39,8 @@ class _Sample:
     target: int | Tensor
     shape: tuple[int, ...]
     window: Window | None
+    moments: Tensor | None = None
+    """See Batch.moments."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ class SampleReader(Dataset):
     intensity: Intensity = Intensity()
     moves: PixelTransforms | None = None
     """All transforms, where pixels have labels; the fields `transforms` and `augment` are not used then."""
+
+    def __post_init__(self) -> None:
+        if self.intensity.each_image is not None and not isinstance(self.images, MeasuredImages):
+            object.__setattr__(self, "images", measured(self.images, self.intensity.each_image))
 
     def __len__(self) -> int:
         return len(self.images)
@@ -100,7 +107,7 @@ class SampleReader(Dataset):
             whole_shape=None if self.window is None else read[0].shape,
             window=read[0].window,
             shown=getattr(self.images, "shown", None) or self.intensity.shown(read[0].image.dtype),
-            moments=self._moments(read),
+            moments=None if read[0].moments is None else torch.stack([cast(Tensor, sample.moments) for sample in read]),
         )
         if not self.mixup and not self.cutmix:
             return batch
@@ -120,9 +127,16 @@ class SampleReader(Dataset):
             return None
 
     def _sample(self, key: Key, read_seed: int, augment_seed: int) -> _Sample:
-        """The image, or this rank's window of it.  Transforms may depend on all pixels, so with any the whole image is read."""
+        """The image, or this rank's window of it, with the moments of the image as it is in its file where they are wanted."""
         if self.moves is not None:
-            return self._moved(self.moves, key, {"read": read_seed, "augment": augment_seed})
+            sample = self._moved(self.moves, key, {"read": read_seed, "augment": augment_seed})
+        else:
+            sample = self._plain(key, read_seed, augment_seed)
+        known = isinstance(self.images, MeasuredImages)
+        return replace(sample, moments=self.images.moments(key.index)) if known else sample  # type: ignore[attr-defined]
+
+    def _plain(self, key: Key, read_seed: int, augment_seed: int) -> _Sample:
+        """A sample whose transforms see the image alone.  They may depend on all pixels, so with any the whole is read."""
         images, plain = self.images, not self.transforms.steps and not self.augment.steps
         if self.window is not None and plain and isinstance(images, WindowedImages):
             shape = tuple(images.shape(key.index))
@@ -157,12 +171,6 @@ class SampleReader(Dataset):
         except ValueError as error:
             raise ValueError(f"{self.images.name_of(key.index)}: {error}") from None
         return _Sample(key, view.image, view.labels if target is None else target, view.shape, view.window)
-
-    def _moments(self, read: list[_Sample]) -> Tensor | None:
-        """See Batch.moments; of the images as they are in the files, before any transform."""
-        if self.intensity.each_image is None:
-            return None
-        return torch.stack([moments_of(self.images.read(sample.key.index)[0], self.intensity.each_image) for sample in read])
 
     def _check_labels(self, key: Key, image: Tensor, target: int | Tensor) -> None:
         check_target(self.images.name_of(key.index), image, target, num_classes=self.num_classes, ignore=self.ignore)
