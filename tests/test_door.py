@@ -549,8 +549,8 @@ def test_objects_that_do_not_fit_are_refused_in_words(passed, told, tmp_path):
         ("data.path=photos", "data.path=photos and data=<.*Patches> say two things of data"),
         ("data={name: digits}", "say two things of data"),
         (
-            "data.augment=[RandomInvert]",
-            "data.augment has RandomInvert, which changes uint8 images, and those of data.name=<.*Patches> are float",
+            "data.augment=[RandomEqualize]",
+            "data.augment has RandomEqualize, which changes uint8 images, and those of data.name=<.*Patches> are float",
         ),
         ("data.mean=[0.1, 0.2]", "data.mean has 2 numbers and the images have 3 channels"),
     ],

@@ -501,8 +501,8 @@ def told(listed: list[Any], error: type[Exception] = ValueError, *, cut: bool = 
 
 def test_what_does_not_fit_the_data_is_refused_before_anything_is_read():
     assert "with mesh.space each rank reads a window" in told(["case_transforms:upper_half"], NotImplementedError, cut=True)
-    assert "has ColorJitter, which changes uint8 images, and those of data.name=cells are uint16" in told(
-        [{"ColorJitter": {"hue": 0.1}}], dtype=torch.uint16
+    assert "has RandomEqualize, which changes uint8 images, and those of data.name=cells are uint16" in told(
+        ["RandomEqualize"], dtype=torch.uint16
     )
     assert "use RandomCrop" in told([{"ClassBalancedCrop": {"size": 4}}], labels="class")
     assert "labels of pixels cannot follow" in told(["RandomErasing"], NotImplementedError)

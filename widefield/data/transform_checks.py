@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from widefield.config import DataConfig
@@ -9,7 +11,7 @@ from widefield.data import Dataset
 from widefield.data.added_transforms import ClassBalancedCrop
 from widefield.data.pixel_transforms import PixelTransforms
 from widefield.data.spatial.moves import MOVES
-from widefield.data.transforms import Step, Transforms
+from widefield.data.transforms import OF_256_LEVELS, Step, Transforms, seeded
 
 
 def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None, cut: bool) -> list[str]:
@@ -37,16 +39,34 @@ def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None
 
 
 def _check_dtype(step: Step, name: str, config: DataConfig, dataset: Dataset) -> None:
-    """ValueError: torchvision's transforms of colour for other dtypes than uint8."""
+    """ValueError: transforms of torchvision that do not run on images of other dtypes than uint8."""
     moves = step.name in MOVES or isinstance(step.run, ClassBalancedCrop)
     if dataset.dtype == torch.uint8 or step.is_own or moves:
         return
     kind = "floating-point numbers" if dataset.floating else f"{str(dataset.dtype).removeprefix('torch.')}"
+    if step.keeps_pixels_in_place and step.name not in OF_256_LEVELS:
+        _try(step, name, dataset.channels, kind)
+        return
     raise ValueError(
         f"data.{name} has {step.name}, which changes uint8 images, and those of data.name={config.name} are {kind}; let the "
         f"dataset give uint8 (torchvision's PILToTensor in place of ToTensor), or use a transform of your own, as "
         f"package.module:callable, or one that moves pixels, or set data.{name}=[] and let the dataset change its images itself"
     )
+
+
+def _try(step: Step, name: str, channels: int, kind: str) -> None:
+    """Run a transform of colour on numbers from 0 to 1.  ValueError, in torchvision's words: it fails."""
+    certain = copy.copy(step.run)
+    if hasattr(certain, "p"):
+        certain.p = 1.0
+    try:
+        with seeded(0, torch.device("cpu")):
+            certain(torch.zeros(channels, 512, 512))  # a blur's kernel may be twice as large
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"data.{name} has {step.name}, which torchvision cannot run on images of {channels} channels of {kind}, scaled to "
+            f"0 to 1: {error}; change its arguments, leave it out, or use a transform of your own, as package.module:callable"
+        ) from None
 
 
 def _check_own(step: Step, name: str, cut: bool) -> None:

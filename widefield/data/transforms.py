@@ -26,6 +26,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from widefield.data.added_transforms import ADDED
+from widefield.data.intensity import limits_of
 from widefield.naming import did_you_mean
 from widefield.own_code import code_named, is_code
 
@@ -54,6 +55,12 @@ def names() -> list[str]:
     return sorted(name for name in _KNOWN if name not in _OF_FUNCTIONS)
 
 
+_OF_ANY_NUMBERS = ("GaussianBlur", "Grayscale", "Identity", "RGB", "RandomChannelPermutation", "RandomGrayscale")
+"""Those of them that do not take pixels to be between 0 and 1: the others clip to that, or subtract from 1."""
+OF_256_LEVELS = ("RandomEqualize",)
+"""Those of them that compute with 8 bits, whatever the dtype."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One entry of a list.  arguments: as in the recipe.  run: torchvision's object, one of ours, or a user's callable."""
@@ -64,7 +71,12 @@ class Step:
     is_own: bool = False
 
     def __call__(self, image_CHW: Tensor) -> Tensor:
-        return self.run(image_CHW)
+        """ValueError: floating-point pixels outside of 0 to 1, where they are taken to be inside."""
+        if self.is_own or not self.keeps_pixels_in_place or image_CHW.dtype == torch.uint8:
+            return self.run(image_CHW)
+        if image_CHW.is_floating_point() and self.name not in _OF_ANY_NUMBERS:
+            _check_range(self.name, image_CHW)
+        return in_floats(self.run, image_CHW)
 
     @property
     def keeps_pixels_in_place(self) -> bool:
@@ -77,6 +89,28 @@ class Step:
             return getattr(self.run, "pointwise", False) is True
         looks_at_mean = self.name == "ColorJitter" and self.run.contrast is not None  # type: ignore[attr-defined]
         return self.keeps_pixels_in_place and self.name not in _LOOK_AT_ALL and not looks_at_mean
+
+
+def in_floats(run: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
+    """`run` on numbers from 0 to 1: integers are scaled by the limits of their dtype and back, rounded and clipped.
+
+    Floating-point images are not scaled; those of 16 bits are computed with in float32.
+    """
+    if image.is_floating_point():
+        return run(image.to(torch.promote_types(image.dtype, torch.float32))).to(image.dtype)
+    low, high = limits_of(image.dtype)
+    made = run((image.to(torch.float32) - low) / (high - low)) * (high - low) + low
+    return made.round_().clamp_(low, high).to(torch.int32).to(image.dtype)
+
+
+def _check_range(name: str, image: Tensor) -> None:
+    least, most = (end.item() for end in image.aminmax())
+    if not (least >= 0 and most <= 1):
+        raise ValueError(
+            f"{name} takes floating-point pixels to be from 0 to 1, and here are {least:g} to {most:g}; scale the images to 0 "
+            "to 1, leave it out, or use a transform of your own (after a move with interpolation: bicubic pixels may be "
+            "slightly outside: list it before that move)"
+        )
 
 
 def seed_of(*parts: int | str) -> int:
@@ -120,7 +154,7 @@ def all_seeded(seed: int) -> Iterator[None]:
 
 
 class Transforms:
-    """A recipe's list of transforms as a function `(image (C, H, W) uint8, seed) -> image`."""
+    """A recipe's list of transforms as a function `(image (C, H, W), seed) -> image`."""
 
     def __init__(self, listed: Sequence[Any], *, field: str) -> None:
         """field: the recipe's key, for errors.  ValueError: an unknown transform, or arguments that it does not take."""
