@@ -14,7 +14,7 @@ from torch import Tensor
 
 from widefield.data import BadImageError
 from widefield.data.pixel_files import SUFFIXES as SUFFIXES
-from widefield.data.pixel_files import Array, Pixels, pixels_of, read_pixels, shape_of, tiff_array
+from widefield.data.pixel_files import Array, Pixels, is_tiff, pixels_of, read_pixels, shape_of, tiff_array
 from widefield.geometry import Interval
 
 
@@ -42,14 +42,10 @@ def read_image(
 def shape_and_dtype_of(path: str | Path) -> tuple[tuple[int, int, int], torch.dtype]:
     """(C, H, W) and dtype of the file, as `read_image` gives it by itself.  BadImageError: as there."""
     with _named(path):
-        try:
-            height = shape_of(Path(path))[1]
-        except UnidentifiedImageError:
-            height = 1
-        row = (Interval(0, min(1, height)), Interval(0, 1)) if Path(path).suffix.lower() == ".npy" else None
+        shape = shape_of(Path(path))
+        row = (Interval(0, min(1, shape[1])), Interval(0, 1)) if Path(path).suffix.lower() == ".npy" else None
         array = _read(Path(path), row).array
-        shape = array.shape if row is None else shape_of(Path(path))
-        return (shape[0], shape[1], shape[2]), torch.from_numpy(np.ascontiguousarray(array[:, :1])).dtype
+        return (len(array), *shape[1:]), torch.from_numpy(np.ascontiguousarray(array[:, :1])).dtype
 
 
 def size_of(path: str | Path) -> tuple[int, int]:
@@ -73,9 +69,9 @@ def _read(path: Path, window: tuple[Interval, ...] | None) -> Pixels:
     try:
         return read_pixels(path, window)
     except UnidentifiedImageError as error:
-        if path.suffix.lower() not in (".tif", ".tiff") or path.read_bytes()[:2] not in (b"II", b"MM"):
+        if not is_tiff(path):
             raise
-        array = tiff_array(path, str(error))  # Pillow knows no TIFF of five channels, for example
+        array = tiff_array(path, str(error))
         return Pixels(array if window is None else array[:, *(slice(run.start, run.stop) for run in window)])
 
 

@@ -6,12 +6,14 @@ A .npy file is (H, W), (C, H, W) or (H, W, C), the channels being the shorter of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from widefield.geometry import Interval
 
@@ -62,10 +64,15 @@ def shape_of(path: Path) -> tuple[int, int, int]:
     if path.suffix.lower() == ".npy":
         channels, height, width = _mapped(path).shape
         return channels, height, width
-    with Image.open(path) as image:
+    try:
+        opened = Image.open(path)
+    except UnidentifiedImageError as error:
+        if not is_tiff(path):
+            raise
+        return _tiff_shape(path, str(error))
+    with opened as image:
         if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
-            channels, height, width = tiff_array(path, "it has several pages").shape
-            return channels, height, width
+            return _tiff_shape(path, "it has several pages")
         width, height = image.size
         if image.getexif().get(_ORIENTATION, 1) > 4:
             width, height = height, width
@@ -161,15 +168,40 @@ def _by_tifffile(path: Path, image: Image.Image) -> Array:
 
 def tiff_array(path: Path, why: str) -> Array:
     """(C, H, W) of a TIFF, by tifffile.  ValueError, beginning with `why`: tifffile is not installed, or no image is there."""
+    with _series_of(path, why) as series:
+        array, axes = series.asarray(), series.axes
+    if array.ndim == 2:
+        return _sound(array[None])
+    return _sound(np.moveaxis(array, 2, 0) if axes[-1] in "SC" else array)
+
+
+def _tiff_shape(path: Path, why: str) -> tuple[int, int, int]:
+    """(C, H, W) of what `tiff_array` gives, from the file's header."""
+    with _series_of(path, why) as series:
+        *first, last = series.shape
+        if len(first) == 1:
+            return 1, first[0], last
+        return (last, first[0], first[1]) if series.axes[-1] in "SC" else (first[0], first[1], last)
+
+
+@contextmanager
+def _series_of(path: Path, why: str) -> Iterator[Any]:
     try:
         import tifffile
     except ImportError:
         raise ValueError(f"{why}; pip install 'widefield[tiff]'") from None
     with tifffile.TiffFile(path) as file:
         series = file.series[0]
-        array, axes = series.asarray(), series.axes
-    if array.ndim == 2:
-        return _sound(array[None])
-    if array.ndim != 3:
-        raise ValueError(f"its pixels have the shape {array.shape} ({axes}); save rows, columns and channels alone")
-    return _sound(np.moveaxis(array, 2, 0) if axes[-1] in "SC" else array)
+        if len(series.shape) not in (2, 3):
+            raise ValueError(f"its pixels have the shape {series.shape} ({series.axes}); save rows, columns and channels alone")
+        yield series
+
+
+def is_tiff(path: Path) -> bool:
+    """By its name and its first bytes.  Pillow knows no TIFF of five channels or of doubles, for example."""
+    return path.suffix.lower() in (".tif", ".tiff") and _start_of(path) in (b"II", b"MM")
+
+
+def _start_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(2)
