@@ -126,6 +126,18 @@ def test_tables_labels_and_overlays_have_what_they_say(trained, scans, one_rank)
         assert palette.mode == "P"
 
 
+def test_tables_name_files_as_they_were_given(trained, scans, tmp_path, monkeypatch):
+    monkeypatch.chdir(scans.parent)
+    given = [scans.name, f"./{scans.name}/../{scans.name}/1.png"]  # the second is a file of the first
+    predict_files(trained, given, [], World(), output=tmp_path)
+    wanted = [f"{scans.name}/{name}" for name in ("0.png", "0.tif", "1.png", "small.png", "sub/1.png")]
+    assert [row["input"] for row in rows(tmp_path)] == wanted
+    tree = json.loads((tmp_path / "predictions.json").read_text())
+    assert [one["input"] for one in tree["predictions"]] == wanted
+    assert predict_files(trained, [scans], [], World(), output=tmp_path).earlier == 5  # the same files
+    assert [row["input"] for row in rows(tmp_path)] == wanted
+
+
 def test_a_command_that_was_stopped_goes_on_where_it_was(trained, scans, tmp_path, monkeypatch):
     asked, real = [], session.Asker.__call__
 

@@ -23,12 +23,12 @@ from widefield.trust import inside
 PLACE = ".predictions"
 TABLES = ("predictions.csv", "predictions.json")
 Done = dict[str, Any]
-"""`input`, its path; `stamp`, its size and time; `name`; `answer`."""
+"""`input`, its path as it was given; `place`, its absolute path; `stamp`, its size and time; `name`; `answer`."""
 
 
 @dataclass
 class Journal:
-    """folder: of the answers.  names: by path of an image.  done: by path, with the stamp that the image had."""
+    """folder: of the answers.  names: by absolute path of an image.  done: likewise, with the stamp that the image had."""
 
     folder: Path
     names: dict[str, str] = field(default_factory=dict)
@@ -40,8 +40,9 @@ class Journal:
 
     def add(self, image: Input, answer: Mapping[str, Any], *, rank: int) -> None:
         """Note that an image is done.  Each rank has a file of its own."""
-        line: Done = {"input": key_of(image.path), "stamp": stamp_of(image.path), "name": str(image.name), "answer": answer}
-        self.done[line["input"]] = line
+        place = key_of(image.path)
+        line: Done = {"input": str(image.path), "place": place, "stamp": stamp_of(image.path), "name": str(image.name)}
+        self.done[place] = line = {**line, "answer": answer}
         _append(self.folder / PLACE / f"done_{rank}.jsonl", [line])
 
     def in_order(self) -> list[Done]:
@@ -66,11 +67,11 @@ def read_journal(folder: Path) -> Journal:
     """What the journal in a folder says; nothing where there is none.  Lines that a kill left incomplete are skipped."""
     journal = Journal(folder)
     for line in _lines(folder / PLACE / "names.jsonl"):
-        journal.names[str(line.get("input"))] = str(line.get("name"))
+        journal.names[str(line.get("place"))] = str(line.get("name"))
     for file in sorted((folder / PLACE).glob("done_*.jsonl")):
         for line in _lines(file):
             if isinstance(line.get("answer"), dict):
-                journal.done[str(line.get("input"))] = line
+                journal.done[str(line.get("place"))] = line
     return journal
 
 
@@ -105,7 +106,7 @@ def begin(
             journal.done.clear()
         replace_text(folder / PLACE / "about.json", json.dumps(about, indent=1) + "\n")
         new = [image for image in named if key_of(image.path) not in journal.names]
-        _append(folder / PLACE / "names.jsonl", [{"input": key_of(image.path), "name": str(image.name)} for image in new])
+        _append(folder / PLACE / "names.jsonl", [{"place": key_of(image.path), "name": str(image.name)} for image in new])
     except OSError as error:
         raise ValueError(f"{folder} cannot be written to ({error}); name another --output") from None
     journal.names |= {key_of(image.path): str(image.name) for image in new}
