@@ -431,8 +431,9 @@ def test_a_prediction_sees_what_the_evaluation_sees():
         )
         image, labels = Cells().whole(0)
         wanted = made(InMemory(image, labels), {"read": 0, "augment": 0}, window_of=None).image
-        assert torch.equal(OfImagesAlone(made)(image, 0), wanted)
-    assert OfImagesAlone(PixelTransforms(*2 * [Transforms([], field="data.read")], num_classes=2))(image, 0) is image
+        assert torch.equal(OfImagesAlone(made)(image, 0).image, wanted)
+    nothing = PixelTransforms(*2 * [Transforms([], field="data.read")], num_classes=2)
+    assert torch.equal(OfImagesAlone(nothing)(image, 0).image, image)
 
 
 def test_arguments_reach_own_functions_and_classes():

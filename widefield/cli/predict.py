@@ -103,10 +103,18 @@ def _print(found: Predicted, *, lists: bool) -> None:
     if found.output is not None:
         before = f", {found.earlier:,} of them by an earlier command" if found.earlier else ""
         print(printable(f"{len(found.answers):,} answered{before}: {found.output / 'predictions.csv'}"))
+    cropped = sum(1 for answer in found.answers if answer.left_out)
+    if cropped:
+        print(_cropped(cropped, found.ignore), file=sys.stderr)
     if found.lefts:
         sys.stdout.flush()
         lines = "".join(f"\n  {left.path}: {left.reason}" for left in found.lefts)
         print(printable(f"widefield: {len(found.lefts):,} left out:{lines}"), file=sys.stderr)
+
+
+def _cropped(count: int, label: int | None) -> str:
+    stored = ", which a PNG has as 255" if label is not None and label < 0 else ""
+    return f"data.read_evaluate leaves out pixels of {count:,} images; their label is {label}{stored}"
 
 
 def _line(answer: Answer) -> str:

@@ -12,7 +12,7 @@ Everything is drawn from a sample's seeds and the size of the whole, so all wind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -26,7 +26,7 @@ from widefield.data.batch import Window
 from widefield.data.sources import InMemory, Source, everything, slices
 from widefield.data.spatial.boxes import moved_points
 from widefield.data.spatial.class_pixels import ClassPixels, class_pixels_of
-from widefield.data.spatial.coordinate_map import SpatialMove, composed
+from widefield.data.spatial.coordinate_map import CoordinateMap, SpatialMove, composed
 from widefield.data.spatial.moves import MOVES, crop_at, drawn
 from widefield.data.spatial.warp import Warp
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Step, Transforms, seed_of, seeded, seeded_for
@@ -66,12 +66,16 @@ class TransformPhase:
 
 @dataclass(frozen=True)
 class View:
-    """What is read of a sample.  shape: (C, H, W) of the whole, of which image and labels are `window`; None: they are it."""
+    """What is read of a sample.  shape: (C, H, W) of the whole, of which image and labels are `window`; None: they are it.
+
+    maps: of every phase, in their order.
+    """
 
     image: Tensor
     labels: Tensor
     shape: tuple[int, ...]
     window: Window | None
+    maps: tuple[CoordinateMap, ...]
 
 
 class PixelTransforms:
@@ -113,12 +117,14 @@ class PixelTransforms:
         seeds: of the lists `read` and `augment`.  index: of the image in its split, under which its class pixels are kept.
         """
         view: View | None = None
+        maps: tuple[CoordinateMap, ...] = ()
         for number in range(len(self.phases)):
             source = source if view is None else InMemory(view.image, view.labels)
             last = number == len(self.phases) - 1
             view = self._phase(number, source, seeds, window_of if last else None, index if number == 0 else None)
+            maps += view.maps
         assert view is not None
-        return view
+        return replace(view, maps=maps)
 
     def _phase(
         self, number: int, source: Source, seeds: Mapping[str, int], window_of: Callable[..., Window] | None, index: int | None
@@ -144,7 +150,7 @@ class PixelTransforms:
         elif window != asked:
             image, labels = image[..., *slices(asked)], labels[..., *slices(asked)]
         shape = (len(image), *(run.stop for run in whole))
-        return View(image, labels, shape, None if window_of is None else asked)
+        return View(image, labels, shape, None if window_of is None else asked, (warp.map,))
 
     def _moved(self, warp: Warp, image: Tensor, labels: Tensor, box: Box, window: Box) -> tuple[Tensor, Tensor]:
         if len(warp.fill) not in (1, len(image)):
@@ -215,10 +221,9 @@ class OfImagesAlone:
 
     moves: PixelTransforms
 
-    def __call__(self, image_CHW: Tensor, seed: int) -> Tensor:
-        if not self.moves.does_anything:
-            return image_CHW
-        return self.moves(without_labels(image_CHW), {"read": seed, "augment": seed}, window_of=None).image
+    def __call__(self, image_CHW: Tensor, seed: int) -> View:
+        """The view has labels of no meaning."""
+        return self.moves(without_labels(image_CHW), {"read": seed, "augment": seed}, window_of=None)
 
 
 def _phases(entries: Sequence[Entry]) -> list[TransformPhase]:

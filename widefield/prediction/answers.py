@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from widefield.data.batch import Batch
-from widefield.data.intensity import moments_of
-from widefield.data.pixel_transforms import OfImagesAlone, PixelTransforms
+from widefield.data.pixel_transforms import OfImagesAlone
 from widefield.data.transforms import Transforms
+from widefield.prediction.transformed import Transformed, ignore_label, transformed, transforms_of
 from widefield.tasks import is_per_pixel, labels_of
 from widefield.tiled.api import tile_of, whole
 from widefield.training.assemble import Parts
@@ -28,6 +28,8 @@ class Answer:
     `values` the numbers, and `probabilities` is empty.
     Where every pixel has a class: classes with their shares of the pixels, and the class numbers of the pixels: `labels`, the
     path of a file, or `pixels`, (H, W), or (K, H, W) of 0 and 1 where a pixel may have several classes.
+    left_out: how many of the pixels data.read_evaluate leaves out, which have the task's ignore label; the shares are of the
+    others.
     """
 
     path: str
@@ -38,6 +40,7 @@ class Answer:
     values: list[float] | None = None
     probabilities_of_pixels: Tensor | None = None
     """(K, H, W) float16, where asked for."""
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,11 @@ class Asker:
 
     @cached_property
     def transforms(self) -> Transforms | OfImagesAlone:
-        listed = Transforms(self.parts.config.data.read_evaluate, field="data.read_evaluate")
-        if not self.parts.dataset.moves_as_one:
-            return listed
-        none = Transforms([], field="data.augment")
-        return OfImagesAlone(
-            PixelTransforms(listed, none, num_classes=len(self.parts.dataset.classes), ignore=0, labelled=self.pixels)
-        )
+        return transforms_of(self.parts)
+
+    def transformed(self, image_CHW: Tensor) -> Transformed:
+        """The image after data.read_evaluate.  ValueError: see `transformed.transformed`."""
+        return transformed(image_CHW, self.transforms, self.parts)
 
     @property
     def pixels(self) -> bool:
@@ -75,9 +76,9 @@ class Asker:
         return [(), (-1,), (-2,), (-2, -1)] if self.pixels else [(), (-1,)]
 
     @torch.no_grad()
-    def __call__(self, images: Sequence[Tensor], paths: Sequence[str]) -> list[Answer]:
-        """The answers for transformed images of one size, (C, H, W) each."""
-        batch = self._batch(torch.stack(list(images)))
+    def __call__(self, images: Sequence[Transformed], paths: Sequence[str]) -> list[Answer]:
+        """The answers for images that are of one size after the transforms."""
+        batch = self._batch(images)
         prepared, _ = self.parts.preparation(train=False)(batch)
         image = on_tiles(prepared, batch, self.parts.mesh)
         if not self.pixels:
@@ -85,18 +86,16 @@ class Asker:
             return [self._named(path, row) for path, row in zip(paths, found, strict=True)]
         labels, likely = self._of_pixels(image, batch)
         likelies = [None] * len(labels) if likely is None else list(likely.cpu())
-        return [self._counted(*one) for one in zip(paths, labels.cpu(), likelies, strict=True)]
+        return [self._counted(*one) for one in zip(paths, images, labels.cpu(), likelies, strict=True)]
 
-    def _batch(self, images: Tensor) -> Batch:
+    def _batch(self, given: Sequence[Transformed]) -> Batch:
         """This rank's windows of the images."""
-        shape, count = tuple(images.shape[1:]), len(images)
-        nothing = torch.zeros(count, dtype=torch.int64)
-        batch = Batch(images, nothing, nothing, samples=count)
-        area = self.parts.dataset.intensity.each_image
-        if area is not None:
-            batch = replace(batch, moments=torch.stack([moments_of(image, area) for image in images]))
+        images, moments = torch.stack([one.image for one in given]), [one.moments for one in given if one.moments is not None]
+        nothing = torch.zeros(len(images), dtype=torch.int64)
+        batch = Batch(images, nothing, nothing, samples=len(images), moments=torch.stack(moments) if moments else None)
         if self.parts.window is None:
             return batch
+        shape = tuple(images.shape[1:])
         window = self.parts.window(shape[1:])
         part = (..., *(slice(run.start, run.stop) for run in window))
         return replace(batch, image=images[part].contiguous(), whole_shape=shape, window=window)
@@ -145,13 +144,18 @@ class Asker:
         best = row.topk(min(self.top, len(classes)))
         return Answer(path, [classes[index] for index in best.indices], best.values.tolist())
 
-    def _counted(self, path: str, labels: Tensor, likely: Tensor | None) -> Answer:
-        """The answer for an image with labels of pixels: each class's share of the pixels."""
+    def _counted(self, path: str, image: Transformed, labels: Tensor, likely: Tensor | None) -> Answer:
+        """The answer for an image with labels of pixels, on its own pixels: each class's share of those that have one."""
         classes = self.parts.dataset.classes
         if labels_of(self.parts.task) == "layers":
+            labels = image.on_original(labels)
             shares = labels.flatten(1).double().mean(1)
         else:
-            shares = torch.bincount(labels.flatten().long(), minlength=len(classes)).double() / labels.numel()
+            labels = image.on_original(labels[None], fill=ignore_label(self.parts) or 0)[0]
+            counted = labels.flatten() if image.outside is None else labels[~image.outside]
+            shares = torch.bincount(counted.long(), minlength=len(classes)).double() / max(1, len(counted))
         best = shares.topk(min(self.top, len(classes)))
-        names = [classes[index] for index in best.indices]
-        return Answer(path, names, best.values.tolist(), pixels=labels, probabilities_of_pixels=likely)
+        names, left_out = [classes[index] for index in best.indices], 0 if image.outside is None else int(image.outside.sum())
+        likely = None if likely is None else image.on_original(likely)
+        found = Answer(path, names, best.values.tolist(), pixels=labels, probabilities_of_pixels=likely)
+        return replace(found, left_out=left_out)

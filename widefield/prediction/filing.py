@@ -17,6 +17,9 @@ from widefield.prediction.labels import Kinds
 from widefield.prediction.table import write_tables
 from widefield.training.assemble import Parts
 
+FURTHER = ("labels", "values", "left_out")
+"""What of an answer is noted besides its classes and probabilities, where there is any."""
+
 
 @dataclass
 class Filing:
@@ -48,7 +51,8 @@ class Filing:
         if not self.journal.is_done(image) or not all((self.folder / file).is_file() for file in self._files_of(image)):
             return None
         tree = self.journal.done[journals.key_of(image.path)]["answer"]
-        return Answer(str(image.path), tree["classes"], tree["probabilities"], tree.get("labels"), values=tree.get("values"))
+        further = {key: tree[key] for key in FURTHER if key in tree}
+        return Answer(str(image.path), tree["classes"], tree["probabilities"], **further)
 
     def _files_of(self, image: Input) -> list[Path]:
         return [] if self.kinds is None else self.kinds.files_of(image.name)
@@ -63,7 +67,7 @@ class Filing:
                 path = self.kinds.write(self.folder, image.name, answer.pixels, answer.probabilities_of_pixels, shown)
                 answer = replace(answer, labels=str(path), pixels=None, probabilities_of_pixels=None)
             tree = {"classes": answer.classes, "probabilities": answer.probabilities}
-            tree |= {key: getattr(answer, key) for key in ("labels", "values") if getattr(answer, key) is not None}
+            tree |= {key: getattr(answer, key) for key in FURTHER if getattr(answer, key)}
             self.journal.add(image, tree, rank=self.rank)
         except OSError as error:
             raise ValueError(

@@ -26,6 +26,7 @@ from widefield.prediction.answers import Answer, Asker
 from widefield.prediction.filing import Filing
 from widefield.prediction.inputs import Input, Left, find_inputs
 from widefield.prediction.labels import Kinds, Probabilities
+from widefield.prediction.transformed import Transformed, ignore_label, transforms_of
 from widefield.refusal import is_ours
 from widefield.tasks import labels_of
 from widefield.training.assemble import Parts
@@ -76,6 +77,7 @@ class Predicted:
     """answers: in the order of the inputs, without pixels where these are in files.  lefts: what was left out, and why.
 
     output: the folder of the answers, or None.  weights: in words.  earlier: how many answers an earlier command gave.
+    ignore: the label of pixels that data.read_evaluate leaves out.
     """
 
     answers: list[Answer]
@@ -83,6 +85,7 @@ class Predicted:
     output: Path | None
     weights: str
     earlier: int = 0
+    ignore: int | None = None
 
 
 def predict_files(
@@ -104,7 +107,7 @@ def predict_files(
     """
     with loaded_on_ranks(run, overrides, world, weights=weights, trust=trust, given=given) as (parts, chosen):
         mesh, output = parts.mesh, output or (run / "predictions" if parts.dataset.pixels else None)
-        mesh.together(lambda: wishes.check(parts))
+        mesh.together(lambda: (wishes.check(parts), transforms_of(parts)))
         images, lefts = mesh.together(lambda: find_inputs(words, beside=output))
         kept = [key for key in overrides if not key.startswith(("mesh", "stream"))]
         about = {"weights": chosen.sha256, "overrides": kept, "top": wishes.top, "flips": wishes.flips}
@@ -117,7 +120,8 @@ def predict_files(
         answers, more, earlier = session.answer_files(images)
         if filing is not None:
             filing.end(parts, {"run": str(run), **about})
-        return Predicted([_cut(one, wishes.top) for one in answers], [*lefts, *more], output, chosen.text, earlier)
+        found = [_cut(one, wishes.top) for one in answers]
+        return Predicted(found, [*lefts, *more], output, chosen.text, earlier, ignore_label(parts))
 
 
 def _kinds(parts: Parts, wishes: Wishes) -> Kinds:
@@ -199,20 +203,21 @@ class _Session:
             for _ in batch:
                 done()
 
-    def _batches(self, asked: Sequence[_Asked], done: Callable[[], None]) -> Iterator[list[tuple[_Asked, Tensor]]]:
+    def _batches(self, asked: Sequence[_Asked], done: Callable[[], None]) -> Iterator[list[tuple[_Asked, Transformed]]]:
         """Batches of images of one size, as they come; the rest at the end."""
-        waiting: dict[tuple[int, ...], list[tuple[_Asked, Tensor]]] = {}
+        waiting: dict[tuple[int, ...], list[tuple[_Asked, Transformed]]] = {}
         for one, image in self._read(asked):
             if image is None:
                 done()
                 continue
-            batch = waiting.setdefault(tuple(image.shape), [])
+            size = tuple(image.image.shape)
+            batch = waiting.setdefault(size, [])
             batch.append((one, image))
             if len(batch) == self.wishes.batch_size:
-                yield waiting.pop(tuple(image.shape))
+                yield waiting.pop(size)
         yield from waiting.values()
 
-    def _read(self, asked: Sequence[_Asked]) -> Iterator[tuple[_Asked, Tensor | None]]:
+    def _read(self, asked: Sequence[_Asked]) -> Iterator[tuple[_Asked, Transformed | None]]:
         """The images, read ahead by threads and transformed; None for one that a rank of this copy could not read."""
         read = partial(_pixels_of, parts=self.parts)
         with ThreadPoolExecutor(4) as pool:
@@ -223,16 +228,16 @@ class _Session:
                     coming.append(pool.submit(read, later.thing, later.path))
                 image, reason = None, ""
                 try:
-                    image = self.asker.transforms(coming[number].result(), 0)
+                    image = self.asker.transformed(coming[number].result())
                 except ValueError as error:
                     reason = str(error)
                 coming[number] = coming[0]  # so that the image's memory is freed
                 yield one, self._agreed(one, image, reason)
 
-    def _agreed(self, one: _Asked, image: Tensor | None, reason: str) -> Tensor | None:
+    def _agreed(self, one: _Asked, image: Transformed | None, reason: str) -> Transformed | None:
         """The image, if all ranks of this copy could read the same."""
         if self.parts.window is not None:
-            shape = -1 if image is None else seed_of(*image.shape)
+            shape = -1 if image is None else seed_of(*image.image.shape, *image.original.shape)
             least, most = self.parts.mesh.least_of_copy([shape, -shape])
             if least != -most or least == -1:
                 image, reason = None, reason or "another rank could not read it, or read another size"
@@ -240,7 +245,7 @@ class _Session:
             self.lefts.append(Left(one.path, reason))
         return image
 
-    def _answer_batch(self, asked: list[_Asked], images: list[Tensor]) -> None:
+    def _answer_batch(self, asked: list[_Asked], images: list[Transformed]) -> None:
         """Answer for a batch; where the model fails, one by one, so that only the image that it fails for is left out."""
         try:
             answers = self.asker(images, [one.path for one in asked])
@@ -256,7 +261,7 @@ class _Session:
             return
         for one, image, answer in zip(asked, images, answers, strict=True):
             if self.filing is not None and one.file is not None and self.parts.mesh.is_first_of_copy:
-                answer = self.filing.add(one.file, answer, image)
+                answer = self.filing.add(one.file, answer, image.original)
             self.answers[one.number] = answer
 
 

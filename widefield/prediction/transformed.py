@@ -1,0 +1,129 @@
+"""An image as the model gets it, after data.read_evaluate, and the way back from its pixels to those of the image itself.
+
+Each pixel of the image has the label, and the probabilities, of the pixel nearest to it of those that the model answered for.
+So a label image has the size of the image, and the most probable class of a pixel is its label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from widefield.data.intensity import moments_of
+from widefield.data.pixel_transforms import OfImagesAlone, PixelTransforms
+from widefield.data.spatial.coordinate_map import Array, CoordinateMap, undone
+from widefield.data.spatial.warp import Warp
+from widefield.data.transforms import Transforms
+from widefield.geometry.box import full_box
+from widefield.tasks import is_per_pixel, labels_of
+from widefield.training.assemble import Parts
+
+_TIE_PX = 1e-10
+"""Where two pixels are equally near, the later one is: by this, far above the rounding of positions and far below a pixel."""
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """image: (C, h, w) after the transforms.  original: (C, H, W) as it was read.  moments: see Batch; of the original.
+
+    back: nearest pixels, to be taken one after the other.  outside: (H, W) bool, the pixels of the original that the transforms
+    left out; None where they are all there.
+    """
+
+    image: Tensor
+    original: Tensor
+    moments: Tensor | None = None
+    back: tuple[Warp, ...] = ()
+    outside: Tensor | None = None
+
+    def on_original(self, planes_KHW: Tensor, *, fill: int = 0) -> Tensor:
+        """Values of the transformed image's pixels on those of the original, (K, H, W); `fill` where that was left out."""
+        planes_KHW = _taken(self.back, planes_KHW)
+        if self.outside is None:
+            return planes_KHW
+        dtype = torch.promote_types(planes_KHW.dtype, torch.int64) if fill < 0 else planes_KHW.dtype
+        return planes_KHW.to(dtype).masked_fill(self.outside, fill)
+
+
+def transforms_of(parts: Parts) -> Transforms | OfImagesAlone:
+    """data.read_evaluate for images without labels.
+
+    NotImplementedError: pixels have labels, and a transform has no inverse.
+    """
+    listed, pixels = Transforms(parts.config.data.read_evaluate, field="data.read_evaluate"), is_per_pixel(parts.task)
+    if pixels and any(step.name == "ElasticTransform" for step in listed.steps):
+        raise NotImplementedError(
+            "data.read_evaluate has ElasticTransform, whose displacements have no inverse in closed form, so labels cannot be "
+            "brought back to the pixels of the image; leave it out: data.read_evaluate=[]"
+        )
+    if not parts.dataset.moves_as_one:
+        return listed
+    none = Transforms([], field="data.augment")
+    return OfImagesAlone(PixelTransforms(listed, none, num_classes=len(parts.dataset.classes), ignore=0, labelled=pixels))
+
+
+def transformed(image_CHW: Tensor, transforms: Transforms | OfImagesAlone, parts: Parts) -> Transformed:
+    """ValueError: labels could not be brought back, since an own transform changes the size, or no label says "left out"."""
+    area = parts.dataset.intensity.each_image
+    moments = None if area is None else moments_of(image_CHW, area)
+    if isinstance(transforms, Transforms):
+        return Transformed(transforms(image_CHW, 0), image_CHW, moments)
+    view = transforms(image_CHW, 0)
+    if not is_per_pixel(parts.task):
+        return Transformed(view.image, image_CHW, moments)
+    back = _back(view.maps, _size(view.image))
+    outside = None
+    if back:
+        seen = _taken(back, torch.ones((1, *_size(view.image)), dtype=torch.uint8))[0]
+        outside = None if seen.all() else seen == 0
+    if outside is not None:
+        _check_label(outside, parts)
+    return Transformed(view.image, image_CHW, moments, back, outside)
+
+
+def ignore_label(parts: Parts) -> int | None:
+    """The label of pixels that data.read_evaluate leaves out; None where none can say so."""
+    ignore = getattr(parts.task, "ignore_index", None)
+    wraps = ignore is not None and ignore < 0 and len(parts.dataset.classes) > 255  # in a label image it would be class 255
+    return None if wraps or labels_of(parts.task) == "layers" else ignore
+
+
+def _check_label(outside: Tensor, parts: Parts) -> None:
+    if ignore_label(parts) is None:
+        raise ValueError(
+            f"data.read_evaluate leaves out {int(outside.sum()):,} of the image's {outside.numel():,} pixels, and the task has "
+            "no label for pixels without an answer; leave out what crops or turns images, as data.read_evaluate=[]"
+        )
+
+
+def _back(maps: Sequence[CoordinateMap], size: tuple[int, int]) -> tuple[Warp, ...]:
+    """The inverses, in their order.  ValueError: a user's own transform changes the size between them, or at the end."""
+    for map, after in zip(maps, [*(one.source for one in maps[1:]), size], strict=True):
+        if map.output != after:
+            raise ValueError(
+                f"a transform of your own in data.read_evaluate makes an image of {after} of one of {map.output} pixels, and "
+                "labels cannot be brought back from there; keep the size, or use Resize, CenterCrop or Pad, which can be undone"
+            )
+    return tuple(_nearest(undone(map)) for map in reversed(maps) if map.chain)
+
+
+def _nearest(map: CoordinateMap) -> Warp:
+    later: Array = np.array([[1, 0, _TIE_PX], [0, 1, _TIE_PX], [0, 0, 1]])
+    matrix = reduce(np.matmul, (one for one in map.chain if isinstance(one, np.ndarray)), later)
+    return Warp(CoordinateMap(map.source, map.output, (matrix,)), interpolation="nearest")
+
+
+def _taken(back: Sequence[Warp], planes_KHW: Tensor) -> Tensor:
+    for warp in back:
+        whole = full_box(warp.map.output)
+        planes_KHW, _ = warp.view(planes_KHW, None, full_box(warp.map.source), whole, outside=None)
+    return planes_KHW
+
+
+def _size(image_CHW: Tensor) -> tuple[int, int]:
+    return image_CHW.shape[1], image_CHW.shape[2]
