@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 
 import numpy as np
 import pytest
@@ -36,6 +37,15 @@ class Scans(torch.utils.data.Dataset):
         return self.images[index], self.targets[index]
 
 
+def _check_page(page: str, kind: str, model: str) -> None:
+    assert f"<h1>{model} on Scans</h1>" in page
+    assert not re.search(r">\s*(nan|inf|None)\s*[<%]", page), "a figure is missing"
+    assert ("A wrong prediction is bold" in page) == (kind == "classes")
+    assert ("Where a pixel has several classes, the last of them is shown." in page) == (kind == "layers")
+    heads = ["Every value" if kind == "values" else "Every class", "Evaluated images" if kind == "layers" else "Worst mistakes"]
+    assert all(f">{head}</h" in page for head in heads)
+
+
 TASKS = {"classes": "multilabel", "values": "regression", "layers": "multilabel_segmentation"}
 
 
@@ -52,6 +62,7 @@ def test_every_kind_of_labels_is_answered_and_filed(kind, tmp_path):
         task=TASKS[kind],
         run=tmp_path / "run",
     ).run
+    _check_page((run / "report.html").read_text(), kind, type(net).__name__)
     for number in range(3):
         write_image(data.images[number], tmp_path / f"{number}.png")
     files = [tmp_path / f"{number}.png" for number in range(3)]

@@ -170,7 +170,7 @@ def test_a_run_of_pixels_says_what_it_counts(tmp_path):
         "Confusion matrix Rows are the truth, columns the prediction, in percent of the row's pixels.",
         "paper 90.0 6.0 4.0 90.0 %", "cat 25.0 75.0 75.0 %",
         "Every class class pixels of the truth IoU Dice paper 100 81.82 % 90.00 %",
-        "Evaluated images The first ones of the evaluation split. Paper lets the page through, darkened; errors are red.",
+        "Evaluated images The first ones of the evaluation split. Paper lets the image through, darkened; errors are red.",
         "page/evaluate/0: 600 x 800 px, 99.98 % of 4,700 counted pixels right",
     ):  # fmt: skip
         assert words in text, words

@@ -21,6 +21,7 @@ from markupsafe import Markup
 
 from widefield import plans
 from widefield.config.strategies import AXES
+from widefield.own_code import is_object
 from widefield.quantity import count_of
 from widefield.report import mistakes, plots, run_whole, samples, stages
 from widefield.report.class_scores import class_scores
@@ -110,6 +111,7 @@ def _page(run: _RunPage) -> str:
         samples=samples.samples(run.folder, run.evaluation, _space(run.start)),
         shown=(run.evaluation or {}).get("shown"),
         legend=samples.legend(run.evaluation),
+        labels=(run.evaluation or {}).get("labels"),
         warnings=_warnings(run),
         skipped=_skipped(run),
         config=run.config,
@@ -142,9 +144,14 @@ def _title(config: str) -> str:
     """`resnet on digits`, from the config."""
     try:
         values = yaml.safe_load(config)
-        return f"{values['model']['name']} on {values['data']['name']}"
+        return " on ".join(_short(str(values[section]["name"])) for section in ("model", "data"))
     except (yaml.YAMLError, TypeError, LookupError, RecursionError):
         return "Training run"
+
+
+def _short(name: str) -> str:
+    """Of an object that a Python program passed, which a config has as `<package.module.Class>`, the class alone."""
+    return name[1:-1].split(".")[-1] if is_object(name) else name
 
 
 # ---------------------------------------------------------------------------------------------- words

@@ -36,6 +36,10 @@ _STYLE = {
     "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0, "axes.formatter.useoffset": False,
     "text.parse_math": False, "axes.unicode_minus": True, "figure.constrained_layout.use": True,
 }  # fmt: skip
+_ABOVE: dict[str, Any] = {
+    "loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2, "frameon": False, "ncols": 3, "labelcolor": INK,
+}  # fmt: skip
+"""A legend above the axes, where it hides no point."""
 BINS = 300
 """Curves of more than 2 * BINS points are drawn by the extremes of this many intervals of steps."""
 
@@ -67,7 +71,7 @@ def evaluation_curve(
         for colour, (name, values) in zip(SERIES[:3], metrics.items(), strict=False):
             above.plot(epochs, values, color=colour, label=name, **marker)
         if metrics:
-            above.legend(loc="best", frameon=False, ncols=3, handlelength=1.2, labelcolor=INK)
+            above.legend(**_ABOVE, handlelength=1.2)
         below.plot(epochs, losses, color=SERIES[3], **marker)
         _loss_scale(below, np.asarray(losses, float))
         if len(epochs) == 1:
@@ -86,8 +90,10 @@ def evaluation_curve(
 def _name_the_only_point(axes: Axes, epoch: float, values: Sequence[float]) -> None:
     """Write each value beside its point, since a single point does not show on an axis how large it is."""
     finite = [value for value in values if math.isfinite(value)]
-    for value in finite:
-        axes.annotate(f"{value:.4g}", (epoch, value), xytext=(9, 0), textcoords="offset points", va="center", color=INK)
+    for number, value in enumerate(sorted(finite)):  # right and left in turn, since close ones would lie over each other
+        right = number % 2 == 0
+        place: dict[str, Any] = {"xytext": (9 if right else -9, 0), "ha": "left" if right else "right"}
+        axes.annotate(f"{value:.4g}", (epoch, value), **place, textcoords="offset points", va="center", color=INK)
     axes.set_xlim(epoch - 1, epoch + 1)
     span = max(finite, default=0.0) - min(finite, default=0.0)
     axes.margins(y=0.3 if span else 0.5)
@@ -119,7 +125,7 @@ def time_curve(steps: Sequence[int], seconds: Sequence[float], data_seconds: Seq
             axes.margins(x=0)
         top = 1.6 * float(np.quantile(total[1:] if len(total) > 1 else total, 0.95)) or 1.0  # the first would squash all others
         axes.set_ylim(0, top)
-        axes.legend(loc="upper right", frameon=False, ncols=2, handlelength=1.0, labelcolor=INK)
+        axes.legend(**_ABOVE, handlelength=1.0)
         return drawn(figure, "time per step, split into compute and waiting for data"), _beyond(steps, whole, top)
 
 
@@ -168,7 +174,7 @@ def _canvas(steps: Sequence[int]) -> tuple[Figure, Axes]:
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if len(steps) < 3:  # matplotlib would show a fraction of a step around a single point
-        axes.set_xlim(steps[0] - 2, steps[-1] + 2)
+        axes.set_xlim(steps[0] - 1, steps[-1] + 1)
     return figure, axes
 
 

@@ -381,7 +381,8 @@ def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[in
         return 0, f"data.workers=0: {config.data.name} is in memory, so reading is a copy; set it if transforms take long"
     cores = usable_cores()
     workers = max(0, min(8, cores // mesh.world.local_size - 1))
-    return workers, f"data.workers={workers}: {cores} cores for {mesh.world.local_size} ranks, one left to each rank, 8 at most"
+    ranks = f"{mesh.world.local_size} {'rank' if mesh.world.local_size == 1 else 'ranks'}"
+    return workers, f"data.workers={workers}: {cores} cores for {ranks}, one left to each rank, 8 at most"
 
 
 def _choose_format(config: RunConfig, arithmetic: Arithmetic) -> tuple[bool, str | None]:
