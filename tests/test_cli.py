@@ -203,7 +203,8 @@ def test_a_rank_that_is_no_number_is_said_in_words(capsys, monkeypatch):
 
 def test_a_recipe_that_is_no_text_is_refused(capsys, tmp_path):
     (tmp_path / "recipe.yaml").write_bytes(b"model: \xff\xfe")
-    assert "cannot be read as text" in said(capsys, "train", str(tmp_path / "recipe.yaml"), status=2)
+    told = said(capsys, "train", str(tmp_path / "recipe.yaml"), status=2)
+    assert "recipe.yaml is no recipe, which is" in told and "invalid start byte" in told
 
 
 def test_ranks_of_a_launcher_without_a_run_folder_are_told_to_name_one(capsys, monkeypatch):

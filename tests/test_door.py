@@ -400,8 +400,9 @@ def test_what_was_passed_is_asked_for_again(tmp_path, capsys):
     image, _ = Patches(11, "float")[4]
     (answer,) = wf.predict(folder, image, model=own_net(), top=1)
     assert answer.classes[0] in Patches.classes and answer.labels is None
+    Image.new("RGB", (10, 9)).save(tmp_path / "scan.png")
     with pytest.raises(ValueError, match=r"scan.png is a file, and this run was trained on floating-point tensors"):
-        wf.predict(folder, "scan.png", model=own_net())
+        wf.predict(folder, tmp_path / "scan.png", model=own_net())
 
 
 def test_a_tensor_that_every_pixel_of_is_answered_for_keeps_the_answer(tmp_path):

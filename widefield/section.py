@@ -96,7 +96,21 @@ def parse_section(kind: type[AnySection], text: str, overrides: Sequence[str] = 
         return kind.model_validate(values)
     except ValidationError as error:
         source = _Source(name, text.splitlines(), line_of, given)
-        raise ValueError("\n".join(_explain(kind, problem, source) for problem in error.errors())) from None
+        problems: dict[Path_, str] = {}
+        for problem in error.errors():  # of the types that a field may have, the first one speaks
+            path = _path_in(values, tuple(problem["loc"])) if problem["type"] != "missing" else tuple(problem["loc"])
+            problems.setdefault(path, _explain(kind, problem, path, source))
+        raise ValueError("\n".join(problems.values())) from None
+
+
+def _path_in(values: Any, path: Path_) -> Path_:
+    """The part of a problem's path that is in `values`; pydantic adds the type of a field that may have several."""
+    for depth, part in enumerate(path):
+        inside = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        if not inside:
+            return path[:depth]
+        values = values[part]
+    return path
 
 
 def _note_lines(node: yaml.Node, path: Path_, line_of: dict[Path_, int], name: str) -> None:
@@ -136,9 +150,8 @@ def _override(values: dict[str, Any], override: str) -> Path_:
     return (*parents, last)
 
 
-def _explain(kind: type[Section], problem: Any, source: _Source) -> str:
-    """The text for one error of pydantic: which field, why, where, what to do."""
-    path: Path_ = tuple(problem["loc"])
+def _explain(kind: type[Section], problem: Any, path: Path_, source: _Source) -> str:
+    """The text for one error of pydantic: which field, why, where, what to do.  path: of the field."""
     field = ".".join(str(part) for part in path)
     where = source.where(path)
     if problem["type"] == "extra_forbidden":

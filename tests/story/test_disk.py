@@ -88,7 +88,7 @@ def refused(tmp_path_factory) -> list[dict]:
     """One run for each kind of file that a run opens for writing: the first of its kind is refused."""
     place = tmp_path_factory.mktemp("refused")
     done = subprocess.run(
-        [sys.executable, "-c", REFUSE, str(place), DIGITS, *SHORT], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", REFUSE, str(place), DIGITS, *SHORT], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -112,13 +112,17 @@ def bombs(trace: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
+WEIGHTS = ("weights.safetensors", "best.safetensors")
+
+
 def test_a_list_of_tensors_in_a_pickle_is_refused(run, trace, capsys):
     place, bomb = newest(run), bombs(trace)["pickle"]
     goes_off(trace, lambda: pickle.loads(bomb))
     (place / ".metadata").write_bytes(bomb)
     (place / "tensors.json").unlink()
     seal(place)
-    (run / "weights.safetensors").unlink()
+    for name in WEIGHTS:
+        (run / name).unlink()
     for arguments in (resume(run), *verbs(run)[:3]):
         text = said(capsys, *arguments)
         assert "kept the list of its tensors in a pickle (.metadata); reading one can run any code" in text
@@ -136,10 +140,12 @@ def test_a_pickle_that_nothing_names_is_not_read(run, trace, capsys):
 def test_pickles_in_place_of_tensors_and_texts_are_refused(form, run, trace, capsys):
     bomb = bombs(trace)[form]
     goes_off(trace, lambda: pickle.loads(bomb) if form == "pickle" else torch.load(io.BytesIO(bomb), weights_only=False))
-    (run / "weights.safetensors").write_bytes(bomb)
+    for name in WEIGHTS:
+        (run / name).write_bytes(bomb)
     for arguments in verbs(run)[:3]:
         assert "is no sound .safetensors file" in said(capsys, *arguments)
-    (run / "weights.safetensors").unlink()
+    for name in WEIGHTS:
+        (run / name).unlink()
     place = newest(run)
     for name in sorted(p.name for p in place.iterdir() if p.name.startswith(("tensors_", "plain", "own_"))):
         before = (place / name).read_bytes()
@@ -345,6 +351,7 @@ def test_plans_overrides_and_reasons_are_texts(run, trace, capsys):
 def test_a_users_own_code_is_trained_resumed_evaluated_and_asked(tmp_path, monkeypatch, capsys):
     (tmp_path / "mynets.py").write_text(MYNETS)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mynets", raising=False)  # another test's of this process
     run, own = tmp_path / "mine", ["model.name=mynets:tiny", "model.options={width: 5}"]
     Image.new("L", (8, 8), 99).save(tmp_path / "scan.png")
     for length in (1, 2):

@@ -329,7 +329,6 @@ def test_unreadable_images_are_left_out_counted_and_named_if_asked(tmp_path):
             "timm/resnet18 cannot be built with model.options {'cardinality': 0}: AssertionError: BasicBlock only supports",
         ),
         (["schedule.length=0ep"], "schedule.length is 0ep, so there is nothing to train"),
-        (["model.name=torchvision/resnet18", "model.options={}"], "reads images of 3 channels and the data has 1"),
         (["model.weights=nowhere.safetensors"], "there are no weights"),
         (["checkpoint.every=0ep"], "0ep never comes"),
         (

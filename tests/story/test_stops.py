@@ -85,7 +85,7 @@ def test_a_line_comes_by_time_too(tmp_path, monkeypatch, capsys):
     train(read_config(DIGITS, [*SETTINGS, "log.every=1000"]), tmp_path / "run", World())
     said = capsys.readouterr().out
     assert [step for step in range(1, 5) if f"step {step}/4  ep " in said] == [1, 2, 3, 4]
-    assert re.search(r" img/s  data [\d.]+ %  process \d+ MiB  lr ", said)
+    assert re.search(r" img/s  data [\d.]+ %  process [\d.]+ [MG]iB  lr ", said)
     assert record(tmp_path / "run", "start")[0]["memory_of"] == "process"
     assert "peak memory of the process" in (tmp_path / "run/report.html").read_text()
 

@@ -251,7 +251,9 @@ class Looks(nn.Module):
 
 
 def test_a_model_that_depends_on_pixels_is_refused_in_words(tmp_path, monkeypatch):
-    monkeypatch.setattr("widefield.models.build", lambda config, *, in_channels, num_classes: Looks(in_channels, num_classes))
+    monkeypatch.setattr(
+        "widefield.models.build", lambda config, *, in_channels, num_classes, **_: Looks(in_channels, num_classes)
+    )
     assert "Looks cannot be streamed: " in refused(tmp_path / "run")
 
 
@@ -270,7 +272,7 @@ class Extreme(nn.Module):
         return x - x.amax((2, 3), keepdim=True)
 
 
-def extreme(config, *, in_channels, num_classes):
+def extreme(config, *, in_channels, num_classes, **_):
     return Extreme(in_channels, num_classes)
 
 
