@@ -44,17 +44,23 @@ def evaluate_run(
     given: objects in place of what the run's config names.
     """
     config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=EVALUATED)
+    with _on_mesh(config, world) as mesh:
+        chosen = mesh.together(lambda: choose(folder, weights, default="last"))
+        if mesh.is_main:
+            print(chosen.text, file=sys.stderr)
+        parts = mesh.together(lambda: _loaded(config, mesh, chosen, given, stored=stored_dataset(folder)))
+        share_given(given, parts.dataset, parts.model, mesh)
+        return evaluate_parts(parts, parts.model)
+
+
+@contextmanager
+def _on_mesh(config: RunConfig, world: World) -> Iterator[Mesh]:
+    """The mesh of the config's plan, watched for ranks that fail; it ends with the context.  Every rank calls it."""
     with ExitStack() as stack:
         mesh = join(world, plan_of(config, world.size))
         stack.callback(leave, mesh)
         with FailureWatch(mesh) as watch:
-            mesh = replace(mesh, watch=watch)
-            chosen = mesh.together(lambda: choose(folder, weights, default="last"))
-            if mesh.is_main:
-                print(chosen.text, file=sys.stderr)
-            parts = mesh.together(lambda: _loaded(config, mesh, chosen, given, stored=stored_dataset(folder)))
-            share_given(given, parts.dataset, parts.model, mesh)
-            return evaluate_parts(parts, parts.model)
+            yield replace(mesh, watch=watch)
 
 
 @contextmanager
@@ -74,13 +80,9 @@ def loaded_on_ranks(
     keys = on_mesh_of(overrides, alone=world.size == 1)
     config = read_config(existing_folder(folder) / "config.yaml", keys, run=folder, trust=trust, builds=PREDICTED)
     refuse_axes(config)
-    with ExitStack() as stack:
-        mesh = join(world, plan_of(config, world.size))
-        stack.callback(leave, mesh)
-        with FailureWatch(mesh) as watch:
-            mesh = replace(mesh, watch=watch)
-            chosen = mesh.together(lambda: choose(folder, weights, default="best"))
-            yield mesh.together(lambda: _loaded(config, mesh, chosen, given, read_model(folder))), chosen
+    with _on_mesh(config, world) as mesh:
+        chosen = mesh.together(lambda: choose(folder, weights, default="best"))
+        yield mesh.together(lambda: _loaded(config, mesh, chosen, given, read_model(folder))), chosen
 
 
 def single_rank(

@@ -389,3 +389,28 @@ def test_workers_do_read_and_end_when_told():
 
 def test_ending_a_loader_without_workers_does_nothing():
     loader.close(iter(load_batches(reading(Dots(8)), sampler_of(Steps(8, 2)), workers=0, device=CPU)))
+
+
+class Drawn:
+    """Two images of one label each, whose pixels are drawn as they are read."""
+
+    is_random = True
+
+    def __len__(self) -> int:
+        return 2
+
+    def name_of(self, index: int) -> str:
+        return f"drawn {index}"
+
+    def read(self, index: int):
+        return torch.randint(60000, (1, 6, 5), dtype=torch.int32).to(torch.int16), index
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["as it is", "moved as one"])
+def test_an_image_that_an_epoch_draws_again_is_read_anew(moves):
+    config = DataConfig(name="own", augment=["RandomHorizontalFlip"] if moves else [])
+    reader = reader_of(config, Drawn(), num_classes=2, seed=0, train=True, device=torch.device("cpu"), moves_as_one=moves)
+    assert (reader.moves is not None) == moves
+    first, same, again = (reader.__getitems__([Key(0, 0, 1, repeat=repeat)]) for repeat in (0, 0, 1))
+    assert first.problem is None and torch.equal(first.image, same.image)
+    assert sorted(first.image.flatten().tolist()) != sorted(again.image.flatten().tolist())

@@ -33,12 +33,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     from widefield.data import open_dataset
     from widefield.data.statistics import statistics_of
+    from widefield.training.terminal import ImageProgress
 
     config = _config_of(options.source, options.overrides)
     dataset = open_dataset(config)
     skip = config.bad_images == "skip"
     kind = {"channels": dataset.channels, "dtype": dataset.dtype, "labels": dataset.labels}
-    found = statistics_of(dataset.train, **kind, skip=skip)
+    progress = ImageProgress(len(dataset.train))
+    found = statistics_of(dataset.train, **kind, skip=skip, done=progress.add)
+    progress.close()
     print(*_lines(dataset, found), sep="\n")
     return 0
 

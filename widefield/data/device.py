@@ -14,6 +14,7 @@ from widefield.data import Labels
 from widefield.data.intensity import Intensity
 from widefield.data.loader import Batch
 from widefield.data.transforms import Transforms
+from widefield.geometry.box import slices
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Preparation:
         # one formula for both: the partner's weight is 1 inside the pasted box for cutmix, 1 - share everywhere for mixup
         weight_BHW = torch.where(cut_B.view(-1, 1, 1) > 0, inside_BHW, (1 - share_B).view(-1, 1, 1))
         if batch.window is not None:  # the box refers to the whole image
-            weight_BHW = weight_BHW.expand_as(inside_BHW)[:, *(slice(run.start, run.stop) for run in batch.window)]
+            weight_BHW = weight_BHW.expand_as(inside_BHW)[..., *slices(batch.window)]
         weight = weight_BHW.to(self.device, self.dtype).unsqueeze(1)
         own = target_B if self.labels == "classes" else F.one_hot(target_B, self.num_classes).to(self.dtype)
         share = share_B.to(self.device, self.dtype).unsqueeze(1)

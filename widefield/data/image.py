@@ -16,6 +16,7 @@ from widefield.data import BadImageError
 from widefield.data.pixel_files import SUFFIXES as SUFFIXES
 from widefield.data.pixel_files import Array, Pixels, is_tiff, pixels_of, read_pixels, shape_of, tiff_array
 from widefield.geometry import Interval
+from widefield.geometry.box import slices
 
 
 def read_image(
@@ -72,7 +73,7 @@ def _read(path: Path, window: tuple[Interval, ...] | None) -> Pixels:
         if not is_tiff(path):
             raise
         array = tiff_array(path, str(error))
-        return Pixels(array if window is None else array[:, *(slice(run.start, run.stop) for run in window)])
+        return Pixels(array if window is None else array[:, *slices(window)])
 
 
 def _with_channels(pixels: Pixels, channels: int | None) -> Array:

@@ -10,6 +10,7 @@ from widefield.data import Images, WindowedImages
 from widefield.data.intensity import Area, moments_of
 from widefield.data.targets import part_of
 from widefield.geometry import Interval
+from widefield.geometry.box import slices
 
 MOST_KEPT = 65536
 """Images whose moments a process keeps: about half a kilobyte each, 16 bytes of it per channel."""
@@ -60,8 +61,7 @@ class MeasuredWindows(MeasuredImages):
         if index in self._kept:
             return self._images.read_window(index, window)
         image, target = self.read(index)
-        part = image[..., *(slice(run.start, run.stop) for run in window)]
-        return part.clone(), part_of(target, window)
+        return image[..., *slices(window)].clone(), part_of(target, window)
 
 
 def measured(images: Images, area: Area) -> MeasuredImages:

@@ -7,7 +7,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -24,9 +23,10 @@ from widefield.data.intensity import Intensity
 from widefield.data.mixing import mixed
 from widefield.data.order import Key
 from widefield.data.pixel_transforms import PixelTransforms, without_labels
-from widefield.data.sources import OfImages, Source
+from widefield.data.sources import OfImages, Source, read_seeded
 from widefield.data.targets import check_target, part_of
-from widefield.data.transforms import Transforms, all_seeded, seed_of
+from widefield.data.transforms import Transforms
+from widefield.geometry.box import slices
 from widefield.private_torch.loaders import shutdown_workers
 
 
@@ -144,21 +144,18 @@ class SampleReader(Dataset):
             image, target = images.read_window(key.index, window)
             self._check_labels(key, image, target)
             return _Sample(key, image, target, shape, window)
-        seed = key.seed(self.seed, "dataset")
-        with all_seeded(seed) if getattr(images, "is_random", False) else nullcontext():
-            image, target = images.read(key.index)
+        image, target = read_seeded(images, key.index, key.seed(self.seed, "dataset"))
         self._check_labels(key, image, target)
         image = self.augment(self.transforms(image, read_seed), augment_seed)
         shape = tuple(image.shape)
         if self.window is None:
             return _Sample(key, image, target, shape, None)
         window = self.window(shape[1:])
-        part = (..., *(slice(run.start, run.stop) for run in window))
-        return _Sample(key, image[part], part_of(target, window), shape, window)
+        return _Sample(key, image[..., *slices(window)], part_of(target, window), shape, window)
 
     def _moved(self, moves: PixelTransforms, key: Key, seeds: dict[str, int]) -> _Sample:
         """The image and its labels, or this rank's window of them, moved as one."""
-        seed = seed_of(self.seed, "dataset", key.epoch, key.index)
+        seed = key.seed(self.seed, "dataset")
         source: Source | OfImages = OfImages(self.images, key.index, seed=seed, check=partial(self._check_labels, key))
         target = None
         try:

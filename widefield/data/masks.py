@@ -5,7 +5,7 @@ Pixels that do not count get the label `ignored_label`, whatever marks them in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,7 @@ from torch import Tensor
 from widefield.data import BadImageError
 from widefield.data.pixel_files import bits_of
 from widefield.geometry import Interval
+from widefield.geometry.box import slices
 
 Array = np.ndarray[Any, Any]
 Colour = tuple[int, int, int]
@@ -191,5 +192,5 @@ class Regions:
         return _cropped(torch.from_numpy(np.stack([np.isin(raw, one) for one in self.numbers]).astype(np.uint8)), window)
 
 
-def _cropped(labels: Tensor, window: Sequence[Interval] | None) -> Tensor:
-    return labels if window is None else labels[(..., *(slice(run.start, run.stop) for run in window))].contiguous()
+def _cropped(labels: Tensor, window: tuple[Interval, ...] | None) -> Tensor:
+    return labels if window is None else labels[..., *slices(window)].contiguous()

@@ -23,14 +23,14 @@ from torchvision import tv_tensors
 
 from widefield.data.added_transforms import ClassBalancedCrop
 from widefield.data.batch import Window
-from widefield.data.sources import InMemory, Source, everything, slices
+from widefield.data.sources import InMemory, Source, everything
 from widefield.data.spatial.boxes import moved_points
 from widefield.data.spatial.class_pixels import ClassPixels, class_pixels_of
 from widefield.data.spatial.coordinate_map import CoordinateMap, SpatialMove, composed
 from widefield.data.spatial.moves import MOVES, crop_at, drawn
 from widefield.data.spatial.warp import Warp
 from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Step, Transforms, seed_of, seeded, seeded_for
-from widefield.geometry.box import Box, full_box, within
+from widefield.geometry.box import Box, full_box, slices, within
 
 CPU = torch.device("cpu")
 _ORDER = ("nearest", "bilinear", "bicubic")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from widefield.data import Images, WindowedImages
 from widefield.data.transforms import all_seeded
-from widefield.geometry.box import Box, full_box
+from widefield.geometry.box import Box, full_box, slices
 
 
 class Source(Protocol):
@@ -85,16 +85,16 @@ class OfImages:
 
     def _read_whole(self) -> InMemory:
         if self._whole is None:
-            with all_seeded(self._seed) if getattr(self._images, "is_random", False) else nullcontext():
-                image, target = self._images.read(self._index)
+            image, target = read_seeded(self._images, self._index, self._seed)
             self._check(image, target)
             self._whole = InMemory(image, target)  # type: ignore[arg-type]
         return self._whole
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """The index that takes a box from the last dims of a whole."""
-    return tuple(slice(run.start, run.stop) for run in box)
+def read_seeded(images: Images, index: int, seed: int) -> tuple[Tensor, int | Tensor]:
+    """The image and its target; the generators are seeded where the dataset uses random numbers, as a user's own may."""
+    with all_seeded(seed) if getattr(images, "is_random", False) else nullcontext():
+        return images.read(index)
 
 
 def everything(source: Source) -> Box:

@@ -7,11 +7,8 @@ merged in their order, so that all ranks give one rank's numbers; percentiles co
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -23,7 +20,8 @@ from torch import Tensor
 from widefield.data import BadImageError, Images, Labels
 from widefield.data.counts import label_counts
 from widefield.data.intensity import limits_of
-from widefield.data.transforms import all_seeded, seed_of
+from widefield.data.sources import read_seeded
+from widefield.data.transforms import seed_of
 
 BINS = 65536
 PERCENTS = (0.0, 0.5, 1.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 99.5, 100.0)
@@ -85,19 +83,22 @@ def statistics_of(
     ranks: int = 1,
     gather: Gather = lambda value: [value],
     skip: bool = False,
+    done: Callable[[], None] = lambda: None,
 ) -> SplitStatistics:
     """SplitStatistics of all images.  Every rank calls it, and reads every `ranks`-th image.
 
     labels: the kind of targets.  percents: further percentiles.  skip: leave unreadable images out.
+    done: called after each image.
     Cost: reading each image once, twice of floating-point pixels; a message of 0.5 MB per rank and channel.
     ValueError, on every rank: an image that cannot be read, has other channels or dtype, or no image has a finite pixel.
     """
     numbers = range(rank, len(images), ranks)
     seen = _Seen(np.zeros((channels, 0 if dtype.is_floating_point else _bins(dtype)), dtype=np.int64))
     try:
-        for index, image, target in _read(images, numbers, seen, skip=skip, bar=rank == 0):
+        for index, image, target in _read(images, numbers, seen, skip=skip):
             _add(seen, index, image, channels=channels, dtype=dtype, name=images.name_of(index))
             seen.labels.update(label_counts(target, labels))
+            done()
     except ValueError as error:
         seen.problem = str(error)
     every = _agreed(gather(seen))
@@ -125,33 +126,16 @@ def _bins(dtype: torch.dtype) -> int:
     return int(high - low) + 1
 
 
-def _read(
-    images: Images, numbers: Sequence[int], seen: _Seen, *, skip: bool, bar: bool
-) -> Iterator[tuple[int, Tensor, int | Tensor]]:
-    random, shown = getattr(images, "is_random", False), time.monotonic()
-    for done, index in enumerate(numbers):
-        if bar and time.monotonic() - shown > 0.5:
-            shown = time.monotonic()
-            _show(done, len(numbers))
+def _read(images: Images, numbers: Sequence[int], seen: _Seen, *, skip: bool) -> Iterator[tuple[int, Tensor, int | Tensor]]:
+    for index in numbers:
         try:
-            with all_seeded(seed_of(0, "statistics", index)) if random else nullcontext():
-                image, target = images.read(index)
+            image, target = read_seeded(images, index, seed_of(0, "statistics", index))
         except BadImageError as error:
             if not skip:
                 raise BadImageError(f"{error}; mend or remove it, or set data.bad_images=skip") from None
             seen.skipped.append(images.name_of(index))
             continue
         yield index, image, target
-    if bar:
-        _show(len(numbers), len(numbers))
-
-
-def _show(done: int, of: int) -> None:
-    """A progress bar, on a terminal only."""
-    if not sys.stderr.isatty():
-        return
-    bar = "#" * (30 * done // max(1, of))
-    print(f"\rstatistics [{bar:30}] {done:,}/{of:,} images", end="\n" if done == of else "", file=sys.stderr, flush=True)
 
 
 def _add(seen: _Seen, index: int, image: Tensor, *, channels: int, dtype: torch.dtype, name: str) -> None:
@@ -220,7 +204,7 @@ def _of_floats(
     merged = [_merged([parts[index][channel] for index in sorted(parts)]) for channel in range(channels)]
     seen = _Seen(np.zeros((channels, BINS), dtype=np.int64))
     try:
-        for _, image, _ in _read(images, numbers, seen, skip=skip, bar=False):
+        for _, image, _ in _read(images, numbers, seen, skip=skip):
             for row, channel, (_, _, _, low, high) in zip(seen.histogram, image, merged, strict=True):
                 values = channel.to(torch.float64).flatten()
                 place = (values[values.isfinite()] - low) * (BINS / (high - low) if high > low else 0.0)

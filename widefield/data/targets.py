@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from widefield.geometry import Interval
+from widefield.geometry.box import slices
 
 
 def check_target(name: str, image_CHW: Tensor, target: int | Tensor, *, num_classes: int, ignore: int | None = None) -> None:
@@ -54,4 +55,4 @@ def part_of(target: int | Tensor, window: tuple[Interval, ...]) -> int | Tensor:
     """
     if isinstance(target, int) or target.ndim < 2:
         return target
-    return target[(..., *(slice(run.start, run.stop) for run in window))]
+    return target[..., *slices(window)]

@@ -38,6 +38,15 @@ def holds(outer: Box, inner: Box) -> bool:
     return is_empty(inner) or all(o.start <= i.start and i.stop <= o.stop for o, i in zip(outer, inner, strict=True))
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index that takes a box from the last dims of a whole, behind `...`.
+
+    >>> slices((Interval(1, 3), Interval(0, 2)))
+    (slice(1, 3, None), slice(0, 2, None))
+    """
+    return tuple(slice(run.start, run.stop) for run in box)
+
+
 def within(outer: Box, inner: Box) -> tuple[slice, ...]:
     """The index that takes the box `inner` from a tensor whose pixels are the box `outer`."""
     return tuple(slice(i.start - o.start, max(i.start, i.stop) - o.start) for o, i in zip(outer, inner, strict=True))

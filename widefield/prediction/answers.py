@@ -13,6 +13,7 @@ from torch import Tensor
 from widefield.data.batch import Batch
 from widefield.data.pixel_transforms import OfImagesAlone
 from widefield.data.transforms import Transforms
+from widefield.geometry.box import slices
 from widefield.prediction.transformed import Transformed, ignore_label, transformed, transforms_of
 from widefield.tasks import is_per_pixel, labels_of
 from widefield.tiled.api import tile_of, whole
@@ -97,8 +98,7 @@ class Asker:
             return batch
         shape = tuple(images.shape[1:])
         window = self.parts.window(shape[1:])
-        part = (..., *(slice(run.start, run.stop) for run in window))
-        return replace(batch, image=images[part].contiguous(), whole_shape=shape, window=window)
+        return replace(batch, image=images[..., *slices(window)].contiguous(), whole_shape=shape, window=window)
 
     def _output(self, image: Tensor, dims: tuple[int, ...]) -> Tensor:
         """What the model gives for the mirror image, turned back, in float32 or wider."""

@@ -21,6 +21,11 @@ class WithLoss:
     """Set by the task where it is made; None only in between."""
     num_classes: int
 
+    def __post_init__(self) -> None:
+        """Where no loss is given, take that of this kind of targets."""
+        if self.loss is None:
+            object.__setattr__(self, "loss", _loss_of(self, TaskConfig(), None, None))  # tasks are frozen
+
     def fitting(self, output: Any, target: Tensor) -> Tensor:
         """The output, checked against the target.  ValueError: it does not fit."""
         raise NotImplementedError

@@ -10,8 +10,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from widefield.config.field_types import Labels
-from widefield.losses import Loss, Targets
-from widefield.losses.cross_entropy import CrossEntropy
+from widefield.losses import Loss
 from widefield.tasks import output_of
 from widefield.tasks._with_loss import WithLoss
 
@@ -26,11 +25,6 @@ class Classification(WithLoss):
     higher_is_better: bool = True
     loss: Loss | None = None
     labels: Labels = "class"
-
-    def __post_init__(self) -> None:
-        if self.loss is None:
-            targets = Targets("class", self.num_classes)
-            object.__setattr__(self, "loss", CrossEntropy(targets, self.label_smoothing))
 
     def fitting(self, output: Tensor, target: Tensor) -> Tensor:
         return output_of("classification", output, batch=len(target), classes=self.num_classes)

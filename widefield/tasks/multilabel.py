@@ -9,8 +9,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 
 from widefield.config.field_types import Labels
-from widefield.losses import Loss, Targets
-from widefield.losses.binary_cross_entropy import BinaryCrossEntropy
+from widefield.losses import Loss
 from widefield.tasks import output_of
 from widefield.tasks._counts import LabelCounts
 from widefield.tasks._with_loss import WithLoss
@@ -26,10 +25,6 @@ class MultiLabel(WithLoss):
     loss: Loss | None = None
     labels: Labels = "classes"
     percent: bool = False
-
-    def __post_init__(self) -> None:
-        if self.loss is None:
-            object.__setattr__(self, "loss", BinaryCrossEntropy(Targets("classes", self.num_classes)))
 
     def fitting(self, output: Tensor, target: Tensor) -> Tensor:
         return output_of("multilabel", output, batch=len(target), classes=self.num_classes)

@@ -9,8 +9,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 
 from widefield.config.field_types import Labels
-from widefield.losses import Loss, Targets
-from widefield.losses.binary_cross_entropy import BinaryCrossEntropy
+from widefield.losses import Loss
 from widefield.tasks import output_of_pixels
 from widefield.tasks._counts import LabelCounts
 from widefield.tasks._with_loss import WithLoss
@@ -34,10 +33,6 @@ class MultiLabelSegmentation(WithLoss):
     higher_is_better: bool = True
     loss: Loss | None = None
     labels: Labels = "layers"
-
-    def __post_init__(self) -> None:
-        if self.loss is None:
-            object.__setattr__(self, "loss", BinaryCrossEntropy(Targets("layers", self.num_classes)))
 
     def fitting(self, output: Tensor, target: Tensor) -> Tensor:
         sizes = {"batch": len(target), "classes": self.num_classes, "pixels": target.shape[2:]}

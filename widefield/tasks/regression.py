@@ -9,8 +9,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from widefield.config.field_types import Labels
-from widefield.losses import Loss, Targets
-from widefield.losses.mse import build as mse
+from widefield.losses import Loss
 from widefield.tasks import output_of
 from widefield.tasks._with_loss import WithLoss
 
@@ -56,10 +55,6 @@ class Regression(WithLoss):
     loss: Loss | None = None
     labels: Labels = "values"
     percent: bool = False
-
-    def __post_init__(self) -> None:
-        if self.loss is None:
-            object.__setattr__(self, "loss", mse(Targets("values", self.num_classes)))
 
     def fitting(self, output: Tensor, target: Tensor) -> Tensor:
         return output_of("regression", output, batch=len(target), classes=self.num_classes)

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 
 from widefield.config.field_types import Labels
-from widefield.losses import Loss, Targets
-from widefield.losses.cross_entropy import CrossEntropy
+from widefield.losses import Loss
 from widefield.tasks import output_of_pixels
 from widefield.tasks._with_loss import WithLoss
 
@@ -65,10 +64,6 @@ class Segmentation(WithLoss):
     higher_is_better: bool = True
     labels: Labels = "pixels"
     loss: Loss | None = None
-
-    def __post_init__(self) -> None:
-        if self.loss is None:
-            object.__setattr__(self, "loss", CrossEntropy(Targets("pixels", self.num_classes, self.ignore_index)))
 
     def fitting(self, output: Tensor, target: Tensor) -> Tensor:
         return output_of_pixels("segmentation", output, classes=self.num_classes, batch=len(target), pixels=target.shape[1:])

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +23,12 @@ from widefield.quantity import count_of
 from widefield.tasks import Task, is_per_pixel, labels_of
 from widefield.tasks._cases import CaseMetric
 from widefield.tasks._metrics import RecipeMetric, columns_of, numbers_of
-from widefield.tasks._torchmetrics import Metric, MetricCollection, dim_zero_cat, dim_zero_sum
+from widefield.tasks._torchmetrics import Metric, MetricCollection, dim_zero_sum
 from widefield.tiled.api import tile_of, whole
 from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
 from widefield.training.evaluation import Evaluation, Mistake, by_loss, mistakes_of
+from widefield.training.metric_states import merge_states
 from widefield.training.scores import columns_of_task
 from widefield.training.thumbnails import Thumbnail, join_thumbnails, painted, small_thumbnail_of, thumbnails_of
 
@@ -234,9 +234,7 @@ def _add_up(metric: torch.nn.Module, mesh: Mesh) -> None:
                 f"the state '{name}' of {type(metric).__name__} does not add up over ranks (its reduction is {reduce}); "
                 "use a metric whose states are sums"
             )
-        mesh.sum_(state)
-    metric._to_sync = False  # else torchmetrics would sum the states over ranks once more
-    metric._update_count = max(1, metric._update_count)  # else it would warn on a rank that had no images
+    merge_states(metric, mesh)
 
 
 def _extra_metrics(seen: _Counts, mesh: Mesh, *, classes: int) -> tuple[dict[str, float], dict[str, list[float]]]:
@@ -247,10 +245,7 @@ def _extra_metrics(seen: _Counts, mesh: Mesh, *, classes: int) -> tuple[dict[str
     found: dict[str, float] = {}
     columns: dict[str, list[float]] = {}
     for metric, states in seen.extra_metrics:
-        for name, reduce in states._reductions.items():
-            setattr(states, name, _joined(getattr(states, name), reduce, mesh))
-        states._to_sync = False
-        states._update_count = max(1, states._update_count)
+        merge_states(states, mesh)
         value = states.compute()
         value = value if metric.factor == 1 else metric.factor * value
         found |= numbers_of(metric, value, classes=classes)
@@ -261,14 +256,3 @@ def _extra_metrics(seen: _Counts, mesh: Mesh, *, classes: int) -> tuple[dict[str
         columns |= {name: values.tolist() for name, values in of_classes.items()}
         found |= {name: float(values.nanmean()) for name, values in of_classes.items() if values.is_floating_point()}
     return found, columns
-
-
-def _joined(state: Any, reduce: Callable[[Tensor], Tensor], mesh: Mesh) -> Any:
-    """A metric's state reduced over ranks: the sum, the largest or smallest, or the states concatenated in rank order."""
-    if reduce is dim_zero_sum:
-        return mesh.sum_(state)
-    if reduce is dim_zero_cat:
-        parts = state if isinstance(state, list) else [state]
-        gathered = mesh.gather_objects([part.cpu() for part in parts])
-        return [part.to(mesh.device) for of_rank in gathered for part in of_rank]
-    return reduce(torch.stack([one.to(mesh.device) for one in mesh.gather_objects(state.cpu())]))

@@ -14,6 +14,7 @@ from widefield.comm.mesh import Mesh
 from widefield.geometry import even_cut, parts_of
 from widefield.parallel.parallelize import evaluates_together
 from widefield.tiled.api import tile, whole
+from widefield.training.metric_states import MERGED, merge_states
 from widefield.training.own_loop import mesh_or_alone
 
 
@@ -82,15 +83,11 @@ def _check(dataset: Any, metrics: Mapping[str, Any]) -> None:
         )
     for name, metric in metrics.items():
         for state, reduce in metric._reductions.items() if _has_states(metric) else ():
-            if getattr(reduce, "__name__", "") not in _MERGED:
+            if getattr(reduce, "__name__", "") not in MERGED:
                 raise NotImplementedError(
                     f"the state '{state}' of the metric '{name}' ({type(metric).__name__}) is none that adds up over ranks; "
                     "use states with dist_reduce_fx='sum', 'max', 'min' or 'cat'"
                 )
-
-
-_MERGED = ("dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat")
-"""The reductions of torchmetrics with which states of ranks, of which some are fresh, give that of one rank."""
 
 
 def _has_states(metric: Any) -> bool:
@@ -140,17 +137,6 @@ def _value(state: Any, mesh: Mesh) -> Any:
     if isinstance(state, _MeanOfSamples):
         total, count = mesh.sum_(state.total.to(mesh.device)).tolist()
         return total / count
-    for name, reduce in state._reductions.items():
-        setattr(state, name, _merged(getattr(state, name), reduce, mesh))
-    state._to_sync = False  # else torchmetrics would merge once more
-    state._update_count = max(1, state._update_count)
+    merge_states(state, mesh)
     value = state.compute()
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _merged(state: Any, reduce: Callable[[Tensor], Tensor], mesh: Mesh) -> Any:
-    """A state of all ranks: lists one after another, in the order of ranks, tensors reduced."""
-    of_ranks = mesh.gather_objects([part.cpu() for part in state] if isinstance(state, list) else state.cpu())
-    if isinstance(state, list):
-        return [part.to(mesh.device) for parts in of_ranks for part in parts]
-    return reduce(torch.cat(of_ranks) if reduce.__name__ == "dim_zero_cat" else torch.stack(of_ranks)).to(mesh.device)

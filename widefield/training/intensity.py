@@ -10,6 +10,7 @@ from widefield.config.intensity import IntensityConfig
 from widefield.data import Dataset
 from widefield.data.intensity import Intensity
 from widefield.data.statistics import SplitStatistics, statistics_of
+from widefield.training.terminal import ImageProgress
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def with_intensity(config: DataConfig, dataset: Dataset, mesh: Mesh, *, stored: 
     words = _statistics_in_words(asked)
     if stored is not None and stored.channels == dataset.channels and stored.intensity.statistics == words:
         return Scaled(replace(plain, intensity=stored.intensity), reasons=(f"{_in_words(stored.intensity)}: the run's own",))
+    progress = ImageProgress(len(dataset.train), each=mesh.size) if mesh.is_main else None
     statistics = statistics_of(
         dataset.train,
         channels=dataset.channels,
@@ -47,7 +49,10 @@ def with_intensity(config: DataConfig, dataset: Dataset, mesh: Mesh, *, stored: 
         ranks=mesh.size,
         gather=mesh.gather_objects,
         skip=config.bad_images == "skip",
+        done=(lambda: None) if progress is None else progress.add,
     )
+    if progress is not None:
+        progress.close()
     intensity = replace(_of_statistics(config, statistics), statistics=words)
     _check_spread(config, intensity)
     reason = f"{_in_words(intensity)}: data.intensity={words} of {statistics.images:,} images to train on"

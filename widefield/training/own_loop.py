@@ -75,7 +75,7 @@ def save(
         model=shapes_of(model), versions={"torch": torch.__version__, "python": platform.python_version()},
     )  # fmt: skip
     checkpoints.save(sharded_state.gather_full(model, mesh, state), about, own={"random": random_state()}, wait=True)
-    mesh.together(lambda: _raise(checkpoints.failure))
+    mesh.agree(checkpoints.failure)
     return Path(path) / f"step_{step:08d}"
 
 
@@ -120,11 +120,6 @@ def _checkpoints(path: str | Path, mesh: Mesh, *, keep_last: int) -> Checkpoints
     return Checkpoints(
         Path(path), mesh, keep_last=keep_last, keep_best=0, background=False, warn=lambda text: print(text, flush=True)
     )
-
-
-def _raise(problem: str | None) -> None:
-    if problem is not None:
-        raise ValueError(problem)
 
 
 def mesh_or_alone(mesh: Mesh | None) -> Mesh:
