@@ -74,9 +74,9 @@ def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
     """The rank processes below a launcher, by rank."""
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
-        rank = child.environ().get("RANK")
-        if rank is not None and "train" in child.cmdline():
-            found[int(rank)] = child
+        name = Path(f"/proc/{child.pid}/comm").read_text().strip()
+        if name.startswith("widefield-"):
+            found[int(name.removeprefix("widefield-"))] = child
     return [found[rank] for rank in sorted(found)]
 
 

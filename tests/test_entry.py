@@ -76,7 +76,7 @@ def test_ctrl_c_during_imports_is_one_line_and_no_traceback(start, tmp_path):
 
 def test_both_ways_to_start_find_the_same_modules(tmp_path):
     (tmp_path / "show.py").write_text("import sys\nprint(sys.path)\n")
-    code = "import sys; from widefield.__main__ import _forget_the_folder as f; f(); print([p for p in sys.path if p])"
+    code = "import sys; from widefield.__main__ import forget_the_folder as f; f(); print([p for p in sys.path if p])"
     place = {**os.environ, "PYTHONPATH": str(ROOT)}
     paths = [
         subprocess.run([sys.executable, *flags, "-c", code], cwd=tmp_path, env=place, capture_output=True, text=True).stdout

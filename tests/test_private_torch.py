@@ -338,11 +338,6 @@ def check_shutdown(end):
     end(iter([1]))
 
 
-def check_agent(agent):
-    base = agent.__mro__[1]
-    assert "_pcontext" in inspect.getsource(base) and {"_start_workers", "_monitor_workers"} <= set(dir(base))
-
-
 def check_is_view(is_view):
     whole = image()
     assert is_view(whole[0]) and not is_view(whole)
@@ -530,10 +525,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "resolve_process_group": callable,
     "abort": lambda _: holds(dist.ProcessGroup._get_backend),
     "sequence_number": lambda _: holds(dist.ProcessGroup._get_sequence_number_for_group),
-    # pipelining.py, dtensor.py, elastic.py
+    # pipelining.py, dtensor.py
     "stage_backward": check_stage_backward,
     "clear_sharding_prop_cache": lambda clear: holds(clear() is None),
-    "WorkerAgent": check_agent,
 }
 
 

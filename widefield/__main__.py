@@ -10,7 +10,7 @@ import sys
 
 def entry() -> None:
     """The command's entry.  It ends the process with the command's status."""
-    _forget_the_folder()
+    forget_the_folder()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     from widefield.cli import main
@@ -18,7 +18,7 @@ def entry() -> None:
     sys.exit(main())
 
 
-def _forget_the_folder() -> None:
+def forget_the_folder() -> None:
     """Take the current folder off sys.path, where `python -m` puts it first: a yaml.py there would hide the installed one.
 
     A user's modules are found there all the same (own_code.py).  A checkout that is not installed stays, behind all others.

@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 from widefield.comm import mesh
-from widefield.launchers import build_mesh, local, mpi, slurm, torchrun, world_from
+from widefield.launchers import _forking, build_mesh, local, mpi, slurm, torchrun, world_from
+from widefield.launchers._forking import Forking
 from widefield.naming import load, names_in
 from widefield.plans import Plan
 
@@ -194,12 +195,29 @@ DRIVER = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from widefield.launchers import local
+from widefield.launchers._forking import Forking
 before = dict(os.environ), [signal.getsignal(number) for number in local.STOP_SIGNALS]
-ranks, grace, worker, *arguments = sys.argv[1:]
-status = local.start(int(ranks), arguments, grace_seconds=float(grace), program=[sys.executable, "-c", worker])
+way, ranks, grace, worker, *arguments = sys.argv[1:]
+if way == "started":
+    status = local.start(int(ranks), arguments, grace_seconds=float(grace), program=[sys.executable, "-c", worker])
+else:
+    with local.environment_of_ranks(int(ranks)):
+        forked = Forking([sys.executable, "-c", os.environ["TEST_FORKED"], worker, "digits"], local.new_run_id())
+    status = local.start(int(ranks), arguments, grace_seconds=float(grace), forked=forked)
+    forked.end()
 assert before == (dict(os.environ), [signal.getsignal(number) for number in local.STOP_SIGNALS]), "start changed its process"
 sys.exit(status)
 """
+
+FORKED = """
+import sys
+worker = sys.argv.pop(1)
+from widefield import forked_ranks
+forked_ranks.load = lambda data: None
+if forked_ranks.main():
+    exec(worker)
+"""
+"""The process that ranks are forked from; here a rank runs a worker of these tests in place of the command."""
 
 WORKER = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -225,14 +243,21 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
 class Launched:
     """A launcher process under test; `left()` are the processes that it, or anything it started, left behind."""
 
-    def __init__(self, folder: Path, body: str, *arguments: str, ranks: int = 2, grace: float = 30.0, **options) -> None:
-        self.folder, self.mark = folder, uuid.uuid4().hex
+    def __init__(
+        self, folder: Path, way: str, body: str, *arguments: str, ranks: int = 2, grace: float = 30.0, **options
+    ) -> None:
+        self.folder, self.way, self.mark = folder, way, uuid.uuid4().hex
         (folder / "tmp").mkdir()
         environment = {
             name: value for name, value in os.environ.items() if not re.match("RANK|WORLD_|LOCAL_|MASTER_|OMP_", name)
         }
-        environment |= {"TEST_FOLDER": str(folder), "TEST_MARK": self.mark, "TMPDIR": str(folder / "tmp")}
-        command = [sys.executable, "-c", DRIVER, str(ranks), str(grace), WORKER + body, *arguments]
+        environment |= {
+            "TEST_FOLDER": str(folder),
+            "TEST_MARK": self.mark,
+            "TMPDIR": str(folder / "tmp"),
+            "TEST_FORKED": FORKED,
+        }
+        command = [sys.executable, "-c", DRIVER, way, str(ranks), str(grace), WORKER + body, *arguments]
         self.errors = (folder / "stderr").open("w")
         hears = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup made its children deaf to it
         options = {"stderr": self.errors, "stdout": self.errors, "preexec_fn": hears, **options}
@@ -242,6 +267,14 @@ class Launched:
         deadline = time.monotonic() + seconds
         while not all((self.folder / name).exists() for name in names):
             assert time.monotonic() < deadline and self.process.poll() is None, (names, self.said())
+            time.sleep(0.01)
+
+    def until_it_hears(self, number: int, seconds: float = 30.0) -> None:
+        """Wait until the launcher handles a signal: it does so from the start of the ranks on."""
+        deadline = time.monotonic() + seconds
+        status = Path(f"/proc/{self.process.pid}/status")
+        while not int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16) >> (number - 1) & 1:
+            assert time.monotonic() < deadline, self.said()
             time.sleep(0.01)
 
     def ends(self, seconds: float = 30.0) -> int:
@@ -268,12 +301,12 @@ class Launched:
         return found
 
 
-@pytest.fixture
-def launch(tmp_path):
+@pytest.fixture(params=["started", "forked"])
+def launch(tmp_path, request):
     started = []
 
     def start(body: str, *arguments: str, **options) -> Launched:
-        started.append(Launched(tmp_path, body, *arguments, **options))
+        started.append(Launched(tmp_path, request.param, body, *arguments, **options))
         return started[-1]
 
     yield start
@@ -311,9 +344,12 @@ note(f"rank{rank}", json.dumps([sys.argv[1:], *map(os.environ.get, ("OMP_NUM_THR
 
 
 def test_the_users_thread_count_stands(launch, monkeypatch):
-    program = (
-        "from widefield.launchers import local; import os\nwith local._environment(2): print(os.environ['OMP_NUM_THREADS'])"
-    )
+    program = """
+import os
+from widefield.launchers import local
+with local.environment_of_ranks(2):
+    print(os.environ["OMP_NUM_THREADS"])
+"""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "7\n"
 
@@ -353,7 +389,7 @@ time.sleep(100)
 """
     launched = launch(body)
     launched.until("ready0", "ready1")
-    assert len(launched.left()) == 7  # the launcher, 2 ranks, 2 processes of each
+    assert len(launched.left()) == 7 + (launched.way == "forked")  # the launcher, 2 ranks, 2 processes of each; what forks
     os.kill(int(launched.read("ready1")), signal.SIGKILL)
     killed = time.monotonic()
     assert launched.ends() == 137
@@ -431,6 +467,73 @@ def test_a_rank_that_outstays_its_grace_is_killed_and_named(launch):
     assert launched.ends() == 137
     assert (launched.folder / "saved0").exists()
     assert launched.said().endswith("widefield: rank 1 had not ended 1 s after SIGTERM and was killed\n")
+
+
+@pytest.mark.parametrize("launch", ["forked"], indirect=True)
+class TestForked:
+    """What can go wrong with the process that ranks are forked from."""
+
+    def test_ranks_that_are_forked_differ_in_what_they_draw_and_have_a_name(self, launch):
+        told = "[random.random(), os.getsid(0) == os.getpid(), open('/proc/self/comm').read()]"
+        launched = launch(f"import random; note(f'rank{{rank}}', json.dumps({told}))")
+        assert launched.ends() == 0 and launched.said() == ""
+        first, second = (json.loads(launched.read(f"rank{rank}")) for rank in (0, 1))
+        assert first[0] != second[0] and first[1] and second[1]
+        assert [first[2], second[2]] == ["widefield-0\n", "widefield-1\n"]
+
+    def test_a_signal_while_it_loads_ends_the_command(self, launch, monkeypatch):
+        monkeypatch.setattr(sys.modules[__name__], "FORKED", "import time; time.sleep(60)")
+        launched = launch("")
+        launched.until_it_hears(signal.SIGTERM)
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.ends() == 143
+        assert launched.said() == "widefield: SIGTERM: ended before the ranks had begun\n"
+
+    def test_what_it_cannot_load_is_told(self, launch, monkeypatch):
+        monkeypatch.setattr(sys.modules[__name__], "FORKED", "import sys; sys.exit('no such module')")
+        launched = launch("")
+        assert launched.ends() == 1
+        expected = "no such module\nwidefield: the process that forks ranks ended with exit code 1; its message is above\n"
+        assert launched.said() == expected
+
+    def test_it_is_killed_and_so_are_its_ranks(self, launch):
+        launched = launch("note(f'parent{rank}', os.getppid())\nready()\ntime.sleep(100)")
+        launched.until("ready0", "ready1")
+        os.kill(int(launched.read("parent0")), signal.SIGKILL)
+        assert launched.ends() == 137
+        assert launched.said() == "widefield: rank 0 was killed by SIGKILL; the machine may be out of memory\n"
+
+    def test_it_does_not_hear_what_stops_a_run(self, launch):
+        launched = launch("on([TERM], save)\nnote(f'parent{rank}', os.getppid())\nready()\nwhile True: time.sleep(0.1)")
+        launched.until("ready0", "ready1")
+        for number in local.STOP_SIGNALS:
+            os.kill(int(launched.read("parent0")), number)
+        time.sleep(0.3)
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.ends() == 143 and launched.read("saved1") == str(int(signal.SIGTERM))
+
+
+def test_what_was_to_fork_ranks_ends_where_none_are_wanted():
+    forked = Forking([sys.executable, "-c", FORKED, ""], "a run that never was")
+    forked.end()
+    assert forked.poll() == -signal.SIGKILL and forked.begun() == {}
+
+
+def test_ranks_are_not_forked_beside_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(_forking, "GPUS", (str(tmp_path),))
+    assert not _forking.may_fork()
+    monkeypatch.setattr(_forking, "GPUS", ())
+    assert _forking.may_fork() == (sys.platform == "linux")
+
+
+def test_loading_before_a_fork_starts_no_thread():
+    program = (
+        "import threading, os; from widefield.forked_ranks import load; load('digits')\n"
+        "print(threading.active_count(), len(os.listdir('/proc/self/task')))"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stdout == "1 1\n", done.stderr  # a lock that a thread holds would never be free in a forked rank
 
 
 def test_a_signal_that_was_ignored_still_is_as_under_nohup(launch):

@@ -17,6 +17,11 @@ _stores: dict[str, dist.Store] = {}
 _meetings = itertools.count()
 
 
+def host_of_meeting() -> dist.TCPStore:
+    """A store on a free port of this machine, for ranks that find it as torchrun's find their agent's."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def store_of_meeting(*, place: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
     """The store for the rendezvous that begins now, at `place` (host:port; the environment has the same address).
 

@@ -1,8 +1,8 @@
 """Starts ranks on this machine, watches them, and leaves no process behind.
 
-`start` uses torch's elastic agent, as torchrun does, with a rendezvous on a free port of this machine.  Only how ranks are
-ended is our own, since torch waits 30 s for a rank that hangs after another's crash, and leaves orphans when a second signal
-comes meanwhile:
+`start` gives ranks torchrun's variables, and hosts the store at which they meet on a free port.  It is no agent of torchrun's,
+which waits 30 s for a rank that hangs after another's crash, leaves orphans when a second signal comes meanwhile, and cannot
+fork a rank from a process that has loaded torch (_forking.py).  How ranks end:
 
     a rank fails      the others get 1 s to end by themselves (each may be about to print an error), then SIGTERM, 1 s later
                       SIGKILL
@@ -15,7 +15,6 @@ The output of ranks goes to the terminal unchanged.  A rank reads torchrun's var
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -25,8 +24,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from widefield.launchers._forking import Forking, RankProcess
 from widefield.refusal import FOLLOWED
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ OWN_END_SECONDS = 1.0
 """How long the other ranks may go on after one has failed, before SIGTERM and once more before SIGKILL.  They hear of it and
 end by themselves, see comm/failure.py."""
 POLL_SECONDS = 0.05
+LOOPBACK = "127.0.0.1"
+"""Where local ranks meet.  This machine's full name often does not resolve."""
 RANKS_PER_CORE = "WIDEFIELD_RANKS_PER_CORE"
 """The environment variable with the largest number of CPU ranks per core that the command starts."""
 RANKS_PER_CORE_MOST = 8
@@ -105,26 +107,47 @@ def _ranks(count: int) -> str:
     return "rank" if count == 1 else "ranks"
 
 
-def start(ranks: int, arguments: list[str], *, grace_seconds: float = 300.0, program: list[str] | None = None) -> int:
+def start(
+    ranks: int,
+    arguments: list[str],
+    *,
+    grace_seconds: float = 300.0,
+    program: list[str] | None = None,
+    forked: Forking | None = None,
+) -> int:
     """Run `widefield` with `arguments` on `ranks` ranks of this machine; returns the exit status for the command.
 
     It is 0 where all ranks succeeded; else the exit code of the failed rank, or 128 + the signal that killed it, with one
     sentence on stderr; 130 after Ctrl-C and 143 after SIGTERM where the ranks then ended normally.
     grace_seconds: how long the ranks may take to save after the first signal; a second one kills them at once.
     program: the command to run in place of `python -m widefield`.
+    forked: the process to fork the ranks from, in place of starting Python for each.
     OMP_NUM_THREADS is set to the ranks' share of the cores, unless it is set.  Call it in the main thread: it handles signals.
     On Linux no process of the ranks outlives this call, not even one in a session of its own.
     """
-    command = [*(program or [*python_of_ranks(), "-m", "widefield"]), *arguments]
-    group = _RankProcesses(run_id=f"widefield-{uuid.uuid4().hex}", grace_seconds=grace_seconds)
-    with _quiet_torch(), _environment(ranks), _signals_to(group.on_signal):
+    from widefield.comm.meeting import host_of_meeting
+
+    group = _RankProcesses(forked.run_id if forked else new_run_id(), grace_seconds)
+    store = host_of_meeting()  # it serves as long as it lives
+    environments = _environments(ranks, group.run_id, store.port)
+    with environment_of_ranks(ranks), _signals_to(group.on_signal):
         try:
-            _run_agent(ranks, command, group)
+            if forked:
+                _fork_each(forked, arguments, group, environments)
+            else:
+                _start_each([*(program or [*python_of_ranks(), "-m", "widefield"]), *arguments], group, environments)
+            if not group.verdict:
+                group.watch()
         finally:
             group.kill()
     if group.verdict:
         print(f"widefield: {group.verdict}", file=sys.stderr, flush=True)
     return group.status
+
+
+def new_run_id() -> str:
+    """What the environment of all processes of one start names, so that none is left behind."""
+    return f"widefield-{uuid.uuid4().hex}"
 
 
 def python_of_ranks() -> list[str]:
@@ -145,7 +168,7 @@ class _RankProcesses:
     def __init__(self, run_id: str, grace_seconds: float) -> None:
         self.run_id = run_id
         self.grace_seconds = grace_seconds
-        self.processes: dict[int, Popen[bytes]] = {}
+        self.processes: dict[int, RankProcess] = {}
         self.received: signal.Signals | None = None
         self.ended_at_once = False
         self.expected: tuple[int, ...] = (0,)
@@ -154,12 +177,24 @@ class _RankProcesses:
         self.verdict = ""
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record the first signal, for `monitor_workers` to act on; kill all ranks at the second."""
+        """Record the first signal, for `watch` to act on; kill all ranks at the second."""
         if self.received is None:
             self.received = signal.Signals(number)
         else:
             self.ended_at_once = True
             self.kill()
+
+    def watch(self) -> None:
+        """Wait until the ranks have ended: by themselves, upon a signal, or because one has failed."""
+        while True:
+            running = self.running()
+            if self.received is not None and not self.all_succeeded():
+                return self.end_after_signal(self.received)
+            if self.has_failure():
+                return self.end_after_failure()
+            if not running:
+                return None
+            time.sleep(POLL_SECONDS)
 
     def running(self) -> list[int]:
         """The ranks that are still running."""
@@ -188,11 +223,11 @@ class _RankProcesses:
     def _blame(self, codes: dict[int, int]) -> None:
         if codes:
             rank = min(codes, key=lambda rank: (codes[rank] > 0 or codes[rank] == -signal.SIGABRT, rank))
-            self.status, self.verdict = _verdict(rank, codes[rank])
+            self.status, self.verdict = _verdict(f"rank {rank}", codes[rank])
 
     def end_after_signal(self, received: signal.Signals) -> None:
         """Pass the signal on and wait for the ranks to save and end, unless one of them fails."""
-        name = "Ctrl-C" if received == signal.SIGINT else received.name
+        name = _name(received)
         text = f"{name}: the ranks save and end, in {self.grace_seconds:.0f} s at most; a second signal ends them at once"
         print(f"widefield: {text}", file=sys.stderr, flush=True)
         passed_on = signal.SIGINT if received == signal.SIGINT else signal.SIGTERM  # ranks save on both
@@ -224,7 +259,7 @@ class _RankProcesses:
             time.sleep(POLL_SECONDS)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to every running rank and the processes it started (torch gives each rank a session)."""
+        """Send a signal to every running rank and the processes it started: each rank leads a session."""
         for rank in self.running():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.processes[rank].pid, number)
@@ -243,13 +278,17 @@ class _RankProcesses:
         self.wait(OWN_END_SECONDS)  # poll the killed ranks, so that they are no zombies
 
 
-def _verdict(rank: int, code: int) -> tuple[int, str]:
-    """The exit status for a failed rank, and a sentence.  code: as of Popen, negative for a signal."""
+def _verdict(who: str, code: int) -> tuple[int, str]:
+    """The exit status for a process that failed, and a sentence.  code: as of Popen, negative for a signal."""
     if code > 0:
-        return code, f"rank {rank} ended with exit code {code}; its message is above"
+        return code, f"{who} ended with exit code {code}; its message is above"
     hints = {signal.SIGKILL: "; the machine may be out of memory", signal.SIGABRT: "; its message is above"}
     number = signal.Signals(-code)
-    return 128 - code, f"rank {rank} was killed by {number.name}{hints.get(number, '')}"
+    return 128 - code, f"{who} was killed by {number.name}{hints.get(number, '')}"
+
+
+def _name(number: signal.Signals) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else number.name
 
 
 def _processes_of(run_id: str) -> list[int]:
@@ -263,94 +302,48 @@ def _processes_of(run_id: str) -> list[int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ torch's agent
+# ------------------------------------------------------------------------------------------------ starting
 
 
-def _run_agent(ranks: int, command: list[str], group: _RankProcesses) -> None:
-    """Start `command` on the ranks and wait for their end, which is recorded in `group`."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-
-    meeting = registry.get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint="localhost:0",  # port 0: a free one
-            run_id=group.run_id,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="127.0.0.1",  # else the ranks are sent to this machine's full name, which often does not resolve
-            is_host=True,
-        )
-    )
-    try:
-        _agent(ranks, command, meeting, group).run()
-    except SignalException:
-        pass  # our own, from monitor_workers: the ranks have ended
-    finally:
-        meeting.shutdown()
+def _start_each(command: list[str], group: _RankProcesses, environments: list[dict[str, str]]) -> None:
+    """Start `command` once per environment, each in a session of its own.  OSError: it cannot be started."""
+    for rank, environment in enumerate(environments):
+        group.processes[rank] = Popen(command, env={**os.environ, **environment}, start_new_session=True)
 
 
-def _agent(ranks: int, command: list[str], meeting: Any, group: _RankProcesses) -> Any:
-    """Torch's agent for `command` on `ranks` ranks, which ends them in our way.  (In a function, to import torch late.)"""
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+def _fork_each(forked: Forking, arguments: list[str], group: _RankProcesses, environments: list[dict[str, str]]) -> None:
+    """Fork the ranks, and return when they have begun, or at a signal, or when the process that was to fork them has ended."""
+    forked.fork(arguments, environments)
+    while group.received is None:
+        code = forked.poll()  # asked first: what has ended by now has reported by now
+        group.processes = forked.begun()
+        if len(group.processes) == len(environments):
+            return
+        if code is not None:
+            group.status, group.verdict = _verdict("the process that forks ranks", code or 1)
+            return
+        time.sleep(POLL_SECONDS / 5)
+    group.status, group.verdict = 128 + group.received, f"{_name(group.received)}: ended before the ranks had begun"
 
-    from widefield.private_torch.elastic import WorkerAgent
 
-    class Agent(WorkerAgent):
-        def start_workers(self, worker_group: Any) -> Any:
-            pids = super().start_workers(worker_group)
-            group.processes = self.worker_processes()
-            return pids
-
-        def monitor_workers(self, worker_group: Any) -> Any:
-            if group.received is not None and not group.all_succeeded():
-                group.end_after_signal(group.received)
-                group.kill()
-                raise SignalException("stopped", group.received)
-            if group.has_failure():
-                group.end_after_failure()
-            elif group.running():
-                return RunResult(state=WorkerState.HEALTHY)
-            return super().monitor_workers(worker_group)
-
-    spec = WorkerSpec(
-        role="default",
-        local_world_size=ranks,
-        rdzv_handler=meeting,
-        entrypoint=command[0],
-        args=tuple(argument.replace("$", "$$") for argument in command[1:]),  # torch fills in ${local_rank} and halves $$
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull))  # no log files: else a folder in /tmp is left behind
+def _environments(ranks: int, run_id: str, port: int) -> list[dict[str, str]]:
+    """What torchrun sets for each of the ranks of one machine."""
+    shared = {
+        "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1,
+        "ROLE_NAME": "default", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
+    }  # fmt: skip
+    own = [{"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, **shared} for rank in range(ranks)]
+    return [{name: str(value) for name, value in one.items()} for one in own]
 
 
 # ------------------------------------------------------------------------------------------------ surroundings
 
 
 @contextlib.contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Silence the log of torch's agent unless LOGLEVEL is set: its 20-line banners hide the rank's own message."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    nowhere = logging.NullHandler()  # without any handler, Python would print warnings
-    propagate = logger.propagate
-    logger.addHandler(nowhere)
-    logger.propagate = "LOGLEVEL" in os.environ
-    try:
-        yield
-    finally:
-        logger.removeHandler(nowhere)
-        logger.propagate = propagate
-
-
-@contextlib.contextmanager
-def _environment(ranks: int) -> Iterator[None]:
+def environment_of_ranks(ranks: int) -> Iterator[None]:
     """Set the environment variables that the ranks inherit, and restore them afterwards."""
-    wanted = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks)),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # torch's handlers raise anywhere, even between the starts of two ranks
-    }
+    wanted = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks))}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

@@ -13,7 +13,7 @@ relied on.
     pytree.py          nested arguments
     loaders.py         workers of a DataLoader
     process_groups.py  torch.distributed's own registry of groups
-    pipelining.py, dtensor.py, elastic.py
+    pipelining.py, dtensor.py
                        parts of torch.distributed that take long to import; whoever uses them pays for it
 
 Names of operators, as `aten._softmax`, are not here: the dispatcher hands them out, and ops/ is about them.

@@ -1,1 +1,2 @@
-"""Dataset formats, one per file: `open_dataset(config, **options) -> Dataset`, and CASES.  options: data.options."""
+"""Dataset formats, one per file: `open_dataset(config, **options) -> Dataset`, and CASES; where it imports what takes
+long, also LOADS, their names.  options: data.options."""

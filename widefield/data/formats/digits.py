@@ -13,6 +13,9 @@ from torch import Tensor
 from widefield.config import DataConfig
 from widefield.data import Dataset
 
+LOADS = ("sklearn.datasets", "sklearn.model_selection")
+"""What `open_dataset` imports late, since it takes a second: local ranks are forked from a process that has it."""
+
 
 @dataclass(frozen=True)
 class Digits:

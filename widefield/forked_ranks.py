@@ -1,0 +1,92 @@
+"""The process that local ranks are forked from: `python -m widefield.forked_ranks FORMAT PIPE`, see launchers/_forking.py.
+
+It loads what a rank loads, waits for the order, forks, and reports how each rank ended.  Signals that stop a run are blocked in
+it from its first line on, so it lives as long as its ranks; a rank unblocks them once it has its own session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+
+import numpy
+
+from widefield.__main__ import entry, forget_the_folder
+from widefield.launchers.local import STOP_SIGNALS
+from widefield.naming import load_all, names_in
+
+LOADED = ("torch", "torch._dynamo", "torchvision", "widefield.run", "widefield.cli.train")
+"""The modules that a rank of any recipe needs."""
+ROOMS = ("widefield.launchers", "widefield.parallel.strategies")
+"""And all that these offer."""
+FORMATS = "widefield.data.formats"
+PR_SET_NAME = 15
+
+
+def main() -> bool:
+    """Fork the ranks and wait for them.  True in a rank, which has yet to run the command; False in the parent, at its end."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    data, reports = sys.argv[1], int(sys.argv[2])
+    forget_the_folder()
+    load(data)
+    line = sys.stdin.readline()
+    if not line:
+        return False  # the launcher has ended, or wants no ranks
+    order = json.loads(line)
+    gc.collect()
+    gc.freeze()  # else the ranks' collectors would write to, and so copy, every page that they share
+    ranks = {}
+    for rank, environment in enumerate(order["environments"]):
+        pid = os.fork()
+        if pid == 0:
+            os.close(reports)
+            _become_rank(rank, order["arguments"], environment)
+            return True
+        ranks[pid] = rank
+        _report(reports, rank=rank, pid=pid)
+    while ranks:
+        pid, status = os.waitpid(-1, 0)
+        if pid in ranks:
+            _report(reports, rank=ranks.pop(pid), code=os.waitstatus_to_exitcode(status))
+    return False
+
+
+def load(data: str) -> None:
+    """Import what a rank needs whose recipe has this data.name."""
+    for module in LOADED:
+        importlib.import_module(module)
+    for room in ROOMS:
+        load_all(room)
+    if data in names_in(FORMATS):
+        for module in getattr(importlib.import_module(f"{FORMATS}.{data}"), "LOADS", ()):
+            importlib.import_module(module)
+
+
+def _report(pipe: int, **report: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the launcher was killed
+        os.write(pipe, json.dumps(report).encode() + b"\n")
+
+
+def _become_rank(rank: int, arguments: list[str], environment: dict[str, str]) -> None:
+    """Make of this process, a moment after the fork, what Popen would have started, but for what is loaded."""
+    os.setsid()
+    os.environ.update(environment)
+    sys.argv = ["widefield", *arguments]
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    random.seed()  # else all ranks would draw the same
+    numpy.random.seed()
+    ctypes.CDLL(None).prctl(PR_SET_NAME, f"widefield-{rank}".encode(), 0, 0, 0)  # what ps and top call it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+if __name__ == "__main__" and main():
+    entry()
