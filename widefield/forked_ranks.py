@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import os
 import random
@@ -18,24 +17,20 @@ import sys
 
 import numpy
 
+from widefield import naming
 from widefield.__main__ import entry, forget_the_folder
 from widefield.launchers.local import STOP_SIGNALS
-from widefield.naming import load_all, names_in
 
-LOADED = ("torch", "torch._dynamo", "torchvision", "widefield.run", "widefield.cli.train")
-"""The modules that a rank of any recipe needs."""
-ROOMS = ("widefield.launchers", "widefield.parallel.strategies")
-"""And all that these offer."""
-FORMATS = "widefield.data.formats"
-PR_SET_NAME = 15
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 def main() -> bool:
     """Fork the ranks and wait for them.  True in a rank, which has yet to run the command; False in the parent, at its end."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the launcher: ranks watch their parent
     data, reports = sys.argv[1], int(sys.argv[2])
     forget_the_folder()
-    load(data)
+    load_all_of(data)
     line = sys.stdin.readline()
     if not line:
         return False  # the launcher has ended, or wants no ranks
@@ -58,15 +53,19 @@ def main() -> bool:
     return False
 
 
-def load(data: str) -> None:
+def load_all_of(data: str) -> None:
     """Import what a rank needs whose recipe has this data.name."""
-    for module in LOADED:
-        importlib.import_module(module)
-    for room in ROOMS:
-        load_all(room)
-    if data in names_in(FORMATS):
-        for module in getattr(importlib.import_module(f"{FORMATS}.{data}"), "LOADS", ()):
-            importlib.import_module(module)
+    import torch
+    import torchvision  # noqa: F401
+
+    import widefield.cli.train
+    import widefield.run  # noqa: F401
+
+    torch.compiler.disable(lambda: None)  # as the first optimizer does: imports torch's compiler, which takes a second
+    naming.load_all("widefield.launchers")
+    naming.load_all("widefield.parallel.strategies")
+    if data in naming.names_in("widefield.data.formats"):
+        getattr(naming.load("widefield.data.formats", data), "load_libraries", lambda: None)()
 
 
 def _report(pipe: int, **report: int) -> None:
@@ -84,8 +83,12 @@ def _become_rank(rank: int, arguments: list[str], environment: dict[str, str]) -
     os.close(nothing)
     random.seed()  # else all ranks would draw the same
     numpy.random.seed()
-    ctypes.CDLL(None).prctl(PR_SET_NAME, f"widefield-{rank}".encode(), 0, 0, 0)  # what ps and top call it
+    _prctl(PR_SET_NAME, f"widefield-{rank}".encode())  # what ps and top call it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__" and main():

@@ -213,7 +213,7 @@ FORKED = """
 import sys
 worker = sys.argv.pop(1)
 from widefield import forked_ranks
-forked_ranks.load = lambda data: None
+forked_ranks.load_all_of = lambda data: None
 if forked_ranks.main():
     exec(worker)
 """
@@ -503,6 +503,17 @@ class TestForked:
         assert launched.ends() == 137
         assert launched.said() == "widefield: rank 0 was killed by SIGKILL; the machine may be out of memory\n"
 
+    def test_a_killed_launcher_leaves_ranks_without_their_parent(self, launch):
+        body = "parent = os.getppid()\nready()\nwhile os.getppid() == parent: time.sleep(0.01)\nnote(f'left{rank}')"
+        launched = launch(body)
+        launched.until("ready0", "ready1")
+        launched.process.kill()
+        assert launched.ends() == -signal.SIGKILL
+        deadline = time.monotonic() + 10
+        while launched.left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (launched.folder / "left0").exists() and (launched.folder / "left1").exists()
+
     def test_it_does_not_hear_what_stops_a_run(self, launch):
         launched = launch("on([TERM], save)\nnote(f'parent{rank}', os.getppid())\nready()\nwhile True: time.sleep(0.1)")
         launched.until("ready0", "ready1")
@@ -528,7 +539,7 @@ def test_ranks_are_not_forked_beside_a_gpu(monkeypatch, tmp_path):
 
 def test_loading_before_a_fork_starts_no_thread():
     program = (
-        "import threading, os; from widefield.forked_ranks import load; load('digits')\n"
+        "import threading, os; from widefield.forked_ranks import load_all_of; load_all_of('digits')\n"
         "print(threading.active_count(), len(os.listdir('/proc/self/task')))"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,2 +1,4 @@
-"""Dataset formats, one per file: `open_dataset(config, **options) -> Dataset`, and CASES; where it imports what takes
-long, also LOADS, their names.  options: data.options."""
+"""Dataset formats, one per file: `open_dataset(config, **options) -> Dataset`, and CASES.  options: data.options.
+
+A file whose imports take long has `load_libraries()` too: ranks are forked from a process that has called it.
+"""

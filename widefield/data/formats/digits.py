@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,6 @@ from torch import Tensor
 
 from widefield.config import DataConfig
 from widefield.data import Dataset
-
-LOADS = ("sklearn.datasets", "sklearn.model_selection")
-"""What `open_dataset` imports late, since it takes a second: local ranks are forked from a process that has it."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,7 @@ def open_dataset(config: DataConfig) -> Dataset:
     """The digits.  ValueError: data.path or data.hold_out is set; the images and the split are fixed."""
     if config.path is not None or config.hold_out is not None:
         raise ValueError("data.name=digits is built in, with a fixed split; leave data.path and data.hold_out out")
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
+    load_digits, train_test_split = load_libraries()
     digits = load_digits()
     pixels = torch.from_numpy((digits.images * 255 / 16).round()).to(torch.uint8).unsqueeze(1)  # scans have 17 grey levels
     train, held_out = train_test_split(range(len(pixels)), test_size=360, random_state=0, stratify=digits.target)
@@ -58,6 +54,14 @@ def open_dataset(config: DataConfig) -> Dataset:
         std=[0.376],
         in_memory=True,
     )
+
+
+def load_libraries() -> tuple[Callable, Callable]:
+    """What the digits take from scikit-learn, which is imported late, as it takes a second."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    return load_digits, train_test_split
 
 
 CASES = [({}, 1437, 360, 10)]
