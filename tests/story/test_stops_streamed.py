@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
+import time
 from pathlib import Path
 
+import torch
 from command import RECIPES, fingerprint, losses
 
 from widefield.comm.mesh import World
 from widefield.config import read_config
 from widefield.run import train
-from widefield.training import abandon
+from widefield.streaming import progress
+from widefield.streaming.runner import Runner
+from widefield.training import abandon, heartbeat
 from widefield.training.loop import Learner
 
 STREAMED = str(RECIPES / "page_streamed.yaml")
@@ -33,6 +38,25 @@ def test_a_streamed_step_is_given_up_between_tiles(tmp_path, monkeypatch):
     assert train_to(tmp_path / "cut") == train_to(tmp_path / "whole") == ("complete", 4)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert fingerprint(tmp_path / "cut", ranks=1) == fingerprint(tmp_path / "whole", ranks=1)
+
+
+def test_a_long_streamed_step_says_its_tile(tmp_path, monkeypatch, capfd):
+    real = Runner._steps
+
+    def slow(self, *arguments) -> None:
+        time.sleep(0.4 * (len(waited) in (4, 20)))  # one forward tile and one backward tile
+        waited.append(torch.is_grad_enabled())
+        real(self, *arguments)
+
+    waited: list[bool] = []
+    monkeypatch.setattr(heartbeat, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(Runner, "_steps", slow)
+    train(read_config(STREAMED, [*PAGES, "schedule.length=2step", "schedule.warmup=1step"]), tmp_path / "run", World())
+    said = capfd.readouterr().out
+    assert progress.in_words() is None
+    for tile in (4, 20):
+        direction = "backward" if waited[tile] else "forward"
+        assert re.search(rf"step \d of 2: {direction}, segment \d of \d, tile \d of 6, for 0 s\n", said), said
 
 
 class _Signalling:

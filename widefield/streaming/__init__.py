@@ -7,6 +7,7 @@
     fallbacks.py         which operations run on the whole image all the same
     sampling.py          a few tiles of a segment that represent all of them
     runner.py            runs a schedule forward and backward; fusion.py: compiles several operations of a tile into one
+    progress.py          at which tile a stream is, for a long step to say
     spatial.py           tiles in time within a tile in space
     regions.py           tensors and the boxes of the whole that they cover
     saved_tensors.py     what autograd saves for an operation

@@ -192,7 +192,7 @@ def _tile_text(program: TileSchedule, tiles: tuple[int, ...]) -> str:
 
 
 def _kept_text(program: TileSchedule, place: str, found: Estimate, room: int) -> str:
-    count = sum(len(stage.segments) for stage in program.stages)
+    count = len(program.segments)
     if not found.together:
         return "nothing kept between segments"
     where = {"device": "on the device", "host": "in the host's memory", "file": "in a file"}[place]

@@ -154,7 +154,7 @@ class Estimator:
     def cost(self, program: TileSchedule) -> float:
         """The time of a step, as in `Estimate`."""
         once = sum(self._passes(unit) * self._whole(unit) for stage in program.stages for unit in stage.once)
-        return once + sum(self._time(segment) for stage in program.stages for segment in stage.segments)
+        return once + sum(map(self._time, program.segments))
 
     def together(self, program: TileSchedule) -> int:
         """The bytes of kept values and their gradients, as in `Estimate`."""
@@ -162,7 +162,7 @@ class Estimator:
         return max(a + b for a, b in zip(liveness.kept, liveness.grads, strict=True)) // self.setting.ranks
 
     def _ideal(self, program: TileSchedule) -> float:
-        segments = [segment for stage in program.stages for segment in stage.segments]
+        segments = program.segments
         units = dict.fromkeys(unit for segment in segments for unit in (*segment.units, *segment.parts))
         once = [unit for stage in program.stages for unit in stage.once]
         return sum(self._passes(unit, is_ideal=True) * self._whole(unit) for unit in (*units, *once))

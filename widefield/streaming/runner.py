@@ -16,6 +16,7 @@ from torch import Tensor
 from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of
 from widefield.streaming.fusion import CompiledRegions, FusedOps, runs_of
+from widefield.streaming.progress import counted
 from widefield.streaming.regions import Env, Region, all_of, arguments, crop, detached_unless_wanted, leaf_window, merged
 from widefield.streaming.schedule import FusedRegion, Stage, StreamedTile, TileSchedule
 from widefield.streaming.spatial import SpatialStream
@@ -90,7 +91,7 @@ class Runner:
     @property
     def read_again(self) -> list[Value]:
         """The results that the backward reads."""
-        sources = {value for stage in self.program.stages for segment in stage.segments for value in segment.sources}
+        sources = {value for segment in self.program.segments for value in segment.sources}
         sources |= {value for stage in self.program.stages for unit in stage.once for value in unit.reads}
         return [value for value in self.program.graph.results if value in sources]
 
@@ -129,7 +130,7 @@ class Runner:
         sources = self._sources(segment)
         parts: dict[TracedOp, list[Tensor]] = {unit: [] for unit in segment.parts}
         self.stores.update({value: self._new(value) for value in segment.kept})
-        for tile in self.spatial.local(segment.tiles):
+        for tile in counted(self.spatial.local(segment.tiles), "forward", segment, self.program.segments):
             env: Env = {value: (sources[value].read(box), box) for value, box in tile.sources.items()}
             self._steps(tile, env, self.small)
             for value, box in tile.kept.items():
@@ -268,7 +269,7 @@ class Runner:
         known = {unit: self.spatial.own_parts(unit, segment.tiles, self.parts[unit]) for unit in segment.parts}
         count = dict.fromkeys(segment.parts, 0)
         with torch.enable_grad():
-            for tile in self.spatial.local(segment.tiles):
+            for tile in counted(self.spatial.local(segment.tiles), "backward", segment, self.program.segments):
                 env: Env = {v: (leaf_window(v, sources[v].read(box)), box) for v, box in tile.sources.items()}
                 leaves = {value: tensor for value, (tensor, _) in env.items() if tensor.requires_grad}
                 self._steps(tile, env, small)
@@ -291,10 +292,8 @@ class Runner:
                     torch.autograd.backward(outs, grads)
                 for value, leaf in leaves.items():
                     if leaf.grad is not None:
-                        into = around.get(value)
-                        self._add(value, leaf.grad, tile.sources[value]) if into is None else into.add(
-                            tile.sources[value], leaf.grad
-                        )
+                        into, box = around.get(value), tile.sources[value]
+                        self._add(value, leaf.grad, box) if into is None else into.add(box, leaf.grad)
         self._add_halo_gradients(segment, around)
         self._flush(segment)
 

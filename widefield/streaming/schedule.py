@@ -115,6 +115,10 @@ class TileSchedule:
     def kept_bytes(self) -> int:
         return sum(value.bytes for value in self.kept)
 
+    @cached_property
+    def segments(self) -> list[FusedRegion]:
+        return [segment for stage in self.stages for segment in stage.segments]
+
 
 def program_of(graph: Graph, units: TracedOps, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> TileSchedule:
     """Build the schedule of the units.
