@@ -158,6 +158,37 @@ def test_nnunets_folder_gives_channels_and_classes(tmp_path):
     assert np.array_equal(labels, np.where(LABELS == 2, 255, LABELS))
 
 
+SPLITS = [{"train": ["case_0", "case_1"], "val": ["case_2"]}, {"train": ["case_2", "case_3"], "val": ["case_0", "case_1"]}]
+
+
+@pytest.mark.parametrize(("fold", "train", "val"), [(0, "01", "2"), (1, "23", "01")])
+def test_nnunets_splits_are_the_folds(tmp_path, fold, train, val):
+    place = nnunet(tmp_path, {"background": 0, "cell": 1})
+    (place / "splits_final.json").write_text(json.dumps(SPLITS))
+    dataset = opened(place, fold=fold)
+    named = [[split.name_of(index) for index in range(len(split))] for split in (dataset.train, dataset.evaluate)]
+    assert ["".join(name.rpartition("case_")[2][0] for name in names) for names in named] == [train, val]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "told"),
+    [
+        (json.dumps(SPLITS), {}, "has 2 folds, counted from 0, and data.fold is not set"),
+        (json.dumps(SPLITS), {"fold": 2}, "has 2 folds, counted from 0, and data.fold is 2"),
+        (json.dumps(SPLITS), {"fold": 0, "hold_out": 0.2}, "has a split, so leave data.hold_out=0.2 out"),
+        (json.dumps([{"train": ["case_9"], "val": ["case_0"]}]), {"fold": 0}, "names the case 'case_9'"),
+        (json.dumps([{"train": ["case_0"], "val": ["case_0"]}]), {"fold": 0}, "'case_0' on both sides of fold 0"),
+        (json.dumps([{"train": [], "val": ["case_0"]}]), {"fold": 0}, "0 samples to train on and 1 to evaluate"),
+        ('{"train": []}', {"fold": 0}, "cannot be read"),
+        ("[", {"fold": 0}, "cannot be read"),
+    ],
+)
+def test_nnunets_splits_that_do_not_fit_are_refused(tmp_path, text, options, told):
+    place = nnunet(tmp_path, {"background": 0, "cell": 1})
+    (place / "splits_final.json").write_text(text)
+    assert told in refusal(place, **options)
+
+
 def test_nnunets_regions_are_layers(tmp_path):
     dataset = opened(nnunet(tmp_path, {"background": 0, "whole": [1, 2], "core": 2}), hold_out=0.25)
     assert (dataset.labels, dataset.classes) == ("layers", ["whole", "core"])

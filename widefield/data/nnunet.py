@@ -1,9 +1,12 @@
-"""nnU-Net's raw folder with 2-D files: imagesTr/CASE_0000.png, a file per channel, labelsTr/CASE.png, dataset.json."""
+"""nnU-Net's raw folder with 2-D files: imagesTr/CASE_0000.png, a file per channel, labelsTr/CASE.png, dataset.json.
+
+A splits_final.json beside these, as nnU-Net writes it with its preprocessed data, has the folds.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from widefield.data.mask_layouts import Pair
 from widefield.data.masks import SUFFIXES as OF_MASKS
 from widefield.data.masks import Coding, Mask, Regions
 from widefield.data.records import Target
+
+SPLITS = "splits_final.json"
 
 
 def is_nnunet(folder: Path) -> bool:
@@ -40,6 +45,34 @@ def nnunet_pairs(folder: Path) -> tuple[list[Pair], Labels, Callable[[Pair], Tar
         coding = Coding(tuple(names), number_of, frozenset() if ignored is None else frozenset({ignored}))
         return pairs, "pixels", partial(_mask, coding), names
     return pairs, "layers", *_regions(labels, ignored, folder)
+
+
+def sides_of_cases(folder: Path, cases: Sequence[str], fold: int | None) -> dict[str, str] | None:
+    """The side, train or val, of each case in a fold of splits_final.json; without a word for a case that is in neither.
+
+    None: there is no such file.  ValueError: it cannot be read, has no such fold, or names other cases.
+    """
+    path = folder / SPLITS
+    if not path.exists():
+        return None
+    try:
+        folds = [{side: [str(case) for case in one[side]] for side in ("train", "val")} for one in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f'{path} cannot be read ({error!r}); it is a list with an entry per fold, {{"train": [cases], "val": [cases]}}'
+        ) from None
+    if fold is None or fold >= len(folds):
+        got = "is not set" if fold is None else f"is {fold}"
+        raise ValueError(
+            f"{path} has {len(folds)} folds, counted from 0, and data.fold {got}; set data.fold to the one to evaluate, or "
+            "remove the file"
+        )
+    sides = {case: side for side in ("train", "val") for case in folds[fold][side]}
+    if odd := [case for case in sides if case not in set(cases)]:
+        raise ValueError(f"{path} names the case '{odd[0]}', and imagesTr/ has none of that name; mend the file")
+    if both := set(folds[fold]["train"]) & set(folds[fold]["val"]):
+        raise ValueError(f"{path} has the case '{min(both)}' on both sides of fold {fold}; mend the file")
+    return sides
 
 
 def _read(path: Path) -> dict[str, Any]:

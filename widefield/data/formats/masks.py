@@ -3,7 +3,7 @@
 data/images  data/masks          and data.hold_out or data.fold; also labels/ or annotations/ in place of masks/
 data/train/images  data/train/masks  data/val/images  data/val/masks          or images/train, masks/train ...
 data/masks/CLASS                 one folder per class, for pixels with any number of classes
-data/imagesTr  data/labelsTr  data/dataset.json                               of nnU-Net, with 2-D files
+data/imagesTr  data/labelsTr  data/dataset.json                               of nnU-Net, with 2-D files; splits_final.json too
 table.csv                        with the columns image and mask, or several columns of masks, one per class
 """
 
@@ -21,7 +21,7 @@ from widefield.data.image import size_of
 from widefield.data.mask_classes import coding_of
 from widefield.data.mask_layouts import Folders, Pair, classes_of_folders, find_folders, pair, pair_layers
 from widefield.data.masks import LOSSY, Coding, Layers, Mask, mask_size
-from widefield.data.nnunet import is_nnunet, nnunet_pairs
+from widefield.data.nnunet import is_nnunet, nnunet_pairs, sides_of_cases
 from widefield.data.records import FileRecord, Target, dataset_of_records
 from widefield.data.splits import Item, group_in
 from widefield.data.table_records import check_images, columns_of, record_of_row
@@ -69,7 +69,12 @@ def open_dataset(
 
 def _of_nnunet(config: DataConfig, folder: Path, group: str | None, **kind: Any) -> Dataset:
     pairs, labels, make, names = nnunet_pairs(folder)
-    records = _checked([_record(one, make(one), group) for one in pairs], pairs)
+    sides = sides_of_cases(folder, [one.name for one in pairs], config.fold)
+    if sides is not None:
+        pairs, config = [one for one in pairs if one.name in sides], config.model_copy(update={"fold": None})
+    items = [Item(one.name, group=group_in(one.name, group), split=sides and sides[one.name]) for one in pairs]
+    records = [FileRecord(one.images, make(one), item) for one, item in zip(pairs, items, strict=True)]
+    records = _checked(records, pairs)
     return dataset_of_records(records, config, source=str(folder), classes=names, labels=labels, **kind)
 
 
