@@ -44,12 +44,17 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    left_out = [item for item in of_gpu if item.get_closest_marker("long") or item.get_closest_marker("cpu")]
+    left_out = [item for item in of_gpu if _stays_on_the_cpu(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in of_gpu:
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def _stays_on_the_cpu(item: pytest.Item) -> bool:
+    long = item.get_closest_marker("long")
+    return (long is not None and not long.kwargs.get("on_gpu")) or item.get_closest_marker("cpu") is not None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

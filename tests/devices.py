@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_gpu_too = pytest.mark.parametrize("device", DEVICES, indirect=True)
-"""A mark for a test; its cases that are marked `long` or `cpu` stay on the CPU."""
+"""A mark for a test; its cases that are marked `cpu`, or `long` without `on_gpu`, stay on the CPU."""
 
 on_gpu_alone = pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
 """A mark for a test of what there is on a GPU alone."""

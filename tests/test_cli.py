@@ -220,6 +220,7 @@ def test_a_meeting_place_that_cannot_be_resolved_is_an_error_not_a_world_of_one(
     assert before == {number: signal.getsignal(number) for number in before}
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_same_command(tmp_path):
     """Under torchrun the command sees its place and starts nothing itself."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "widefield"]
@@ -241,6 +242,7 @@ def test_runs_get_fresh_numbered_folders(tmp_path):
 # ---------------------------------------------------------------------------------------------- verify
 
 
+@pytest.mark.long
 def test_verify_says_that_a_model_is_exact():
     lines = run("verify", "timm/resnet18", "--image", "3x97x101", "--space", "2x1").splitlines()
     assert lines[-1] == "exact"
@@ -256,12 +258,14 @@ def test_verify_says_which_layers_differ_and_ends_with_status_1(tmp_path):
     assert told.rstrip().endswith("NOT EXACT")
 
 
+@pytest.mark.long
 def test_verify_says_why_a_model_is_refused_and_ends_with_status_2(tmp_path):
     (tmp_path / "refused.py").write_text(REFUSED)
     told = run("verify", "refused:build", "--image", "3x20x12", status=2, cwd=tmp_path)
     assert told.startswith("refused: ") and "svd" in told and "Traceback" not in told
 
 
+@pytest.mark.long
 def test_verify_hands_options_to_the_model_and_can_leave_the_backward_out():
     told = run("verify", "unet", "--image", "1x21x18", "--space", "2", "--batch", "1", "--eval", "widths=[4,6]", "norm=group")
     assert told.splitlines()[-1] == "exact" and "gradient" not in told

@@ -286,6 +286,7 @@ print(*(strategy.__name__ for strategy in _strategies(own)))
 """
 
 
+@pytest.mark.long
 def test_the_example_of_a_strategy_gives_one_devices_gradient():
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
     whole = _net()

@@ -617,6 +617,7 @@ print(f"weights {net[1].weight.sum().item():.9f}")
 """
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_script_under_torchrun_may_train_and_evaluate_and_train_on(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -170,6 +170,7 @@ def test_a_recipe_of_other_images_is_not_taken_for_a_folder_and_ranks_do_not_wri
     assert "which is there and is for other; write another one: widefield init photos/ --output" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_folder_without_a_recipe_trains_and_resumes_its_own_recipe(tmp_path):
     photos(tmp_path / "photos")

@@ -263,6 +263,7 @@ def trained(mesh, recipe: Path, folder: Path, *settings: str) -> None:
     wf.train(recipe, *settings, run=folder)
 
 
+@pytest.mark.long
 def test_the_command_finds_the_file_from_anywhere_on_ranks_too(recipe, tmp_path):
     """As it is installed: Python looks neither in the folder that one stands in nor beside the recipe."""
     here = tmp_path / "here"

@@ -316,6 +316,7 @@ def test_ruff_finds_nothing(arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_the_doors_are_typed():
     done = tool("mypy")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -146,6 +146,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.long
 def test_a_rank_whose_peers_never_come_says_so():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

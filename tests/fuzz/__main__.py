@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=10**9, help="end after so many")
     parser.add_argument("--gloo", type=float, default=0.02, help="the share of programs whose ranks are processes over gloo")
     parser.add_argument("--refusals", type=int, default=10, help="how many of the commonest refusals to show")
-    parser.add_argument("--findings", action="store_true", help="run what was found before, in place of what is drawn")
+    parser.add_argument("--findings", action="store_true", help="run what was found before: all, or --programs from --seed on")
     parser.add_argument("--whole", action="store_true", help="print findings as they were drawn")
     options = parser.parse_args()
     faulthandler.enable()
@@ -43,7 +43,7 @@ def main() -> int:
     with installed(), contextlib.suppress(KeyboardInterrupt):  # which still tells what was found until then
         threads, until = Threads(Processes()), time.monotonic() + 60 * options.minutes
         if options.findings:
-            _run_findings(threads, counts)
+            _run_findings(threads, counts, options)
         for seed in () if options.findings else range(options.seed, options.seed + options.programs):
             if time.monotonic() > until:
                 break
@@ -55,8 +55,9 @@ def main() -> int:
     return 1 if counts.found else 0
 
 
-def _run_findings(threads: Threads, counts: Counts) -> None:
-    for number, (program, layout) in enumerate(FINDINGS):
+def _run_findings(threads: Threads, counts: Counts, options: argparse.Namespace) -> None:
+    part = FINDINGS[options.seed : options.seed + options.programs]
+    for number, (program, layout) in enumerate(part, options.seed):
         verdict = again(threads, finished(program)[0], layout)
         counts.add(verdict)
         if verdict is not None:

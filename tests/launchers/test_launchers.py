@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from marks import few
 
 from widefield.comm import mesh
 from widefield.launchers import _forking, build_mesh, local, mpi, slurm, torchrun, world_from
@@ -301,7 +302,7 @@ class Launched:
         return found
 
 
-@pytest.fixture(params=["started", "forked"])
+@pytest.fixture(params=few(["started", "forked"], "forked"))
 def launch(tmp_path, request):
     started = []
 

@@ -11,6 +11,7 @@ import devices
 import pytest
 import torch
 from devices import on_gpu_too
+from marks import LONG_ON_CPU
 from ranks import on_ranks
 
 from widefield import ops
@@ -37,6 +38,15 @@ What is plain and meets an image later, as a branch that sees no pixel does, has
 """
 NOT_REFUSED = "not refused"
 GRIDS = [(2,), (3,), (2, 2), (4,)]
+LONG = {
+    (2,): (
+        "attention", "cross_entropy", "indexing", "joins", "layer_norm", "losses", "normalization", "pooling", "products",
+        "random", "resize", "sampling", "slices",
+    ),
+}  # fmt: skip
+"""Of the tiles that `make test` cuts most families into, the others, which have the most to run."""
+SHORT = {(3,): ("convolution", "patches", "reductions")}
+"""Of tiles that it cuts few families into, which: these read beyond a tile, write beyond it and add up over all."""
 FEWER = {(3,): ("uneven", "last tile empty"), (4,): ("uneven", "last tile empty")}
 """Of more tiles along one dim, the ways that show what two do not: tiles between others, and halos from beyond the next."""
 
@@ -45,13 +55,18 @@ def cases_of(family: str) -> list[RuleCase]:
     return importlib.import_module(f"{ops.__name__}.{family}").CASES
 
 
+def marks_of(family: str, grid: tuple[int, ...]) -> list[pytest.MarkDecorator]:
+    if grid in LONG:
+        return [LONG_ON_CPU] * (family in LONG[grid])
+    return [pytest.mark.cpu, *[pytest.mark.long] * (family not in SHORT.get(grid, ()))]
+
+
 @on_gpu_too
 @pytest.mark.parametrize(
-    "grid",
-    [(2,), pytest.param((3,), marks=pytest.mark.cpu), *(pytest.param(grid, marks=pytest.mark.long) for grid in GRIDS[2:])],
+    ("family", "grid"),
+    [pytest.param(family, grid, marks=marks_of(family, grid)) for family in FAMILIES for grid in GRIDS],
     ids=str,
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_tiles_together_equal_the_whole(family, grid):
     ranks = torch.Size(grid).numel()
     problems = on_ranks(ranks, _problems_of, family, plan=Plan(space=list(grid)), timeout_seconds=600)

@@ -73,6 +73,7 @@ def unet(mesh):
     return both_ways(mesh, build(config, in_channels=3, num_classes=4).double(), (1, 3, 43, 24))
 
 
+@pytest.mark.long
 def test_a_compiled_unet_sends_no_more_pixels_than_an_uncompiled_one():
     for uncompiled, compiled in on_ranks(2, unet, plan=Plan(space=[2, 1]), timeout_seconds=300):
         assert 0 < compiled <= uncompiled

@@ -158,6 +158,7 @@ def compiled(mesh):
     check_gradients(mesh, model, alone)
 
 
+@pytest.mark.long
 def test_a_compiled_model_gives_the_same_gradients():
     on_ranks(2, compiled, plan=sharding(3, units=["1"]))
 

@@ -121,15 +121,25 @@ def nets_of(mix: str) -> list[str]:
 
 
 def first_net(mix: str) -> str:
-    """Each plan's net in `make test`: the nets in turns."""
+    """Each plan's net that is no sweep: the nets in turns."""
     nets = nets_of(mix)
     return nets[list(PLANS).index(mix) % len(nets)]
+
+
+SHORT = ("replicate", "zero1", "zero2", "zero3", "space", "channel of 4", "stage of 3",
+         "replicate x space", "replicate x stage")  # fmt: skip
+"""The plans of which `make test` runs one net."""
 
 
 @on_gpu_too
 @pytest.mark.parametrize(
     ("mix", "name"),
-    few([(mix, name) for mix in PLANS for name in nets_of(mix)], *((mix, first_net(mix)) for mix in PLANS), is_sweep=True),
+    few(
+        [(mix, name) for mix in PLANS for name in nets_of(mix)],
+        *((mix, first_net(mix)) for mix in SHORT),
+        then=[(mix, first_net(mix)) for mix in PLANS],
+        is_sweep=True,
+    ),
 )
 def test_three_steps_equal_one_devices(mix, name):
     plan = spatial(PLANS[mix], name)
@@ -138,6 +148,7 @@ def test_three_steps_equal_one_devices(mix, name):
     assert {row.kind for row in verdict.rows} >= {"loss", "gradient", "weight", "output"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mix", "name"),
     few(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import few
 from ranks import close_all, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -218,7 +219,7 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("plan", few(PLANS, PLANS[0], PLANS[3]), ids=str)
 def test_copies_give_one_devices_numbers(plan):
     wrong = on_ranks(plan.ranks, every_net, sorted(NETS), plan=plan)[0]
     assert not wrong, "\n\n".join(wrong)
@@ -260,7 +261,7 @@ def compiled(mesh, way: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("way", ["before", "after", "a wrapper"])
+@pytest.mark.parametrize("way", few(["before", "after", "a wrapper"], "before", "after"))
 def test_compiled_copies_draw_and_mix_as_one_device_does(way):
     wrong = on_ranks(2, compiled, way, plan=Plan(replicate=2))[0]
     assert not wrong, "\n\n".join(wrong)

@@ -261,6 +261,7 @@ def compiled(mesh, backend):
     close(averaged(mesh, model), gradients(alone))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", few(["aot_eager", "inductor"], "aot_eager", is_sweep=True))
 def test_a_compiled_model_is_one_graph_and_exact(backend):
     on_ranks(2, compiled, backend, plan=Plan(space=[2, 1]), timeout_seconds=400)

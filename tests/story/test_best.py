@@ -12,6 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 from command import DIGITS, fingerprint, forget_after, record
+from marks import few
 from photos import photo_folder
 from ranks import on_ranks
 
@@ -116,7 +117,10 @@ def sharded(mesh, folder: Path, settings: list[str]) -> tuple:
     return outcome.reason, outcome.step
 
 
-@pytest.mark.parametrize("plan", [["mesh.replicate=2"], ["mesh.replicate=1", "mesh.shard=2", "sharding.zero=3"]])
+COPIES, PARTS = ["mesh.replicate=2"], ["mesh.replicate=1", "mesh.shard=2", "sharding.zero=3"]
+
+
+@pytest.mark.parametrize("plan", few([COPIES, PARTS], COPIES))
 def test_ranks_end_early_together_and_one_of_them_writes_the_best(plan, tmp_path):
     settings = [*SHORT, *STUCK, *plan, "ema.decay=0.5", "precision=float64"]
     assert on_ranks(2, sharded, tmp_path / "run", settings) == [("complete", 6)] * 2

@@ -106,11 +106,13 @@ def kind_of(name: str) -> str:
     )
 
 
+@pytest.mark.long
 def test_all_that_a_run_writes_is_refused_in_turn(refused):
     kinds = {kind_of(run["at"]) for run in refused}
     assert kinds == {"needed", "checkpoint", "weights", *SPARED.values()} and len(refused) > 15
 
 
+@pytest.mark.long
 def test_what_a_run_can_do_without_is_warned_of_once_and_ends_nothing(refused):
     for run in refused:
         told = kind_of(run["at"])
@@ -124,6 +126,7 @@ def test_what_a_run_can_do_without_is_warned_of_once_and_ends_nothing(refused):
         assert (folder / "weights.safetensors").is_file() and not list(folder.rglob("*.part"))
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_is_refused_is_a_warning_and_the_next_one_is_written(refused):
     runs = [run for run in refused if kind_of(run["at"]) == "checkpoint"]
     assert len(runs) >= 4
@@ -132,6 +135,7 @@ def test_a_checkpoint_that_is_refused_is_a_warning_and_the_next_one_is_written(r
         assert [one.name for one in (Path(run["folder"]) / "checkpoints").iterdir()] == ["step_00000004"]
 
 
+@pytest.mark.long
 def test_what_a_run_cannot_begin_without_refuses_it_in_words(refused):
     runs = [run for run in refused if kind_of(run["at"]) == "needed"]
     assert len(runs) >= 6
@@ -142,6 +146,7 @@ def test_what_a_run_cannot_begin_without_refuses_it_in_words(refused):
         assert "bytes are free in" in words or run["at"] == "checkpoints"
 
 
+@pytest.mark.long
 def test_weights_that_are_refused_end_the_run_in_words(refused):
     (run,) = [run for run in refused if kind_of(run["at"]) == "weights"]
     kind, words = run["end"]

@@ -100,6 +100,7 @@ def build(in_channels, num_classes):
 """
 
 
+@pytest.mark.long
 def test_the_launcher_blames_the_rank_that_failed(tmp_path):
     (tmp_path / "raises.py").write_text(RAISES)
     settings = ["model.name=raises:build", "model.options={}", "mesh.replicate=2"]

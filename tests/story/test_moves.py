@@ -89,7 +89,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return to_json(state)[1]
 
 
-FIRST = ("one", "zero3"), ("zero3", "channel"), ("channel", "stage"), ("stage", "space"), ("space", "one")
+FIRST = ("one", "zero3"), ("channel", "stage")
 
 
 @pytest.mark.parametrize(("writer", "reader"), few(PAIRS, *FIRST), ids=[f"{writer} to {reader}" for writer, reader in PAIRS])

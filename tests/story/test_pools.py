@@ -50,7 +50,9 @@ SETTINGS = {
 
 
 @on_gpu_too
-@pytest.mark.parametrize("name", few(SETTINGS, "plain", "powersgd", "bfloat16 in channels last", "dropout on three ranks"))
+@pytest.mark.parametrize(
+    "name", few(SETTINGS, "plain", "powersgd", then=["bfloat16 in channels last", "dropout on three ranks"])
+)
 def test_a_resumed_run_equals_one_that_was_not_stopped(name, tmp_path):
     ranks, settings = SETTINGS[name]
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -28,6 +28,7 @@ def runs(tmp_path_factory) -> dict[int, Path]:
     return folders
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_change_no_loss_and_no_count(runs, ranks):
     one, several = runs[1], runs[ranks]
@@ -63,6 +64,7 @@ def test_accumulation_and_mixing_change_no_loss_with_ranks(tmp_path):
     assert max(abs(a - b) for a, b in pairs) < 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", few([1, 2], 2))
 def test_evaluation_counts_are_equal_on_any_number_of_ranks(runs, ranks):
     sentence = run("evaluate", runs[3], f"mesh.replicate={ranks}", "data.evaluate_batch_size=37").splitlines()[-1]
@@ -87,6 +89,7 @@ def test_killed_runs_end_as_if_nothing_had_happened(tmp_path):
     assert fingerprint(whole, ranks=2) == fingerprint(cut, ranks=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "status"), few([(signal.SIGINT, 130), (signal.SIGTERM, 143)], (signal.SIGTERM, 143)))
 def test_a_signal_saves_and_leaves_nothing_behind(tmp_path, number, status):
     folder, shared = tmp_path / "run", set(os.listdir("/dev/shm"))

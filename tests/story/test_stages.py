@@ -57,7 +57,7 @@ def pages(tmp_path_factory) -> Path:
     return alone(tmp_path_factory.mktemp("pages") / "run")
 
 
-@pytest.mark.parametrize("layout", few(["stages", "memory", "copies", "tiles", "one tile"], "stages", "one tile"))
+@pytest.mark.parametrize("layout", few(["stages", "memory", "copies", "tiles", "one tile"], "stages"))
 def test_stages_train_average_clip_and_count_as_one_rank(pages, tmp_path, layout):
     assert_same(laid_out(tmp_path / "run", layout), pages)
 
@@ -78,10 +78,12 @@ def test_what_stages_cannot_do_is_refused_on_every_rank(tmp_path, setting, words
     assert all(words in text for text in on_ranks(2, refused, tmp_path / "run", given))
 
 
+@pytest.mark.long
 def test_micro_batches_train_as_one_rank(tmp_path):
     assert_same(laid_out(tmp_path / "run", "micro-batches"), alone(tmp_path / "alone", GROUPS))
 
 
+@pytest.mark.long
 def test_a_run_in_stages_goes_on_on_one_rank_and_the_other_way(pages, tmp_path):
     run = laid_out(tmp_path / "run", "stages")
     forget_after(run, 2)

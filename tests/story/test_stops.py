@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import DIGITS, fingerprint, losses, record
+from marks import few
 from ranks import RankFailed, on_ranks
 
 import widefield as wf
@@ -42,7 +43,7 @@ def stopped(mesh, folder: Path, settings: list[str], at: int) -> list:
     return [outcome.reason, outcome.step, passes[0]]
 
 
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("at", few([0, 2], 2))
 def test_a_long_step_is_given_up_and_the_resumed_run_equals_one_that_was_not_stopped(at, tmp_path, capfd):
     assert stopped(None, tmp_path / "cut", SETTINGS, at) == ["interrupted", at, 2]
     assert (
@@ -59,6 +60,7 @@ def trained(mesh, folder: Path, settings: list[str]) -> str:
     return train(read_config(DIGITS, settings), folder, mesh.world).reason
 
 
+@pytest.mark.long
 def test_ranks_give_up_a_long_step_between_the_same_passes(tmp_path):
     settings = [*SETTINGS, "mesh.replicate=2"]
     assert on_ranks(2, stopped, tmp_path / "cut", settings, 2) == [["interrupted", 2, 2]] * 2

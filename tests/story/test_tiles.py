@@ -61,11 +61,12 @@ def test_the_pages_tell_classes_apart(whole):
     assert sum(sum(column) > 0 for column in zip(*counts, strict=True)) >= 3
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, "rows", "copies of rows"))
+@pytest.mark.parametrize("name", few(LAYOUTS, "rows"))
 def test_tiles_train_and_count_as_one_rank(whole, tmp_path, name):
     assert_same(trained(tmp_path / "run", *LAYOUTS[name], ranks=2 if name == "rows" else 4), whole)
 
 
+@pytest.mark.long
 def test_a_run_on_tiles_says_how_images_are_cut(cut):
     reasons = record(cut, "start")[0]["reasons"]
     assert "images of 96 x 80 px are cut at row 48: tiles of 48 x 80 px" in reasons
@@ -75,6 +76,7 @@ def test_a_run_on_tiles_says_how_images_are_cut(cut):
 # ---------------------------------------------------------------------------------------------- resumed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"), few([("rows", "rows"), ("rows", "one rank"), ("one rank", "rows")], ("rows", "one rank"))
 )
@@ -97,6 +99,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped_also_under_another_plan(w
 ALTOGETHER = ["ema.decay=0.9", "gradient.accumulate=2", "optimizer.clip_norm=0.5"]
 
 
+@pytest.mark.long
 def test_an_average_clipping_and_accumulation_change_nothing(tmp_path):
     one = trained(tmp_path / "one", *ALTOGETHER)
     assert_same(trained(tmp_path / "cut", *ALTOGETHER, *LAYOUTS["rows"], ranks=2), one)
@@ -111,6 +114,7 @@ def test_a_compiled_model_trains_on_tiles_as_one_that_is_not(tmp_path):
     assert_same(trained(tmp_path / "cut", *small, *compiled, ranks=2, timeout_seconds=400), one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_norm", few(["averaged", "broadcast"], "averaged"))
 def test_other_batch_norms_are_of_copies_and_never_of_tiles(tmp_path, batch_norm):
     """The tiles of one image have one statistic, whatever a recipe asks for; what copies do is up to the recipe."""
@@ -119,6 +123,7 @@ def test_other_batch_norms_are_of_copies_and_never_of_tiles(tmp_path, batch_norm
     assert_same(trained(tmp_path / "cut", *LAYOUTS["rows"], *settings, ranks=4), whole_images)
 
 
+@pytest.mark.long
 def test_a_classifier_on_tiles_equals_one_rank_with_its_dropout_and_mixing(tmp_path):
     settings = ["model.options.dropout=0.3", "data.mixup=0.2", "data.cutmix=1.0"]
     one = trained(tmp_path / "one", *settings, recipe=DIGITS, short=SCANS)
@@ -155,12 +160,14 @@ def test_a_size_too_many_is_refused_before_the_first_step(tmp_path):
     assert not (tmp_path / "run" / "record.jsonl").exists()
 
 
+@pytest.mark.long
 def test_a_missing_size_is_refused_on_every_rank_in_one_message(tmp_path):
     told = run("train", PAGE, "--run", tmp_path / "run", *PAGES, "mesh.space=[2]", status=2)
     assert "mesh.space=[2] has 1 sizes and images have 2 dims; give one size per dim, as [2, 1]" in told
     assert told.count("mesh.space=[2] has") == 1 and "Traceback" not in told
 
 
+@pytest.mark.long
 def test_tiles_without_a_pixel_change_nothing(tmp_path):
     """8 x 8 scans become 2 x 2 and then 1 pixel deep in the net: the fourth tile has none."""
     one = trained(tmp_path / "one", recipe=DIGITS, short=SCANS)

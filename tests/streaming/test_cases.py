@@ -17,6 +17,7 @@ import pytest
 import torch
 from case_module import CaseModule
 from devices import on_gpu_too
+from marks import LONG_ON_CPU
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +31,8 @@ from widefield.streaming.tile_planner import TracedOp
 FAMILIES = sorted(found.name for found in pkgutil.iter_modules(ops.__path__))
 TILES = [(2, 2), (3, 5), (3,)]
 """How many along the last dims: (3,) cuts vectors and matrices, too."""
+SHORT = ("attention", "convolution", "ordering", "products", "views")
+"""The families that `make test` cuts into (3,)."""
 
 TOLERANCE = 1e-10
 """Relative to the largest value: float64 summed in another order, as of rules on tiles in space."""
@@ -245,11 +248,18 @@ def in_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+def marks_of(family: str, tiles: tuple[int, ...]) -> list[pytest.MarkDecorator]:
+    if tiles == TILES[0]:
+        return [LONG_ON_CPU] * (family == "resize")
+    return [pytest.mark.cpu, *[pytest.mark.long] * (tiles == TILES[1] or family not in SHORT)]
+
+
 @on_gpu_too
-@pytest.mark.parametrize("tiles", [
-    TILES[0], pytest.param(TILES[1], marks=pytest.mark.long), pytest.param(TILES[2], marks=pytest.mark.cpu),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tiles"),
+    [pytest.param(family, tiles, marks=marks_of(family, tiles)) for family in FAMILIES for tiles in TILES],
+    ids=str,
+)
 @pytest.mark.usefixtures("in_float64")
 def test_tile_after_tile_equals_the_whole(family, tiles):
     problems = []

@@ -163,7 +163,11 @@ def test_a_value_read_through_no_window_is_not_kept():
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 4.0)
 
 
-@pytest.mark.parametrize("make", [unet, unet_with_norms, lambda: Loss(stack(8)), Residual])
+def stack_and_loss() -> nn.Module:
+    return Loss(stack(8))
+
+
+@pytest.mark.parametrize("make", few([unet, unet_with_norms, stack_and_loss, Residual], stack_and_loss))
 @pytest.mark.parametrize("tiles", [(4, 4), None], ids=["tiles given", "tiles chosen"])
 @pytest.mark.parametrize("place", few(["device", "file"], "file"))
 def test_a_larger_budget_never_costs_more_and_none_is_exceeded(make, tiles, place):

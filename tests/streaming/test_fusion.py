@@ -32,6 +32,7 @@ def streamed() -> tuple[nn.Module, nn.Module]:
     return alone, wf.stream(copy.deepcopy(alone), tiles=(2, 3), compile=True)
 
 
+@pytest.mark.long
 def test_compiled_runs_give_the_same_numbers(streamed):
     image = torch.randn(2, 3, 29, 31, dtype=torch.float64)
     found = []

@@ -86,7 +86,7 @@ def one_step(mesh, name):
     ("size", "name"),
     few(
         [*((2, name) for name in NETS), (3, "layers"), (3, "shufflenet"), (3, "swin")],
-        (2, "layers"), (2, "densenet"), (2, "torchvision vit"), (3, "swin"), is_sweep=True,
+        (2, "layers"), (2, "densenet"), (2, "torchvision vit"), then=[(3, "swin")], is_sweep=True,
     ),
 )  # fmt: skip
 def test_a_step_of_whole_models_equals_one_devices(size, name):

@@ -67,6 +67,7 @@ def run_python(code: str, given: str = "") -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_importing_every_file_changes_nothing_of_torch():
     """But that our own operators are there, under our own name."""
     changed = run_python(COMPARED, run_python(LISTED)).splitlines()

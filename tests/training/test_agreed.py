@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command import RECIPES, assert_same, record
+from marks import few
 from ranks import on_ranks
 
 from widefield.comm.mesh import AgreedError, Mesh, World
@@ -215,7 +216,7 @@ def alone(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", few(LAYOUTS, "stages", "channels"))
 def test_images_that_one_rank_cannot_read_are_left_out_on_all_as_on_one_rank(alone, tmp_path, name):
     size, mesh = LAYOUTS[name]
     assert on_ranks(size, go, tmp_path / "run", [*PAGES, *mesh], timeout_seconds=60) == ["complete"] * size
@@ -226,7 +227,11 @@ def test_images_that_one_rank_cannot_read_are_left_out_on_all_as_on_one_rank(alo
 
 
 @pytest.mark.parametrize(
-    ("bad", "layout"), [(("train", 3), "rows"), (("evaluate", 1), "copies of rows"), (("evaluate", 4), "stages")]
+    ("bad", "layout"),
+    few(
+        [(("train", 3), "rows"), (("evaluate", 1), "copies of rows"), (("evaluate", 4), "stages")],
+        (("train", 3), "rows"),
+    ),
 )
 def test_an_image_that_one_rank_cannot_read_stops_all_in_words(tmp_path, bad, layout):
     """Before, the ranks of a copy ran passes of other sizes, or waited 600 s for one that did not come."""

@@ -102,10 +102,10 @@ def check_equal(found, wanted) -> None:
 
 
 CASES = [(name, optimizer) for name in PLANS for optimizer in OPTIMIZERS if name not in ("one", "accumulation")]
-FIRST = [(name, "adamw") for name in PLANS] + [("zero2", "lamb"), ("zero3", "sgd")]
+FIRST = [(name, "adamw") for name in ("zero1", "stage", "tiles", "stream")] + [("zero2", "lamb")]
 
 
-@pytest.mark.parametrize(("name", "optimizer"), few(CASES, *[case for case in FIRST if case in CASES]))
+@pytest.mark.parametrize(("name", "optimizer"), few(CASES, *FIRST))
 def test_unfreezing_under_every_plan_is_that_of_one_device(name, optimizer):
     check_equal(under(name, optimizer), on_one_device(optimizer))
 
@@ -115,7 +115,7 @@ def test_accumulation_gives_the_same_where_batch_norms_are_frozen():
     check_equal(under("accumulation", "adamw"), on_one_device("adamw", "model.frozen_batch_norm=true"))
 
 
-@pytest.mark.parametrize(("writer", "reader"), [("copies", "zero3"), ("zero2", "one")])
+@pytest.mark.parametrize(("writer", "reader"), few([("copies", "zero3"), ("zero2", "one")], ("zero2", "one")))
 def test_a_run_that_goes_on_after_an_unfreezing_is_the_one_that_never_stopped(tmp_path, writer, reader):
     under(writer, "lamb", None, tmp_path)
     check_equal(under(reader, "lamb", tmp_path), on_one_device("lamb"))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from command import DIGITS
+from marks import few
 from ranks import on_ranks
 
 from widefield.comm.mesh import AgreedError, Mesh, World
@@ -78,7 +79,7 @@ def short_found(mesh: Mesh, settings: list[str]) -> tuple[list[float], list[floa
     return found(mesh, settings)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", few(PLANS, "stage"))
 def test_every_plan_finds_the_rate_of_one_device_and_trains_on_as_it_does(name):
     settings = [*PLAIN, *PLANS[name]]
     wanted, _, _ = found(one_rank(), PLAIN)

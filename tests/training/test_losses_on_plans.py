@@ -198,7 +198,7 @@ def test_a_stream_follows_the_formula():
         Plan(replicate=2),
         pytest.param(Plan(replicate=3), marks=pytest.mark.long),
         Plan(space=[2, 1]),
-        Plan(replicate=2, space=[1, 2]),
+        pytest.param(Plan(replicate=2, space=[1, 2]), marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import few
 from ranks import RankFailed, on_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -89,7 +90,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", few(PLANS, "weights", "space", "states"))
 def test_a_loop_of_ones_own_has_one_device_s_losses_and_scores_and_goes_on_under_any_plan(name, tmp_path):
     there, back, dropout = str(tmp_path / "there"), str(tmp_path / "back"), 0.0 if name == "stage" else 0.3
     expected = learn(one(), epochs=2, folder=back, save_at=7, dropout=dropout)

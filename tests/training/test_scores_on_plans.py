@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drawn import CLASSES, TASKS, images_of, net_for
+from marks import few
 from ranks import on_ranks
 
 from widefield.comm.mesh import Mesh, World
@@ -62,7 +63,7 @@ def flat(found: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-@pytest.mark.parametrize("plan", [Plan(replicate=2), Plan(replicate=2, space=[2, 1])], ids=str)
+@pytest.mark.parametrize("plan", few([Plan(replicate=2), Plan(replicate=2, space=[2, 1])], Plan(replicate=2)), ids=str)
 def test_scores_of_ranks_and_tiles_are_those_of_one_rank(plan):
     alone = evaluated(Mesh(Plan(), World(), torch.device("cpu")))
     assert {labels: gathered for labels, (*_, gathered) in alone.items() if gathered} == {

@@ -246,6 +246,7 @@ def test_a_streamed_model_stays_as_it_is_and_so_do_random_states():
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_ranks_can_be_started_by_a_process_whose_first_backward_was_a_streams():
     """To follow a model torch may feign a CUDA device, for which the first backward starts threads that no fork outlives."""
     lines = [
