@@ -13,6 +13,7 @@ from subprocess import PIPE
 import pytest
 
 from widefield.cli import main
+from widefield.launchers import is_launched
 from widefield.naming import names_in
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +69,7 @@ def test_ctrl_c_during_imports_is_one_line_and_no_traceback(start, tmp_path):
     place = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, *start, "train", "digits"]
     process = subprocess.Popen(command, cwd=ROOT, env=place, text=True, stdout=PIPE, stderr=PIPE, preexec_fn=_hear)
-    assert process.stdout.readline() == "loading\n"
+    assert process.stdout.readline().startswith("resnet on digits") and process.stdout.readline() == "loading\n"
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=20)
     assert (process.returncode, told) == (130, "widefield: ended at once, as it was still loading\n")
@@ -83,3 +84,30 @@ def test_both_ways_to_start_find_the_same_modules(tmp_path):
         for flags in ([], ["-P"])
     ]
     assert paths[0] == paths[1] and str(tmp_path) not in paths[0] and str(ROOT) in paths[0]
+
+
+FIRST_LINE = """
+import os, sys
+class Out:
+    def write(self, text):
+        os.write(1, f"{text.strip()}|{'torch' in sys.modules}".encode())
+        os._exit(0)
+sys.stdout = Out()
+from widefield.__main__ import entry
+entry()
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"), [("digits", "resnet on digits, for "), ("photos", "looking at the images in photos")]
+)
+def test_the_first_line_comes_before_torch_is_loaded(tmp_path, recipe, told):
+    (tmp_path / "photos").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_LINE, "train", recipe], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith(told) and done.stdout.endswith("|False"), (done.stdout, done.stderr)
+
+
+def test_ranks_of_a_launcher_say_nothing_before_they_know_their_place():
+    assert is_launched({"RANK": "1"}) and is_launched({"SLURM_PROCID": "0"}) and not is_launched({"MASTER_PORT": "29500"})

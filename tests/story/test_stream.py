@@ -197,9 +197,9 @@ def test_the_report_names_the_tiles(streamed, whole):
 
 
 @pytest.mark.long
-def test_the_command_says_it_in_its_first_line(tmp_path):
+def test_the_command_says_it_where_it_begins(tmp_path):
     told = run("train", STREAMED, "--run", tmp_path / "run", *PAGES, *TILES, "schedule.length=2step")
-    assert "on one rank, streamed in 2 x 3 tiles (cpu)" in told.splitlines()[0]
+    assert "on one rank, streamed in 2 x 3 tiles (cpu)" in told.splitlines()[1]
 
 
 # ---------------------------------------------------------------------------------------------- answers

@@ -11,6 +11,7 @@ from widefield.cli._arguments import add_trust, given_text
 from widefield.cli._ranks import world_of
 from widefield.cli.init import recipe_of
 from widefield.config import json_schema, read_config
+from widefield.launchers import is_launched
 from widefield.section import to_yaml
 
 if TYPE_CHECKING:
@@ -75,6 +76,9 @@ def run(options: Namespace) -> int:
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
+    if not is_launched(os.environ):
+        text = f"{config.model.name} on {config.data.name}, for {config.schedule.length}: loading torch, the data and the model"
+        print(text, flush=True)
     world, started = world_of(config, options, lambda: _as_a_rank(options))
     if world is None:
         return started
@@ -99,6 +103,8 @@ def _recipe_for(folder: str) -> Path:
             )
         print(f"{path} is there already and is used; delete it to have {folder} looked at again", flush=True)
         return path
+    if not is_launched(os.environ):
+        print(f"looking at the images in {folder}", flush=True)
     from widefield.first_recipe import write_recipe
     from widefield.launchers import world_from
 

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from widefield.comm.mesh import Mesh, World
 
 
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher seems to have started this process.  A guess that loads nothing: `world_from` knows."""
+    return any(name in environment for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PET_NODE_RANK"))
+
+
 def world_from(environment: Mapping[str, str]) -> World | None:
     """The World that the launcher's variables describe; None without a launcher.
 
