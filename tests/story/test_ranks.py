@@ -125,6 +125,7 @@ def test_two_processes_do_not_train_into_one_folder(tmp_path):
     assert first.returncode == 143
 
 
+@pytest.mark.long
 def test_a_bad_image_on_one_rank_stops_all_with_one_message(tmp_path):
     from photos import photo_folder
 
