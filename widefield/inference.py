@@ -15,9 +15,10 @@ import torch
 from widefield.comm.failure import FailureWatch
 from widefield.comm.mesh import Mesh, World, join, leave
 from widefield.config import RunConfig, read_config
-from widefield.config.recipe import EVALUATED, PREDICTED, on_mesh_of, refuse_axes
+from widefield.config.recipe import EVALUATED, PREDICTED, on_mesh_of
 from widefield.data import Dataset
 from widefield.naming import did_you_mean
+from widefield.parallel.parallelize import parallelize_average
 from widefield.plans import Plan, plan_of
 from widefield.training.assemble import Parts, assemble
 from widefield.training.chosen_weights import Chosen, choose
@@ -75,14 +76,25 @@ def loaded_on_ranks(
 ) -> Iterator[tuple[Parts, Chosen]]:
     """A run's parts to predict with, on the ranks of `world`, and which weights they have.  Every rank calls it.
 
-    The mesh is that of the overrides, not that of training.  NotImplementedError: it has other axes than replicate and space.
+    The mesh is that of the overrides, not that of training.  Where it cuts the model (shard, channel, stage), each rank
+    keeps its part of the weights, once it has loaded all of them.
     """
     keys = on_mesh_of(overrides, alone=world.size == 1)
     config = read_config(existing_folder(folder) / "config.yaml", keys, run=folder, trust=trust, builds=PREDICTED)
-    refuse_axes(config)
     with _on_mesh(config, world) as mesh:
         chosen = mesh.together(lambda: choose(folder, weights, default="best"))
-        yield mesh.together(lambda: _loaded(config, mesh, chosen, given, read_model(folder))), chosen
+        parts = mesh.together(lambda: _loaded(config, mesh, chosen, given, read_model(folder)))
+        mesh.together(lambda: _cut(parts))
+        yield parts, chosen
+
+
+def _cut(parts: Parts) -> None:
+    """Leave this rank its part of the model, where the mesh has shards, channels or stages.  Every rank calls it."""
+    shape = parts.dataset.evaluate.shape  # type: ignore[attr-defined]
+    like = torch.empty((2, *shape), dtype=parts.arithmetic.dtype, device="meta")
+    sample = like.to(memory_format=parts.preparation(train=False).format_of(like))
+    parts.model.eval()  # strategies look at the model in the mode in which it will run: without dropout
+    parallelize_average(parts.model, parts.mesh, sample=sample)
 
 
 def single_rank(

@@ -225,11 +225,6 @@ def test_python_gets_the_pixels_and_writes_no_file(trained, scans, one_rank):
     assert [answer.labels for answer in filed] == [str(one_rank / f"{name}.png") for name in NAMES]
 
 
-def test_other_axes_of_the_mesh_are_refused(trained, scans, capsys):
-    assert main(["predict", str(trained), str(scans), "mesh.shard=2"]) != 0
-    assert "prediction has the whole model on every rank" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------------------------------- labels of images
 
 

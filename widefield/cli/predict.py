@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from widefield.cli._arguments import add_weights, count, given_text
 from widefield.cli._ranks import world_of
 from widefield.config import RunConfig, read_config
-from widefield.config.recipe import PREDICTED, on_mesh_of, refuse_axes, refuse_unused
+from widefield.config.recipe import PREDICTED, on_mesh_of, refuse_unused
 from widefield.refusal import printable
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ Ask a run's model about image files: files, folders with all that is below them,
   widefield predict runs/0001 'scans/**/*.tif' @more.txt --output answers
   widefield predict runs/0001 scans/ --output answers mesh.replicate=2       two ranks share the images
   widefield predict runs/0001 scans/ --output answers 'mesh.space=[2,1]'     two ranks share each image
+  widefield predict runs/0001 scans/ --output answers mesh.shard=2           two ranks share images and weights
 
 With --output, answers are in predictions.csv and predictions.json there, and where every pixel has a
 class there is a label image per image, with a palette; --overlays and --probabilities write more.
@@ -66,7 +67,6 @@ def run(options: Namespace) -> int:
     config = existing_folder(options.run) / "config.yaml"
     on_ranks = on_mesh_of(keys, alone=True)
     read = read_config(config, on_ranks, run=options.run, trust=options.trust, builds=PREDICTED)
-    refuse_axes(read)
     world, started = world_of(read, options, lambda: _as_a_rank(options, words, keys))
     if world is None:
         return started

@@ -114,16 +114,6 @@ def on_mesh_of(overrides: Sequence[str], *, alone: bool) -> list[str]:
     return [*fresh, "recompute=", "data.batch_size=1000000000", *copies, *overrides]  # no plan is too large for the batch
 
 
-def refuse_axes(config: RunConfig) -> None:
-    """NotImplementedError: the mesh shards the model, as prediction does not."""
-    for axis in ("shard", "channel", "stage"):
-        if getattr(config.mesh, axis) > 1:
-            raise NotImplementedError(
-                f"prediction has the whole model on every rank, and mesh.{axis} is {getattr(config.mesh, axis)}; give "
-                "mesh.replicate, whose copies share the images, or mesh.space, whose ranks share each image"
-            )
-
-
 def json_schema() -> str:
     """The JSON Schema of recipes, for editors (`# yaml-language-server: $schema=...`)."""
     return json.dumps(RunConfig.model_json_schema(), indent=2) + "\n"

@@ -90,10 +90,10 @@ class _WatchedStep:
 def parallelize_average(
     copy: nn.Module, mesh: Mesh, *, trial_step: Callable[[], Tensor] | None = None, sample: Tensor | None = None
 ) -> nn.Module:
-    """Parallelize `copy`, which keeps a moving average of the weights of a parallelized model; returns it, changed in place.
+    """Parallelize `copy`, which is only evaluated, as the moving average of a model's weights; returns it, changed in place.
 
-    Its weights are sharded as the model's are, so that each shard averages the same shard.  It gets no gradient averaging,
-    since it is never trained.  trial_step, sample: as for `parallelize`.
+    Its weights are sharded as those of a model that is trained, so that each shard averages the same shard.  It gets no
+    gradient averaging.  trial_step, sample: as for `parallelize`.
     """
     for strategy in _strategies(mesh.plan):
         if strategy.PHASE == Phase.SPLIT or (strategy is fully_shard and mesh.plan.sharding.zero > 1):

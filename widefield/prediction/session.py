@@ -1,7 +1,9 @@
 """Predicts images with a run's model: reads them, asks the model, and files the answers, on every rank.
 
-Copies of the model share the images; where a copy has several ranks, each has a tile of every image.  A file that cannot be
-read, or that the model cannot answer for, is left out and named; the others go on.
+Copies of the model share the images; where a copy has several ranks, all of them run every image, each its tile, channels or
+stage.  Where copies share weights, each call of the model is collective: a copy that runs out of images asks about a blank one.
+A file that cannot be read is left out and named; the others go on.  So is one that the model fails for, unless other ranks wait
+in that call: then all ranks end.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from widefield.comm.mesh import World
@@ -22,11 +25,12 @@ from widefield.data.intensity import in_words
 from widefield.data.map_style import image_of
 from widefield.data.transforms import seed_of
 from widefield.inference import loaded_on_ranks
+from widefield.parallel.parallelize import evaluates_together
 from widefield.prediction.answers import Answer, Asker
 from widefield.prediction.filing import Filing
 from widefield.prediction.inputs import Input, Left, find_inputs
 from widefield.prediction.labels import Kinds, Probabilities
-from widefield.prediction.transformed import Transformed, ignore_label, transforms_of
+from widefield.prediction.transformed import Transformed, blank, ignore_label, transforms_of
 from widefield.refusal import is_ours
 from widefield.tasks import labels_of
 from widefield.training.assemble import Parts
@@ -109,7 +113,7 @@ def predict_files(
         mesh, output = parts.mesh, output or (run / "predictions" if parts.dataset.pixels else None)
         mesh.together(lambda: (wishes.check(parts), transforms_of(parts)))
         images, lefts = mesh.together(lambda: find_inputs(words, beside=output))
-        kept = [key for key in overrides if not key.startswith(("mesh", "stream"))]
+        kept = [key for key in overrides if not key.startswith(("mesh", "stream", "sharding", "pipeline"))]
         about = {"weights": chosen.sha256, "overrides": kept, "top": wishes.top, "flips": wishes.flips}
         about |= {"probabilities": wishes.probabilities, "overlays": wishes.overlays}
         filing = None
@@ -174,6 +178,7 @@ class _Session:
         top = wishes.top if labels_of(parts.task) == "class" else len(parts.dataset.classes)  # tables have all of them
         self.asker = Asker(parts, top, wishes.flips, wishes.probabilities is not None)
         parts.model.eval()
+        self.together = evaluates_together(parts.model)
 
     def answer_files(self, images: Sequence[Input]) -> tuple[list[Answer], list[Left], int]:
         """Answers for files, those of all ranks, in the files' order; what was left out; how many answers were there before."""
@@ -199,9 +204,17 @@ class _Session:
     def answer(self, asked: Sequence[_Asked], *, done: Callable[[], None] = lambda: None) -> None:
         """Answer for these images.  done: called after each.  All ranks of a copy call it with the same images."""
         for batch in self._batches(asked, done):
+            self._any_copy_asks(True)
             self._answer_batch([one for one, _ in batch], [image for _, image in batch])
             for _ in batch:
                 done()
+        while self._any_copy_asks(False):
+            self.asker([blank(self.parts)], ["a blank image"])
+
+    def _any_copy_asks(self, mine: bool) -> bool:
+        """Whether any copy has a batch left, where calls of the model are collective.  mine: whether this one has."""
+        mesh = self.parts.mesh
+        return self.together and bool(mesh.sum_(torch.tensor(float(mine), device=mesh.device)))
 
     def _batches(self, asked: Sequence[_Asked], done: Callable[[], None]) -> Iterator[list[tuple[_Asked, Transformed]]]:
         """Batches of images of one size, as they come; the rest at the end."""
@@ -236,11 +249,10 @@ class _Session:
 
     def _agreed(self, one: _Asked, image: Transformed | None, reason: str) -> Transformed | None:
         """The image, if all ranks of this copy could read the same."""
-        if self.parts.window is not None:
-            shape = -1 if image is None else seed_of(*image.image.shape, *image.original.shape)
-            least, most = self.parts.mesh.least_of_copy([shape, -shape])
-            if least != -most or least == -1:
-                image, reason = None, reason or "another rank could not read it, or read another size"
+        shape = -1 if image is None else seed_of(*image.image.shape, *image.original.shape)
+        least, most = self.parts.mesh.least_of_copy([shape, -shape])
+        if least != -most:
+            image, reason = None, reason or "another rank could not read it, or read another size"
         if image is None:
             self.lefts.append(Left(one.path, reason))
         return image
@@ -250,7 +262,7 @@ class _Session:
         try:
             answers = self.asker(images, [one.path for one in asked])
         except (ValueError, NotImplementedError, RuntimeError) as error:
-            if self.parts.window is not None:  # other ranks of this copy may wait in a message
+            if self.together or self.parts.mesh.copy_group is not None:  # other ranks may wait in a message
                 raise
             if len(asked) == 1:
                 reason = str(error) if is_ours(error) else f"the model fails for it: {type(error).__name__}: {error}"

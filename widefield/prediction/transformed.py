@@ -86,6 +86,13 @@ def transformed(image_CHW: Tensor, transforms: Transforms | OfImagesAlone, parts
     return Transformed(view.image, image_CHW, moments, back, outside)
 
 
+def blank(parts: Parts) -> Transformed:
+    """A black image of the size that evaluation had: for a call of the model whose answer nobody wants."""
+    shape, area = parts.dataset.evaluate.shape, parts.dataset.intensity.each_image  # type: ignore[attr-defined]
+    image = torch.zeros(shape, dtype=parts.dataset.dtype)
+    return Transformed(image, image, None if area is None else moments_of(image, area))
+
+
 def ignore_label(parts: Parts) -> int | None:
     """The label of pixels that data.read_evaluate leaves out; None where none can say so."""
     ignore = getattr(parts.task, "ignore_index", None)
