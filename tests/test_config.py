@@ -136,7 +136,7 @@ def test_an_override_is_blamed_rather_than_the_line_it_replaced():
 
 def test_a_wrong_type_names_value_type_and_line():
     text = refusal(RECIPE.replace("32", "many"))
-    assert text.startswith("'data.batch_size' is 'many' (str): input should be a valid integer")
+    assert text.startswith("'data.batch_size' is 'many' (str): a whole number of 1 or more is wanted, or auto")
     assert text.endswith("\n  recipe.yaml, line 5:  batch_size: many")
 
 
@@ -362,7 +362,8 @@ def test_the_json_schema_knows_every_section_with_its_words():
     assert set(schema["properties"]) == set(RunConfig.model_fields) and schema["additionalProperties"] is False
     assert set(schema["required"]) == {"model", "data"}
     data = schema["$defs"]["DataConfig"]["properties"]
-    assert data["batch_size"]["minimum"] == 1 and "Samples per optimizer step" in data["batch_size"]["description"]
+    assert data["evaluate_batch_size"]["anyOf"][0]["minimum"] == 1 and data["batch_size"]["anyOf"][1]["const"] == "auto"
+    assert data["batch_size"]["anyOf"][0]["minimum"] == 1 and "Samples per optimizer step" in data["batch_size"]["description"]
     assert schema["$defs"]["ScheduleConfig"]["properties"]["length"]["pattern"] == r"^\d+\s*(ep|step)$"
 
 

@@ -169,7 +169,7 @@ def plan(config: Config, *overrides: str, ranks: int | None = None, trust: bool 
     """
     read = _read(config, _keys(overrides, None, None, None), trust=trust)
     found = plan_of(read, ranks or ranks_asked_for(read) or torch.cuda.device_count() or 1)
-    check(found, ranks=ranks or found.ranks, samples_per_step=read.data.batch_size)
+    check(found, ranks=ranks or found.ranks, samples_per_step=read.data.batch_if_known)
     return found
 
 

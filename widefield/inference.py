@@ -20,13 +20,12 @@ from widefield.data import Dataset
 from widefield.naming import did_you_mean
 from widefield.parallel.parallelize import parallelize_average
 from widefield.plans import Plan, plan_of
-from widefield.training.assemble import Parts, assemble
+from widefield.training.assemble import Parts, assemble, evaluate_parts
 from widefield.training.chosen_weights import Chosen, choose
 from widefield.training.disk import replace_text
 from widefield.training.evaluate import Evaluation
 from widefield.training.given import NOTHING, Given, share_given
 from widefield.training.run_folder import MODEL, existing_folder, read_model, save_weights, stored_dataset
-from widefield.training.trainer import evaluate_parts
 
 
 def evaluate_run(
@@ -45,6 +44,8 @@ def evaluate_run(
     given: objects in place of what the run's config names.
     """
     config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=EVALUATED)
+    if config.data.batch_if_known is None:
+        raise ValueError("data.batch_size=auto is found where training begins; set data.evaluate_batch_size here, to a number")
     with _on_mesh(config, world) as mesh:
         chosen = mesh.together(lambda: choose(folder, weights, default="last"))
         if mesh.is_main:

@@ -21,7 +21,8 @@ from widefield.data.loader import Batch
 from widefield.parallel.parallelize import fallbacks
 from widefield.plans import check, plan_of, to_text
 from widefield.quantity import count_of
-from widefield.training.assemble import Parts, assemble, learner_of, training_batches, write_model_of
+from widefield.training.assemble import Parts, assemble, learner_of, rebuilt, training_batches, write_model_of
+from widefield.training.batch_finder import find_batch_size, without_model
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.disk import Attempts, in_words
 from widefield.training.given import NOTHING, Given, share_given
@@ -31,7 +32,7 @@ from widefield.training.learning_rate_finder import find_learning_rate
 from widefield.training.loop import Learner, Passes
 from widefield.training.record import Record
 from widefield.training.resume import resume
-from widefield.training.run_folder import check_fresh, claim, stored_dataset, write_config
+from widefield.training.run_folder import check_fresh, claim, stored_dataset, with_batch_of_run, write_config
 from widefield.training.state import load_random_state
 from widefield.training.terminal import ignoring_closed
 from widefield.training.trainer import Outcome, Trainer
@@ -47,7 +48,7 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     Any other error of one rank is a PeerFailedError on the others, within seconds.
     """
     plan = plan_of(config, world.size)
-    check(plan, ranks=world.size, samples_per_step=config.data.batch_size)
+    check(plan, ranks=world.size, samples_per_step=config.data.batch_if_known)
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=world.rank == 0))
         mesh = join(world, plan)
@@ -60,12 +61,6 @@ def _train(
     config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack, given: Given = NOTHING
 ) -> Outcome:
     mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
-    parts = mesh.together(lambda: assemble(config, mesh, given=given, stored=stored_dataset(folder)))
-    share_given(given, parts.dataset, parts.model, mesh)
-    _check_sizes(parts)
-    learner, reasons = mesh.together(lambda: learner_of(parts))
-    last = config.schedule.length.in_steps(learner.steps.per_epoch)
-
     warnings: list[str] = []  # from checkpoints, also from their thread; the trainer records them
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -77,6 +72,10 @@ def _train(
     )
     found = checkpoints.newest_sound()
     mesh.together(lambda: check_fresh(folder, passed_over=warnings) if mesh.is_main and found is None else None)
+    parts, why_batch = _parts_of(config, folder, mesh, interrupt, given, goes_on=found is not None)
+    config = parts.config
+    learner, reasons = mesh.together(lambda: learner_of(parts))
+    last = config.schedule.length.in_steps(learner.steps.per_epoch)
     own = None if found is None else mesh.together(lambda: resume(learner, checkpoints, found))
     if config.optimizer.lr == "find" and found is None:
         reasons += find_learning_rate(parts, learner, is_asked_to_stop=lambda: bool(interrupt.asked))
@@ -86,7 +85,7 @@ def _train(
         record = stack.enter_context(Record.open(folder, log=config.log, resumed_step=found and learner.step))
         changed = write_config(folder, config, mesh.plan)
         write_model_of(folder, parts)
-        _begin(record, parts, learner, reasons=parts.reasons + reasons, last=last)
+        _begin(record, parts, learner, reasons=[*why_batch, *parts.reasons, *reasons], last=last)
         for line in changed:
             record.warning(f"the config has changed since this run began: {line}")
         if found is not None:
@@ -102,6 +101,36 @@ def _train(
     mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last: all of the above may draw
     trainer = Trainer(config, folder, parts, learner, checkpoints, record, last, warnings)
     return _fit(trainer, passes, interrupt)
+
+
+def _parts_of(
+    config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, given: Given, *, goes_on: bool
+) -> tuple[Parts, list[str]]:
+    """The parts of the run, with a batch size that is found where the config asks for it, and its reasons.
+
+    goes_on: the run has a checkpoint, and so a batch size.
+    """
+    why_batch: list[str] = []
+    finds = config.data.batch_if_known is None
+    if finds and goes_on:
+        config = mesh.together(lambda: _with_batch_of_run(folder, config, mesh))
+        finds, why_batch = False, [f"data.batch_size={config.data.batch}: as the run found it when it began"]
+    parts = mesh.together(lambda: assemble(config, mesh, given=given, stored=stored_dataset(folder)))
+    share_given(given, parts.dataset, parts.model, mesh)
+    _check_sizes(parts)
+    if finds:
+        parts = without_model(parts)
+        batch, why_batch = find_batch_size(parts, is_asked_to_stop=lambda: bool(interrupt.asked))
+        parts = mesh.together(lambda: rebuilt(parts, mesh, batch=batch))
+        share_given(given, parts.dataset, parts.model, mesh)
+    return parts, why_batch
+
+
+def _with_batch_of_run(folder: Path, config: RunConfig, mesh: Mesh) -> RunConfig:
+    """The config with the run's batch size.  ValueError: there is none, or it is too small for the copies of this mesh."""
+    found = with_batch_of_run(folder, config)
+    check(mesh.plan, ranks=mesh.size, samples_per_step=found.data.batch)
+    return found
 
 
 def _fit(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:

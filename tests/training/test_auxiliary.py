@@ -13,9 +13,8 @@ from widefield.comm.mesh import Mesh, World
 from widefield.config import read_config
 from widefield.plans import Plan, plan_of
 from widefield.sharded_state import gather_full_on_main
-from widefield.training.assemble import assemble, learner_of, training_batches
+from widefield.training.assemble import assemble, evaluate_parts, learner_of, training_batches
 from widefield.training.given import Given
-from widefield.training.trainer import evaluate_parts
 
 SETTINGS = [
     "mesh.space=[]", "mesh.replicate=1", "data.options.size=[12, 10]", "data.options.digit_px=[8, 8]", "data.workers=0",

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from widefield.comm.mesh import Mesh, World
 from widefield.config import RunConfig, StreamConfig, parse_config
 from widefield.plans import Plan
-from widefield.training.assemble import Parts, assemble, learner_of, training_batches
+from widefield.training.assemble import Parts, assemble, evaluate_parts, learner_of, training_batches
 from widefield.training.given import Given
-from widefield.training.trainer import evaluate_parts
 
 CPU = torch.device("cpu")
 WEIGHTS = [0.5, 1.0, 2.5]

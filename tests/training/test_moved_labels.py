@@ -9,8 +9,7 @@ from ranks import on_ranks
 from widefield.comm.mesh import Mesh, World
 from widefield.config import RunConfig, parse_config
 from widefield.plans import Plan
-from widefield.training.assemble import assemble, learner_of, training_batches
-from widefield.training.trainer import evaluate_parts
+from widefield.training.assemble import assemble, evaluate_parts, learner_of, training_batches
 
 STEPS = 6
 CONFIG = """

@@ -24,13 +24,13 @@ from widefield.models._weights import check_names
 from widefield.plans import Plan, from_text
 from widefield.training.evaluate import Evaluation, Mistake
 from widefield.training.evaluation_files import write_evaluation
+from widefield.training.memory import peak_memory_bytes
 from widefield.training.run_folder import (
     claim,
     existing_folder,
     fresh_folder,
     load_weights,
     lock,
-    peak_memory_bytes,
     read_model,
     write_config,
     write_model,

@@ -18,10 +18,9 @@ from widefield.config import RunConfig, parse_config
 from widefield.plans import Plan
 from widefield.report.page import write_report
 from widefield.run import train
-from widefield.training.assemble import assemble, learner_of
+from widefield.training.assemble import assemble, evaluate_parts, learner_of
 from widefield.training.given import Given
 from widefield.training.scores import rows_of, table_in_words
-from widefield.training.trainer import evaluate_parts
 
 METRICS = {
     "class": "[top2, f1, kappa, balanced_accuracy, auc, average_precision]",

@@ -69,6 +69,8 @@ def bench(request: BenchRequest, say: Callable[[str], None] = print) -> int:
             "once on one machine, outside torchrun, srun and mpirun"
         )
     config = read_config(request.recipe, request.overrides, trust=request.trust)
+    if config.data.batch_if_known is None:
+        raise ValueError("data.batch_size=auto would give each plan another batch, and plans are compared at one; set a number")
     gpus, cores = torch.cuda.device_count(), usable_cores()
     ranks = request.ranks or gpus or min(4, cores)
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks))
@@ -120,7 +122,7 @@ def _conditions(request: BenchRequest, config: RunConfig, ranks: int, threads: i
         "data": config.data.name,
         "recipe": request.recipe,
         "overrides": list(request.overrides),
-        "batch_size": config.data.batch_size,
+        "batch_size": config.data.batch,
         "ranks": ranks,
         "threads": threads,
         "steps": request.steps,
@@ -191,7 +193,7 @@ def _ranks_of(recipe: Path, overrides: list[str]) -> int:
     """The number of ranks of a plan; refuses what `check` refuses, and more ranks than there are GPUs."""
     config = read_config(recipe, overrides, trust=True)  # bench's own copy of the user's recipe
     ranks, _ = local_ranks(ranks_asked_for(config), torch.cuda.device_count(), replica=ranks_of_a_replica(config))
-    check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_size)
+    check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch)
     return ranks
 
 

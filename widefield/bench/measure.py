@@ -30,7 +30,7 @@ from widefield.plans import check, plan_of, to_text
 from widefield.refusal import is_ours
 from widefield.training.assemble import Parts, assemble, learner_of, training_batches
 from widefield.training.loop import Learner, NonFiniteLossError, Passes
-from widefield.training.run_folder import peak_memory_bytes
+from widefield.training.memory import peak_memory_bytes
 
 RECORDED_STEPS = 3
 TIMEOUT_SECONDS = 300.0
@@ -57,7 +57,7 @@ def measure(order: dict[str, Any], world: World) -> dict[str, Any]:
     config = read_config(order["recipe"], order["overrides"], trust=True)  # bench's own copy of the user's
     look_in(Path(order["beside"]))
     plan = plan_of(config, world.size)
-    check(plan, ranks=world.size, samples_per_step=config.data.batch_size)
+    check(plan, ranks=world.size, samples_per_step=config.data.batch)
     mesh = join(world, plan, timeout_seconds=TIMEOUT_SECONDS)
     at_start = 0 if mesh.device.type == "cuda" else peak_memory_bytes(mesh.device)  # Python, torch and its libraries
     parts = mesh.together(lambda: assemble(config, mesh))

@@ -38,7 +38,7 @@ def world_of(config: RunConfig, options: Namespace, arguments: Callable[[], list
 
         gpus = torch.cuda.device_count()
         ranks, reason = local_ranks(asked, gpus, ranks_per_gpu(), replica=replica)
-        check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_size)
+        check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_if_known)
         if ranks == 1:
             return World(), 0
         print(reason, flush=True)

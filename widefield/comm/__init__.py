@@ -8,6 +8,7 @@
     point_to_point.py  send and receive, through the host's memory where gloo serves GPUs
     halo.py            pixels from the ranks that own them to the ranks that want them, and sums over ranks
     failure.py         an error on one rank ends the run on all ranks, with its reason
+    attempt.py         work that a rank may give up, without an end of the run
     stall_watch.py     which rank is missing when a step does not end
     timeline.py        profiler traces, and how long a step's messages took
 

@@ -1,11 +1,11 @@
-"""Collectives under one name in every version of torch, and an asynchronous copy of a result to the host.
+"""Collectives under one name in every version of torch, an asynchronous copy of a result to the host, runs of tensors.
 
 torch 2.14 renames `all_gather_into_tensor` and warns at every call of the old name; earlier releases have only the old one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,3 +39,15 @@ def copy_to_host_async(tensor: Tensor, work: dist.Work | None) -> Callable[[], l
         return host.tolist()
 
     return numbers
+
+
+def runs_of(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
+    """The tensors in groups of one dtype and device, each up to `most` bytes."""
+    runs: list[list[Tensor]] = []
+    for tensor in sorted(tensors, key=lambda each: (str(each.dtype), str(each.device))):
+        run = runs[-1] if runs else []
+        fits = run and (run[0].dtype, run[0].device) == (tensor.dtype, tensor.device)
+        if not fits or sum(each.nbytes for each in run) + tensor.nbytes > most:
+            runs.append([])
+        runs[-1].append(tensor)
+    return runs

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -158,7 +158,7 @@ class FailureWatch:
     def _hear(self, text: str) -> None:
         self._peer_failure = text
         if self._mesh.device.type == "cuda":
-            _abort_nccl(self._mesh.device)
+            abort_nccl(self._mesh.device, list(c10d_world.pg_map))
         if self._over.wait(LEAVE_SECONDS):
             return
         place = place_of(sys._current_frames().get(self._main or 0))
@@ -172,9 +172,9 @@ class FailureWatch:
         os._exit(FOLLOWED)
 
 
-def _abort_nccl(device: torch.device) -> None:
-    """Abort the NCCL collectives of this rank; gloo's waits end when the failed rank's connections close."""
-    for group in list(c10d_world.pg_map):
+def abort_nccl(device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort this rank's NCCL collectives in `groups`; gloo's waits end when the failed rank's connections close."""
+    for group in groups:
         if passes_the_host(group, device):
             continue
         try:

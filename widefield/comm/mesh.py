@@ -192,7 +192,7 @@ class Mesh:
 
     def broadcast_all_(self, tensors: Sequence[Tensor]) -> None:
         """`broadcast_` of each tensor, of any memory format, in messages of up to BROADCAST_BYTES."""
-        for run in _runs(tensors, BROADCAST_BYTES) if self.data_group is not None else ():
+        for run in collectives.runs_of(tensors, BROADCAST_BYTES) if self.data_group is not None else ():
             flat = self.broadcast_(torch.cat([tensor.reshape(-1) for tensor in run]))
             for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
@@ -287,18 +287,6 @@ BROADCAST_BYTES = 2**28
 """Largest message that packs several tensors, in bytes; torch's DDP uses the same size."""
 
 
-def _runs(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """The tensors in groups of one dtype and device, each up to `most` bytes."""
-    runs: list[list[Tensor]] = []
-    for tensor in sorted(tensors, key=lambda each: (str(each.dtype), str(each.device))):
-        run = runs[-1] if runs else []
-        fits = run and (run[0].dtype, run[0].device) == (tensor.dtype, tensor.device)
-        if not fits or sum(each.nbytes for each in run) + tensor.nbytes > most:
-            runs.append([])
-        runs[-1].append(tensor)
-    return runs
-
-
 def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0, device: torch.device | None = None) -> Mesh:
     """Initialize torch.distributed and make the process groups of `plan`; every rank calls it.  `leave` undoes it.
 
@@ -314,28 +302,36 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0, device: to
     opened = not dist.is_initialized()
     if opened:
         _meet(world, device, timeout_seconds)
+    assert dist.group.WORLD is not None
+    return replace(_with_groups(plan, world, device, lambda: dist.group.WORLD), opened=opened)
+
+
+def apart(mesh: Mesh) -> Mesh:
+    """A mesh of several ranks like this one, all of whose groups are its own.  Every rank calls it, and `leave` ends them."""
+    return replace(_with_groups(mesh.plan, mesh.world, mesh.device, dist.new_group), watch=mesh.watch)
+
+
+def _with_groups(plan: Plan, world: World, device: torch.device, of_all: Callable[[], Any]) -> Mesh:
+    """A mesh with new groups.  of_all: gives the group of all ranks."""
     before = set(c10d_world.pg_map)
-    mesh = _with_groups(plan, world, device)
-    return replace(mesh, opened=opened, made=tuple(group for group in c10d_world.pg_map if group not in before))
-
-
-def _with_groups(plan: Plan, world: World, device: torch.device) -> Mesh:
-    devices = process_groups.device_mesh(plan, device)
-    return Mesh(
+    everyone = of_all()
+    devices = process_groups.device_mesh(plan, device, everyone)
+    mesh = Mesh(
         plan,
         world,
         device,
         devices,
-        group=dist.group.WORLD,
-        data_group=process_groups.data_group(plan) if plan.channel * plan.stage > 1 else dist.group.WORLD,
+        group=everyone,
+        data_group=process_groups.data_group(plan) if plan.channel * plan.stage > 1 else everyone,
         statistics_group=process_groups.data_group(plan),
         checkpoint_group=process_groups.checkpoint_group(),
         channel_group=devices.get_group("channel") if plan.channel > 1 else None,
         stage_group=process_groups.line(devices, "stage") if plan.stage > 1 else None,
-        copy_group=process_groups.copy_group(plan, device),
+        copy_group=process_groups.copy_group(plan, device, everyone),
         grid=process_groups.grid_of(plan, devices, rank=world.rank),
-        shards=process_groups.shards_of(plan, devices) if plan.shard > 1 else None,
+        shards=process_groups.shards_of(plan, devices, everyone) if plan.shard > 1 else None,
     )
+    return replace(mesh, made=tuple(group for group in c10d_world.pg_map if group not in before))
 
 
 def current_world() -> World | None:

@@ -17,15 +17,17 @@ from widefield.geometry.layout import Grid
 from widefield.plans import Plan
 
 
-def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The plan's axes of more than one rank: replicate, shard, space0, space1, ..., channel, stage."""
+def device_mesh(plan: Plan, device: torch.device, everyone: dist.ProcessGroup) -> DeviceMesh:
+    """The plan's axes of more than one rank: replicate, shard, space0, space1, ..., channel, stage.  everyone: all ranks."""
     sizes = {"replicate": plan.replicate, "shard": plan.shard} | {f"space{axis}": size for axis, size in enumerate(plan.space)}
-    return _with_axes(device.type, sizes | {"channel": plan.channel, "stage": plan.stage})
+    return _with_axes(device.type, sizes | {"channel": plan.channel, "stage": plan.stage}, everyone)
 
 
-def _with_axes(device: str, sizes: dict[str, int]) -> DeviceMesh:
+def _with_axes(device: str, sizes: dict[str, int], everyone: dist.ProcessGroup) -> DeviceMesh:
     """A mesh without the axes of size 1, whose process groups would cost threads and sockets too."""
     large = {name: size for name, size in sizes.items() if size > 1}
+    if len(large) == 1 and everyone is not dist.group.WORLD:  # for which init_device_mesh would take the default group
+        return DeviceMesh.from_group(everyone, device, mesh_dim_names=tuple(large))
     return init_device_mesh(device, tuple(large.values()), mesh_dim_names=tuple(large))
 
 
@@ -40,12 +42,12 @@ def line(devices: DeviceMesh, axis: str) -> dist.ProcessGroup:
     return group
 
 
-def shards_of(plan: Plan, devices: DeviceMesh) -> DeviceMesh:
+def shards_of(plan: Plan, devices: DeviceMesh, everyone: dist.ProcessGroup) -> DeviceMesh:
     """The mesh over which FSDP shards weights: (replicate, shard x space), or (shard x space) where replicate is 1."""
     tiles, inner = math.prod(plan.space), plan.channel * plan.stage
     if tiles > 1:  # ranks with tiles of one image share the weights too
         sizes = {"replicate": plan.replicate, "shard": plan.shard * tiles, "inner": inner}
-        devices = _with_axes(devices.device_type, sizes)
+        devices = _with_axes(devices.device_type, sizes, everyone)
     return devices["replicate", "shard"] if plan.replicate > 1 else devices["shard"]
 
 
@@ -69,13 +71,13 @@ def checkpoint_group() -> dist.ProcessGroup:
     return group
 
 
-def copy_group(plan: Plan, device: torch.device) -> dist.ProcessGroup | None:
+def copy_group(plan: Plan, device: torch.device, everyone: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """A gloo group of the ranks of this rank's copy of the model, for CPU tensors; None where that is one rank."""
     copies = plan.replicate * plan.shard
     if plan.ranks == copies:
         return None
     if copies == 1 and device.type == "cpu":
-        return dist.group.WORLD
+        return everyone
     each = plan.ranks // copies
     ranks = [list(range(first, first + each)) for first in range(0, plan.ranks, each)]
     return group_among(ranks, backend="gloo")

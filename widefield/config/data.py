@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
 from widefield.config.field_types import Listed, Options, Positive, Share, Spread
 from widefield.config.intensity import IntensityConfig
 from widefield.section import Section
+
+
+def _size(value: int | str) -> int | str:
+    if value == "auto":
+        return value
+    if isinstance(value, str):
+        raise ValueError("a whole number of 1 or more is wanted, or auto")
+    if value < 1:
+        raise ValueError("input should be greater than or equal to 1")
+    return value
+
+
+_SIZE: dict[str, Any] = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}
 
 
 class DataConfig(Section):
@@ -18,8 +31,9 @@ class DataConfig(Section):
     """The folder or file that the format reads; `digits` and `page` need none."""
     options: Options = {}
     """Arguments of the format, as `size: [4096, 4096]` for page."""
-    batch_size: Positive = 64
-    """Samples per optimizer step, of all ranks together, so that the number of ranks changes no result."""
+    batch_size: Annotated[int | str, AfterValidator(_size), WithJsonSchema(_SIZE)] = 64
+    """Samples per optimizer step, of all ranks together, so that the number of ranks changes no result; `auto` finds the
+    largest that fits the memory and leaves 20 steps an epoch."""
     evaluate_batch_size: Positive | None = None
     """Samples per rank and batch in evaluation; changes only memory and speed."""
     hold_out: Share | None = None
@@ -51,6 +65,18 @@ class DataConfig(Section):
     """Alpha of cutmix's beta distribution; 0 is off.  With mixup on too, each pair draws one of the two."""
     bad_images: Literal["stop", "skip"] = "stop"
     """What to do with an unreadable image: stop the run and name it, or leave it out and count it."""
+
+    @property
+    def batch(self) -> int:
+        """`batch_size`, the number.  ValueError: it is to be found."""
+        if isinstance(self.batch_size, str):
+            raise ValueError("data.batch_size=auto is found where training begins; set data.batch_size to a number here")
+        return self.batch_size
+
+    @property
+    def batch_if_known(self) -> int | None:
+        """`batch_size`, or None where it is to be found."""
+        return None if isinstance(self.batch_size, str) else self.batch_size
 
     @field_validator("mean")
     @classmethod

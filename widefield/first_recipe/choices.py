@@ -16,6 +16,7 @@ from widefield.config import ModelConfig
 from widefield.data import Labels
 from widefield.first_recipe.look import Look
 from widefield.models import build
+from widefield.training.memory import free_host_bytes
 
 TASKS: dict[Labels, str] = {
     "class": "classification", "classes": "multilabel", "values": "regression", "pixels": "segmentation",
@@ -161,11 +162,7 @@ def _free_bytes() -> int:
     """Free memory of the GPU, or of this machine where there is none."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return free_host_bytes()
 
 
 def _in_words(count: float) -> str:

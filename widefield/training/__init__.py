@@ -1,8 +1,12 @@
 """How a model trains: from a config to steps, evaluations, checkpoints and records.
 
 assemble.py              the things that train, made of a config: dataset, model, learner, loaders
+built_model.py           the model before it is parallelized
 loop.py                  one optimizer step
 trainer.py               the loop around the steps: when to evaluate, save, log and stop
+batch_finder.py, learning_rate_finder.py
+                         what a run looks for before its first step
+memory.py                the peak of memory, and how much a rank may use
 balance.py               the task with its loss, class weights, weights of samples
 evaluate.py, evaluation.py, scores.py, evaluation_files.py
                          every image once, exactly; the result, its table of classes, its files

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import Sampler
 
-from widefield import models
 from widefield.comm.mesh import Mesh
 from widefield.config import RunConfig
 from widefield.data import Dataset, Labels, open_dataset
@@ -28,7 +28,7 @@ from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler
 from widefield.data.statistics import SplitStatistics
 from widefield.data.transform_checks import check_transforms
 from widefield.data.transforms import Transforms, seed_of
-from widefield.parallel.parallelize import parallelize, parallelize_average, share_states
+from widefield.parallel.parallelize import evaluates_together, parallelize, parallelize_average, share_states
 from widefield.parallel.parallelize import reasons as parallel_reasons
 from widefield.parallel.strategies import TrialStep
 from widefield.tasks import Task, labels_of
@@ -38,6 +38,8 @@ from widefield.training.arithmetic import Arithmetic, arithmetic_of, choose_prec
 from widefield.training.balance import check_sampling, check_stages, sample_weights_of, task_of
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
+from widefield.training.built_model import built_model
+from widefield.training.evaluate import Evaluation, evaluate
 from widefield.training.freezing import freeze
 from widefield.training.given import NOTHING, Given
 from widefield.training.intensity import Scaled, with_intensity
@@ -48,7 +50,7 @@ from widefield.training.record import usable_cores
 from widefield.training.run_folder import write_model, write_statistics
 from widefield.training.schedule import build_schedule
 from widefield.training.state import seed_everything
-from widefield.training.streaming import check_tiles, look_ahead, stream_as
+from widefield.training.streaming import check_tiles, look_ahead
 from widefield.training.weight_average import average_of
 
 
@@ -112,7 +114,7 @@ class Parts:
 
         together: equally many batches on every copy, with dummy batches at the end, for a model whose passes are collective.
         """
-        batch = self.config.data.evaluate_batch_size or self.config.data.batch_size
+        batch = self.config.data.evaluate_batch_size or self.config.data.batch
         samples = len(self.dataset.evaluate)
         sampler = EvaluateSampler(samples, batch=batch, rank=self.mesh.copy, ranks=self.mesh.copies, even=together)
         reader = self.reader(train=False)
@@ -153,7 +155,7 @@ def assemble(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(True)
     seed_everything(config.seed)
-    model, why_weights = _model_of(
+    model, why_weights = built_model(
         config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights
     )
     scaling = (*scaled.reasons, _why_scaled(config, dataset))
@@ -177,36 +179,22 @@ def _opened(config: RunConfig, mesh: Mesh, given: Given, stored: Dataset | None)
     return with_intensity(config.data, dataset, mesh, stored=stored)
 
 
-def _model_of(
-    config: RunConfig, mesh: Mesh, given: Given, arithmetic: Arithmetic, dataset: Dataset, *, channels_last: bool, initial: bool
-) -> tuple[nn.Module, list[str]]:
-    """The model on the device, in the memory format that the config asks for, and what was loaded into it, in words.
-
-    initial: load the weights that the config starts from, those of a file over those of a library.
-    """
-    asked, reasons = config.model, list[str]()
-    model = given.model_copy()
-    if model is None:
-        shape = {"in_channels": dataset.channels, "num_classes": len(dataset.classes)}
-        model = models.build(asked, **shape, pretrained=initial, reasons=reasons)
-    elif asked.auxiliary is not None:
-        models.keep_main_output(model, auxiliary=True)
-    model.to(mesh.device, arithmetic.dtype)
-    gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1
-    if channels_last and (asked.channels_last or not gathers):  # FSDP2 would make weights row-major again
-        model.to(memory_format=torch.channels_last)
-    if initial:
-        reasons += models.load_weights_file(asked, model)
-    if mesh.plan.stream is not None:
-        stream_as(mesh.plan.stream, model, compiles=asked.compile)
-    return model, reasons
+def rebuilt(parts: Parts, mesh: Mesh, *, batch: int) -> Parts:
+    """The same parts with another data.batch_size, with a new model as `assemble` makes it, on a mesh of the same plan."""
+    data = parts.config.data.model_copy(update={"batch_size": batch})
+    config = parts.config.model_copy(update={"data": data})
+    seed_everything(config.seed)
+    model, _ = built_model(
+        config, mesh, parts.given, parts.arithmetic, parts.dataset, channels_last=parts.channels_last, initial=True
+    )
+    return replace(parts, config=config, mesh=mesh, model=model, window=window_of(mesh))
 
 
 def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
     """A learner at step 0, its model parallelized over the mesh, and the reasons of what was chosen.  Every rank calls it."""
     config, mesh, model = parts.config, parts.mesh, parts.model
-    steps = Steps(len(parts.dataset.train), config.data.batch_size)
-    lr, why_lr = learning_rate(config.optimizer, config.data.batch_size)
+    steps = Steps(len(parts.dataset.train), config.data.batch)
+    lr, why_lr = learning_rate(config.optimizer, config.data.batch)
     _check_scaling(parts)
     check_stages(parts.task, config, mesh)
     check_sampling(config, parts.dataset, labels=labels_of(parts.task))
@@ -280,7 +268,7 @@ def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch 
     config, mesh = parts.config, parts.mesh
     mixing = config.data.mixup > 0 or config.data.cutmix > 0
     sampler = TrainSampler(
-        Steps(len(parts.dataset.train), config.data.batch_size),
+        Steps(len(parts.dataset.train), config.data.batch),
         seed=config.seed,
         first=first,
         last=last,
@@ -292,6 +280,23 @@ def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch 
     )
     reader = parts.reader(train=True)
     return parts.agreed(reader, sampler, dummy_batch=dummy_batch or dummy_batch_of(reader, mesh))
+
+
+def evaluate_parts(parts: Parts, model: nn.Module, *, batches: int | None = None) -> Evaluation:
+    """Evaluate `model` on the evaluation split; every rank calls it.  batches: no more than the first so many of each rank."""
+    together = evaluates_together(model)
+    return evaluate(
+        model,
+        islice(parts.evaluation_batches(together=together), batches),
+        task=parts.task,
+        prepare=parts.preparation(train=False),
+        arithmetic=parts.arithmetic,
+        mesh=parts.mesh,
+        samples=len(parts.dataset.evaluate),
+        together=together,
+        extra_metrics=parts.metrics,
+        classes=parts.dataset.classes,
+    )
 
 
 def write_model_of(folder: Path, parts: Parts) -> None:

@@ -161,6 +161,18 @@ def write_config(folder: Path, config: RunConfig, plan: Plan) -> list[str]:
     return changed
 
 
+def with_batch_of_run(folder: Path, config: RunConfig) -> RunConfig:
+    """The config with the batch size that the run in `folder` trains with.  ValueError: its config.yaml has none."""
+    path = folder / "config.yaml"
+    batch = read_config(path, trust=True).data.batch_if_known if path.is_file() else None  # read, never built
+    if batch is None:
+        raise ValueError(
+            f"data.batch_size=auto goes on with the batch size in {path}, and there is none; set data.batch_size to the one "
+            "that the run was trained with"
+        )
+    return config.model_copy(update={"data": config.data.model_copy(update={"batch_size": batch})})
+
+
 @dataclass(frozen=True)
 class NoImages:
     """A split without images, where only a run's metadata is known.  shape: of one of its images, (C, H, W)."""
@@ -286,12 +298,3 @@ def write_nan(folder: Path, values: dict[str, Any]) -> Path:
     """Write the images of a step whose loss was NaN or infinite; returns the path."""
     replace_text(folder / "nan.json", json.dumps(values, indent=1) + "\n")
     return folder / "nan.json"
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The peak memory of this rank: allocated on its GPU, or resident in its process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

@@ -14,28 +14,27 @@ from torch import nn
 from widefield.comm.failure import PeerFailedError, in_words
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import RunConfig
-from widefield.parallel.parallelize import evaluates_together
 from widefield.plans import to_text
 from widefield.quantity import Duration
 from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.sync_batch_norm import average_running_statistics, broadcast_buffers
 from widefield.training import disk
 from widefield.training.abandon import Abandonable
-from widefield.training.assemble import Parts
+from widefield.training.assemble import Parts, evaluate_parts
 from widefield.training.best import value_in
 from widefield.training.checkpoint import About, Checkpoints
 from widefield.training.checkpoint_directory import name_of
-from widefield.training.evaluate import Evaluation, evaluate
+from widefield.training.evaluate import Evaluation
 from widefield.training.evaluation_files import write_evaluation
 from widefield.training.interrupt import Interrupt, StopNow
 from widefield.training.loop import Learner, NonFiniteLossError, Passes
+from widefield.training.memory import peak_memory_bytes
 from widefield.training.record import Record, versions
 from widefield.training.resume import own_state, state_of
 from widefield.training.run_events import EndFacts, EvaluationFacts, StepFacts, call
 from widefield.training.run_folder import (
     BEST,
     WEIGHTS,
-    peak_memory_bytes,
     save_weights,
     write_nan,
     write_weights,
@@ -334,20 +333,3 @@ class Trainer:
             text += "" if path is None else f". Its {len(error.index)} images are listed in {path}"
         self.record.end("failed", step=self.learner.step, text=text)
         self._close(self.record)
-
-
-def evaluate_parts(parts: Parts, model: nn.Module) -> Evaluation:
-    """Evaluate `model` on the evaluation split; every rank calls it."""
-    together = evaluates_together(model)
-    return evaluate(
-        model,
-        parts.evaluation_batches(together=together),
-        task=parts.task,
-        prepare=parts.preparation(train=False),
-        arithmetic=parts.arithmetic,
-        mesh=parts.mesh,
-        samples=len(parts.dataset.evaluate),
-        together=together,
-        extra_metrics=parts.metrics,
-        classes=parts.dataset.classes,
-    )

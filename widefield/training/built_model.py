@@ -1,0 +1,39 @@
+"""The model of a run, before it is parallelized."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from widefield import models
+from widefield.comm.mesh import Mesh
+from widefield.config import RunConfig
+from widefield.data import Dataset
+from widefield.training.arithmetic import Arithmetic
+from widefield.training.given import Given
+from widefield.training.streaming import stream_as
+
+
+def built_model(
+    config: RunConfig, mesh: Mesh, given: Given, arithmetic: Arithmetic, dataset: Dataset, *, channels_last: bool, initial: bool
+) -> tuple[nn.Module, list[str]]:
+    """The model on the device, in the memory format that the config asks for, and what was loaded into it, in words.
+
+    initial: load the weights that the config starts from, those of a file over those of a library.
+    """
+    asked, reasons = config.model, list[str]()
+    model = given.model_copy()
+    if model is None:
+        shape = {"in_channels": dataset.channels, "num_classes": len(dataset.classes)}
+        model = models.build(asked, **shape, pretrained=initial, reasons=reasons)
+    elif asked.auxiliary is not None:
+        models.keep_main_output(model, auxiliary=True)
+    model.to(mesh.device, arithmetic.dtype)
+    gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1
+    if channels_last and (asked.channels_last or not gathers):  # FSDP2 would make weights row-major again
+        model.to(memory_format=torch.channels_last)
+    if initial:
+        reasons += models.load_weights_file(asked, model)
+    if mesh.plan.stream is not None:
+        stream_as(mesh.plan.stream, model, compiles=asked.compile)
+    return model, reasons
