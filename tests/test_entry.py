@@ -89,6 +89,7 @@ def test_both_ways_to_start_find_the_same_modules(tmp_path):
 FIRST_LINE = """
 import os, sys
 class Out:
+    encoding = "utf-8"
     def write(self, text):
         os.write(1, f"{text.strip()}|{'torch' in sys.modules}".encode())
         os._exit(0)

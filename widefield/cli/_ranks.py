@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from widefield.config import RunConfig
 from widefield.plans import check, plan_of, ranks_asked_for, ranks_of_a_replica
+from widefield.training.terminal import say
 
 if TYPE_CHECKING:
     from widefield.comm.mesh import World
@@ -41,7 +42,7 @@ def world_of(config: RunConfig, options: Namespace, arguments: Callable[[], list
         check(plan_of(config, ranks), ranks=ranks, samples_per_step=config.data.batch_if_known)
         if ranks == 1:
             return World(), 0
-        print(reason, flush=True)
+        say(reason)
         return None, start(ranks, arguments(), forked=None if gpus else forked)
 
 

@@ -13,6 +13,7 @@ from widefield.cli.init import recipe_of
 from widefield.config import json_schema, read_config
 from widefield.launchers import is_launched
 from widefield.section import to_yaml
+from widefield.training.terminal import say
 
 if TYPE_CHECKING:
     from widefield.comm.mesh import World
@@ -78,7 +79,7 @@ def run(options: Namespace) -> int:
         return 0
     if not is_launched(os.environ):
         text = f"{config.model.name} on {config.data.name}, for {config.schedule.length}: loading torch, the data and the model"
-        print(text, flush=True)
+        say(text)
     world, started = world_of(config, options, lambda: _as_a_rank(options))
     if world is None:
         return started
@@ -104,7 +105,7 @@ def _recipe_for(folder: str) -> Path:
         print(f"{path} is there already and is used; delete it to have {folder} looked at again", flush=True)
         return path
     if not is_launched(os.environ):
-        print(f"looking at the images in {folder}", flush=True)
+        say(f"looking at the images in {folder}")
     from widefield.first_recipe import write_recipe
     from widefield.launchers import world_from
 

@@ -31,6 +31,7 @@ from widefield.training.given import share_given
 from widefield.training.loop import Learner, NonFiniteLossError, Passes
 from widefield.training.memory import memory_bytes, peak_memory_bytes, reset_peak, usable_bytes
 from widefield.training.state import load_random_state, random_state
+from widefield.training.terminal import say
 
 SHARE = 0.8
 """Of the memory that a rank may use: the rest is for fragments, and for what a few steps do not show."""
@@ -70,7 +71,7 @@ def find_batch_size(
     mesh, measure = parts.mesh, measure or measured
     search = _TriedBatches(parts, mesh.gather_objects(int(SHARE * (usable or _usable(mesh)))))
     if mesh.is_main:
-        print(f"data.batch_size=auto: {STEPS} steps with each batch, the smallest first", flush=True)
+        say(f"data.batch_size=auto: {STEPS} steps with each batch, the smallest first")
     with _as_before(parts):
         for batch in candidates(parts):
             if search.ends_before(batch):

@@ -23,6 +23,7 @@ from widefield.training.assemble import Parts, training_batches
 from widefield.training.loop import Learner, NonFiniteLossError, Passes
 from widefield.training.schedule import Schedule
 from widefield.training.state import load_random_state, random_state
+from widefield.training.terminal import say
 
 STEPS, LOWEST, HIGHEST = 100, 1e-6, 10.0
 SMOOTHING, DIVERGED = 0.9, 4.0
@@ -60,7 +61,7 @@ def find_learning_rate(parts: Parts, learner: Learner, *, is_asked_to_stop: Call
     AgreedError, on every rank: the first losses are not finite, or a rank is asked to stop.
     """
     if learner.mesh.is_main:
-        print(f"optimizer.lr=find: up to {STEPS} steps with learning rates from {LOWEST:g} to {HIGHEST:g}", flush=True)
+        say(f"optimizer.lr=find: up to {STEPS} steps with learning rates from {LOWEST:g} to {HIGHEST:g}")
     with _as_before(learner):
         curve = _tested(parts, learner, is_asked_to_stop)
     if len(curve.losses) < 2:

@@ -42,6 +42,11 @@ def ignoring_closed(stream: TextIO) -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def say(text: str) -> None:
+    """Print a line at once, before a run has its record; a full disk or a closed pipe does not matter."""
+    _PlainTerminal(sys.stdout).say(text)
+
+
 class _PlainTerminal:
     """Lines on a file or a pipe, as under Slurm: no control characters."""
 
