@@ -11,7 +11,6 @@ import ctypes
 import gc
 import json
 import os
-import random
 import signal
 import sys
 
@@ -81,8 +80,7 @@ def _become_rank(rank: int, arguments: list[str], environment: dict[str, str]) -
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    random.seed()  # else all ranks would draw the same
-    numpy.random.seed()
+    numpy.random.seed()  # else all ranks would draw the same; Python's own `random` sees to that itself
     _prctl(PR_SET_NAME, f"widefield-{rank}".encode())  # what ps and top call it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 

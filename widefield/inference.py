@@ -45,7 +45,9 @@ def evaluate_run(
     """
     config = read_config(existing_folder(folder) / "config.yaml", overrides, run=folder, trust=trust, builds=EVALUATED)
     if config.data.batch_if_known is None:
-        raise ValueError("data.batch_size=auto is found where training begins; set data.evaluate_batch_size here, to a number")
+        raise ValueError(
+            "data.batch_size=auto is found where training begins; set data.evaluate_batch_size to a number in its place"
+        )
     with _on_mesh(config, world) as mesh:
         chosen = mesh.together(lambda: choose(folder, weights, default="last"))
         if mesh.is_main:
@@ -85,11 +87,11 @@ def loaded_on_ranks(
     with _on_mesh(config, world) as mesh:
         chosen = mesh.together(lambda: choose(folder, weights, default="best"))
         parts = mesh.together(lambda: _loaded(config, mesh, chosen, given, read_model(folder)))
-        mesh.together(lambda: _cut(parts))
+        mesh.together(lambda: _keep_part(parts))
         yield parts, chosen
 
 
-def _cut(parts: Parts) -> None:
+def _keep_part(parts: Parts) -> None:
     """Leave this rank its part of the model, where the mesh has shards, channels or stages.  Every rank calls it."""
     shape = parts.dataset.evaluate.shape  # type: ignore[attr-defined]
     like = torch.empty((2, *shape), dtype=parts.arithmetic.dtype, device="meta")

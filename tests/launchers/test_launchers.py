@@ -22,6 +22,7 @@ import pytest
 from marks import few
 
 from widefield.comm import mesh
+from widefield.comm.mesh import World
 from widefield.launchers import _forking, build_mesh, local, mpi, slurm, torchrun, world_from
 from widefield.launchers._forking import Forking
 from widefield.naming import load, names_in
@@ -212,6 +213,7 @@ sys.exit(status)
 
 FORKED = """
 import sys
+import numpy.random  # before the fork, as torch's libraries do
 worker = sys.argv.pop(1)
 from widefield import forked_ranks
 forked_ranks.load_all_of = lambda data: None
@@ -342,6 +344,15 @@ note(f"rank{rank}", json.dumps([sys.argv[1:], *map(os.environ.get, ("OMP_NUM_THR
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # refused all the same where someone listens
         free.bind((address, int(port)))
+
+
+def test_ranks_have_torchruns_variables(monkeypatch):
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    first, second = local._environments(2, "a run that never was", "127.0.0.1", 29500)
+    assert torchrun.detect(second) == World(1, 2, 1, 2, "127.0.0.1", 29500, "torchrun")
+    assert first["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and first["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    assert local._environments(1, "", "", 1)[0]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
 
 
 def test_the_users_thread_count_stands(launch, monkeypatch):
@@ -475,12 +486,12 @@ class TestForked:
     """What can go wrong with the process that ranks are forked from."""
 
     def test_ranks_that_are_forked_differ_in_what_they_draw_and_have_a_name(self, launch):
-        told = "[random.random(), os.getsid(0) == os.getpid(), open('/proc/self/comm').read()]"
-        launched = launch(f"import random; note(f'rank{{rank}}', json.dumps({told}))")
+        told = "[random.random(), numpy.random.rand(), os.getsid(0) == os.getpid(), open('/proc/self/comm').read()]"
+        launched = launch(f"import random, numpy; note(f'rank{{rank}}', json.dumps({told}))")
         assert launched.ends() == 0 and launched.said() == ""
         first, second = (json.loads(launched.read(f"rank{rank}")) for rank in (0, 1))
-        assert first[0] != second[0] and first[1] and second[1]
-        assert [first[2], second[2]] == ["widefield-0\n", "widefield-1\n"]
+        assert first[0] != second[0] and first[1] != second[1] and first[2] and second[2]
+        assert [first[3], second[3]] == ["widefield-0\n", "widefield-1\n"]
 
     def test_a_signal_while_it_loads_ends_the_command(self, launch, monkeypatch):
         monkeypatch.setattr(sys.modules[__name__], "FORKED", "import time; time.sleep(60)")
@@ -576,6 +587,7 @@ def test_ranks_write_to_the_terminal_itself(launch):
 JOIN = """
 import os, sys, torch
 from widefield.comm import mesh
+from widefield.comm.mesh import World
 from widefield.launchers import world_from
 from widefield.plans import Plan
 def main():  # not at the top: a DeviceMesh that lives until Python's end makes Gloo abort the process there, at times

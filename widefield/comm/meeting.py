@@ -18,7 +18,10 @@ _meetings = itertools.count()
 
 
 def host_of_meeting() -> dist.TCPStore:
-    """A store on a free port of this machine, for ranks that find it as torchrun's find their agent's."""
+    """A store on a free port of this machine, for ranks that find it as torchrun's find their agent's.
+
+    Its address is 127.0.0.1, for the full name of a machine often does not resolve.
+    """
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

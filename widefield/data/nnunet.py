@@ -68,8 +68,8 @@ def sides_of_cases(folder: Path, cases: Sequence[str], fold: int | None) -> dict
             "remove the file"
         )
     sides = {case: side for side in ("train", "val") for case in folds[fold][side]}
-    if odd := [case for case in sides if case not in set(cases)]:
-        raise ValueError(f"{path} names the case '{odd[0]}', and imagesTr/ has none of that name; mend the file")
+    if odd := sides.keys() - set(cases):
+        raise ValueError(f"{path} names the case '{min(odd)}', and imagesTr/ has none of that name; mend the file")
     if both := set(folds[fold]["train"]) & set(folds[fold]["val"]):
         raise ValueError(f"{path} has the case '{min(both)}' on both sides of fold {fold}; mend the file")
     return sides

@@ -1,7 +1,7 @@
 """Ranks forked from one process that has loaded torch, and what the launcher knows of them.
 
 Loading torch and the rest takes a rank some five seconds of a core.  `Forking` starts one process, `python -m
-widefield.forked_ranks`, which loads them once, beside the launcher that still reads the recipe, and then forks all ranks.
+widefield.forked_ranks`, which loads them once, while the launcher still checks the plan, and then forks all ranks.
 It is their parent, so it reports how each ended, and the launcher reads that here.
 
     to it, on its stdin     one line, the order: {"arguments": [...], "environments": [{...}, ...]}

@@ -40,8 +40,6 @@ OWN_END_SECONDS = 1.0
 """How long the other ranks may go on after one has failed, before SIGTERM and once more before SIGKILL.  They hear of it and
 end by themselves, see comm/failure.py."""
 POLL_SECONDS = 0.05
-LOOPBACK = "127.0.0.1"
-"""Where local ranks meet.  This machine's full name often does not resolve."""
 RANKS_PER_CORE = "WIDEFIELD_RANKS_PER_CORE"
 """The environment variable with the largest number of CPU ranks per core that the command starts."""
 RANKS_PER_CORE_MOST = 8
@@ -129,7 +127,7 @@ def start(
 
     group = _RankProcesses(forked.run_id if forked else new_run_id(), grace_seconds)
     store = host_of_meeting()  # it serves as long as it lives
-    environments = _environments(ranks, group.run_id, store.port)
+    environments = _environments(ranks, group.run_id, store.host, store.port)
     with environment_of_ranks(ranks), _signals_to(group.on_signal):
         try:
             if forked:
@@ -326,12 +324,13 @@ def _fork_each(forked: Forking, arguments: list[str], group: _RankProcesses, env
     group.status, group.verdict = 128 + group.received, f"{_name(group.received)}: ended before the ranks had begun"
 
 
-def _environments(ranks: int, run_id: str, port: int) -> list[dict[str, str]]:
-    """What torchrun sets for each of the ranks of one machine."""
+def _environments(ranks: int, run_id: str, address: str, port: int) -> list[dict[str, str]]:
+    """What torchrun sets for each of the ranks of one machine.  address, port: of the store at which they meet."""
     shared = {
         "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "ROLE_WORLD_SIZE": ranks, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1,
-        "ROLE_NAME": "default", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": run_id,
+        "ROLE_NAME": "default", "MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
     }  # fmt: skip
     own = [{"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, **shared} for rank in range(ranks)]
     return [{name: str(value) for name, value in one.items()} for one in own]

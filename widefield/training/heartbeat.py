@@ -45,14 +45,12 @@ class Heartbeat:
 
     def sentence(self) -> str:
         """Where the run is, as `step 3 of 100: pass 2 of 8, backward, segment 1 of 2, tile 5 of 16, for 25 s`."""
-        since, learner = self._passes.in_step_since, self._learner
+        since, learner, tile = self._passes.in_step_since, self._learner, progress.in_words()
+        at = f"{tile}, " if tile else ""
         if since is None:
             quiet = time.monotonic() - self._record.said
-            tile = progress.in_words()
-            at = f"at {tile}, " if tile else ""
             return f"after step {learner.step} of {self._last}: evaluating or saving, {at}for {quiet:.0f} s"
         passes = learner.config.gradient.accumulate
-        at = f"pass {max(1, learner.pass_number)} of {passes}, " if passes > 1 else ""
-        tile = progress.in_words()
-        at += f"{tile}, " if tile else ""
+        if passes > 1:
+            at = f"pass {max(1, learner.pass_number)} of {passes}, {at}"
         return f"step {learner.step + 1} of {self._last}: {at}for {time.perf_counter() - since:.0f} s"

@@ -72,9 +72,7 @@ def _of_nnunet(config: DataConfig, folder: Path, group: str | None, **kind: Any)
     sides = sides_of_cases(folder, [one.name for one in pairs], config.fold)
     if sides is not None:
         pairs, config = [one for one in pairs if one.name in sides], config.model_copy(update={"fold": None})
-    items = [Item(one.name, group=group_in(one.name, group), split=sides and sides[one.name]) for one in pairs]
-    records = [FileRecord(one.images, make(one), item) for one, item in zip(pairs, items, strict=True)]
-    records = _checked(records, pairs)
+    records = _checked([_record(one, make(one), group, sides and sides[one.name]) for one in pairs], pairs)
     return dataset_of_records(records, config, source=str(folder), classes=names, labels=labels, **kind)
 
 
@@ -174,8 +172,8 @@ def _refuse_split(config: DataConfig, source: Path) -> None:
             )
 
 
-def _record(one: Pair, target: Target, group: str | None) -> FileRecord:
-    return FileRecord(one.images, target, Item(one.name, group=group_in(one.name, group)))
+def _record(one: Pair, target: Target, group: str | None, split: str | None = None) -> FileRecord:
+    return FileRecord(one.images, target, Item(one.name, group=group_in(one.name, group), split=split))
 
 
 def _checked(records: list[FileRecord], pairs: Sequence[Pair]) -> list[FileRecord]:
