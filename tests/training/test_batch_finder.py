@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -346,12 +347,38 @@ def test_the_measured_peak_grows_with_the_batch():
 
 def test_a_reset_peak_is_that_of_later_memory_alone():
     cpu = torch.device("cpu")
-    block = torch.ones(64 * 2**20, dtype=torch.uint8)
-    del block
-    with_block = memory.peak_memory_bytes(cpu)
     memory.reset_peak(cpu)
-    assert memory.peak_memory_bytes(cpu) < with_block - 32 * 2**20
+    before = memory.memory_bytes(cpu)
+    with mmap.mmap(-1, 64 * 2**20) as block:  # no allocator keeps its pages
+        block.write(b"1" * len(block))
+    with_block = memory.peak_memory_bytes(cpu)
+    assert with_block > before + 32 * 2**20
+    if memory.reset_peak(cpu):
+        assert memory.peak_memory_bytes(cpu) < with_block - 32 * 2**20
+    else:
+        assert memory.peak_memory_bytes(cpu) >= with_block
     assert 0 < memory.memory_bytes(cpu) <= memory.usable_bytes(cpu, World())
+
+
+def test_a_peak_that_cannot_be_reset_is_said_to_be_of_the_lifetime(monkeypatch):
+    """As in containers whose /proc cannot be written to."""
+    cpu = torch.device("cpu")
+    resident = memory.memory_bytes(cpu)
+    monkeypatch.setattr(memory, "peak_memory_bytes", lambda device: resident + 2**30)
+    assert not memory.reset_peak(cpu)
+
+
+@pytest.mark.parametrize(("usable", "expected"), [(6250, 1), (10_000, 64)])
+def test_equal_lifetime_peaks_do_not_say_that_images_need_nothing(usable, expected):
+    """Memory before the search was 3,900; of usable, 0.8 may be used, and 64 images need 6,760."""
+    asked = []
+
+    def measure(parts, mesh, batch, is_asked_to_stop):
+        asked.append(batch)
+        return MemoryPeak(max(3900, 1000 + 90 * batch), 1000, is_lifetime=True)
+
+    batch, _ = find_batch_size(parts_of(one_rank()), is_asked_to_stop=never, measure=measure, usable=usable)
+    assert batch == expected and all(1000 + 90 * each <= 0.8 * usable for each in asked)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ class MemoryPeak:
 
     peak: int
     fixed: int
+    is_lifetime: bool = False
+    """Whether memory before these steps may have been the peak: the system cannot reset it."""
 
 
 Measure = Callable[[Parts, Mesh, int, Callable[[], bool]], MemoryPeak]
@@ -120,11 +122,11 @@ def measured(parts: Parts, mesh: Mesh, batch: int, is_asked_to_stop: Callable[[]
     except AgreedError as error:
         raise _RefusedBatchError(str(error)) from None
     before = memory_bytes(mesh.device)
-    reset_peak(mesh.device)
+    was_reset = reset_peak(mesh.device)
     _take_steps(tried, learner, is_asked_to_stop)
     evaluate_parts(tried, learner.model, batches=1)
     peak = peak_memory_bytes(mesh.device)
-    return MemoryPeak(peak, min(peak, before + _kept_bytes(learner)))
+    return MemoryPeak(peak, min(peak, before + _kept_bytes(learner)), is_lifetime=not was_reset)
 
 
 def _take_steps(tried: Parts, learner: Learner, is_asked_to_stop: Callable[[], bool]) -> None:
@@ -236,10 +238,13 @@ class _TriedBatches:
         return True
 
     def _extrapolated(self, rank: int, batch: int) -> float:
-        """This rank's peak with `batch` images, on the line through its last two peaks, the first of which is that of none."""
+        """This rank's peak with `batch` images, on the line through its last two peaks, the first of which is that of none.
+
+        Two lifetime peaks may be one and the same, of neither batch: the line from that of none is never too flat.
+        """
         last = max(self.peaks)
         now = self.peaks[last][rank]
-        before = self.peaks.get(last // 2)
+        before = None if now.is_lifetime else self.peaks.get(last // 2)
         growth = (now.peak - before[rank].peak) / (last / 2) if before else (now.peak - now.fixed) / last
         return now.peak + max(0.0, growth) * (batch - last)
 

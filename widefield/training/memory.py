@@ -30,13 +30,18 @@ def memory_bytes(device: torch.device) -> int:
     return _largest_resident() if resident is None else resident
 
 
-def reset_peak(device: torch.device) -> None:
-    """Count the peak from now on; where the system has no such thing, it goes on from what it was."""
+def reset_peak(device: torch.device) -> bool:
+    """Count the peak from now on; False where the system has no such thing, and it goes on from what it was."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return
+        return True
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # man 5 proc: resets VmHWM
+    return peak_memory_bytes(device) <= memory_bytes(device) + _NOISE
+
+
+_NOISE = 2**24
+"""Bytes by which a process may shrink between two readings; a peak this little above it is as good as reset."""
 
 
 def usable_bytes(device: torch.device, world: World) -> int:
