@@ -1,0 +1,82 @@
+"""Which format is a file of, and open it.
+
+A format is a file in formats/ with these names:
+
+    NAME        as people call it
+    SUFFIXES    in small letters, with the dot; ".ome.tif" is two
+    EXTRA       the extra of this package that installs its libraries; "" where they are always there
+    claims(path, start)     whether a file or folder is of it; start: its first 512 bytes, b"" for a folder
+    PRIORITY    of two formats that claim a file, the higher one has it
+    open_image(path) -> ImageFile, and CASES
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from widefield.image_files.image_file import ImageFile, ImageFileError
+from widefield.naming import constants_in, did_you_mean, load, names_in
+
+FORMATS = f"{__package__}.formats"
+
+
+def open_image(path: str | Path) -> ImageFile:
+    """The image in a file, or in a folder that is one, by the format that its first bytes and its name say.
+
+    ImageFileError: there is no such file, no format has it, a library is missing (named with the extra that installs it), or
+    the file is damaged.
+    """
+    path = Path(path)
+    try:
+        module = format_of(path)
+    except OSError as error:
+        raise ImageFileError(f"cannot open {path} ({error.strerror or error}); mend the path") from None
+    try:
+        return module.open_image(path)
+    except ImageFileError:
+        raise
+    except ModuleNotFoundError as error:
+        if not module.EXTRA or (error.name or "").startswith("widefield"):
+            raise
+        raise ImageFileError(
+            f"{path} is {module.NAME}, which {error.name} reads; pip install 'widefield[{module.EXTRA}]'"
+        ) from None
+    except Exception as error:  # on damaged files libraries raise many types
+        size = f"{path.stat().st_size} bytes; " if path.is_file() else ""
+        raise ImageFileError(f"cannot read {path} as {module.NAME} ({size}{str(error) or type(error).__name__})") from None
+
+
+def is_image_file(path: Path) -> bool:
+    """Whether a format has this file or folder, by its name alone."""
+    name = path.name.lower()
+    return any(name.endswith(suffix) for suffix in suffixes())
+
+
+def suffixes() -> list[str]:
+    """Those of all formats, without importing their files."""
+    found = constants_in(FORMATS, ("SUFFIXES",))
+    return sorted({suffix for constants in found.values() for suffix in constants["SUFFIXES"]})
+
+
+def format_of(path: Path) -> ModuleType:
+    """The module of the format.  OSError: the file cannot be opened.  ImageFileError: no format has it."""
+    start = b""
+    if not path.is_dir():
+        with path.open("rb") as file:
+            start = file.read(512)
+        if not start:
+            raise ImageFileError(f"{path} is empty; copy it again")
+    claiming = [module for module in map(_module, names_in(FORMATS)) if module.claims(path, start)]
+    if not claiming:
+        what = "folder" if path.is_dir() else "file"
+        suffix = path.suffix.lower()
+        raise ImageFileError(
+            f"{path} is a {what} of no format that is known here{did_you_mean(suffix, suffixes()) if suffix else '.'} "
+            f"Known are {', '.join(suffixes())}"
+        )
+    return max(claiming, key=lambda module: module.PRIORITY)
+
+
+def _module(name: str) -> ModuleType:
+    return load(FORMATS, name)
