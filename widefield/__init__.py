@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from widefield.parallel.passes import backward_of, without_sync
     from widefield.plans import Plan
     from widefield.report import write_report
-    from widefield.streaming.api import stream
+    from widefield.streaming.api import stream, stream_to
     from widefield.streaming.storage.windowed_image import from_reader
     from widefield.tiled.api import from_tile, tile, whole, window
     from widefield.tiled.sync_batch_norm import SyncBatchNorm
@@ -65,6 +65,7 @@ _DOOR = {
     "save": "training.own_loop",
     "share_states": "parallel.parallelize",
     "stream": "streaming.api",
+    "stream_to": "streaming.api",
     "tile": "tiled.api",
     "train": "api",
     "verify": "verification.api",
@@ -98,6 +99,7 @@ __all__ = [
     "save",
     "share_states",
     "stream",
+    "stream_to",
     "tile",
     "train",
     "verify",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +28,11 @@ from widefield.streaming.fallbacks import refusal_of
 from widefield.streaming.fusion import CompiledRegions
 from widefield.streaming.runner import Runner
 from widefield.streaming.schedule import TileSchedule
-from widefield.streaming.spatial import SINGLE_RANK, SpatialStream
+from widefield.streaming.spatial import SpatialStream
 from widefield.streaming.storage.memory_pool import Pool
 from widefield.streaming.storage.offload_buffer import PLACES
+from widefield.streaming.storage.result_writer import ResultWriter
+from widefield.streaming.storage.windowed_image import SINGLE_RANK, WindowedImage
 from widefield.streaming.tile_planner import TracedOps, units_of
 from widefield.tiled.partial_gradient import full_value, partial_of
 from widefield.tiled.redistribute import redistribute
@@ -178,8 +180,16 @@ def _cuts_of(tensor: Any) -> Cuts | None:
 
 def _extents_of(tensors: Sequence[Any]) -> tuple[int, ...]:
     """The extents of the largest input's image dims, or of this rank's tile of it."""
-    shapes = [tuple(t.tile_layout.tile_shape if type(t) is TiledTensor else t.shape)[2:] for t in tensors if len(t.shape) > 2]
-    return max(shapes, key=math.prod, default=(1,))
+    return max((_own_shape(tensor)[2:] for tensor in tensors if len(tensor.shape) > 2), key=math.prod, default=(1,))
+
+
+def _own_shape(tensor: Any) -> tuple[int, ...]:
+    if type(tensor) is TiledTensor:
+        return tuple(tensor.tile_layout.tile_shape)
+    if not isinstance(tensor, WindowedImage) or tensor.grid.size == 1:
+        return tuple(tensor.shape)
+    first = len(tensor.shape) - len(tensor.grid.sizes)
+    return (*tensor.shape[:first], *(-(-n // ranks) for n, ranks in zip(tensor.shape[first:], tensor.grid.sizes, strict=True)))
 
 
 def _bytes_of(memory: str | int) -> int:
@@ -193,7 +203,9 @@ def _bytes_of(memory: str | int) -> int:
 
 def _grid_of(tensors: Sequence[Any]) -> Grid:
     """The grid of ranks over which the inputs are tiled."""
-    return next((tensor.tile_layout.grid for tensor in tensors if type(tensor) is TiledTensor), SINGLE_RANK)
+    tiled = [tensor.tile_layout.grid for tensor in tensors if type(tensor) is TiledTensor]
+    read = [tensor.grid for tensor in tensors if isinstance(tensor, WindowedImage) and tensor.grid.size > 1]
+    return next(iter([*tiled, *read]), SINGLE_RANK)
 
 
 class Streamed(Wrapping):
@@ -207,7 +219,7 @@ class Streamed(Wrapping):
             return torch.compiler.disable(self._run_tiles)(args, kwargs)
         return self._run_tiles(args, kwargs)
 
-    def _run_tiles(self, args: tuple, kwargs: dict) -> Any:
+    def _run_tiles(self, args: tuple, kwargs: dict, writer: ResultWriter | None = None) -> Any:
         refuse_hidden(self, (args, kwargs), "is given")
         tensors = tensors_of((args, kwargs))
         if any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
@@ -223,13 +235,54 @@ class Streamed(Wrapping):
         keeps = torch.is_grad_enabled() and bool(wanting)
         tiled = [value for value, tensor in given.items() if type(tensor) is TiledTensor and tensor.tile_layout.is_cut]
         where = {"place": made.place, "pool": self._stream.pool, "room": made.room}
-        run = Runner(program, spatial, own, tiled, keeps=keeps, fused=made.fused, **where)
+        writers = {} if writer is None else {_only_image(graph, program): writer}
+        run = Runner(program, spatial, own, tiled, keeps=keeps, fused=made.fused, writers=writers, **where)
         with without_autocast():
+            if writer is not None:
+                return run.forward()
             results = _run_with_gradient(run, graph, given, wanting) if keeps else _wrapped(run.forward(), run)
         with torch.no_grad():
             for name, value in graph.updates.items():
                 weights[name].copy_(results[value])
         return put_in(graph.outputs, results)
+
+
+def stream_to(
+    write: Callable[[tuple[slice, ...], Tensor], None],
+    module: nn.Module,
+    *args: Any,
+    is_written: Callable[[tuple[slice, ...]], bool] | None = None,
+) -> None:
+    """Run a streamed module without gradients, and give its output away tile by tile: it is never in memory as a whole.
+
+    write(window, tile): gets the output's pixels in a window, a tuple of slices with a start and a stop, one per dim; the tile
+        is on the output's device.  Windows do not overlap and together are the output, or this rank's tile of it.
+    args: the module's inputs, as images by `from_reader`.
+    is_written(window): whether an earlier run has written it; what only it needs is not run then.  The windows are the same for
+        the same module, inputs and settings.
+    ValueError: the module is not streamed, has hooks of its own, changes its buffers, or gives more than one image.
+    """
+    if not isinstance(module, Streamed):
+        raise ValueError(
+            f"stream_to wants a streamed module, not a {type(module).__name__}; call widefield.stream(module, ...)"
+        )
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError(
+            f"this {type(module).__name__} has forward hooks, which want its whole output; remove them, or call the module"
+        )
+    with torch.no_grad():
+        module._run_tiles(args, {}, ResultWriter(write, is_written))
+
+
+def _only_image(graph: Graph, program: TileSchedule) -> Value:
+    """The result that is given away.  ValueError: there is another number of results, or it is not made tile by tile."""
+    (value, *more) = graph.results
+    if more or graph.updates:
+        what = "changes its buffers; call eval() on it" if graph.updates else f"has {len(graph.results)} outputs; give one"
+        raise ValueError(f"stream_to gives away one image, and the module {what}")
+    if value not in program.layouts or value.source != "made":
+        raise ValueError(f"stream_to gives away an image, and the module's output of {tuple(value.shape)} is not one; call it")
+    return value
 
 
 # ---------------------------------------------------------------------------------------------- tensors in and out
@@ -268,7 +321,7 @@ class _StreamedFunction(torch.autograd.Function):
         ctx.run, ctx.wanting, ctx.outs = run, wanting, run.program.graph.results
         found = _wrapped(run.forward(), run)
         results = {value: found[value].detach() for value in ctx.outs}
-        again = [results[value] for value in run.read_again]
+        again = [results[value] for value in run.program.read_again]
         ctx.save_for_backward(*tensors, *others, *again)  # torch then raises if one is written to before the backward
         ctx.mark_non_differentiable(*(result for value, result in results.items() if not value.wants_grad))
         ctx.set_materialize_grads(False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def crop(tensor: Tensor, box: Box, wanted: Box) -> Tensor:
     return tensor[within(box, wanted)]
 
 
-def leaf_window(value: Value, tensor: Tensor) -> Tensor:
+def leaf_of(value: Value, tensor: Tensor) -> Tensor:
     """A window of a stored value as an autograd leaf, if its gradient is wanted."""
     return tensor.detach().requires_grad_() if value.wants_grad else tensor.detach()
 
@@ -89,3 +89,13 @@ def detached_unless_wanted(value: Value, result: Tensor) -> Tensor:
 def merged(unit: TracedOp, parts: Tensor) -> Tensor:
     """The total of a reduction, from the stacked parts of all tiles."""
     return parts.sum(0) if unit.merge is None else unit.merge(parts)
+
+
+class Leaves:
+    """Small values and weights as leaves, the same leaf at each access."""
+
+    def __init__(self, leaf_of: Callable[[Value], Tensor]) -> None:
+        self._leaf_of = leaf_of
+
+    def __getitem__(self, value: Value) -> Tensor:
+        return self._leaf_of(value)

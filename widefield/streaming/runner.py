@@ -16,12 +16,14 @@ from torch import Tensor
 from widefield.capture.ir import Value
 from widefield.geometry.box import Box, is_empty, size_of
 from widefield.streaming.fusion import CompiledRegions, FusedOps, runs_of
+from widefield.streaming.needed_tiles import needed_tiles
 from widefield.streaming.progress import counted
-from widefield.streaming.regions import Env, Region, all_of, arguments, crop, detached_unless_wanted, leaf_window, merged
+from widefield.streaming.regions import Env, Leaves, Region, all_of, arguments, crop, detached_unless_wanted, leaf_of, merged
 from widefield.streaming.schedule import FusedRegion, Stage, StreamedTile, TileSchedule
 from widefield.streaming.spatial import SpatialStream
 from widefield.streaming.storage.memory_pool import Pool
 from widefield.streaming.storage.offload_buffer import ByteBudget, OffloadBuffer
+from widefield.streaming.storage.result_writer import ResultWriter
 from widefield.streaming.tile_ops import TileOp
 from widefield.streaming.tile_planner import TracedOp, asks_shape_alone
 
@@ -32,6 +34,7 @@ class Runner:
     given: the tensor, or WindowedImage, of every input, weight and constant.  tiled: those of which a rank has only its tile.
     place: where values and gradients are stored between segments, but for `room` bytes, which fit on the device.
     pool: where their memory comes from.  fused: compiled runs of pointwise operations; None: nothing is compiled.
+    writers: results that are given away tile by tile, without a backward, and are not in memory as a whole.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class Runner:
         pool: Pool | None = None,
         fused: CompiledRegions | None = None,
         room: int = 0,
+        writers: Mapping[Value, ResultWriter] | None = None,
     ) -> None:
-        self.room = ByteBudget(room)
+        self.room, self.writers = ByteBudget(room), writers or {}
+        self.needed = needed_tiles(program, self.writers) if writers and spatial.is_single_rank else None
         self.program, self.spatial, self.layouts, self.keeps = program, spatial, program.layouts, keeps
         self.place, self.pool, self.fused, self.results = place, pool, fused, set(program.graph.results)
         self.stores: dict[Value, Any] = {}
@@ -66,7 +71,9 @@ class Runner:
             else:
                 self.stores[value] = Region(OffloadBuffer.of(tensor.detach()), all_of(value), is_replicated=True)
 
-    def _new(self, value: Value, box: Box | None = None) -> Region:
+    def _new(self, value: Value, box: Box | None = None) -> Any:
+        if value in self.writers and value not in self.program.read_again:
+            return self.writers[value]
         box = self.spatial.own_box(self.layouts[value]) if box is None else box
         is_result = value in self.results  # the caller gets it, so it is on the device and not from the pool
         place, pool = ("device", None) if is_result else (self.place, self.pool)
@@ -86,20 +93,20 @@ class Runner:
                 for segment in stage.segments:
                     self._forward_segment(segment)
                 self._forget(number)
-            return {value: self._result(value) for value in self.program.graph.results}
+            return {value: tensor for value in self.program.graph.results if (tensor := self._result(value)) is not None}
 
-    @property
-    def read_again(self) -> list[Value]:
-        """The results that the backward reads."""
-        sources = {value for segment in self.program.segments for value in segment.sources}
-        sources |= {value for stage in self.program.stages for unit in stage.once for value in unit.reads}
-        return [value for value in self.program.graph.results if value in sources]
-
-    def _result(self, value: Value) -> Tensor:
+    def _result(self, value: Value) -> Tensor | None:
+        """None: its writer has it."""
         if value not in self.layouts:
             return self.small[value]
         store, box = self.stores[value], self.spatial.own_box(self.layouts[value])
-        return store.all() if isinstance(store, Region) and store.box == box else store.read(box)
+        if isinstance(store, ResultWriter):
+            return None
+        found = store.all() if isinstance(store, Region) and store.box == box else store.read(box)
+        if value not in self.writers:
+            return found
+        self.writers[value].write(box, found)
+        return None
 
     def _put(self, unit: TracedOp, results: Sequence[Any]) -> None:
         for out, result in zip(unit.outs, results, strict=True):
@@ -131,6 +138,8 @@ class Runner:
         parts: dict[TracedOp, list[Tensor]] = {unit: [] for unit in segment.parts}
         self.stores.update({value: self._new(value) for value in segment.kept})
         for tile in counted(self.spatial.local(segment.tiles), "forward", segment, self.program.segments):
+            if self.needed is not None and tile.number not in self.needed[segment]:
+                continue
             env: Env = {value: (sources[value].read(box), box) for value, box in tile.sources.items()}
             self._steps(tile, env, self.small)
             for value, box in tile.kept.items():
@@ -264,13 +273,13 @@ class Runner:
         wanted = [value for value in segment.kept if value.wants_grad and value in self.grad_buffers]
         if not wanted and all(part_grad is None for part_grad in of_parts.values()):
             return
-        sources, small = self._sources(segment), _Leaves(self)
+        sources, small = self._sources(segment), Leaves(self._leaf)
         around = self._halo_buffers(segment)
         known = {unit: self.spatial.own_parts(unit, segment.tiles, self.parts[unit]) for unit in segment.parts}
         count = dict.fromkeys(segment.parts, 0)
         with torch.enable_grad():
             for tile in counted(self.spatial.local(segment.tiles), "backward", segment, self.program.segments):
-                env: Env = {v: (leaf_window(v, sources[v].read(box)), box) for v, box in tile.sources.items()}
+                env: Env = {v: (leaf_of(v, sources[v].read(box)), box) for v, box in tile.sources.items()}
                 leaves = {value: tensor for value, (tensor, _) in env.items() if tensor.requires_grad}
                 self._steps(tile, env, small)
                 outs, grads = [], []
@@ -331,7 +340,7 @@ class Runner:
         made = {out for unit in units for out in unit.outs if out is not None}
         env: dict[Value, Tensor] = {}
         full: dict[Value, Tensor] = {}
-        small = _Leaves(self)
+        small = Leaves(self._leaf)
         with torch.enable_grad():
             for unit in units:
                 assert unit.call is not None
@@ -345,7 +354,7 @@ class Runner:
                         tensors.append(self._whole(unit, number))
                     else:
                         if value not in full:
-                            full[value] = leaf_window(value, self._whole(unit, number))
+                            full[value] = leaf_of(value, self._whole(unit, number))
                         tensors.append(full[value])
                 with torch.set_grad_enabled(unit.node.grad):
                     results = unit.call(tensors)
@@ -387,13 +396,3 @@ class Runner:
             for stores in (self.stores, self.grad_buffers):
                 if made >= stage and value in stores:
                     stores.pop(value).free()
-
-
-class _Leaves:
-    """Small values and weights as leaves, the same leaf at each access."""
-
-    def __init__(self, run: Runner) -> None:
-        self.run = run
-
-    def __getitem__(self, value: Value) -> Tensor:
-        return self.run._leaf(value)

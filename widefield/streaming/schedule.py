@@ -119,6 +119,13 @@ class TileSchedule:
     def segments(self) -> list[FusedRegion]:
         return [segment for stage in self.stages for segment in stage.segments]
 
+    @cached_property
+    def read_again(self) -> list[Value]:
+        """The results that later segments, and so the backward, read."""
+        sources = {value for segment in self.segments for value in segment.sources}
+        sources |= {value for stage in self.stages for unit in stage.once for value in unit.reads}
+        return [value for value in self.graph.results if value in sources]
+
 
 def program_of(graph: Graph, units: TracedOps, cut: Set[Value] = frozenset(), again: Set[Value] = frozenset()) -> TileSchedule:
     """Build the schedule of the units.

@@ -222,6 +222,3 @@ def dist_rank(name: str) -> int:
 
 def _within(outer: Box, inner: Box) -> tuple[slice, ...]:
     return tuple(slice(i.start - o.start, i.stop - o.start) for o, i in zip(outer, inner, strict=True))
-
-
-SINGLE_RANK = Grid(())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from widefield.geometry.box import Box, is_empty, size_of, within
+from widefield.geometry.layout import Grid
 from widefield.streaming.storage.offload_buffer import (
     all_of,
     check_inside,
@@ -19,6 +20,8 @@ from widefield.streaming.storage.offload_buffer import (
     to_device,
     wait_for_copy,
 )
+
+SINGLE_RANK = Grid(())
 
 
 def from_reader(
@@ -61,10 +64,20 @@ def from_reader(
 
 
 class WindowedImage:
-    """What `from_reader` returns: an image whose windows a function reads."""
+    """What `from_reader` returns: an image whose windows a function reads.
 
-    def __init__(self, read: Callable[..., Any], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        self._read, self.shape, self.dtype, self.device = read, shape, dtype, device
+    grid: the ranks over which it is in tiles; each reads its own and the pixels around by itself, without a message.
+    """
+
+    def __init__(
+        self,
+        read: Callable[..., Any],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        grid: Grid = SINGLE_RANK,
+    ) -> None:
+        self._read, self.shape, self.dtype, self.device, self.grid = read, shape, dtype, device, grid
 
     def __repr__(self) -> str:
         return f"Reader(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
