@@ -30,7 +30,3 @@ class ResultWriter:
 
 def _window(box: Box) -> Window:
     return tuple(slice(interval.start, interval.stop) for interval in box)
-
-
-def _window(box: Box) -> Window:
-    return tuple(slice(interval.start, interval.stop) for interval in box)
