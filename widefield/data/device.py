@@ -47,7 +47,7 @@ class Preparation:
         target = self._target(batch.target.to(self.device, non_blocking=True))
         if self.augment.steps:
             image = torch.stack([self.augment(one, seed) for one, seed in zip(image, batch.seeds, strict=True)])
-        image = self._scaled(image, batch)
+        image = self.scaled(image, batch.moments)
         if batch.partner is not None:
             image, target = self._mixed(image, target, batch)
         return image.contiguous(memory_format=self.format_of(image)), target
@@ -62,14 +62,17 @@ class Preparation:
             return target
         return target.to(self.dtype) if self.labels in ("classes", "values") else target.long()
 
-    def _scaled(self, image_BCHW: Tensor, batch: Batch) -> Tensor:
-        """((pixel - low) / (high - low) - mean) / std, as one multiply-add after the pixel's own shift."""
+    def scaled(self, image_BCHW: Tensor, moments: Tensor | None = None) -> Tensor:
+        """((pixel - low) / (high - low) - mean) / std of images on the device, as one multiply-add after the pixel's own shift.
+
+        moments: (B, C, 2), see Batch.
+        """
         known = self.intensity.of(self.pixel_dtype or image_BCHW.dtype)
         assert known.low is not None and known.high is not None
         image = image_BCHW.to(self.dtype)
         if known.each_image is not None:
-            assert batch.moments is not None, "the reader gives the moments that the intensity needs"
-            mean, spread = batch.moments.to(self.device, self.dtype)[..., None, None].unbind(2)
+            assert moments is not None, "the reader gives the moments that the intensity needs"
+            mean, spread = moments.to(self.device, self.dtype)[..., None, None].unbind(2)
             return torch.addcmul(self._offset, (image - mean) / spread, self._factor((0.0,), (1.0,)))
         if known.clip is not None:
             image = image.clamp(*map(self._channels, known.clip))

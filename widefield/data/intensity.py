@@ -6,6 +6,7 @@ of the training split.  The network then gets (that - mean) / std.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,3 +115,26 @@ def moments_of(image_CHW: Tensor, area: Area) -> Tensor:
         spread = values.std(correction=0).item() if len(values) else 0.0
         moments.append([values.mean().item() if len(values) else 0.0, spread if spread > 0 else 1.0])
     return torch.tensor(moments, dtype=torch.float64)
+
+
+def moments_of_bands(bands: Callable[[], Iterable[Tensor]], area: Area) -> Tensor:
+    """(C, 2) float64, as `moments_of` the whole image.  bands: from the start each time, its parts (C, ...), twice.
+
+    The deviation comes from the second pass, since a sum of squares less a square loses its digits.
+    """
+    counts, sums = _added(bands, area, None)
+    means = torch.where(counts > 0, sums / counts.clamp(min=1), 0)
+    _, squares = _added(bands, area, means)
+    spread = (squares / counts.clamp(min=1)).sqrt()
+    return torch.stack([means, torch.where(spread > 0, spread, 1)], 1)
+
+
+def _added(bands: Callable[[], Iterable[Tensor]], area: Area, means: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Per channel, how many pixels count, and the sum of their numbers, or of the squares of what they are off `means`."""
+    counts = sums = torch.zeros(1, dtype=torch.float64)
+    for band in bands():
+        values = band.to(torch.float64).flatten(1)
+        counted = torch.ones_like(values) if area == "all" else (values != 0).to(torch.float64)
+        counts = counts + counted.sum(1)
+        sums = sums + ((values if means is None else (values - means[:, None]) ** 2) * counted).sum(1)
+    return counts, sums

@@ -86,6 +86,8 @@ class ImageFile:
         A pixel holds nothing if all of its channels are nodata, or NaN where nodata is NaN.
         """
         box, info = self._box(window, level), self.info
+        if not any(number is not None for number in info.nodata) and type(self).valid_box is ImageFile.valid_box:
+            return None
         pixels = self.read(window, level)
         with self._lock:
             found = None if is_empty(box) else self._try(lambda handle: self.valid_box(handle, box, level, pixels), box)

@@ -12,6 +12,8 @@ A format is a file in formats/ with these names:
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -45,6 +47,17 @@ def open_image(path: str | Path) -> ImageFile:
     except Exception as error:  # on damaged files libraries raise many types
         size = f"{path.stat().st_size} bytes; " if path.is_file() else ""
         raise ImageFileError(f"cannot read {path} as {module.NAME} ({size}{str(error) or type(error).__name__})") from None
+
+
+def label_format_of(image: ImageFile) -> ModuleType:
+    """The format in which labels of an image are written: its own where that can be written by window, else TIFF or NumPy's.
+
+    Its file has LABEL_SUFFIX and `write_labels(path, labels: LabelImage, read: ReadLabels)`.
+    """
+    own = sys.modules[type(image).__module__]
+    if hasattr(own, "write_labels"):
+        return own
+    return _module("numpy_array" if importlib.util.find_spec("tifffile") is None else "tiff")
 
 
 def is_image_file(path: Path) -> bool:

@@ -112,12 +112,13 @@ class ImageProgress:
     """Progress over images on standard error: a line that is redrawn on a terminal, else one at least every SECONDS.
 
     each: how many ranks work at the same time, of which this one shows the progress of all.
+    noun: what is counted.
     """
 
     SECONDS = 10.0
 
-    def __init__(self, images: int, *, each: int = 1, stream: TextIO | None = None) -> None:
-        self._images, self._each, self._stream = images, each, stream or sys.stderr
+    def __init__(self, images: int, *, each: int = 1, stream: TextIO | None = None, noun: str = "images") -> None:
+        self._images, self._each, self._stream, self._noun = images, each, stream or sys.stderr, noun
         self._redraws = self._stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
         self._done, self._began = 0, time.monotonic()
         self._shown = self._began
@@ -133,7 +134,8 @@ class ImageProgress:
     def _show(self, now: float) -> None:
         done = min(self._images, self._done * self._each)
         rate = done / max(now - self._began, 1e-9)
-        text = f"{done:,}/{self._images:,} images  {rate_text(rate)} img/s  eta {clock_text((self._images - done) / rate)}"
+        speed = f"  {rate_text(rate)} img/s" if self._noun == "images" else ""
+        text = f"{done:,}/{self._images:,} {self._noun}{speed}  eta {clock_text((self._images - done) / rate)}"
         with ignoring_closed(self._stream):
             self._stream.write(f"\r{text}\x1b[K" if self._redraws else f"{text}\n")
             self._stream.flush()

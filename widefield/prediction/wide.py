@@ -1,0 +1,260 @@
+"""Labels of the pixels of an image that is read and written by window, so that neither is ever in memory as a whole.
+
+The model runs tile after tile as a stream, on each rank of the image's tiles in space, so the labels are those of the whole
+image: nothing is blended, and there are no seams.  They go to a plain file first (raw_labels.py), and at the end to one in the
+image's own format, with its place in the world.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from widefield.data.image import colours, read_image
+from widefield.data.intensity import moments_of_bands
+from widefield.geometry import Interval
+from widefield.image_files import ImageFile, is_image_file, open_image
+from widefield.image_files.image_file import Array, ImageFileError
+from widefield.image_files.label_image import LabelImage
+from widefield.image_files.opening import label_format_of
+from widefield.prediction.raw_labels import RawLabels
+from widefield.prediction.transformed import ignore_label
+from widefield.streaming.api import stream, stream_to
+from widefield.streaming.storage.windowed_image import WindowedImage
+from widefield.tasks import labels_of
+from widefield.training.assemble import Parts
+from widefield.training.terminal import ImageProgress
+
+T = TypeVar("T")
+WIDE_PIXELS = 2**26
+"""From so many on, an image that can be read by window is; one that has a place in the world is in any case."""
+TILE = 1024
+"""Pixels of a tile's side where neither the recipe nor the command says how the image is cut."""
+BAND_BYTES = 2**24
+"""Of labels that are counted at once."""
+
+
+def wide_file(path: Path, parts: Parts) -> ImageFile | None:
+    """The image, opened, where its labels are to be written by window; None: it is read as a whole, and errors show there."""
+    if labels_of(parts.task) != "pixels" or not is_image_file(path):
+        return None
+    try:
+        image = open_image(path)
+    except (ImageFileError, OSError):
+        return None
+    info = image.info
+    is_placed = bool(info.world) or info.format not in ("TIFF", "NumPy")
+    if len(info.axes) == 2 and info.by_window and (is_placed or np.prod(info.size) >= WIDE_PIXELS):
+        return image
+    return None
+
+
+def suffix_of(image: ImageFile) -> str:
+    """Of the file of labels for an image."""
+    return label_format_of(image).LABEL_SUFFIX
+
+
+@dataclass(frozen=True)
+class WideAsker:
+    """A function from an open image to the file of its labels.  Every rank of a copy of the model calls it with the same one.
+
+    folder: where labels are while they are made.  about: the weights and options, which make them what they are.
+    """
+
+    parts: Parts
+    folder: Path
+    about: Mapping[str, Any]
+
+    def check(self, image: ImageFile) -> None:
+        """ValueError: the run's recipe, or the plan, wants the image as a whole."""
+        parts, mesh = self.parts, self.parts.mesh
+        steps = [step if isinstance(step, str) else next(iter(step)) for step in parts.config.data.read_evaluate]
+        if steps:
+            raise ValueError(
+                f"{image.path} is predicted by window, and data.read_evaluate has {steps[0]}, which wants it as a whole; add "
+                "data.read_evaluate=[] where the model takes images as they are"
+            )
+        cut = [name for name in ("shard", "channel", "stage") if getattr(mesh.plan, name) > 1]
+        if cut:
+            raise ValueError(
+                f"{image.path} is predicted by window, tile after tile, which mesh.{cut[0]}={getattr(mesh.plan, cut[0])} "
+                "does not do; leave it out, and set 'mesh.space=[2,1]' for two ranks"
+            )
+
+    def __call__(self, image: ImageFile, name: Path, output: Path) -> Array:
+        """Write the labels of an image to `output`; returns how many of its pixels have each number.
+
+        name: of the image, distinct in the folder.
+        ValueError, on every rank of the copy: the image does not fit the run, or the disk refuses the labels.
+        """
+        mesh = self.parts.mesh
+        raw = self._raw(image, name)
+        self._agreed(lambda: self.check(image))
+        self._agreed(lambda: raw.begin(self._fingerprint(image)) if mesh.is_first_of_copy else None)
+        self._agreed(raw.open)
+        self._fill(raw, image)
+        counts = self._agreed(lambda: self._filed(raw, image, output) if mesh.is_first_of_copy else None)
+        return np.zeros(1, dtype=np.int64) if counts is None else counts
+
+    def _agreed(self, work: Callable[[], T]) -> T:
+        """What `work` gives.  ValueError on every rank of the copy where it fails on one."""
+        problem, result = "", None
+        try:
+            result = work()
+        except (ValueError, OSError) as error:
+            problem = str(error) or type(error).__name__
+        if self.parts.mesh.least_of_copy([int(not problem)])[0] == 0:
+            raise ValueError(problem or "another rank, which shares the image, has an error with it")
+        return result  # type: ignore[return-value]
+
+    # ------------------------------------------------------------------------------------------ labels
+
+    def _raw(self, image: ImageFile, name: Path) -> RawLabels:
+        height, width = image.info.size
+        return RawLabels(self.folder / "wide" / name, (height, width), self._dtype, self.parts.mesh.rank)
+
+    @property
+    def _dtype(self) -> str:
+        return "uint8" if len(self.parts.dataset.classes) <= 255 else "uint16"
+
+    @property
+    def _nothing(self) -> int:
+        """The label of pixels without an answer: where the image says that it has no pixels, or nodata."""
+        label = ignore_label(self.parts)
+        return label if label is not None and label >= 0 else int(np.iinfo(self._dtype).max)
+
+    def _fingerprint(self, image: ImageFile) -> dict[str, Any]:
+        about = image.path.stat()
+        stamp = [about.st_size, about.st_mtime_ns]
+        return {**self.about, "stamp": stamp, "reader": image.info.reader, "tiles": self._tiles_in_words(image)}
+
+    def _tiles_in_words(self, image: ImageFile) -> str:
+        """What the windows depend on."""
+        asked = self.parts.config.stream
+        settings = self._tiles(image) if asked is None else asked.model_dump(exclude_defaults=True)
+        return f"{settings} on {self.parts.mesh.plan.space}"
+
+    def _tiles(self, image: ImageFile) -> list[int]:
+        spread = self.parts.mesh.plan.space or [1, 1]
+        return [max(1, -(-extent // (TILE * ranks))) for extent, ranks in zip(image.info.size, spread, strict=True)]
+
+    def _fill(self, raw: RawLabels, image: ImageFile) -> None:
+        """Write this rank's windows of the labels, those that are not written yet."""
+        asked, parts = self.parts.config.stream, self.parts
+        settings: dict[str, Any] = {"tiles": self._tiles(image)} if asked is None else asked.model_dump(exclude_defaults=True)
+        labelled = _Labelled(parts.model, parts.task.answers, self._dtype).eval()
+        streamed = stream(labelled, **settings)
+        tiles = settings.get("tiles")
+        progress = ImageProgress(math.prod(tiles), noun="tiles") if parts.mesh.is_main and tiles else None
+
+        def write(window: tuple[slice, ...], tile: Tensor) -> None:
+            labels = tile[0].cpu().numpy()
+            valid = image.valid(window[-2:])
+            raw.write(window, labels if valid is None else np.where(valid, labels, labels.dtype.type(self._nothing)))
+            if progress is not None:
+                progress.add()
+
+        with torch.no_grad(), parts.arithmetic.autocast():
+            stream_to(write, streamed, self._reader(image), is_written=raw.has)
+        if progress is not None:
+            progress.close()
+
+    def _reader(self, image: ImageFile) -> WindowedImage:
+        """The image as the network gets it, by window."""
+        parts, dataset, mesh = self.parts, self.parts.dataset, self.parts.mesh
+        preparation = parts.preparation(train=False)
+        moments = None if dataset.intensity.each_image is None else self._moments(image)
+
+        def read(window: tuple[slice, ...]) -> Tensor:
+            box = tuple(Interval(one.start, one.stop) for one in window[-2:])
+            pixels = read_image(image.path, dataset.channels, dataset.dtype, window=box)
+            return preparation.scaled(pixels[None].to(mesh.device), moments)[:, window[1]]
+
+        shape = torch.Size((1, dataset.channels, *image.info.size))
+        return WindowedImage(read, shape, parts.arithmetic.dtype, mesh.device, mesh.grid)
+
+    def _moments(self, image: ImageFile) -> Tensor:
+        """(1, C, 2): mean and deviation of the whole image."""
+        dataset, area = self.parts.dataset, self.parts.dataset.intensity.each_image
+        assert area is not None
+        bands = partial(_bands_of, image, dataset.channels, dataset.dtype)
+        return moments_of_bands(bands, area)[None]
+
+    # ------------------------------------------------------------------------------------------ the file
+
+    def _filed(self, raw: RawLabels, image: ImageFile, output: Path) -> Array:
+        """Make the file of the labels, whole or not at all, and give their place back; returns how many have each number."""
+        classes = tuple(self.parts.dataset.classes)
+        counts = np.zeros(2 ** (8 * np.dtype(self._dtype).itemsize), dtype=np.int64)
+        for rows in _rows_of(*raw.size):
+            counts += np.bincount(raw.read((rows, Interval(0, raw.size[1]))).ravel(), minlength=len(counts))
+        labels = LabelImage(
+            like=image.info,
+            dtype=self._dtype,
+            classes=classes,
+            colours=tuple(colours(len(classes))),
+            nodata=self._nothing if counts[self._nothing] else None,
+            notes={"made": "labels of the whole image, tile after tile, nothing blended", **self._notes()},
+        )
+        output.parent.mkdir(parents=True, exist_ok=True)
+        beside = output.with_name(f".{output.stem}.part{output.suffix}")
+        _remove(beside)
+        try:
+            label_format_of(image).write_labels(beside, labels, raw.read)
+            _remove(output)
+            os.replace(beside, output)
+        except BaseException:
+            _remove(beside)
+            raise
+        raw.end()
+        return counts
+
+    def _notes(self) -> dict[str, str]:
+        return {key: str(value) for key, value in self.about.items() if key in ("weights", "run")}
+
+
+class _Labelled(nn.Module):
+    """A network, and the class numbers of its outputs, so that no output of several channels is needed as a whole."""
+
+    def __init__(self, network: nn.Module, answers: Callable[[Tensor], Tensor], dtype: str) -> None:
+        super().__init__()
+        self.network, self._answers, self._dtype = network, answers, getattr(torch, dtype)
+
+    def forward(self, image: Tensor) -> Tensor:
+        output = self.network(image)
+        if output.shape[2:] != image.shape[2:]:
+            raise ValueError(
+                f"the model answers for {tuple(output.shape[2:])} pixels of an image of {tuple(image.shape[2:])}; take a model "
+                "that keeps the image's size"
+            )
+        return self._answers(output.to(torch.promote_types(output.dtype, torch.float32))).to(self._dtype)
+
+
+def _bands_of(image: ImageFile, channels: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The image, some rows at a time."""
+    height, width = image.info.size
+    for rows in _rows_of(height, width * channels * dtype.itemsize):
+        yield read_image(image.path, channels, dtype, window=(rows, Interval(0, width)))
+
+
+def _rows_of(height: int, row_bytes: int) -> Iterator[Interval]:
+    step = max(1, BAND_BYTES // max(1, row_bytes))
+    for top in range(0, height, step):
+        yield Interval(top, min(height, top + step))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
