@@ -46,7 +46,7 @@ class LabelImage:
 
 
 def halved(labels: Array) -> Array:
-    """Labels (..., H, W) at half the resolution: the most frequent number of the 2 x 2 pixels, of equally frequent ones the greatest.
+    """Labels (..., H, W) at half the resolution: of 2 x 2 pixels the most frequent number, of equal ones the greatest.
 
     So that a thin thing stays where the background has a smaller number.  An odd last row or column counts alone.
 

@@ -38,7 +38,7 @@ class Filing:
 
         about: what all answers in the folder share.  ValueError: see `journal.begin`.
         """
-        files_of = (lambda name: []) if kinds is None else kinds.files_of
+        files_of: journals.FilesOf = (lambda name, suffix: []) if kinds is None else kinds.files_of
         found = mesh.together(
             lambda: journals.begin(folder, about, images, files_of=files_of, overwrite=overwrite) if mesh.is_main else None
         )
@@ -48,22 +48,25 @@ class Filing:
 
     def earlier(self, image: Input) -> Answer | None:
         """The answer that an earlier command gave for the same file; None where it did not, or its files are gone."""
-        if not self.journal.is_done(image) or not all((self.folder / file).is_file() for file in self._files_of(image)):
+        if not self.journal.is_done(image) or not all((self.folder / file).exists() for file in self.files_of(image)):
             return None
         tree = self.journal.done[journals.key_of(image.path)]["answer"]
         further = {key: tree[key] for key in FURTHER if key in tree}
         return Answer(str(image.path), tree["classes"], tree["probabilities"], **further)
 
-    def _files_of(self, image: Input) -> list[Path]:
-        return [] if self.kinds is None else self.kinds.files_of(image.name)
+    def files_of(self, image: Input) -> list[Path]:
+        """The paths, below the folder, of an image's files."""
+        return [] if self.kinds is None else self.kinds.files_of(image.name, image.suffix)
 
-    def add(self, image: Input, answer: Answer, shown: Tensor) -> Answer:
-        """Write the files of an answer, and note it; returns it with a path in place of pixels.  shown: the image, (C, H, W).
+    def add(self, image: Input, answer: Answer, shown: Tensor | None) -> Answer:
+        """Write the files of an answer, and note it; returns it with a path in place of pixels.
+
+        shown: the image, (C, H, W); None where the answer's files are written already.
 
         ValueError: the disk refuses a file.
         """
         try:
-            if answer.pixels is not None and self.kinds is not None:
+            if answer.pixels is not None and self.kinds is not None and shown is not None:
                 path = self.kinds.write(self.folder, image.name, answer.pixels, answer.probabilities_of_pixels, shown)
                 answer = replace(answer, labels=str(path), pixels=None, probabilities_of_pixels=None)
             tree = {"classes": answer.classes, "probabilities": answer.probabilities}

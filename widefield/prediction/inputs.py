@@ -13,14 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from widefield.data.image import SUFFIXES
+from widefield.image_files import is_image_file
 
 
 @dataclass(frozen=True)
 class Input:
-    """An image file.  name: the relative path, without a suffix where that is clear, under which its answers are filed."""
+    """An image file.  name: the relative path, without a suffix where that is clear, under which its answers are filed.
+
+    suffix: of the file of its pixels' labels; other than .png, where it is predicted by window.
+    """
 
     path: Path
     name: Path
+    suffix: str = ".png"
+
+    @property
+    def is_wide(self) -> bool:
+        return self.suffix != ".png"
 
 
 @dataclass(frozen=True)
@@ -57,8 +66,10 @@ def _nothing(lefts: Sequence[Left]) -> str:
 
 def _meant_by(word: str, lefts: list[Left], *, is_list: bool) -> Iterator[tuple[Path, Path]]:
     path = Path(word)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if path.is_dir() and is_image_file(path):  # as scene.zarr
+        yield path, Path(path.name)
+    elif path.is_dir():
+        files = sorted(_images_below(path))
         if not files:
             lefts.append(Left(word, f"the folder has no image ({', '.join(SUFFIXES)})"))
         yield from ((file, file.relative_to(path)) for file in files)
@@ -74,6 +85,15 @@ def _meant_by(word: str, lefts: list[Left], *, is_list: bool) -> Iterator[tuple[
         yield from ((file, file.relative_to(start)) for file in files)
     else:
         lefts.append(Left(word, "there is no such file or folder"))
+
+
+def _images_below(folder: Path) -> Iterator[Path]:
+    """The images in a folder and in those in it, but for what is inside of a folder that is an image."""
+    for path in folder.iterdir():
+        if path.is_dir() and not is_image_file(path):
+            yield from _images_below(path)
+        elif path.is_dir() or path.suffix.lower() in SUFFIXES or is_image_file(path):
+            yield path
 
 
 def _listed(word: str, lefts: list[Left]) -> Iterator[tuple[Path, Path]]:

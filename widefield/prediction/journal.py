@@ -2,6 +2,7 @@
 
     .predictions/about.json      the run, its weights and the options, which all answers in the folder share
     .predictions/names.jsonl     for each image, the name under which its answers are filed, before they are written
+    .predictions/wide/NAME/      the labels of a large image, while it is predicted by window (raw_labels.py)
     .predictions/done_R.jsonl    the images that rank R has answered for, with the answers
 
 So a command that was stopped goes on where it was, and no file is overwritten that was not written by it.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,21 @@ from widefield.trust import inside
 
 PLACE = ".predictions"
 TABLES = ("predictions.csv", "predictions.json")
+FilesOf = Callable[[Path, str], list[Path]]
 Done = dict[str, Any]
 """`input`, its path as it was given; `place`, its absolute path; `stamp`, its size and time; `name`; `answer`."""
 
 
 @dataclass
 class Journal:
-    """folder: of the answers.  names: by absolute path of an image.  done: likewise, with the stamp that the image had."""
+    """folder: of the answers.  names: by absolute path of an image.  done: likewise, with the stamp that the image had.
+
+    suffixes: of the files of labels, by absolute path.
+    """
 
     folder: Path
     names: dict[str, str] = field(default_factory=dict)
+    suffixes: dict[str, str] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)
 
     def is_done(self, image: Input) -> bool:
@@ -68,6 +74,7 @@ def read_journal(folder: Path) -> Journal:
     journal = Journal(folder)
     for line in _lines(folder / PLACE / "names.jsonl"):
         journal.names[str(line.get("place"))] = str(line.get("name"))
+        journal.suffixes[str(line.get("place"))] = str(line.get("suffix", ".png"))
     for file in sorted((folder / PLACE).glob("done_*.jsonl")):
         for line in _lines(file):
             if isinstance(line.get("answer"), dict):
@@ -80,12 +87,12 @@ def begin(
     about: Mapping[str, Any],
     images: Sequence[Input],
     *,
-    files_of: Callable[[Path], list[Path]],
+    files_of: FilesOf,
     overwrite: bool = False,
 ) -> tuple[Journal, list[Input]]:
     """Open the journal of a folder, or begin one; returns it, and the images with the names under which answers are filed.
 
-    files_of: from a name, the paths below the folder that will be written for it.
+    files_of: from a name and the suffix of labels, the paths below the folder that will be written for it.
     overwrite: forget the answers that the folder has, and replace their files.
     ValueError, with nothing changed: the folder has answers of other weights or options, or files that were not written by this
     command and would be overwritten; or it cannot be written to.
@@ -106,10 +113,12 @@ def begin(
             journal.done.clear()
         replace_text(folder / PLACE / "about.json", json.dumps(about, indent=1) + "\n")
         new = [image for image in named if key_of(image.path) not in journal.names]
-        _append(folder / PLACE / "names.jsonl", [{"place": key_of(image.path), "name": str(image.name)} for image in new])
+        lines = [{"place": key_of(image.path), "name": str(image.name), "suffix": image.suffix} for image in new]
+        _append(folder / PLACE / "names.jsonl", lines)
     except OSError as error:
         raise ValueError(f"{folder} cannot be written to ({error}); name another --output") from None
     journal.names |= {key_of(image.path): str(image.name) for image in new}
+    journal.suffixes |= {key_of(image.path): image.suffix for image in new}
     return journal, named
 
 
@@ -144,7 +153,7 @@ def _named(images: Sequence[Input], journal: Journal) -> list[Input]:
                 f"the answers to {image.path} and to {taken[str(name)]} would both be filed as {name}; name another --output "
                 "for one of them"
             )
-        found.append(Input(image.path, name))
+        found.append(replace(image, name=name))
     return found
 
 
@@ -152,15 +161,15 @@ def _check_free(
     folder: Path,
     images: Sequence[Input],
     journal: Journal,
-    files_of: Callable[[Path], list[Path]],
+    files_of: FilesOf,
     *,
     tables_are_ours: bool,
 ) -> None:
     """ValueError: a file would be overwritten that is not ours, or two answers would be one file."""
-    ours = {file for name in journal.names.values() for file in files_of(Path(name))}
+    ours = {file for place, name in journal.names.items() for file in files_of(Path(name), journal.suffixes[place])}
     planned: dict[Path, Input] = {}
     for image in images:
-        for file in files_of(image.name):
+        for file in files_of(image.name, image.suffix):
             other = planned.setdefault(file, image)
             if other is not image:
                 raise ValueError(f"the answers to {other.path} and {image.path} would both be {file}; rename one of them")

@@ -3,6 +3,7 @@
 NAME.png                    class numbers, with a palette of the classes' colours
 NAME.CLASS.png              0 and 1, a file per class, where a pixel may have several classes
 probabilities/NAME.npy      (K, H, W) float16; or probabilities/NAME.CLASS.png, 16 bits, 65,535 being 1
+NAME.tif, .zarr, ...        class numbers, where the image is predicted by window, in its own format; see wide.py
 overlays/NAME.png           the image with the classes' colours over it; class 0 is transparent
 """
 
@@ -38,8 +39,10 @@ class Kinds:
     probabilities: Probabilities | None = None
     overlays: bool = False
 
-    def files_of(self, name: Path) -> list[Path]:
-        """The paths, below the folder of answers, of the files for the image of that name."""
+    def files_of(self, name: Path, suffix: str = ".png") -> list[Path]:
+        """The paths, below the folder of answers, of the files for the image of that name.  suffix: of its labels."""
+        if suffix != ".png":
+            return [_with(name, suffix)]
         return [*self._labels_of(name), *self._probabilities_of(name), *([self._overlay_of(name)] * self.overlays)]
 
     def _labels_of(self, name: Path) -> list[Path]:

@@ -4,8 +4,8 @@
     FOLDER/about.json       what they are of
     FOLDER/windows_R.jsonl  the windows that rank R has written
 
-A compressed file can be neither written by several processes nor survive a kill; this can both.  A window is noted when it is on
-the disk, so that a command that was stopped goes on where it was.
+A compressed file can be neither written by several processes nor survive a kill; this can both.  A window is noted when it is
+on the disk, so that a command that was stopped goes on where it was.
 """
 
 from __future__ import annotations

@@ -29,8 +29,10 @@ from widefield.parallel.parallelize import evaluates_together
 from widefield.prediction.answers import Answer, Asker
 from widefield.prediction.filing import Filing
 from widefield.prediction.inputs import Input, Left, find_inputs
+from widefield.prediction.journal import PLACE
 from widefield.prediction.labels import Kinds, Probabilities
 from widefield.prediction.transformed import Transformed, blank, ignore_label, transforms_of
+from widefield.prediction.wide import LeftOutError, WideAsker, suffix_of, wide_file
 from widefield.refusal import is_ours
 from widefield.tasks import labels_of
 from widefield.training.assemble import Parts
@@ -75,6 +77,15 @@ class Wishes:
         if self.flips and labels_of(parts.task) == "values":
             raise ValueError("--flips takes the mean over mirror images, whose values may be others; leave it out")
 
+    def check_wide(self, path: str) -> None:
+        """LeftOutError: what is asked for is not written by window."""
+        asked = [name for name in ("flips", "probabilities", "overlays") if getattr(self, name)]
+        if asked:
+            raise LeftOutError(
+                f"{path} is predicted by window, which writes labels alone and no --{asked[0]}; give a command of its own for "
+                "it, without that"
+            )
+
 
 @dataclass(frozen=True)
 class Predicted:
@@ -113,6 +124,7 @@ def predict_files(
         mesh, output = parts.mesh, output or (run / "predictions" if parts.dataset.pixels else None)
         mesh.together(lambda: (wishes.check(parts), transforms_of(parts)))
         images, lefts = mesh.together(lambda: find_inputs(words, beside=output))
+        images = mesh.gather_objects([_as_wide(image, parts) for image in images] if mesh.is_main else None)[0]
         kept = [key for key in overrides if not key.startswith(("mesh", "stream", "sharding", "pipeline"))]
         about = {"weights": chosen.sha256, "overrides": kept, "top": wishes.top, "flips": wishes.flips}
         about |= {"probabilities": wishes.probabilities, "overlays": wishes.overlays}
@@ -120,12 +132,18 @@ def predict_files(
         if output is not None:
             kinds = _kinds(parts, wishes) if parts.dataset.pixels else None
             filing, images = Filing.begin(output, kinds, about, images, mesh, overwrite=wishes.overwrite)
-        session = _Session(parts, wishes, filing)
+        session = _Session(parts, wishes, filing, {"run": str(run), **about})
         answers, more, earlier = session.answer_files(images)
         if filing is not None:
-            filing.end(parts, {"run": str(run), **about})
+            filing.end(parts, session.about)
         found = [_cut(one, wishes.top) for one in answers]
         return Predicted(found, [*lefts, *more], output, chosen.text, earlier, ignore_label(parts))
+
+
+def _as_wide(image: Input, parts: Parts) -> Input:
+    """The image with the suffix of its labels, where it is predicted by window."""
+    opened = wide_file(image.path, parts)
+    return image if opened is None else replace(image, suffix=suffix_of(opened))
 
 
 def _kinds(parts: Parts, wishes: Wishes) -> Kinds:
@@ -165,11 +183,12 @@ class _Asked:
 
 @dataclass
 class _Session:
-    """One rank's work.  answers: by number of the image."""
+    """One rank's work.  about: the run, its weights and the options.  answers: by number of the image."""
 
     parts: Parts
     wishes: Wishes
     filing: Filing | None
+    about: dict[str, Any] = field(default_factory=dict)
     answers: dict[int, Answer] = field(default_factory=dict)
     lefts: list[Left] = field(default_factory=list)
 
@@ -191,7 +210,9 @@ class _Session:
         ]
         share = asked[mesh.copy :: mesh.copies]
         progress = ImageProgress(len(asked), each=mesh.copies) if mesh.is_main else None
-        self.answer(share, done=(lambda: None) if progress is None else progress.add)
+        done = (lambda: None) if progress is None else progress.add
+        self._answer_wide([one for one in share if one.file is not None and one.file.is_wide], done)
+        self.answer([one for one in share if one.file is None or not one.file.is_wide], done=done)
         if progress is not None:
             progress.close()
         found = mesh.gather_objects((self.answers, self.lefts) if mesh.is_first_of_copy else ({}, []))
@@ -200,6 +221,22 @@ class _Session:
         for of_rank, _ in found:
             answers |= of_rank
         return [answers[number] for number in sorted(answers)], [left for _, lefts in found for left in lefts], before
+
+    def _answer_wide(self, asked: Sequence[_Asked], done: Callable[[], None]) -> None:
+        """Answer for images that are predicted by window.  All ranks of a copy call it with the same ones."""
+        for one in asked:
+            assert self.filing is not None and one.file is not None
+            try:
+                self.wishes.check_wide(one.path)
+                answer = WideAsker(self.parts, self.filing.folder / PLACE, self.about)(
+                    one.file, self.filing.folder / self.filing.files_of(one.file)[0]
+                )
+            except LeftOutError as error:  # on every rank of the copy
+                self.lefts.append(Left(one.path, str(error)))
+            else:
+                if self.parts.mesh.is_first_of_copy:
+                    self.answers[one.number] = self.filing.add(one.file, answer, None)
+            done()
 
     def answer(self, asked: Sequence[_Asked], *, done: Callable[[], None] = lambda: None) -> None:
         """Answer for these images.  done: called after each.  All ranks of a copy call it with the same images."""

@@ -27,8 +27,11 @@ from widefield.image_files import ImageFile, is_image_file, open_image
 from widefield.image_files.image_file import Array, ImageFileError
 from widefield.image_files.label_image import LabelImage
 from widefield.image_files.opening import label_format_of
+from widefield.prediction.answers import Answer
+from widefield.prediction.inputs import Input
 from widefield.prediction.raw_labels import RawLabels
 from widefield.prediction.transformed import ignore_label
+from widefield.refusal import is_ours
 from widefield.streaming.api import stream, stream_to
 from widefield.streaming.storage.windowed_image import WindowedImage
 from widefield.tasks import labels_of
@@ -42,6 +45,10 @@ TILE = 1024
 """Pixels of a tile's side where neither the recipe nor the command says how the image is cut."""
 BAND_BYTES = 2**24
 """Of labels that are counted at once."""
+
+
+class LeftOutError(ValueError):
+    """An image is left out, on every rank of a copy of the model; the text says why."""
 
 
 def wide_file(path: Path, parts: Parts) -> ImageFile | None:
@@ -91,30 +98,45 @@ class WideAsker:
                 "does not do; leave it out, and set 'mesh.space=[2,1]' for two ranks"
             )
 
-    def __call__(self, image: ImageFile, name: Path, output: Path) -> Array:
-        """Write the labels of an image to `output`; returns how many of its pixels have each number.
+    def __call__(self, asked: Input, output: Path) -> Answer:
+        """Write the labels of an image to `output`; returns the answer with this path, on the first rank of the copy complete.
 
-        name: of the image, distinct in the folder.
-        ValueError, on every rank of the copy: the image does not fit the run, or the disk refuses the labels.
+        LeftOutError, on every rank of the copy: the image does not fit the run, it cannot be opened, or the disk refuses.
         """
         mesh = self.parts.mesh
-        raw = self._raw(image, name)
+        image = self._agreed(lambda: open_image(asked.path))
+        raw = self._raw(image, asked.name)
         self._agreed(lambda: self.check(image))
         self._agreed(lambda: raw.begin(self._fingerprint(image)) if mesh.is_first_of_copy else None)
         self._agreed(raw.open)
-        self._fill(raw, image)
+        try:
+            self._fill(raw, image)
+        except (ValueError, OSError, RuntimeError) as error:
+            if mesh.copy_group is not None:  # other ranks may wait in a message
+                raise
+            raise LeftOutError(_reason(error)) from None
         counts = self._agreed(lambda: self._filed(raw, image, output) if mesh.is_first_of_copy else None)
-        return np.zeros(1, dtype=np.int64) if counts is None else counts
+        image.close()
+        return Answer(str(asked.path), [], []) if counts is None else self._answer(asked, output, counts)
+
+    def _answer(self, asked: Input, output: Path, counts: Array) -> Answer:
+        """counts: how many pixels have each number."""
+        classes = self.parts.dataset.classes
+        counted = counts[: len(classes)]
+        shares = counted / max(1, int(counted.sum()))
+        order = np.argsort(-shares, kind="stable")
+        names, left_out = [classes[number] for number in order], int(counts.sum() - counted.sum())
+        return Answer(str(asked.path), names, shares[order].tolist(), labels=str(output), left_out=left_out)
 
     def _agreed(self, work: Callable[[], T]) -> T:
-        """What `work` gives.  ValueError on every rank of the copy where it fails on one."""
+        """What `work` gives.  LeftOutError on every rank of the copy where it fails on one."""
         problem, result = "", None
         try:
             result = work()
         except (ValueError, OSError) as error:
-            problem = str(error) or type(error).__name__
+            problem = _reason(error)
         if self.parts.mesh.least_of_copy([int(not problem)])[0] == 0:
-            raise ValueError(problem or "another rank, which shares the image, has an error with it")
+            raise LeftOutError(problem or "another rank, which shares the image, has an error with it")
         return result  # type: ignore[return-value]
 
     # ------------------------------------------------------------------------------------------ labels
@@ -220,7 +242,7 @@ class WideAsker:
         return counts
 
     def _notes(self) -> dict[str, str]:
-        return {key: str(value) for key, value in self.about.items() if key in ("weights", "run")}
+        return {key: str(value) for key, value in self.about.items() if key in ("run", "weights")}
 
 
 class _Labelled(nn.Module):
@@ -238,6 +260,11 @@ class _Labelled(nn.Module):
                 "that keeps the image's size"
             )
         return self._answers(output.to(torch.promote_types(output.dtype, torch.float32))).to(self._dtype)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if is_ours(error) or isinstance(error, OSError) else f"the model fails for it: {type(error).__name__}: {text}"
 
 
 def _bands_of(image: ImageFile, channels: int, dtype: torch.dtype) -> Iterator[Tensor]:
