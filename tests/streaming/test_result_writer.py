@@ -93,17 +93,37 @@ class Pooled(nn.Module):
         return image.mean((2, 3))
 
 
+class Same(nn.Module):
+    def forward(self, image):
+        return image
+
+
+@pytest.mark.parametrize("module", [Pooled, Same, net_of])
+@pytest.mark.parametrize("tiles", [(1, 1), (2, 2)])
+def test_what_is_not_made_in_tiles_is_given_away_once(module, tiles):
+    image, written = image_of(), []
+    expected = module()(image)
+    found = torch.zeros_like(expected)
+
+    def write(window, tile):
+        written.append(window)
+        found[window] = tile
+
+    wf.stream_to(write, wf.stream(module(), tiles=tiles), image)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-15)
+    assert len(written) == (4 if module is net_of and tiles == (2, 2) else 1)
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
         (lambda: net_of(), "wants a streamed module, not a Labels"),
         (lambda: wf.stream(TwoOutputs(), tiles=(2, 2)), "has 2 outputs"),
-        (lambda: wf.stream(Pooled(), tiles=(2, 2)), "is not one; call it"),
         (lambda: wf.stream(net_of().train(), tiles=(2, 2)), "changes its buffers; call eval"),
         (lambda: hooked(wf.stream(net_of(), tiles=(2, 2))), "has forward hooks"),
     ],
 )
-def test_what_is_no_image_to_give_away_is_refused(module, words):
+def test_what_cannot_be_given_away_is_refused(module, words):
     written = []
     with pytest.raises(ValueError, match=words):
         wf.stream_to(lambda *pair: written.append(pair), module(), image_of())

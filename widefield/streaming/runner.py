@@ -97,12 +97,14 @@ class Runner:
 
     def _result(self, value: Value) -> Tensor | None:
         """None: its writer has it."""
-        if value not in self.layouts:
-            return self.small[value]
-        store, box = self.stores[value], self.spatial.own_box(self.layouts[value])
+        box = self.spatial.own_box(self.layouts[value]) if value in self.layouts else all_of(value)
+        store = self.stores.get(value)
         if isinstance(store, ResultWriter):
             return None
-        found = store.all() if isinstance(store, Region) and store.box == box else store.read(box)
+        if value not in self.layouts:
+            found = self.small[value]
+        else:
+            found = store.all() if isinstance(store, Region) and store.box == box else store.read(box)
         if value not in self.writers:
             return found
         self.writers[value].write(box, found)
