@@ -422,6 +422,12 @@ def check_pre_hooks(hooks_of):
     assert list(hooks_of(layer).values()) == [print]
 
 
+def check_forward_hooks(hooks_of):
+    layer = nn.ReLU()
+    layer.register_forward_hook(print)
+    assert list(hooks_of(layer).values()) == [print]
+
+
 def check_backward_hooks(hooks_of):
     leaf = torch.ones(2, requires_grad=True)
     assert not hooks_of(leaf)
@@ -505,6 +511,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "modules_of": check_children,
     "MODULE_MEMBERS": lambda names: holds(all(type(vars(NORM)[name]) is dict for name in names)),
     "forward_pre_hooks_of": check_pre_hooks,
+    "forward_hooks_of": check_forward_hooks,
     "backward_hooks_of": check_backward_hooks,
     "RNN_MEMBERS": check_rnn_members,
     "call_impl_of": lambda of: holds(of(nn.ReLU())(image()).equal(image())),

@@ -312,16 +312,19 @@ def _start_each(command: list[str], group: _RankProcesses, environments: list[di
 def _fork_each(forked: Forking, arguments: list[str], group: _RankProcesses, environments: list[dict[str, str]]) -> None:
     """Fork the ranks, and return when they have begun, or at a signal, or when the process that was to fork them has ended."""
     forked.fork(arguments, environments)
-    while group.received is None:
-        code = forked.poll()  # asked first: what has ended by now has reported by now
+    while True:
+        stopped = group.received  # asked first: a rank that has heard of it has begun by now
+        code = forked.poll()  # likewise: what has ended by now has reported by now
         group.processes = forked.begun()
         if len(group.processes) == len(environments):
             return
         if code is not None:
             group.status, group.verdict = _verdict("the process that forks ranks", code or 1)
             return
+        if stopped is not None:
+            group.status, group.verdict = 128 + stopped, f"{_name(stopped)}: ended before the ranks had begun"
+            return
         time.sleep(POLL_SECONDS / 5)
-    group.status, group.verdict = 128 + group.received, f"{_name(group.received)}: ended before the ranks had begun"
 
 
 def _environments(ranks: int, run_id: str, address: str, port: int) -> list[dict[str, str]]:

@@ -37,6 +37,9 @@ MODULE_MEMBERS = ("_parameters", "_buffers", "_modules")
 forward_pre_hooks_of: Callable[[nn.Module], Mapping[int, Any]] = attrgetter("_forward_pre_hooks")
 """What runs before a module's forward: weight and spectral norms make the weight anew there."""
 
+forward_hooks_of: Callable[[nn.Module], Mapping[int, Any]] = attrgetter("_forward_hooks")
+"""What runs after a module's forward, with its output."""
+
 backward_hooks_of: Callable[[Tensor], Mapping[int, Any] | None] = attrgetter("_backward_hooks")
 """The hooks of a tensor, None of one that never had any: those of a sharded parameter would never run."""
 

@@ -22,6 +22,7 @@ from widefield.geometry.box import size_of
 from widefield.geometry.layout import Cuts, Grid
 from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
+from widefield.private_torch.modules import forward_hooks_of, forward_pre_hooks_of
 from widefield.quantity import read_memory
 from widefield.streaming.choice import choose
 from widefield.streaming.fallbacks import refusal_of
@@ -266,7 +267,7 @@ def stream_to(
         raise ValueError(
             f"stream_to wants a streamed module, not a {type(module).__name__}; call widefield.stream(module, ...)"
         )
-    if module._forward_hooks or module._forward_pre_hooks:
+    if forward_hooks_of(module) or forward_pre_hooks_of(module):
         raise ValueError(
             f"this {type(module).__name__} has forward hooks, which want its whole output; remove them, or call the module"
         )
