@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from command import RECIPES
+from PIL import Image
+from ranks import on_ranks
 
 from widefield.comm.mesh import World
 from widefield.config import read_config
 from widefield.data import open_dataset
 from widefield.image_files import open_image
 from widefield.prediction import wide
+from widefield.prediction.raw_labels import RawLabels
 from widefield.prediction.session import Predicted, Wishes, predict_files
 from widefield.run import train
 
@@ -24,7 +31,14 @@ PAGE = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    return train(read_config(str(RECIPES / "page.yaml"), PAGE), tmp_path_factory.mktemp("run") / "run", World()).run
+    """Its last layer is drawn anew, so that labels differ from pixel to pixel."""
+    folder = train(read_config(str(RECIPES / "page.yaml"), PAGE), tmp_path_factory.mktemp("run") / "run", World()).run
+    weights = safetensors.torch.load_file(folder / "best.safetensors")
+    torch.manual_seed(0)
+    for name in [name for name, tensor in weights.items() if len(tensor.shape) and len(tensor) == 11]:
+        weights[name].normal_() if name.endswith("weight") else weights[name].zero_()
+    safetensors.torch.save_file(weights, folder / "drawn.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +53,26 @@ def scene(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole(run, scene, tmp_path_factory) -> np.ndarray:
     """The labels as they are without windows."""
-    found = predict_files(run, [scene], [], World(), output=tmp_path_factory.mktemp("whole") / "out")
-    from PIL import Image
-
-    return np.asarray(Image.open(found.answers[0].labels))
+    found = predicted(run, scene, tmp_path_factory.mktemp("whole") / "out")
+    labels = np.asarray(Image.open(found.answers[0].labels))
+    assert (np.diff(labels.astype(int), axis=1) != 0).mean() > 0.05, "too easy"
+    return labels
 
 
 @pytest.fixture(autouse=True)
 def always_wide(monkeypatch):
+    patched(monkeypatch)
+
+
+def patched(monkeypatch) -> None:
+    """Every image is wide, and cut into tiles of 64 pixels."""
     monkeypatch.setattr(wide, "WIDE_PIXELS", 1)
     monkeypatch.setattr(wide, "TILE", 64)
 
 
 def predicted(run: Path, scene: Path, output: Path, *overrides: str, **wishes) -> Predicted:
-    return predict_files(run, [scene], list(overrides), World(), output=output, wishes=Wishes(**wishes))
+    drawn = str(run / "drawn.safetensors")
+    return predict_files(run, [scene], list(overrides), World(), output=output, wishes=Wishes(**wishes), weights=drawn)
 
 
 def labels_in(found: Predicted) -> np.ndarray:
@@ -65,3 +85,143 @@ def labels_in(found: Predicted) -> np.ndarray:
 def test_labels_by_window_are_those_of_the_whole(run, scene, whole, tmp_path, overrides):
     found = predicted(run, scene, tmp_path / "out", *overrides)
     assert np.array_equal(labels_in(found), whole)
+
+
+def test_shares_of_classes_are_those_of_the_whole(run, scene, whole, tmp_path):
+    (answer,) = predicted(run, scene, tmp_path / "out").answers
+    counts = np.bincount(whole.ravel(), minlength=11) / whole.size
+    classes = [str(name) for name in json.loads((tmp_path / "out" / "predictions.json").read_text())["classes"]]
+    found = dict(zip(answer.classes, answer.probabilities, strict=True))
+    assert answer.probabilities == sorted(answer.probabilities, reverse=True)
+    assert all(found[name] == pytest.approx(counts[classes.index(name)]) for name in answer.classes)
+
+
+def _on_ranks(mesh, run: Path, scenes: list[Path], output: Path, overrides: list[str]) -> Predicted:
+    patched(pytest.MonkeyPatch())
+    return predict_files(run, scenes, overrides, mesh.world, output=output, weights=str(run / "drawn.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, ["mesh.space=[2,1]"]),
+        (3, ["mesh.space=[1,3]"]),
+        (2, ["mesh.replicate=2"]),
+        (4, ["mesh.replicate=2", "mesh.space=[2,1]"]),
+    ],
+)
+def test_ranks_write_the_labels_of_one(run, scene, whole, tmp_path, ranks, overrides):
+    other = tmp_path / "other.npy"
+    np.save(other, np.load(scene)[..., ::-1])
+    for found in on_ranks(ranks, _on_ranks, run, [scene, other], tmp_path / "out", overrides):
+        assert not found.lefts and [answer.path for answer in found.answers] == [str(scene), str(other)]
+        assert np.array_equal(labels_in(found), whole)
+    assert not list((tmp_path / "out" / ".predictions" / "wide").glob("*"))
+
+
+class Stopped(Exception):
+    """Of a test."""
+
+
+def stop_after(monkeypatch, count: int) -> list[int]:
+    """From now on the window behind the next `count` cannot be written; returns how many were."""
+    write, written = RawLabels.write, [0]
+
+    def counted(self, window, labels):
+        if written[0] == count:
+            raise Stopped
+        written[0] += 1
+        write(self, window, labels)
+
+    monkeypatch.setattr(RawLabels, "write", counted)
+    return written
+
+
+def test_a_command_that_was_stopped_goes_on_where_it_was(run, scene, whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        with pytest.raises(Stopped):
+            predicted(run, scene, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("scene*"))
+    (place,) = (tmp_path / "out" / ".predictions" / "wide").iterdir()
+    with (place / "windows_0.jsonl").open("a") as file:
+        file.write("[64, 1")  # as a kill leaves it
+    written = stop_after(monkeypatch, 100)
+    assert np.array_equal(labels_in(predicted(run, scene, tmp_path / "out")), whole)
+    assert written == [9 - 4]
+
+
+@pytest.mark.parametrize("change", ["the image", "the tiles", "the file of labels"])
+def test_what_was_written_for_something_else_is_thrown_away(run, scene, whole, tmp_path, monkeypatch, change):
+    copy, overrides = tmp_path / "copy.npy", []
+    np.save(copy, np.load(scene)[..., ::-1] if change == "the image" else np.load(scene))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        with pytest.raises(Stopped):
+            predicted(run, copy, tmp_path / "out")
+    (place,) = (tmp_path / "out" / ".predictions" / "wide").iterdir()
+    if change == "the image":
+        np.save(copy, np.load(scene))
+    elif change == "the tiles":
+        monkeypatch.setattr(wide, "TILE", 40)
+    else:
+        (place / "labels.raw").write_bytes(b"")
+    written = stop_after(monkeypatch, 100)
+    assert np.array_equal(labels_in(predicted(run, copy, tmp_path / "out", *overrides)), whole)
+    assert written == [20 if change == "the tiles" else 9]
+
+
+def test_done_is_done(run, scene, tmp_path, monkeypatch):
+    first = predicted(run, scene, tmp_path / "out")
+    written = stop_after(monkeypatch, 0)
+    again = predicted(run, scene, tmp_path / "out")
+    assert again.earlier == 1 and again.answers == first.answers and written == [0]
+
+
+def reason(run: Path, scene: Path, output: Path, *overrides: str, **wishes) -> str:
+    """Why the image was left out; nothing of it is there."""
+    found = predicted(run, scene, output, *overrides, **wishes)
+    (left,) = found.lefts
+    assert not found.answers and left.path == str(scene) and not list(output.glob("scene*"))
+    return left.reason
+
+
+def test_a_full_disk_is_told_before_anything_is_computed(run, scene, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
+    written = stop_after(monkeypatch, 0)
+    assert "25 KiB are needed for the labels and 10 KiB are free" in reason(run, scene, tmp_path / "out")
+    assert written == [0]
+
+
+def test_a_disk_that_refuses_a_window_is_told(run, scene, tmp_path, monkeypatch):
+    def full(self, window, labels):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RawLabels, "write", full)
+    assert "No space left on device" in reason(run, scene, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wishes", "words"),
+    [
+        ([], {"flips": True}, "writes labels alone and no --flips"),
+        ([], {"probabilities": "npy"}, "writes labels alone and no --probabilities"),
+        (["data.read_evaluate=[{Resize: {size: [64, 64]}}]"], {}, "data.read_evaluate has Resize"),
+    ],
+)
+def test_what_is_not_done_by_window_is_refused(run, scene, tmp_path, overrides, wishes, words):
+    assert words in reason(run, scene, tmp_path / "out", *overrides, **wishes)
+
+
+def test_a_file_that_is_damaged_meanwhile_is_named(run, scene, tmp_path, monkeypatch):
+    copy = tmp_path / "scene.npy"
+    shutil.copy(scene, copy)
+    read = wide.read_image
+
+    def damaged(path, *given, **more):
+        copy.write_bytes(b"\x93NUMPY")
+        return read(path, *given, **more)
+
+    monkeypatch.setattr(wide, "read_image", damaged)
+    assert str(copy) in reason(run, copy, tmp_path / "out")

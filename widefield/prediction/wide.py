@@ -115,6 +115,7 @@ class WideAsker:
             if mesh.copy_group is not None:  # other ranks may wait in a message
                 raise
             raise LeftOutError(_reason(error)) from None
+        self._agreed(lambda: None)  # all ranks have written theirs
         counts = self._agreed(lambda: self._filed(raw, image, output) if mesh.is_first_of_copy else None)
         image.close()
         return Answer(str(asked.path), [], []) if counts is None else self._answer(asked, output, counts)
