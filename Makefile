@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test test-all test-ci test-gpu bench-gpu coverage docs clean
 demo: $(VENV)/installed
 	$(BIN)/widefield train recipes/digits.yaml mesh.replicate=2
-	$(BIN)/widefield train recipes/page.yaml 'data.options.pages=[64,8]' schedule.length=4ep schedule.warmup=1ep
+	$(BIN)/widefield train recipes/page.yaml 'data.options.pages=[48,8]' schedule.length=4ep schedule.warmup=1ep
 
 # Two files of tests at a time, on one thread each; then, by itself, what times signals, waits and whole runs.
 PAIRS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile

@@ -82,7 +82,7 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def test_photos_by_class_with_a_net_from_a_file(morning):
-    morning_data.photos(Path("photos"))
+    morning_data.photos(Path("photos"), size=48)
     torch.manual_seed(0)
     torch.save(torchvision.models.resnet18(num_classes=1000).state_dict(), "resnet18.pth")  # as one of ImageNet is stored
     recipe = ["imagefolder", "data.path=photos", "data.hold_out=0.25", "model.name=torchvision/resnet18",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -18,12 +21,14 @@ ReadLabels = Callable[[Box], Array]
 
 @dataclass(frozen=True)
 class LabelImage:
-    """like: of the image.  dtype: uint8, or uint16 for more than 256 classes.  classes: the names, in order.
+    """source, like: the image, and what its file says.  dtype: uint8, or uint16 for more than 255 classes.
 
-    colours: (red, green, blue) of each.  nodata: the number of pixels without an answer; None: all have one.
+    classes: the names, in order.  colours: (red, green, blue) of each.
+    nodata: the number of pixels without an answer; None: all have one.
     notes: what else is to be known of it, as how it was made.
     """
 
+    source: Path
     like: ImageInfo
     dtype: str
     classes: tuple[str, ...]
@@ -35,14 +40,50 @@ class LabelImage:
     def size(self) -> tuple[int, ...]:
         return self.like.size
 
-    def blocks(self, extent: int) -> Iterator[Box]:
-        """Boxes of `extent` pixels on each of the last two axes, in the order of files in blocks, one slice at a time."""
+    def size_at(self, step: int) -> tuple[int, ...]:
+        """At a level whose pixels cover 2 ** step pixels on the last two axes."""
         *first, height, width = self.size
+        return (*first, -(-height // 2**step), -(-width // 2**step))
+
+    def levels(self, block: int) -> int:
+        """How many there are, until one fits into a block."""
+        side = max(self.size[-2:])
+        return 1 + max(0, math.ceil(math.log2(side / block)))
+
+    def blocks(self, extent: int, step: int = 0) -> Iterator[Box]:
+        """Boxes of `extent` pixels on each of the last two axes of a level, in the order of files, one slice at a time."""
+        *first, height, width = self.size_at(step)
         for at in np.ndindex(*first):
             for top in range(0, height, extent):
                 for left in range(0, width, extent):
                     rows = Interval(top, min(height, top + extent)), Interval(left, min(width, left + extent))
                     yield (*(Interval(index, index + 1) for index in at), *rows)
+
+    def table(self) -> list[tuple[int, int, int]]:
+        """The colours by number, those of classes and grey for nodata, up to the last that is known."""
+        found = list(self.colours)
+        if self.nodata is not None and self.nodata < 256:
+            found += [(0, 0, 0)] * (self.nodata + 1 - len(found))
+            found[self.nodata] = (128, 128, 128)
+        return found
+
+
+def read_smaller(read: ReadLabels, labels: LabelImage, box: Box, step: int) -> Array:
+    """The numbers of a box of a smaller level, from the image, of which some boxes of that size are in memory at once."""
+    if step == 0:
+        return read(box)
+    *first, rows, columns = box
+    finer = [
+        Interval(2 * one.start, min(extent, 2 * one.stop))
+        for one, extent in zip((rows, columns), labels.size_at(step - 1)[-2:], strict=True)
+    ]
+    read_finer = partial(read_smaller, read, labels, step=step - 1)
+    return halved(np.block([[read_finer((*first, top, left)) for left in _halves(finer[1])] for top in _halves(finer[0])]))
+
+
+def _halves(interval: Interval) -> list[Interval]:
+    middle = (interval.start + interval.stop + 1) // 2
+    return [one for one in (Interval(interval.start, middle), Interval(middle, interval.stop)) if len(one)]
 
 
 def halved(labels: Array) -> Array:

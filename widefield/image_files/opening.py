@@ -13,14 +13,13 @@ A format is a file in formats/ with these names:
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 from widefield.image_files.image_file import ImageFile, ImageFileError
 from widefield.naming import constants_in, did_you_mean, load, names_in
 
-FORMATS = f"{__package__}.formats"
+FORMATS, LABEL_FILES = f"{__package__}.formats", f"{__package__}.label_files"
 
 
 def open_image(path: str | Path) -> ImageFile:
@@ -50,14 +49,11 @@ def open_image(path: str | Path) -> ImageFile:
 
 
 def label_format_of(image: ImageFile) -> ModuleType:
-    """The format in which labels of an image are written: its own where that can be written by window, else TIFF or NumPy's.
-
-    Its file has LABEL_SUFFIX and `write_labels(path, labels: LabelImage, read: ReadLabels)`.
-    """
-    own = sys.modules[type(image).__module__]
-    if hasattr(own, "write_labels"):
-        return own
-    return _module("numpy_array" if importlib.util.find_spec("tifffile") is None else "tiff")
+    """The format in which labels of an image are written: its own where there is a file for it, else TIFF or NumPy's."""
+    own = type(image).__module__.rpartition(".")[2]
+    if own not in names_in(LABEL_FILES):
+        own = "numpy_array" if importlib.util.find_spec("tifffile") is None else "tiff"
+    return load(LABEL_FILES, own)
 
 
 def is_image_file(path: Path) -> bool:

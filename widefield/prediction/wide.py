@@ -222,6 +222,7 @@ class WideAsker:
         for rows in _rows_of(*raw.size):
             counts += np.bincount(raw.read((rows, Interval(0, raw.size[1]))).ravel(), minlength=len(counts))
         labels = LabelImage(
+            source=image.path,
             like=image.info,
             dtype=self._dtype,
             classes=classes,

@@ -13,7 +13,6 @@ import numpy as np
 from widefield.geometry.box import Box, slices
 from widefield.image_files.image_file import Array, ImageFile
 from widefield.image_files.info import ImageInfo, one_level
-from widefield.image_files.label_image import LabelImage, ReadLabels
 
 NAME = "NumPy"
 SUFFIXES = (".npy",)
@@ -66,17 +65,6 @@ def _mapped(path: Path) -> Array:
     if array.shape[0] <= MOST_CHANNELS < array.shape[2]:
         return array
     return np.moveaxis(array, 2, 0) if array.shape[2] <= MOST_CHANNELS else array[None]
-
-
-LABEL_SUFFIX = ".npy"
-
-
-def write_labels(path: Path, labels: LabelImage, read: ReadLabels) -> None:
-    """(H, W) or (D, H, W) numbers, without names or colours, for which the format has no place."""
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=labels.dtype, shape=labels.size)
-    for box in labels.blocks(1024):
-        array[slices(box)] = read(box)
-    array.flush()
 
 
 def write_example(path: Path, pixels: Array) -> None:
