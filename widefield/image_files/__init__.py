@@ -7,5 +7,6 @@ geometry of intervals alone, so that whatever trains, predicts or shows can stan
 from widefield.image_files.image_file import ImageFile as ImageFile
 from widefield.image_files.info import ImageInfo as ImageInfo
 from widefield.image_files.info import Level as Level
+from widefield.image_files.opened import opened_image as opened_image
 from widefield.image_files.opening import is_image_file as is_image_file
 from widefield.image_files.opening import open_image as open_image

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class ImageFile:
         """Of all windows so far: of their pixels, and of the blocks that these lie in."""
         self._handles: dict[int, Any] = {}
         self._lock = threading.Lock()
+        _ALL.add(self)
 
     # ------------------------------------------------------------------------------------------ what a format says
 
@@ -126,6 +128,7 @@ class ImageFile:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.Lock()
+        _ALL.add(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, {self.info.format}, {self.info.shape}, {self.info.dtype})"
@@ -169,6 +172,18 @@ class ImageFile:
             self.close_handle(handle)
         except Exception:  # the error that is under way says more
             return
+
+
+_ALL: weakref.WeakSet[ImageFile] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A lock that another thread held when the process was forked would be held for ever."""
+    for image in _ALL:
+        image._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _interval(given: Any, extent: int) -> Interval:
