@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -181,6 +182,20 @@ def _damage(path: Path, random: np.random.Generator, *, cut_short: bool) -> None
         for _ in range(8):
             content[int(random.integers(len(content)))] = int(random.integers(256))
     path.write_bytes(content)
+
+
+LIBRARIES = ("tifffile", "imagecodecs", "rasterio", "zarr", "nibabel", "pydicom", "h5py", "openslide")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if load("widefield.image_files.formats", name).EXTRA])
+def test_a_missing_library_is_named_with_the_extra_that_installs_it(examples, monkeypatch, name):
+    module = load("widefield.image_files.formats", name)
+    path = examples[f"{name}/{module.CASES[0][0]}"][0]
+    for library in LIBRARIES:
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ImageFileError, match=rf"reads; pip install 'widefield\[{module.EXTRA}\]'") as caught:
+        open_image(path)
+    assert str(path) in str(caught.value)
 
 
 def test_a_missing_file_an_empty_one_and_an_unknown_one_are_named(tmp_path):

@@ -23,6 +23,12 @@ class ImageFileError(ValueError):
     """A file cannot be read; the text names it, says why, and what to do."""
 
 
+def file_and_name(path: Path) -> tuple[Path, str]:
+    """`scan.h5#/raw/left` is the image /raw/left of scan.h5; a path that has no name in it, or that exists as it is, has ""."""
+    front, mark, name = str(path).partition("#/")
+    return (Path(front), f"/{name}") if mark and not path.exists() and Path(front).is_file() else (path, "")
+
+
 class ImageFile:
     """The pixels of one file.  Threads may share it; so may processes, and it can be pickled.
 

@@ -8,6 +8,7 @@ A format is a file in formats/ with these names:
     claims(path, start)     whether a file or folder is of it; start: its first 512 bytes, b"" for a folder
     PRIORITY    of two formats that claim a file, the higher one has it
     open_image(path) -> ImageFile, and CASES
+    HAS_NAMES   True where `file#/name` names one of several images in a file; the path comes with the name
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from widefield.image_files.image_file import ImageFile, ImageFileError
+from widefield.image_files.image_file import ImageFile, ImageFileError, file_and_name
 from widefield.naming import constants_in, did_you_mean, load, names_in
 
 FORMATS, LABEL_FILES = f"{__package__}.formats", f"{__package__}.label_files"
@@ -25,14 +26,18 @@ FORMATS, LABEL_FILES = f"{__package__}.formats", f"{__package__}.label_files"
 def open_image(path: str | Path) -> ImageFile:
     """The image in a file, or in a folder that is one, by the format that its first bytes and its name say.
 
+    path: of a format whose files hold several images, `scan.h5#/raw/left` is one of them.
     ImageFileError: there is no such file, no format has it, a library is missing (named with the extra that installs it), or
     the file is damaged.
     """
     path = Path(path)
+    file, name = file_and_name(path)
     try:
-        module = format_of(path)
+        module = format_of(file)
     except OSError as error:
         raise ImageFileError(f"cannot open {path} ({error.strerror or error}); mend the path") from None
+    if name and not getattr(module, "HAS_NAMES", False):
+        raise ImageFileError(f"{file} is {module.NAME}, whose files hold one image; leave #{name} out")
     try:
         return module.open_image(path)
     except ImageFileError:
@@ -44,7 +49,7 @@ def open_image(path: str | Path) -> ImageFile:
             f"{path} is {module.NAME}, which {error.name} reads; pip install 'widefield[{module.EXTRA}]'"
         ) from None
     except Exception as error:  # on damaged files libraries raise many types
-        size = f"{path.stat().st_size} bytes; " if path.is_file() else ""
+        size = f"{file.stat().st_size} bytes; " if file.is_file() else ""
         raise ImageFileError(f"cannot read {path} as {module.NAME} ({size}{str(error) or type(error).__name__})") from None
 
 
@@ -57,9 +62,9 @@ def label_format_of(image: ImageFile) -> ModuleType:
 
 
 def is_image_file(path: Path) -> bool:
-    """Whether a format has this file or folder, by its name alone."""
-    name = path.name.lower()
-    return any(name.endswith(suffix) for suffix in suffixes())
+    """Whether a format has this file or folder, or the file of `file#/name`, by its name alone."""
+    text = str(path).lower()
+    return any(name.endswith(suffix) for name in (text, text.partition("#/")[0]) for suffix in suffixes())
 
 
 def suffixes() -> list[str]:
