@@ -136,10 +136,10 @@ def _named(file: Any, name: str) -> Any:
 
 
 def _dims(dataset: Any) -> ArrayDims:
-    names = [dimension.label for dimension in dataset.dims]
-    tags = dataset.attrs.get("axistags")
-    if not all(names) and tags is not None:
-        names = [str(axis["key"]) for axis in json.loads(tags)["axes"]]
+    labels = dataset.attrs.get("DIMENSION_LABELS", ())  # h5py's `dims` crashes on a damaged file
+    names = [label.decode() if isinstance(label, bytes) else str(label) for label in labels]
+    if not all(names) or not names:
+        names = [str(axis["key"]) for axis in json.loads(dataset.attrs.get("axistags", '{"axes": []}'))["axes"]]
     known = all(name.lower() in tuple("tczyx") for name in names)
     return dims_by_names(names, dataset.shape) if names and known else dims_by_extents(dataset.shape)
 

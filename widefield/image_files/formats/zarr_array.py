@@ -206,8 +206,8 @@ def _missing_chunks(array: Any, folder: Path) -> str:
 def _files_in(folder: Path) -> Iterator[str]:
     """The files below a folder, as paths from it."""
     for place, _, names in os.walk(folder):
-        for name in names:
-            yield (Path(place) / name).relative_to(folder).as_posix()
+        inner = Path(place).relative_to(folder).as_posix()
+        yield from names if inner == "." else (f"{inner}/{name}" for name in names)
 
 
 # ---------------------------------------------------------------------------------------------- examples
