@@ -15,6 +15,7 @@ from torch import Tensor
 from widefield.data import BadImageError
 from widefield.data.pixel_files import SUFFIXES as SUFFIXES
 from widefield.data.pixel_files import Array, Pixels, is_tiff, pixels_of, read_pixels, shape_of, tiff_array
+from widefield.data.windowed_files import windowed
 from widefield.geometry import Interval
 from widefield.geometry.box import slices
 
@@ -44,8 +45,9 @@ def shape_and_dtype_of(path: str | Path) -> tuple[tuple[int, int, int], torch.dt
     """(C, H, W) and dtype of the file, as `read_image` gives it by itself.  BadImageError: as there."""
     with _named(path):
         shape = shape_of(Path(path))
-        row = (Interval(0, min(1, shape[1])), Interval(0, 1)) if Path(path).suffix.lower() == ".npy" else None
-        array = _read(Path(path), row).array
+        by_window = Path(path).suffix.lower() == ".npy" or windowed(Path(path)) is not None
+        pixel = tuple(Interval(0, min(1, extent)) for extent in shape[1:]) if by_window else None
+        array = _read(Path(path), pixel).array
         return (len(array), *shape[1:]), torch.from_numpy(np.ascontiguousarray(array[:, :1])).dtype
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from widefield.data import masks
 from widefield.data.pixel_files import SUFFIXES
+from widefield.data.windowed_files import name_of_image
+from widefield.image_files import is_image_file
 from widefield.naming import did_you_mean
 
 IMAGES = ("images", "image", "imgs", "img", "JPEGImages")
@@ -76,12 +78,13 @@ def files_below(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
     """Files by their path without suffix, relative to the folder, sorted.  ValueError: two have the same, or there is none."""
     found: dict[str, Path] = {}
     for place, folders, names in os.walk(folder, followlinks=False):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
+        images = [name for name in folders if is_image_file(Path(name))]  # as scene.zarr
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in images]
+        for name in (*names, *images):
             file = Path(place, name)
-            if name.startswith(".") or file.suffix.lower() not in suffixes:
+            if name.startswith(".") or not name.lower().endswith(tuple(suffixes)):
                 continue
-            stem = file.relative_to(folder).with_suffix("").as_posix()
+            stem = name_of_image(file.relative_to(folder)).as_posix()
             if stem in found:
                 raise ValueError(
                     f"{found[stem]} and {file} have one stem, so it is not known which is meant; remove or rename one"

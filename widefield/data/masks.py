@@ -19,13 +19,16 @@ from torch import Tensor
 
 from widefield.data import BadImageError
 from widefield.data.pixel_files import bits_of
+from widefield.data.windowed_files import PLAIN, read_box, size_of, windowed
 from widefield.geometry import Interval
 from widefield.geometry.box import slices
+from widefield.image_files import ImageFile
+from widefield.image_files.opening import suffixes
 
 Array = np.ndarray[Any, Any]
 Colour = tuple[int, int, int]
 LOSSY = (".jpg", ".jpeg", ".webp")
-SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy")
+SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".npy", *(suffix for suffix in suffixes() if suffix not in PLAIN))
 
 
 def ignored_label(classes: int) -> int:
@@ -37,19 +40,26 @@ def ignored_label(classes: int) -> int:
     return 255 if classes <= 255 else -1
 
 
-def raw_mask(path: Path, *, colours: bool = False) -> Array:
+def raw_mask(path: Path, *, colours: bool = False, window: tuple[Interval, ...] | None = None) -> Array:
     """Numbers of a mask as it is stored, (H, W) integers; with `colours`, 65536 red + 256 green + blue.
+
+    window: rows and columns; read alone where the format of the file has windows.
 
     BadImageError: it cannot be read.  ValueError: its format loses values, or it has colours and numbers are wanted.
     """
     if path.suffix.lower() in LOSSY:
         raise ValueError(f"the mask {path} is {path.suffix}, which changes the numbers of pixels; save masks as PNG")
     with _named(path):
-        if path.suffix.lower() == ".npy":
-            array = np.array(np.lib.format.open_memmap(path, mode="r"))
+        image = windowed(path, numbers=True)
+        if image is not None:
+            array = _by_window(image, window, colours)
+        elif path.suffix.lower() == ".npy":
+            array = np.lib.format.open_memmap(path, mode="r")
             array = array[0] if array.ndim == 3 and len(array) == 1 else array
+            array = np.array(array if window is None else array[slices(window)])
         else:
             array = _by_pillow(path, colours)
+            array = array if window is None else array[slices(window)]
     if array.ndim == 3 and not colours:
         if (array != array[..., :1]).any():
             raise ValueError(
@@ -63,6 +73,16 @@ def raw_mask(path: Path, *, colours: bool = False) -> Array:
     if array.ndim != 2 or array.dtype.kind not in "biu":
         raise ValueError(f"the mask {path} is {array.dtype} of shape {array.shape}; (H, W) whole numbers are wanted")
     return array.astype(np.uint8) if array.dtype == bool else array
+
+
+def _by_window(image: ImageFile, window: tuple[Interval, ...] | None, colours: bool) -> Array:
+    """(H, W) numbers, or (H, W, 3) colours; a palette's numbers, or its colours where these are wanted."""
+    array = read_box(image, window)
+    if image.info.palette and colours:
+        return np.array(image.info.palette, dtype=np.uint8)[:, :3][array[0]]
+    if len(array) == 1:
+        return np.repeat(array[0][..., None], 3, axis=-1) if colours else array[0]
+    return np.moveaxis(array[:3], 0, -1) if image.info.colours in ("RGB", "RGBA") else array
 
 
 def _by_pillow(path: Path, colours: bool) -> Array:
@@ -88,6 +108,9 @@ def _named(path: Path) -> Iterator[None]:
 def mask_size(path: Path) -> tuple[int, int]:
     """(H, W), from the file's header.  BadImageError: it cannot be read."""
     with _named(path):
+        image = windowed(path, numbers=True)
+        if image is not None:
+            return size_of(image)  # type: ignore[return-value]
         if path.suffix.lower() == ".npy":
             height, width = np.lib.format.open_memmap(path, mode="r").shape[-2:]
             return height, width
@@ -109,9 +132,9 @@ class Coding:
     ignored: frozenset[int] = frozenset()
     colours: bool = False
 
-    def labels(self, path: Path) -> Tensor:
+    def labels(self, path: Path, window: tuple[Interval, ...] | None = None) -> Tensor:
         """(H, W) class numbers of a mask, uint8 or int64.  ValueError, with the file: a stored number that means nothing."""
-        raw = raw_mask(path, colours=self.colours)
+        raw = raw_mask(path, colours=self.colours, window=window)
         stored, labels = self._table
         place = np.searchsorted(stored, raw).clip(max=len(stored) - 1)
         unknown = stored[place] != raw
@@ -145,7 +168,7 @@ class Mask:
     coding: Coding
 
     def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
-        return _cropped(self.coding.labels(self.file), window)
+        return self.coding.labels(self.file, window)
 
 
 @dataclass(frozen=True)
@@ -159,14 +182,13 @@ class Layers:
     size: tuple[int, int]
 
     def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
-        layers = [self._layer(file) for file in self.files]
-        return _cropped(torch.from_numpy(np.stack(layers)), window)
+        return torch.from_numpy(np.stack([self._layer(file, window) for file in self.files]))
 
-    def _layer(self, file: Path | None) -> Array:
+    def _layer(self, file: Path | None, window: tuple[Interval, ...] | None) -> Array:
         if file is None:
-            return np.zeros(self.size, dtype=np.uint8)
-        raw = raw_mask(file)
-        found = np.unique(raw)
+            return np.zeros(self.size if window is None else [len(run) for run in window], dtype=np.uint8)
+        raw = raw_mask(file, window=window)
+        found = np.unique(raw) if raw.size else np.zeros(1, dtype=raw.dtype)
         if len(found) > 2 or (len(found) == 2 and found[0] != 0) or int(found[-1]) not in (0, 1, 255):
             raise ValueError(
                 f"the mask {file} of one class has the numbers {found[:5].tolist()}; 0 and 255, or 0 and 1, are wanted"
@@ -183,14 +205,10 @@ class Regions:
     known: frozenset[int]
 
     def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
-        raw = raw_mask(self.file)
+        raw = raw_mask(self.file, window=window)
         odd = sorted(set(np.unique(raw).tolist()) - self.known)
         if odd:
             raise ValueError(
                 f"the mask {self.file} has the number {odd[0]}, and dataset.json has no label for it; add it there"
             )
-        return _cropped(torch.from_numpy(np.stack([np.isin(raw, one) for one in self.numbers]).astype(np.uint8)), window)
-
-
-def _cropped(labels: Tensor, window: tuple[Interval, ...] | None) -> Tensor:
-    return labels if window is None else labels[..., *slices(window)].contiguous()
+        return torch.from_numpy(np.stack([np.isin(raw, one) for one in self.numbers]).astype(np.uint8))

@@ -1,6 +1,7 @@
 """Files of pixels as arrays, with the dtype and channels that they have: no bit is lost in silence.
 
-Pillow reads PNG, JPEG, TIFF, WebP and BMP; what it would cut to 8 bits is refused, or read by tifffile where that is installed.
+Pillow reads PNG, JPEG, WebP and BMP, and TIFF where tifffile is not installed; what it would cut to 8 bits is refused.  Other
+formats are those of image_files/, of which windows are read alone.
 A .npy file is (H, W), (C, H, W) or (H, W, C), the channels being the shorter of the two ends; windows of it are read alone.
 """
 
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from widefield.data.windowed_files import PLAIN, read_box, size_of, windowed
 from widefield.geometry import Interval
+from widefield.image_files.opening import suffixes
 
 Array = np.ndarray[Any, Any]
-SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp", ".npy")
+SUFFIXES = (*PLAIN, *(suffix for suffix in suffixes() if suffix not in PLAIN))
 _PROGRAMS = ("EPS", "IPTC")
 """Formats that may hold PostScript, which is a program."""
 _DTYPES = ("uint8", "uint16", "int16", "float16", "float32", "float64")
@@ -44,6 +47,9 @@ def read_pixels(path: Path, window: tuple[Interval, ...] | None = None) -> Pixel
 
     Raises whatever a damaged file makes a decoder raise; ValueError, in words, where bits would be lost.
     """
+    image_file = windowed(path)
+    if image_file is not None:
+        return Pixels(_sound(read_box(image_file, window)), image_file.info.colours)
     rows, columns = (slice(None),) * 2 if window is None else (slice(run.start, run.stop) for run in window)
     if path.suffix.lower() == ".npy":
         return Pixels(_sound(_mapped(path)[:, rows, columns]))
@@ -59,8 +65,11 @@ def read_pixels(path: Path, window: tuple[Interval, ...] | None = None) -> Pixel
     return Pixels(whole.array[:, rows, columns], whole.colours)
 
 
-def shape_of(path: Path) -> tuple[int, int, int]:
-    """(C, H, W) of the file, from its header; a palette counts as RGB."""
+def shape_of(path: Path) -> tuple[int, ...]:
+    """(C, H, W) of the file, from its header, or (C, D, H, W) of a volume; a palette counts as RGB."""
+    image_file = windowed(path)
+    if image_file is not None:
+        return (image_file.info.channels, *size_of(image_file))
     if path.suffix.lower() == ".npy":
         channels, height, width = _mapped(path).shape
         return channels, height, width

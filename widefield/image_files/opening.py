@@ -14,6 +14,7 @@ A format is a file in formats/ with these names:
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -67,6 +68,18 @@ def is_image_file(path: Path) -> bool:
     return any(name.endswith(suffix) for name in (text, text.partition("#/")[0]) for suffix in suffixes())
 
 
+def stem_of(path: Path) -> str:
+    """The name without the suffix of a format, of several the longest.
+
+    >>> stem_of(Path("scan.nii.gz")), stem_of(Path("a.b"))
+    ('scan', 'a')
+    """
+    name = path.name
+    found = max((suffix for suffix in suffixes() if name.lower().endswith(suffix)), key=len, default=path.suffix)
+    return name[: len(name) - len(found)] or name
+
+
+@cache
 def suffixes() -> list[str]:
     """Those of all formats, without importing their files."""
     found = constants_in(FORMATS, ("SUFFIXES",))
