@@ -55,15 +55,16 @@ def refusal(place: Path | str | None, **options) -> str:
 
 
 @pytest.mark.parametrize(("name", "said", "train", "evaluate", "classes"), CASES, ids=[case[0] for case in CASES])
-def test_every_format_gives_its_images_as_uint8_with_a_class_and_a_name(tmp_path, name, said, train, evaluate, classes):
+def test_every_format_gives_its_images_with_a_class_and_a_name(tmp_path, name, said, train, evaluate, classes):
     said = {key: str(value(tmp_path / "images", save)) if callable(value) else value for key, value in said.items()}
     dataset = open_dataset(DataConfig(name=name, **said))
     assert (len(dataset.train), len(dataset.evaluate), len(dataset.classes)) == (train, evaluate, classes)
     assert len(dataset.mean) == len(dataset.std) == dataset.channels
     for images in (dataset.train, dataset.evaluate):
         read = [images.read(index) for index in range(len(images))]
-        assert all(image.dtype == torch.uint8 and image.ndim == 3 and len(image) == dataset.channels for image, _ in read)
-        assert {label for _, labels in read for label in torch.as_tensor(labels).unique().tolist()} == set(range(classes))
+        assert all(image.dtype == dataset.dtype and image.ndim == 3 and len(image) == dataset.channels for image, _ in read)
+        found = {label for _, labels in read for label in torch.as_tensor(labels).unique().tolist()}
+        assert found - {255} == set(range(classes))  # 255: of pixels that do not count
         assert all(isinstance(labels, int) != dataset.pixels for _, labels in read)
         assert not dataset.pixels or all(labels.shape == image.shape[1:] for image, labels in read)
     of = [images.name_of(index) for images in (dataset.train, dataset.evaluate) for index in range(len(images))]

@@ -20,6 +20,7 @@ from torch import Tensor
 from widefield.config import DataConfig
 from widefield.data import Dataset
 from widefield.data.formats import digits
+from widefield.data.place_hashes import place_hashes
 from widefield.data.transforms import seed_of
 from widefield.geometry import Interval
 
@@ -141,12 +142,12 @@ def _paper(key: int, rows: Interval, columns: Interval) -> Pixels:
     In integers, so that the bits of a pixel do not depend on the window.
     """
     down, across = (np.arange(run.start // GRAIN, run.stop // GRAIN + 2) for run in (rows, columns))
-    points = (_hash(key, down[:, None], across[None, :], 7) >> np.uint32(26)).astype(np.int32)  # 0..63
+    points = (place_hashes(key, down[:, None], across[None, :], 7) >> np.uint32(26)).astype(np.int32)  # 0..63
     (y, dy), (x, dx) = (_between(run) for run in (rows, columns))
     lines = points[:, x] * (GRAIN - dx) + points[:, x + 1] * dx
     coarse = (lines[y] * (GRAIN - dy)[:, None] + lines[y + 1] * dy[:, None]) // GRAIN**2
     at = [np.arange(run.start, run.stop) for run in (rows, columns)]
-    fine = _hash(key, at[0][:, None], at[1][None, :], 8) >> np.uint32(27)  # 0..31
+    fine = place_hashes(key, at[0][:, None], at[1][None, :], 8) >> np.uint32(27)  # 0..31
     return (16 + coarse + fine).astype(np.uint8)
 
 
@@ -158,19 +159,7 @@ def _between(run: Interval) -> tuple[Pixels, Pixels]:
 
 def _chance(key: int, y: Pixels, x: Pixels, purpose: int) -> Pixels:
     """Uniform numbers in [0, 1)."""
-    return _hash(key, y, x, purpose) / 2.0**32
-
-
-def _hash(key: int, y: Pixels, x: Pixels, purpose: int) -> Pixels:
-    """A 32-bit hash for each (y, x): the finalizer of MurmurHash3 (Appleby) after each input."""
-    state = _mixed(np.uint32(seed_of(key, purpose) % 2**32) ^ y.astype(np.uint32))
-    return _mixed(state * np.uint32(0x9E3779B1) ^ x.astype(np.uint32))
-
-
-def _mixed(state: Pixels) -> Pixels:
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        state = (state ^ (state >> np.uint32(shift))) * np.uint32(factor)
-    return state ^ (state >> np.uint32(16))
+    return place_hashes(key, y, x, purpose) / 2.0**32
 
 
 def open_dataset(
