@@ -18,6 +18,7 @@ from widefield.data.pixel_files import Array, Pixels, is_tiff, pixels_of, read_p
 from widefield.data.windowed_files import windowed
 from widefield.geometry import Interval
 from widefield.geometry.box import slices
+from widefield.image_files.image_file import ImageFileError
 
 
 def read_image(
@@ -62,6 +63,8 @@ def _named(path: str | Path) -> Iterator[None]:
     """Inside, any error becomes a BadImageError with the file's name and size."""
     try:
         yield
+    except ImageFileError as error:
+        raise BadImageError(str(error)) from None
     except Exception as error:  # on damaged files decoders raise many types, OverflowError and MemoryError among them
         size = Path(path).stat().st_size if Path(path).is_file() else None
         reason = "there is no such file" if size is None else f"{size} bytes; {str(error) or type(error).__name__}"

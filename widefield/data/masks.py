@@ -23,6 +23,7 @@ from widefield.data.windowed_files import PLAIN, read_box, size_of, windowed
 from widefield.geometry import Interval
 from widefield.geometry.box import slices
 from widefield.image_files import ImageFile
+from widefield.image_files.image_file import ImageFileError
 from widefield.image_files.opening import suffixes
 
 Array = np.ndarray[Any, Any]
@@ -100,6 +101,8 @@ def _by_pillow(path: Path, colours: bool) -> Array:
 def _named(path: Path) -> Iterator[None]:
     try:
         yield
+    except ImageFileError as error:
+        raise BadImageError(str(error)) from None
     except Exception as error:  # decoders raise many types on damaged files
         reason = str(error) or type(error).__name__ if path.is_file() else "there is no such file"
         raise BadImageError(f"cannot read the mask {path} ({reason})") from None
