@@ -8,77 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
-import torch
-from command import RECIPES
-from PIL import Image
 from ranks import on_ranks
+from wide_scene import labels_in, patched, predicted
 
-from widefield.comm.mesh import World
-from widefield.config import read_config
-from widefield.data import open_dataset
-from widefield.image_files import open_image
 from widefield.prediction import wide
 from widefield.prediction.raw_labels import RawLabels
-from widefield.prediction.session import Predicted, Wishes, predict_files
-from widefield.run import train
+from widefield.prediction.session import Predicted, predict_files
 
-PAGE = [
-    "mesh.space=[]", "data.options.size=[48,40]", "data.options.pages=[6,5]", "model.options.widths=[4,6]", "mesh.replicate=1",
-    "schedule.length=2step", "schedule.warmup=1step", "log.tensorboard=false", "precision=float64",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """Its last layer is drawn anew, so that labels differ from pixel to pixel."""
-    folder = train(read_config(str(RECIPES / "page.yaml"), PAGE), tmp_path_factory.mktemp("run") / "run", World()).run
-    weights = safetensors.torch.load_file(folder / "best.safetensors")
-    torch.manual_seed(0)
-    for name in [name for name, tensor in weights.items() if len(tensor.shape) and len(tensor) == 11]:
-        weights[name].normal_() if name.endswith("weight") else weights[name].zero_()
-    safetensors.torch.save_file(weights, folder / "drawn.safetensors")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory) -> Path:
-    """A page of 150 x 170 pixels."""
-    path = tmp_path_factory.mktemp("scene") / "scene.npy"
-    settings = [*PAGE[:1], "data.options.size=[150,170]", *PAGE[2:]]
-    np.save(path, open_dataset(read_config(str(RECIPES / "page.yaml"), settings).data).evaluate.read(0)[0].numpy())
-    return path
-
-
-@pytest.fixture(scope="module")
-def whole(run, scene, tmp_path_factory) -> np.ndarray:
-    """The labels as they are without windows."""
-    found = predicted(run, scene, tmp_path_factory.mktemp("whole") / "out")
-    labels = np.asarray(Image.open(found.answers[0].labels))
-    assert (np.diff(labels.astype(int), axis=1) != 0).mean() > 0.05, "too easy"
-    return labels
-
-
-@pytest.fixture(autouse=True)
-def always_wide(monkeypatch):
-    patched(monkeypatch)
-
-
-def patched(monkeypatch) -> None:
-    """Every image is wide, and cut into tiles of 64 pixels."""
-    monkeypatch.setattr(wide, "WIDE_PIXELS", 1)
-    monkeypatch.setattr(wide, "TILE", 64)
-
-
-def predicted(run: Path, scene: Path, output: Path, *overrides: str, **wishes) -> Predicted:
-    drawn = str(run / "drawn.safetensors")
-    return predict_files(run, [scene], list(overrides), World(), output=output, wishes=Wishes(**wishes), weights=drawn)
-
-
-def labels_in(found: Predicted) -> np.ndarray:
-    assert not found.lefts
-    with open_image(found.answers[0].labels) as image:
-        return image.read()[0]
+pytestmark = pytest.mark.usefixtures("always_wide")
 
 
 @pytest.mark.parametrize("overrides", [[], ["stream.tiles=[2,3]"], ["stream.tiles=[1,1]"], ["stream.memory=32MiB"]])

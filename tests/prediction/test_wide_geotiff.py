@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_wide import PAGE, always_wide, labels_in, predicted, run, scene, whole  # noqa: F401
+from wide_scene import labels_in, predicted
 
 from widefield.image_files import open_image
 
+pytestmark = pytest.mark.usefixtures("always_wide")
 rasterio = pytest.importorskip("rasterio")
 PLACE = rasterio.Affine(0.3, 0.05, 500_000.1, 0.02, -0.3, 4_600_000.7)
 
@@ -23,7 +24,7 @@ def as_geotiff(pixels: np.ndarray, path: Path, **options) -> Path:
     return path
 
 
-def test_labels_lie_where_the_scene_lies(run, scene, whole, tmp_path):  # noqa: F811
+def test_labels_lie_where_the_scene_lies(run, scene, whole, tmp_path):
     path = as_geotiff(np.load(scene), tmp_path / "scene.tif")
     found = predicted(run, path, tmp_path / "out")
     assert found.answers[0].labels == str(tmp_path / "out" / "scene.tif")
@@ -35,7 +36,7 @@ def test_labels_lie_where_the_scene_lies(run, scene, whole, tmp_path):  # noqa: 
         assert "nothing blended" in labels.tags()["made"]
 
 
-def test_pixels_of_nodata_have_no_label_and_do_not_count(run, scene, whole, tmp_path):  # noqa: F811
+def test_pixels_of_nodata_have_no_label_and_do_not_count(run, scene, whole, tmp_path):
     pixels = np.load(scene).copy()
     pixels[:, :40, :90] = 0
     pixels[:, 40:] = np.maximum(pixels[:, 40:], 1)
@@ -54,7 +55,7 @@ def test_pixels_of_nodata_have_no_label_and_do_not_count(run, scene, whole, tmp_
 
 
 @pytest.mark.parametrize("format", ["zarr", "tif"])
-def test_other_formats_have_labels_of_their_own(run, scene, whole, tmp_path, format):  # noqa: F811
+def test_other_formats_have_labels_of_their_own(run, scene, whole, tmp_path, format):
     pixels, path = np.load(scene), tmp_path / f"scene.{format}"
     if format == "zarr":
         array = pytest.importorskip("zarr").create_array(
