@@ -42,7 +42,7 @@ def test_pixels_of_nodata_have_no_label_and_do_not_count(run, scene, whole, tmp_
     pixels[:, 40:] = np.maximum(pixels[:, 40:], 1)
     pixels[:, :, 90:] = np.maximum(pixels[:, :, 90:], 1)
     path = as_geotiff(pixels, tmp_path / "scene.tif", nodata=0)
-    found = predicted(run, path, tmp_path / "out")
+    found = predicted(run, path, tmp_path / "out", top=11)
     labels = labels_in(found)
     assert (labels[:40, :90] == 255).all() and not (labels[40:] == 255).any() and not (labels[:, 90:] == 255).any()
     np.save(tmp_path / "plain.npy", pixels)
