@@ -195,7 +195,8 @@ def test_more_frames_than_there_are_pixels_of_are_refused(tmp_path):
     [
         ({"ImageType": ["ORIGINAL", "PRIMARY", "MOSAIC"]}, "Siemens mosaic.; convert the series to NIfTI with dcm2niix"),
         ({"PhotometricInterpretation": "PALETTE COLOR"}, "PALETTE COLOR.; convert it to RGB"),
-        ({"PixelData": None}, "it has no pixels|ends before"),
+        ({"PixelData": None}, "it ends before its pixels do"),
+        ({"Rows": None, "PixelData": None}, "it has no pixels, as a report or a plan has none; remove it"),
         ({"RescaleSlope": 0, "RescaleIntercept": 0}, "its RescaleSlope is 0"),
     ],
 )
@@ -249,6 +250,23 @@ def test_frames_of_one_file_have_places_and_slopes_of_their_own(tmp_path):
         assert np.array_equal(image.read()[0], expected) and image.info.spacing == (3.0, 0.75, 0.5)
 
 
+@pytest.mark.parametrize("first", [0.0, 5.0])
+def test_a_dose_says_where_its_frames_are_by_their_distances(tmp_path, first):
+    distances = [first, first + 3.0, first + 6.0, first + 9.0]
+    data = dataset(PIXELS, (0, 0, 7), NumberOfFrames=4, GridFrameOffsetVector=distances, DoseGridScaling=0.5)
+    path = save(data, tmp_path / "a.dcm")
+    if first:
+        refused(path, "do not begin at 0")
+        return
+    with open_image(path) as image:
+        assert np.array_equal(image.read()[0], PIXELS * 0.5) and image.info.affine[2] == pytest.approx((3, 0, 0, 7))
+
+
+def test_descriptions_of_other_frames_than_there_are_are_refused(tmp_path):
+    data = dataset(PIXELS, (0, 0, 7), NumberOfFrames=4, GridFrameOffsetVector=[0.0, 1.0, 2.0])
+    refused(save(data, tmp_path / "a.dcm"), "it has 4 frames, and says the places of 3")
+
+
 # ---------------------------------------------------------------------------------------------- codecs
 
 
@@ -270,6 +288,13 @@ def test_jpeg_2000_of_16_bits_is_exact(tmp_path):
     data = encapsulated(dataset(pixels), file.getvalue(), pydicom.uid.JPEG2000Lossless)
     with open_image(save(data, tmp_path / "a.dcm")) as image:
         assert image.info.compression.startswith("JPEG 2000") and np.array_equal(image.read()[0], pixels)
+
+
+def test_pixels_that_a_decoder_cannot_read_are_named_with_another(tmp_path):
+    data = encapsulated(dataset(PIXELS[0]), b"\xff\x4f\xff\x51" + b"\xff" * 40, pydicom.uid.JPEG2000Lossless)
+    with open_image(save(data, tmp_path / "a.dcm")) as image:
+        with pytest.raises(ImageFileError, match="others may decode it: pip install pylibjpeg pylibjpeg-openjpeg"):
+            image.read()
 
 
 @pytest.mark.parametrize(

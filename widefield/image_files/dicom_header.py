@@ -26,7 +26,8 @@ HEADER = (
     "SOPClassUID", "SeriesInstanceUID", "ImageType", "Rows", "Columns", "NumberOfFrames", "SamplesPerPixel", "BitsAllocated",
     "PhotometricInterpretation", "PixelRepresentation", "BitsStored", "PixelPaddingValue", "PixelPaddingRangeLimit",
     "ModalityLUTSequence", "ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing", "ImagerPixelSpacing",
-    "RescaleSlope", "RescaleIntercept", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
+    "RescaleSlope", "RescaleIntercept", "DoseGridScaling", "GridFrameOffsetVector", "SharedFunctionalGroupsSequence",
+    "PerFrameFunctionalGroupsSequence",
 )  # fmt: skip
 
 
@@ -50,8 +51,8 @@ def read_header(path: Path) -> tuple[list[Slice], FrameKind]:
     try:
         with path.open("rb") as file:
             header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=list(HEADER))
-            syntax = str(header.file_meta.TransferSyntaxUID)
             _refuse(header)
+            syntax = str(header.file_meta.TransferSyntaxUID)
             dtype = _check_pixels(file, header, syntax)
         _check_codec(header, syntax)
         kind = FrameKind(
@@ -63,12 +64,24 @@ def read_header(path: Path) -> tuple[list[Slice], FrameKind]:
         raise ValueError(f"{path.name}: {error}") from None
 
 
+def other_decoders(path: Path) -> str:
+    """The end of a sentence on pixels that could not be decoded: which packages decode more of them, "" for none."""
+    from pydicom.filereader import read_file_meta_info
+
+    install = INSTALL.get(str(read_file_meta_info(path).get("TransferSyntaxUID"))) if path.is_file() else None
+    return f"; others may decode it: pip install {install}" if install else ""
+
+
 def _frame_count(header: Any) -> int:
     return int(header.get("NumberOfFrames") or 1)
 
 
 def _refuse(header: Any) -> None:
     """ValueError: what it holds is no image of pixels that stand for themselves, one after the other."""
+    if "Rows" not in header:
+        raise ValueError("it has no pixels, as a report or a plan has none; remove it")
+    if "TransferSyntaxUID" not in header.file_meta:
+        raise ValueError("it does not say how its pixels are stored (transfer syntax); save it again")
     if header.file_meta.TransferSyntaxUID.is_deflated:
         raise ValueError("it is deflated as a whole, so that no part can be read; save it uncompressed")
     if header.get("SOPClassUID") == SLIDE:
@@ -87,15 +100,30 @@ def _slice(path: Path, header: Any, frame: int) -> Slice:
     spacing = _value(header, frame, "PixelMeasuresSequence", "PixelSpacing") or header.get("ImagerPixelSpacing")
     slope = _value(header, frame, "PixelValueTransformationSequence", "RescaleSlope")
     intercept = _value(header, frame, "PixelValueTransformationSequence", "RescaleIntercept")
+    slope = header.get("DoseGridScaling") if slope is None else slope
     if slope is not None and not float(slope):
         raise ValueError("its RescaleSlope is 0, so that all pixels would be the same; correct it")
     slope, intercept = 1.0 if slope is None else float(slope), 0.0 if intercept is None else float(intercept)
     padding = None if "PixelPaddingRangeLimit" in header else header.get("PixelPaddingValue")
+    directions = _numbers(_value(header, frame, "PlaneOrientationSequence", "ImageOrientationPatient"), 6)
     return Slice(
-        path, frame, _numbers(_value(header, frame, "PlanePositionSequence", "ImagePositionPatient"), 3),
-        _numbers(_value(header, frame, "PlaneOrientationSequence", "ImageOrientationPatient"), 6), _numbers(spacing, 2),
+        path, frame, _position(header, frame, directions), directions, _numbers(spacing, 2),
         slope, intercept, None if padding is None else float(padding) * slope + intercept,
     )  # fmt: skip
+
+
+def _position(header: Any, frame: int, directions: tuple[float, ...]) -> tuple[float, ...]:
+    """Of a frame.  A dose has one position, and the distances of its frames from there along their normal."""
+    position = _numbers(_value(header, frame, "PlanePositionSequence", "ImagePositionPatient"), 3)
+    distances = header.get("GridFrameOffsetVector")
+    if not distances or not position or not directions:
+        return position
+    if float(distances[0]):
+        raise ValueError(
+            "the distances of its frames (GridFrameOffsetVector) do not begin at 0; save it with those from the first"
+        )
+    normal = np.cross(directions[:3], directions[3:])
+    return tuple(float(number) for number in np.array(position) + float(distances[frame]) * normal)
 
 
 def _value(header: Any, frame: int, group: str, keyword: str) -> Any:
@@ -137,7 +165,7 @@ def _check_pixels(file: BinaryIO, header: Any, syntax: str) -> str:
     group, element = struct.unpack(f"{order}HH", _exactly(file, 4))
     kinds = {0x0008: "float", 0x0009: "float", 0x0010: "int" if header.get("PixelRepresentation") else "uint"}
     if group != 0x7FE0 or element not in kinds:
-        raise ValueError("it has no pixels, as a report or a plan has none; remove it")
+        raise ValueError("its header is not followed by pixels; copy it again")
     length = struct.unpack(f"{order}I", _exactly(file, 4 if UID(syntax).is_implicit_VR else 8)[-4:])[0]
     frames = _frame_count(header)
     if UID(syntax).is_encapsulated:
@@ -147,10 +175,11 @@ def _check_pixels(file: BinaryIO, header: Any, syntax: str) -> str:
         wanted = -(-bits // (12 if header.PhotometricInterpretation == "YBR_FULL_422" else 8))  # 422: 2 of 3 bytes are stored
         here = file.tell()
         there, what = min(length, file.seek(0, 2) - here), "bytes"
-    groups = header.get("PerFrameFunctionalGroupsSequence")
-    if there < wanted or (groups is not None and len(groups) != frames):
-        described = "" if groups is None else f", and descriptions of {len(groups)}"
-        raise ValueError(f"it has {there} {what} of pixels, and its header says {wanted}{described}; copy it again")
+    if there < wanted:
+        raise ValueError(f"it has {there} {what} of pixels, and its header says {wanted}; copy it again")
+    described = header.get("PerFrameFunctionalGroupsSequence") or header.get("GridFrameOffsetVector")
+    if described is not None and len(described) != frames:
+        raise ValueError(f"it has {frames} frames, and says the places of {len(described)}; save it again")
     return np.dtype(f"{kinds[element]}{max(8, header.BitsAllocated)}").name
 
 

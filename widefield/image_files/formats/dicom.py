@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from widefield.geometry.box import Box, size_of
-from widefield.image_files.dicom_header import FrameKind, read_header
+from widefield.image_files.dicom_header import FrameKind, other_decoders, read_header
 from widefield.image_files.dicom_slices import Slice, affine_of, in_order
 from widefield.image_files.image_file import Array, ImageFile
 from widefield.image_files.info import ImageInfo, one_level, spacing_of
@@ -88,7 +88,7 @@ def _frames(slices: list[Slice]) -> Iterator[Array]:
         try:
             yield from iter_pixels(file, indices=[one.frame for one in group])
         except Exception as error:  # on damaged files libraries raise many types
-            raise ValueError(f"{file.name}: {error}") from None
+            raise ValueError(f"{file.name}: {error}{other_decoders(file)}") from None
 
 
 # ---------------------------------------------------------------------------------------------- a series
