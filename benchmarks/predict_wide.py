@@ -1,8 +1,8 @@
 """What does it take to predict a large GeoTIFF by window?  Memory of each rank, seconds, and whether labels are the whole's.
 
-A satellite scene of SIDE x SIDE pixels, four bands of 16 bits, is written by window, and a run of the recipe `scene` predicts it
-on 1 rank and on 2, which share the image.  The labels of a scene of 4,096 pixels a side are compared with those of the whole
-image in one piece, all of them, and so are those of 1 and 2 ranks.
+A satellite scene of SIDE x SIDE pixels, four bands of 16 bits, is written by window, and a run of the recipe `scene` predicts
+it on 1 rank and on 2, which share the image.  The labels of a scene of 4,096 pixels a side are compared with those of the
+whole image in one piece, all of them, and so are those of 1 and 2 ranks.
 
   python benchmarks/predict_wide.py [--side 16384] [--save]
 """
