@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from widefield.api import evaluate, plan, predict, train
     from widefield.comm.mesh import Mesh, World
     from widefield.config import RunConfig, read_config
+    from widefield.image_files import open_image
     from widefield.launchers import build_mesh
     from widefield.parallel.optimizer_steps import clip_grad_norm_
     from widefield.parallel.parallelize import parallelize, share_states
@@ -57,6 +58,7 @@ _DOOR = {
     "from_reader": "streaming.storage.windowed_image",
     "from_tile": "tiled.api",
     "load": "training.own_loop",
+    "open_image": "image_files",
     "parallelize": "parallel.parallelize",
     "plan": "api",
     "predict": "api",
@@ -91,6 +93,7 @@ __all__ = [
     "from_reader",
     "from_tile",
     "load",
+    "open_image",
     "parallelize",
     "plan",
     "predict",
