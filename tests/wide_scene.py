@@ -20,7 +20,7 @@ PAGE = [
 def patched(monkeypatch) -> None:
     """Every image is wide, and cut into tiles of 64 pixels."""
     monkeypatch.setattr(wide, "WIDE_PIXELS", 1)
-    monkeypatch.setattr(wide, "TILE", 64)
+    monkeypatch.setattr(wide, "TILE", {2: 64, 3: 16})
 
 
 def predicted(run: Path, scene: Path, output: Path, *overrides: str, **wishes) -> Predicted:

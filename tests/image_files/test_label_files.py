@@ -11,9 +11,10 @@ from widefield.geometry.box import Box, size_of, slices
 from widefield.image_files import open_image
 from widefield.image_files.info import ImageInfo, one_level
 from widefield.image_files.label_image import LabelImage, halved, read_smaller
-from widefield.naming import load, names_in
+from widefield.naming import load
 
-FORMATS = [name for name in names_in("widefield.image_files.label_files") if name != "geotiff"]  # see test_geotiff_labels
+ANYWHERE = ["numpy_array", "tiff", "zarr_array"]
+"""Others want a file of their format to lie on: GeoTIFF's are in tests/prediction."""
 SIZE = (1300, 1111)
 
 
@@ -27,7 +28,7 @@ def labels_of(dtype: str = "uint8", size: tuple[int, ...] = SIZE) -> tuple[Label
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_labels_come_back_at_every_level(tmp_path, name, dtype):
     labels, pixels = labels_of(dtype)
     module, read = load("widefield.image_files.label_files", name), []
@@ -66,3 +67,45 @@ def test_half_of_labels_is_their_mode_and_thin_things_stay():
     for row, column in np.ndindex(found.shape):
         counts = np.bincount(random[2 * row : 2 * row + 2, 2 * column : 2 * column + 2].ravel())
         assert found[row, column] == max(np.flatnonzero(counts == counts.max()))
+
+
+# ---------------------------------------------------------------------------------------------- NIfTI
+
+AFFINE = np.array([[0, -0.7, 0.1, 12.5], [0.8, 0, 0, -3.25], [0, 0.1, 2.5, 7.75], [0, 0, 0, 1]])
+
+
+def nifti_pair(place: Path, kind: str) -> tuple[Path, Path, np.ndarray]:
+    """An image, its labels, and what they are: (Z, Y, X)."""
+    nibabel = pytest.importorskip("nibabel")
+    pixels = np.random.default_rng(0).integers(0, 5, (7, 13, 11)).astype(np.uint8)
+    image = getattr(nibabel, kind)(np.zeros(pixels.T.shape, dtype=np.int16), AFFINE)
+    image.header.set_xyzt_units("mm", "sec")
+    image.header.set_slope_inter(2.0, 1.0)
+    path = place / "image.nii"
+    nibabel.save(image, path)
+    with open_image(path) as opened:
+        labels = LabelImage(path, opened.info, "uint8", ("a", "b", "c", "d", "e"), ((0, 0, 0),) * 5)
+    target = place / "labels.nii.gz"
+    load("widefield.image_files.label_files", "nifti").write_labels(target, labels, lambda box: pixels[slices(box)])
+    return path, target, pixels
+
+
+@pytest.mark.parametrize("kind", ["Nifti1Image", "Nifti2Image"])
+def test_labels_of_a_volume_lie_on_it_as_nibabel_reads_both(tmp_path, kind):
+    nibabel = pytest.importorskip("nibabel")
+    path, target, pixels = nifti_pair(tmp_path, kind)
+    image, labels = nibabel.load(path), nibabel.load(target)
+    assert type(labels) is type(image) and np.array_equal(image.affine, labels.affine)
+    assert labels.header.get_zooms() == image.header.get_zooms() and labels.header.get_xyzt_units() == ("mm", "sec")
+    for key in ("sform_code", "qform_code", "pixdim", "quatern_b", "qoffset_x"):
+        assert np.array_equal(labels.header[key], image.header[key]), key
+    assert labels.get_data_dtype() == np.uint8 and np.array_equal(np.asarray(labels.dataobj), pixels.T)
+    with open_image(target) as opened:
+        assert np.array_equal(opened.read()[0], pixels)
+
+
+def test_the_same_labels_are_the_same_bytes(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    files = [nifti_pair(tmp_path / name, "Nifti1Image")[1].read_bytes() for name in ("a", "b")]
+    assert files[0] == files[1]

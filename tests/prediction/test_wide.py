@@ -100,7 +100,7 @@ def test_what_was_written_for_something_else_is_thrown_away(run, scene, whole, t
     if change == "the image":
         np.save(copy, np.load(scene))
     elif change == "the tiles":
-        monkeypatch.setattr(wide, "TILE", 40)
+        monkeypatch.setattr(wide, "TILE", {2: 40})
     else:
         (place / "labels.raw").write_bytes(b"")
     written = stop_after(monkeypatch, 100)

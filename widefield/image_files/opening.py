@@ -55,11 +55,25 @@ def open_image(path: str | Path) -> ImageFile:
 
 
 def label_format_of(image: ImageFile) -> ModuleType:
-    """The format in which labels of an image are written: its own where there is a file for it, else TIFF or NumPy's."""
-    own = type(image).__module__.rpartition(".")[2]
+    """The format in which labels of an image are written: its own where there is a file for it.
+
+    Otherwise NIfTI for a volume with a place in the world, and TIFF, or NumPy's where their libraries are not installed.
+    """
+    own = _format_name(image)
     if own not in names_in(LABEL_FILES):
-        own = "numpy_array" if importlib.util.find_spec("tifffile") is None else "tiff"
+        is_volume = len(image.info.size) == 3
+        wanted, library = ("nifti", "nibabel") if is_volume and image.info.affine else ("tiff", "tifffile")
+        own = "numpy_array" if importlib.util.find_spec(library) is None or is_volume and wanted == "tiff" else wanted
     return load(LABEL_FILES, own)
+
+
+def has_placed_labels(image: ImageFile) -> bool:
+    """Whether its format has files of labels that know their place or their spacing, as GeoTIFF, OME-Zarr and NIfTI have."""
+    return _format_name(image) in names_in(LABEL_FILES) and _format_name(image) not in ("tiff", "numpy_array")
+
+
+def _format_name(image: ImageFile) -> str:
+    return type(image).__module__.rpartition(".")[2]
 
 
 def is_image_file(path: Path) -> bool:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,22 +32,23 @@ RAW, ABOUT = "labels.raw", "about.json"
 
 @dataclass
 class RawLabels:
-    """size: (H, W).  about: what the numbers are of; those of something else are thrown away.  rank: of this process."""
+    """size: (H, W), or (D, H, W) of a volume.  rank: of this process."""
 
     folder: Path
-    size: tuple[int, int]
+    size: tuple[int, ...]
     dtype: str
     rank: int = 0
-    done: set[tuple[int, int, int, int]] = field(default_factory=set)
-    """Windows of all ranks that were written before this process began, and those that it wrote: top, bottom, left, right."""
+    done: set[tuple[int, ...]] = field(default_factory=set)
+    """Windows of all ranks that were written before this process began, and those that it wrote: starts and stops by dim."""
 
     @property
     def bytes(self) -> int:
-        return self.size[0] * self.size[1] * np.dtype(self.dtype).itemsize
+        return math.prod(self.size) * np.dtype(self.dtype).itemsize
 
     def begin(self, about: Mapping[str, Any]) -> bool:
         """Take the place on the disk; one rank calls it, before the others `open`.  True: an earlier command began it.
 
+        about: what the numbers are of; those of something else are thrown away.
         OSError: the disk is full, before anything is computed.
         """
         text = json.dumps({**about, "size": self.size, "dtype": self.dtype}, sort_keys=True)
@@ -73,32 +75,43 @@ class RawLabels:
                     self.done.add(window)
 
     def has(self, window: Window) -> bool:
-        rows, columns = window[-2:]
-        return (rows.start, rows.stop, columns.start, columns.stop) in self.done
+        return self._note(window) in self.done
 
-    def write(self, window: Window, labels_HW: Array) -> None:
+    def write(self, window: Window, labels: Array) -> None:
         """Write a window, and note it once the disk has it.  OSError: the disk refuses it."""
-        rows, columns = window[-2:]
-        each, width = np.dtype(self.dtype).itemsize, self.size[1]
-        pixels = np.ascontiguousarray(labels_HW, dtype=self.dtype)
+        window = window[-len(self.size) :]
+        pixels = np.ascontiguousarray(labels, dtype=self.dtype)
         with (self.folder / RAW).open("r+b", buffering=0) as file:
-            for row, numbers in enumerate(pixels, start=rows.start):
-                _write_all(file.fileno(), memoryview(numbers).cast("B"), (row * width + columns.start) * each)
+            for row, offset in self._rows(window):
+                _write_all(file.fileno(), memoryview(pixels[row]).cast("B"), offset)
             os.fsync(file.fileno())
-        note = rows.start, rows.stop, columns.start, columns.stop
+        note = self._note(window)
         with (self.folder / f"windows_{self.rank}.jsonl").open("a", encoding="utf-8") as journal:
             journal.write(f"\n{json.dumps(note)}\n")  # after a line that a kill left incomplete, on a new one
         self.done.add(note)
 
     def read(self, box: Box) -> Array:
-        """The numbers in a box, (H, W)."""
-        rows, columns = box[-2:]
-        each, width = np.dtype(self.dtype).itemsize, self.size[1]
-        found = np.empty((len(rows), len(columns)), dtype=self.dtype)
+        """The numbers in a box, of its size."""
+        window = tuple(slice(one.start, one.stop) for one in box)
+        found = np.empty([len(one) for one in box], dtype=self.dtype)
         with (self.folder / RAW).open("rb", buffering=0) as file:
-            for row, numbers in enumerate(found, start=rows.start):
-                _read_all(file.fileno(), memoryview(numbers).cast("B"), (row * width + columns.start) * each)
+            for row, offset in self._rows(window):
+                _read_all(file.fileno(), memoryview(found[row]).cast("B"), offset)
         return found
+
+    def _rows(self, window: Window) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The rows of a window: where each is in the window, and at which byte of the file."""
+        *outer, columns = window
+        if columns.stop <= columns.start:
+            return
+        for row in np.ndindex(*(one.stop - one.start for one in outer)):
+            place = 0
+            for at, one, extent in zip(row, outer, self.size, strict=False):
+                place = place * extent + one.start + at
+            yield row, (place * self.size[-1] + columns.start) * np.dtype(self.dtype).itemsize
+
+    def _note(self, window: Window) -> tuple[int, ...]:
+        return tuple(end for one in window[-len(self.size) :] for end in (one.start, one.stop))
 
     def end(self) -> None:
         """Give back the place on the disk."""
@@ -115,13 +128,12 @@ def _allocate(file: int, size: int) -> None:
         os.truncate(file, size)
 
 
-def _window_in(line: str) -> tuple[int, int, int, int] | None:
+def _window_in(line: str) -> tuple[int, ...] | None:
     """None for a line that a kill left incomplete."""
     try:
-        top, bottom, left, right = json.loads(line)
+        return tuple(int(end) for end in json.loads(line))
     except (ValueError, TypeError):
         return None
-    return top, bottom, left, right
 
 
 def _write_all(file: int, content: memoryview, offset: int) -> None:

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 from widefield.data.image import colours, read_image
 from widefield.data.intensity import moments_of_bands
+from widefield.data.windowed_files import size_of
 from widefield.geometry import Interval
+from widefield.geometry.box import Box, full_box
 from widefield.image_files import ImageFile, is_image_file, open_image
 from widefield.image_files.image_file import Array, ImageFileError
 from widefield.image_files.label_image import LabelImage
-from widefield.image_files.opening import label_format_of
+from widefield.image_files.opening import has_placed_labels, label_format_of
 from widefield.prediction.answers import Answer
 from widefield.prediction.inputs import Input
 from widefield.prediction.raw_labels import RawLabels
@@ -41,8 +43,8 @@ from widefield.training.terminal import ImageProgress
 T = TypeVar("T")
 WIDE_PIXELS = 2**26
 """From so many on, an image that can be read by window is; one that has a place in the world is in any case."""
-TILE = 1024
-"""Pixels of a tile's side where neither the recipe nor the command says how the image is cut."""
+TILE = {2: 1024, 3: 128}
+"""Pixels of a tile's side, by the dims of the image, where neither the recipe nor the command says how it is cut."""
 BAND_BYTES = 2**24
 """Of labels that are counted at once."""
 
@@ -60,10 +62,10 @@ def wide_file(path: Path, parts: Parts) -> ImageFile | None:
     except (ImageFileError, OSError):
         return None
     info = image.info
-    is_placed = bool(info.world) or info.format not in ("TIFF", "NumPy")
-    if len(info.axes) == 2 and info.by_window and (is_placed or np.prod(info.size) >= WIDE_PIXELS):
-        return image
-    return None
+    if len(size_of(image)) != len(parts.dataset.evaluate.shape) - 1:  # type: ignore[attr-defined]  # slices, or a volume of them
+        return None
+    is_large = info.by_window and math.prod(info.size) >= WIDE_PIXELS
+    return image if info.affine or has_placed_labels(image) or is_large else None
 
 
 def suffix_of(image: ImageFile) -> str:
@@ -143,8 +145,7 @@ class WideAsker:
     # ------------------------------------------------------------------------------------------ labels
 
     def _raw(self, image: ImageFile, name: Path) -> RawLabels:
-        height, width = image.info.size
-        return RawLabels(self.folder / "wide" / name, (height, width), self._dtype, self.parts.mesh.rank)
+        return RawLabels(self.folder / "wide" / name, size_of(image), self._dtype, self.parts.mesh.rank)
 
     @property
     def _dtype(self) -> str:
@@ -168,8 +169,9 @@ class WideAsker:
         return f"{settings} on {self.parts.mesh.plan.space}"
 
     def _tiles(self, image: ImageFile) -> list[int]:
-        spread = self.parts.mesh.plan.space or [1, 1]
-        return [max(1, -(-extent // (TILE * ranks))) for extent, ranks in zip(image.info.size, spread, strict=True)]
+        size = size_of(image)
+        spread = self.parts.mesh.plan.space or [1] * len(size)
+        return [max(1, -(-extent // (TILE[len(size)] * ranks))) for extent, ranks in zip(size, spread, strict=True)]
 
     def _fill(self, raw: RawLabels, image: ImageFile) -> None:
         """Write this rank's windows of the labels, those that are not written yet."""
@@ -182,7 +184,8 @@ class WideAsker:
 
         def write(window: tuple[slice, ...], tile: Tensor) -> None:
             labels = tile[0].cpu().numpy()
-            valid = image.valid(window[-2:])
+            valid = image.valid(_of_file(image, window[1:]))
+            valid = None if valid is None else valid.reshape(labels.shape)
             raw.write(window, labels if valid is None else np.where(valid, labels, labels.dtype.type(self._nothing)))
             if progress is not None:
                 progress.add()
@@ -199,11 +202,11 @@ class WideAsker:
         moments = None if dataset.intensity.each_image is None else self._moments(image)
 
         def read(window: tuple[slice, ...]) -> Tensor:
-            box = tuple(Interval(one.start, one.stop) for one in window[-2:])
+            box = tuple(Interval(one.start, one.stop) for one in window[2:])
             pixels = read_image(image.path, dataset.channels, dataset.dtype, window=box)
             return preparation.scaled(pixels[None].to(mesh.device), moments)[:, window[1]]
 
-        shape = torch.Size((1, dataset.channels, *image.info.size))
+        shape = torch.Size((1, dataset.channels, *size_of(image)))
         return WindowedImage(read, shape, parts.arithmetic.dtype, mesh.device, mesh.grid)
 
     def _moments(self, image: ImageFile) -> Tensor:
@@ -219,8 +222,8 @@ class WideAsker:
         """Make the file of the labels, whole or not at all, and give their place back; returns how many have each number."""
         classes = tuple(self.parts.dataset.classes)
         counts = np.zeros(2 ** (8 * np.dtype(self._dtype).itemsize), dtype=np.int64)
-        for rows in _rows_of(*raw.size):
-            counts += np.bincount(raw.read((rows, Interval(0, raw.size[1]))).ravel(), minlength=len(counts))
+        for slab in _slabs_of(raw.size, np.dtype(self._dtype).itemsize):
+            counts += np.bincount(raw.read(slab).ravel(), minlength=len(counts))
         labels = LabelImage(
             source=image.path,
             like=image.info,
@@ -234,7 +237,7 @@ class WideAsker:
         beside = output.with_name(f".{output.stem}.part{output.suffix}")
         _remove(beside)
         try:
-            label_format_of(image).write_labels(beside, labels, raw.read)
+            label_format_of(image).write_labels(beside, labels, partial(_read_as_file, raw))
             _remove(output)
             os.replace(beside, output)
         except BaseException:
@@ -270,16 +273,26 @@ def _reason(error: Exception) -> str:
 
 
 def _bands_of(image: ImageFile, channels: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The image, some rows at a time."""
-    height, width = image.info.size
-    for rows in _rows_of(height, width * channels * dtype.itemsize):
-        yield read_image(image.path, channels, dtype, window=(rows, Interval(0, width)))
+    """The image, some rows or slices at a time."""
+    for slab in _slabs_of(size_of(image), channels * dtype.itemsize):
+        yield read_image(image.path, channels, dtype, window=slab)
 
 
-def _rows_of(height: int, row_bytes: int) -> Iterator[Interval]:
-    step = max(1, BAND_BYTES // max(1, row_bytes))
-    for top in range(0, height, step):
-        yield Interval(top, min(height, top + step))
+def _slabs_of(size: tuple[int, ...], pixel_bytes: int) -> Iterator[Box]:
+    """Boxes that are whole but along the first dim."""
+    step = max(1, BAND_BYTES // max(1, math.prod(size[1:]) * pixel_bytes))
+    for start in range(0, size[0], step):
+        yield (Interval(start, min(size[0], start + step)), *full_box(size[1:]))
+
+
+def _read_as_file(raw: RawLabels, box: Box) -> Array:
+    """Labels in a box of the axes of the file, which may have the image as a volume of one slice."""
+    return raw.read(box[-len(raw.size) :]).reshape([len(one) for one in box])
+
+
+def _of_file(image: ImageFile, window: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The window of an image that its file has as a volume of one slice."""
+    return (slice(0, 1), *window) if len(image.info.size) > len(window) else window
 
 
 def _remove(path: Path) -> None:
