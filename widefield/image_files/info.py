@@ -30,6 +30,7 @@ class ImageInfo:
     dtype: of the pixels as they are read, in NumPy's words and the machine's byte order.
     levels: the full resolution first.
     colours: what the channels are where the file says so: L, LA, RGB or RGBA.
+    palette: where the pixels are numbers of colours, these: red, green and blue of 0 to 255, and alpha where some have it.
     spacing: the size of a pixel on each axis, in `unit`: "mm", "um", "m", "deg" or as the file says.
     affine: from the index of a pixel's centre, in the order of `axes`, to the world; rows of n + 1 numbers, and a last row
         (0, ..., 0, 1).  world: the names and directions of the world's axes, as "RAS", or the coordinate system as WKT.
@@ -45,6 +46,7 @@ class ImageInfo:
     dtype: str
     levels: tuple[Level, ...]
     colours: str = ""
+    palette: tuple[tuple[int, ...], ...] = ()
     channel_names: tuple[str, ...] = ()
     spacing: tuple[float, ...] = ()
     unit: str = ""
