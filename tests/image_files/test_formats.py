@@ -127,7 +127,8 @@ def test_an_image_travels_to_another_process_as_a_pickle(examples, fresh, name, 
     image = open_image(examples[f"{name}/{file}"][0])
     image.read()
     assert fresh.apply(_in_process, (image, 4, 5)) == []
-    assert equal(pickle.loads(pickle.dumps(image)).read(), image.read())
+    with pickle.loads(pickle.dumps(image)) as copy:
+        assert equal(copy.read(), image.read())
     image.close()
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from widefield.geometry import Interval
 from widefield.image_files import open_image
-from widefield.image_files.formats.tiff import TiffFile
+from widefield.image_files.formats.tiff import CASES, TiffFile, write_example
 from widefield.image_files.image_file import ImageFileError
 from widefield.image_files.orientation import upright
 
@@ -185,11 +185,10 @@ def test_an_ome_image_in_several_files(tmp_path):
 
 
 def test_blocks_that_are_too_large_for_windows_are_told_with_what_to_do(tmp_path):
-    info = info_of(tmp_path / "a.tif", np.zeros((6000, 6000), np.uint8), compression="zlib", rowsperstrip=6000)
-    assert (
-        not info.by_window and "blocks of 6000 x 6000 pixels (34 MiB each)" in info.advice and "tile=(512, 512)" in info.advice
-    )
-    assert info_of(tmp_path / "b.tif", np.zeros((6000, 6000), np.uint8)).by_window
+    large = np.zeros((9000, 9000), np.uint8)
+    info = info_of(tmp_path / "a.tif", large, compression="zlib", rowsperstrip=9000)
+    assert not info.by_window and "blocks of 9000 x 9000 pixels (77 MiB each)" in info.advice
+    assert "tile=(512, 512)" in info.advice and info_of(tmp_path / "b.tif", large).by_window
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -251,6 +250,23 @@ def test_pillow_reads_a_plain_tiff_where_tifffile_is_not_installed(tmp_path, mon
     assert open_image(tmp_path / "c.tif").read()[0].tolist() == GREY.tolist()
     with pytest.raises(ImageFileError, match=r"is TIFF, which tifffile reads; pip install 'widefield\[tiff\]'"):
         open_image(tmp_path / "b.tif")
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype"), CASES, ids=[case[0] for case in CASES])
+def test_what_pillow_reads_is_what_tifffile_reads(tmp_path, monkeypatch, name, shape, dtype):
+    """Of several channels, planes or pages Pillow would show the first, and say nothing."""
+    path = tmp_path / name
+    write_example(path, (np.arange(np.prod(shape)) % 251).reshape(shape).astype(dtype))
+    with open_image(path) as image:
+        expected = image.read()
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    try:
+        with open_image(path) as image:
+            found = image.read()
+    except ImageFileError as error:
+        assert "pip install 'widefield[tiff]'" in str(error)
+    else:
+        assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
 
 
 # ---------------------------------------------------------------------------------------------- damage

@@ -7,9 +7,8 @@ import math
 import numpy as np
 
 from widefield.image_files.info import Level
+from widefield.image_files.stored_array import MOST_CHUNK_BYTES
 
-LARGE_BLOCK_BYTES = 32 * 2**20
-"""Decoded; from here a window of a usual size costs many times its own bytes, and a worker holds that much more memory."""
 CHECKED_BYTES, MOST_TIMES = 256 * 2**20, 40_000
 """A block above the first is to have its bytes divided by the second in the file.  Deflate and JPEG make at most about 1,000
 bytes of one and zstd 32,768, and a header with a changed bit would have terabytes allocated."""
@@ -33,7 +32,7 @@ def block_bytes(level: Level, channels: int, dtype: str) -> int:
 def advice_on(level: Level, channels: int, dtype: str, convert: str) -> str:
     """Why a window costs more than its own bytes, and `convert`, which says what to do; "" where it does not."""
     size = block_bytes(level, channels, dtype)
-    if size <= LARGE_BLOCK_BYTES:
+    if size <= MOST_CHUNK_BYTES:
         return ""
     block = " x ".join(map(str, level.block))
     return f"any window decodes blocks of {block} pixels ({size / 2**20:,.0f} MiB each); {convert}"

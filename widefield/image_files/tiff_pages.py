@@ -18,13 +18,13 @@ from widefield.geometry.box import Box, meet, size_of, within
 from widefield.geometry.interval import Interval
 from widefield.image_files.block_sizes import require_plausible
 from widefield.image_files.codestreams import require_small
+from widefield.image_files.stored_array import MOST_CHANNELS
 from widefield.image_files.tags import check_blocks, check_raw_blocks
 
 Array = np.ndarray[Any, Any]
 
-MOST_CHANNELS = 4
-"""Pages that nobody has named are channels up to this number, and otherwise depth, as in a .npy file."""
 CHANNELS, UNNAMED = "CSE", "IQ"
+"""Dims by tifffile's letters.  Pages that nobody has named are channels or depth by their number, as in a .npy file."""
 _NAMES = {"T": "points in time", "P": "positions or phases", "R": "positions", "M": "mosaic tiles", "V": "views", "A": "angles",
           "H": "lifetimes", "L": "exposures"}  # fmt: skip
 JPEGS = (6, 7, 33007, 34892)

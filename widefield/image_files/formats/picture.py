@@ -29,8 +29,8 @@ ADVICE = (
 )
 OF_TIFF = "Pillow decodes all of it for any window, and tifffile would not; pip install 'widefield[tiff]'"
 _CODECS = {"PNG": "deflate", "MPO": "JPEG", "BMP": ""}
-_BITS, _SAMPLE_FORMAT, _ORIENTATION = 258, 339, 274
-"""Tags of TIFF 6.0; a sample format of 2 is signed."""
+_WIDTH, _HEIGHT, _BITS, _ORIENTATION, _SAMPLES, _SAMPLE_FORMAT, _DEPTH = 256, 257, 258, 274, 277, 339, 32997
+"""Tags of TIFF 6.0, and ImageDepth of SGI's; a sample format of 2 is signed."""
 PNG_TEXTS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 """Texts in which older programs, and Adobe's, say how an image is turned; the longest first."""
 _BMP_HEADERS = (12, 40, 52, 56, 64, 108, 124)
@@ -59,6 +59,8 @@ class PictureFile(ImageFile):
             (width, height), mode, dtype = image.size, mode_of(image), _dtype_of(image)
             require_plausible(height * width * len(mode) * np.dtype(dtype).itemsize, path.stat().st_size)
             name, palette = image.format or "", _palette(image)
+            if name == "TIFF":  # some versions of Pillow have turned its size already
+                width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
             if (name != "PNG" or _has_exif(path)) and image.getexif().get(_ORIENTATION, 1) > 4:
                 width, height = height, width
         return ImageInfo(
@@ -89,8 +91,8 @@ def _opened(path: Path) -> Any:
     """ValueError, in words: bits would be lost, or it has several pages."""
     image = Image.open(path, formats=FORMATS)
     try:
-        if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
-            raise ValueError(f"it has {image.n_frames} pages, of which Pillow reads one")  # type: ignore[attr-defined]
+        if image.format == "TIFF":
+            _check_tiff(image)
         bits = _bits_of(image, path)
         if bits > 8 and image.mode not in ("I", "F") and not image.mode.startswith("I;"):
             raise ValueError(
@@ -100,6 +102,13 @@ def _opened(path: Path) -> Any:
         image.close()
         raise
     return image
+
+
+def _check_tiff(image: Any) -> None:
+    """ValueError: Pillow would read one page, one plane or the first channel of it, and say nothing."""
+    channels, depth = image.tag_v2.get(_SAMPLES, 1), image.tag_v2.get(_DEPTH, 1)
+    if image.n_frames > 1 or depth > 1 or channels != len(image.getbands()):
+        raise ValueError(f"it has {image.n_frames} pages of {channels} channels and {depth} planes, of which Pillow reads one")
 
 
 def _bits_of(image: Any, path: Path) -> int:
