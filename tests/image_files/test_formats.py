@@ -203,7 +203,7 @@ def test_a_missing_file_an_empty_one_and_an_unknown_one_are_named(tmp_path):
     empty, text = tmp_path / "empty.npy", tmp_path / "text.tiif"
     empty.write_bytes(b"")
     text.write_text("no image", encoding="utf-8")
-    for path, words in ((tmp_path / "none.npy", "No such file"), (empty, "is empty"), (text, "did you mean '.tiff'")):
+    for path, words in ((tmp_path / "none.npy", "No such file"), (empty, "is empty"), (text, "did you mean '.tif'")):
         with pytest.raises(ImageFileError, match=words) as caught:
             open_image(path)
         assert str(path) in str(caught.value)
