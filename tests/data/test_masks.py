@@ -296,7 +296,8 @@ def test_rows_that_are_wrong_are_refused_by_number(tmp_path, rows, told):
 
 
 @pytest.mark.parametrize(("labels", "more", "told"), [
-    ({"a": 0}, {"file_ending": ".nii.gz"}, "file_ending '.nii.gz'; 2-D files of"),
+    ({"a": 0}, {"file_ending": ".mha"}, "file_ending '.mha'; files of .png"),
+    ({"a": 0}, {"file_ending": ".nii.gz"}, "has no .nii.gz files in imagesTr/"),
     ({"a": "x"}, {}, "gives 'a' the number 'x'"),
     ({"a": 0, "b": 1}, {}, "has the number 2 in 18 pixels"),
     ({"a": 0, "b": [1], "ignore": 2}, {}, "has regions and a label to ignore"),

@@ -68,7 +68,7 @@ def test_without_tifffile_it_is_said_what_to_install(tmp_path, monkeypatch):
 
 def test_pixels_of_a_tiff_that_are_no_numbers_for_a_network_are_refused(tmp_path):
     tifffile.imwrite(tmp_path / "a.tif", np.zeros((2, 3, 4, 6, 9), dtype=np.uint16), photometric="minisblack")
-    with pytest.raises(BadImageError, match=r"its pixels have the shape \(2, 3, 4, 6, 9\)"):
+    with pytest.raises(BadImageError, match="channels that are not named"):
         read_image(tmp_path / "a.tif")
 
 

@@ -1,4 +1,4 @@
-"""nnU-Net's raw folder with 2-D files: imagesTr/CASE_0000.png, a file per channel, labelsTr/CASE.png, dataset.json.
+"""nnU-Net's raw folder: imagesTr/CASE_0000.png, a file per channel, labelsTr/CASE.png, dataset.json.
 
 A splits_final.json beside these, as nnU-Net writes it with its preprocessed data, has the folds.
 """
@@ -33,8 +33,7 @@ def nnunet_pairs(folder: Path) -> tuple[list[Pair], Labels, Callable[[Pair], Tar
     ending = about.get("file_ending", ".png")
     if ending not in OF_MASKS:
         raise ValueError(
-            f"{folder}/dataset.json has file_ending '{ending}'; 2-D files of {', '.join(OF_MASKS)} are read here, so "
-            "save slices"
+            f"{folder}/dataset.json has file_ending '{ending}'; files of {', '.join(OF_MASKS)} are read here, so convert them"
         )
     labels = _labels(about, folder)
     ignored = labels.pop("ignore", None)

@@ -146,5 +146,6 @@ def _read_all(file: int, content: memoryview, offset: int) -> None:
     while content:
         count = os.preadv(file, [content], offset)
         if count == 0:
-            raise OSError(errno.EIO, "the file of labels became shorter; see to the disk, and add --overwrite to begin again")
+            why = "the file of labels became shorter; see to the disk, and add --overwrite to begin again"
+            raise OSError(errno.EIO, why)
         content, offset = content[count:], offset + count
