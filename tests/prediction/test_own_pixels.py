@@ -108,7 +108,8 @@ def test_predictions_are_those_of_evaluation_on_the_pixels_of_the_file(name, run
         "--overlays",
     ]
     assert main(["predict", *arguments, "--weights", "last"]) == 0
-    said = "data.read_evaluate leaves out pixels of 3 images; their label is -1, which a PNG has as 255"
+    why = "nodata, or left out by data.read_evaluate"
+    said = f"some pixels of 3 images have no answer ({why}); their label is -1, which a PNG has as 255"
     assert (said in capsys.readouterr().err) == (name == "CenterCrop")
     with (tmp_path / "predictions.csv").open() as file:
         rows = {row["input"]: row for row in csv.DictReader(file)}

@@ -13,6 +13,7 @@ from widefield.cli._arguments import add_weights, count, given_text
 from widefield.cli._ranks import world_of
 from widefield.config import RunConfig, read_config
 from widefield.config.recipe import PREDICTED, on_mesh_of, refuse_unused
+from widefield.quantity import count_of
 from widefield.refusal import printable
 
 if TYPE_CHECKING:
@@ -114,7 +115,10 @@ def _print(found: Predicted, *, lists: bool) -> None:
 
 def _cropped(count: int, label: int | None) -> str:
     stored = ", which a PNG has as 255" if label is not None and label < 0 else ""
-    return f"data.read_evaluate leaves out pixels of {count:,} images; their label is {label}{stored}"
+    why = "nodata, or left out by data.read_evaluate"
+    return (
+        f"pixels of {count:,} {'image has' if count == 1 else 'images have'} no answer ({why}); their label is {label}{stored}"
+    )
 
 
 def _line(answer: Answer) -> str:
