@@ -36,8 +36,8 @@ def test_exif_turns_an_image(tmp_path, orientation, suffix):
 def test_windows_of_one_image_cost_one_decode(tmp_path, monkeypatch):
     Image.fromarray(GREY).save(tmp_path / "a.png")
     decoded = []
-    real = PictureFile.open_handle
-    monkeypatch.setattr(PictureFile, "open_handle", lambda self: decoded.append(self) or real(self))
+    real = PictureFile._decoded
+    monkeypatch.setattr(PictureFile, "_decoded", lambda self: decoded.append(self) or real(self))
     with open_image(tmp_path / "a.png") as image:
         for row in range(10):
             image.read((Interval(row, row + 5), Interval(3, 9)))

@@ -18,6 +18,7 @@ from widefield.geometry.box import Box, meet, size_of, within
 from widefield.geometry.interval import Interval
 from widefield.image_files.block_sizes import require_plausible
 from widefield.image_files.codestreams import require_small
+from widefield.image_files.last_decoded import OpenBlocks, last_decoded
 from widefield.image_files.stored_array import MOST_CHANNELS
 from widefield.image_files.tags import check_blocks, check_raw_blocks
 
@@ -146,14 +147,11 @@ def is_raw(page: Any) -> bool:
 
 @dataclass
 class PageReader:
-    """Reads boxes of a series.  It has the block that it decoded last, for many windows may lie in it.
-
-    fill: of the pixels of empty blocks.
-    """
+    """Reads boxes of a series.  fill: of the pixels of empty blocks."""
 
     series: Any
     fill: int = 0
-    last: tuple[Any, Any] = (None, None)
+    owner: OpenBlocks = field(default_factory=OpenBlocks)
     order: PageOrder = field(init=False)
     blocks: Blocks = field(init=False)
     raw: bool = field(init=False)
@@ -235,18 +233,20 @@ class PageReader:
         offset, count = int(page.dataoffsets[number]), int(page.databytecounts[number])
         if not count or not offset:
             return None
-        place, frame = (id(page.parent), offset), page.keyframe
-        if self.last[0] != place:
-            self.last = (None, None)  # its memory goes before the next is decoded
-            require_plausible(math.prod(self.blocks.block) * self.blocks.shape[4] * frame.dtype.itemsize, count)
-            data = bytes_at(page, offset, count)
-            require_small(data, pixels=math.prod(self.blocks.block))
-            tables = {"jpegtables": page.jpegtables, "jpegheader": frame.jpegheader} if frame.compression in JPEGS else {}
-            self.last = (place, frame.decode(data, number, **tables)[0])
-        decoded = self.last[1]
+        frame = page.keyframe
+        place = (page.parent.filehandle.name, offset)
+        decoded = last_decoded(self.owner, place, lambda: self._decoded(page, number, offset, count))
         if decoded.dtype != frame.dtype or decoded.ndim != 4 or any(a < b for a, b in zip(decoded.shape, size, strict=False)):
             raise ValueError(f"block {number} has {decoded.shape} pixels of {decoded.dtype}, and the header says {size}")
         return decoded
+
+    def _decoded(self, page: Any, number: int, offset: int, count: int) -> Array:
+        frame = page.keyframe
+        require_plausible(math.prod(self.blocks.block) * self.blocks.shape[4] * frame.dtype.itemsize, count)
+        data = bytes_at(page, offset, count)
+        require_small(data, pixels=math.prod(self.blocks.block))
+        tables = {"jpegtables": page.jpegtables, "jpegheader": frame.jpegheader} if frame.compression in JPEGS else {}
+        return frame.decode(data, number, **tables)[0]
 
     def _read_rows(self, page: Any, number: int, target: Array, part: Box, strip: Box, *, skip: int) -> None:
         """target: (together, 1, rows, columns), the pixels of `part`, which lies in a strip without compression."""

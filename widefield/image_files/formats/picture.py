@@ -1,7 +1,7 @@
 """PNG, JPEG, WebP and BMP, by Pillow, which decodes the whole image for any window of it.
 
-The handle is the decoded image, so that all windows of one cost one decode, and its memory until it is closed.  Pixels are
-upright (EXIF), CMYK becomes RGB, a palette's stay numbers of colours, and what Pillow would cut to 8 bits is refused.
+What was decoded is kept, so that windows of one image cost one decode if no larger ones come between: see last_decoded.py.
+Pixels are upright (EXIF), CMYK becomes RGB, a palette's stay numbers of colours; what Pillow would cut to 8 bits is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from widefield.geometry.box import Box, slices
 from widefield.image_files.block_sizes import require_plausible
 from widefield.image_files.image_file import Array, ImageFile
 from widefield.image_files.info import ImageInfo, one_level
+from widefield.image_files.last_decoded import OpenBlocks, last_decoded
 
 NAME = "picture"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -51,7 +52,7 @@ def open_image(path: Path) -> ImageFile:
 
 
 class PictureFile(ImageFile):
-    """Its handle is the pixels, (C, H, W)."""
+    """Its handle is what owns the decoded pixels, (C, H, W)."""
 
     @classmethod
     def read_info(cls, path: Path) -> ImageInfo:
@@ -70,7 +71,16 @@ class PictureFile(ImageFile):
             advice=OF_TIFF if name == "TIFF" else ADVICE,
         )  # fmt: skip
 
-    def open_handle(self) -> Array:
+    def open_handle(self) -> OpenBlocks:
+        return OpenBlocks()
+
+    def close_handle(self, handle: OpenBlocks) -> None:
+        """The pixels go with it."""
+
+    def read_box(self, handle: OpenBlocks, box: Box, level: int) -> Array:
+        return last_decoded(handle, 0, self._decoded)[:, *slices(box)]
+
+    def _decoded(self) -> Array:
         with _opened(self.path) as image:
             kind = np.dtype(self.info.dtype)
             ImageOps.exif_transpose(image, in_place=True)
@@ -79,12 +89,6 @@ class PictureFile(ImageFile):
         if pixels.dtype != kind:
             pixels = pixels.astype(kind)
         return np.moveaxis(pixels, -1, 0)
-
-    def close_handle(self, handle: Array) -> None:
-        """The pixels go with the last array that refers to them."""
-
-    def read_box(self, handle: Array, box: Box, level: int) -> Array:
-        return handle[:, *slices(box)]
 
 
 def _opened(path: Path) -> Any:
