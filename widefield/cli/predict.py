@@ -106,19 +106,17 @@ def _print(found: Predicted, *, lists: bool) -> None:
         print(printable(f"{len(found.answers):,} answered{before}: {found.output / 'predictions.csv'}"))
     cropped = sum(1 for answer in found.answers if answer.left_out)
     if cropped:
-        print(_cropped(cropped, found.ignore), file=sys.stderr)
+        print(_without_answer(cropped, found.ignore), file=sys.stderr)
     if found.lefts:
         sys.stdout.flush()
         lines = "".join(f"\n  {left.path}: {left.reason}" for left in found.lefts)
         print(printable(f"widefield: {len(found.lefts):,} left out:{lines}"), file=sys.stderr)
 
 
-def _cropped(count: int, label: int | None) -> str:
+def _without_answer(number: int, label: int | None) -> str:
     stored = ", which a PNG has as 255" if label is not None and label < 0 else ""
     why = "nodata, or left out by data.read_evaluate"
-    return (
-        f"pixels of {count:,} {'image has' if count == 1 else 'images have'} no answer ({why}); their label is {label}{stored}"
-    )
+    return f"some pixels of {count_of(number, 'image')} have no answer ({why}); their label is {label}{stored}"
 
 
 def _line(answer: Answer) -> str:
