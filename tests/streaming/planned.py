@@ -12,8 +12,8 @@ from widefield.capture.ir import Graph
 from widefield.capture.trace import trace
 from widefield.streaming.choice import Choice, choose
 from widefield.streaming.schedule import TileSchedule, program_of
-from widefield.streaming.spatial import SINGLE_RANK, SpatialStream
-from widefield.streaming.storage.windowed_image import from_reader
+from widefield.streaming.spatial import SpatialStream
+from widefield.streaming.storage.windowed_image import SINGLE_RANK, from_reader
 from widefield.streaming.tile_planner import TracedOps, units_of
 
 

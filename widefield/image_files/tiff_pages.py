@@ -132,11 +132,13 @@ class Blocks:
 
 def blocks_of(page: Any) -> Blocks:
     """ValueError: a header without pixels, or with blocks of none."""
-    _, _, height, width, _ = page.shaped
+    height, width = page.shaped[2:4]
     block = (page.tiledepth, page.tilelength, page.tilewidth) if page.is_tiled else (1, min(page.rowsperstrip, height), width)
     if min(*page.shaped, *block) < 1:
         raise ValueError(f"it has {page.shaped} pixels in blocks of {block}; there is no image in it")
-    return Blocks(tuple(map(int, page.shaped)), tuple(map(int, block)))
+    volumes, planes, rows, columns, samples = map(int, page.shaped)
+    deep, down, across = map(int, block)
+    return Blocks((volumes, planes, rows, columns, samples), (deep, down, across))
 
 
 def is_raw(page: Any) -> bool:

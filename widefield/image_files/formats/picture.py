@@ -190,7 +190,8 @@ def write_example(path: Path, pixels: Array) -> None:
         image.putpalette([number * 5 % 256 for number in range(768)])
     else:
         image = Image.fromarray(np.ascontiguousarray(np.moveaxis(pixels, 0, -1) if len(pixels) > 1 else pixels[0]))
-    image.save(path, **({"lossless": True} if path.suffix == ".webp" else {}))
+    options: dict[str, Any] = {"lossless": True} if path.suffix == ".webp" else {}
+    image.save(path, **options)
 
 
 CASES = [

@@ -148,7 +148,7 @@ def write_example(path: Path, pixels: Array) -> None:
     whole = np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
     with tifffile.TiffWriter(path) as writer:
         for step in (1, 2, 4):
-            reduced = {"subfiletype": 1} if step > 1 else {}
+            reduced: dict[str, Any] = {"subfiletype": 1} if step > 1 else {}
             part = np.ascontiguousarray(whole[::step, ::step])
             writer.write(part, tile=(64, 64), photometric="rgb", compression="zlib", metadata=None, **reduced)
 

@@ -208,9 +208,9 @@ def _sizes(readers: list[PageReader], axes: str, *, turned: bool) -> tuple[Level
         size, block = (reader.order.all_depth, height, width), (1, 1, 1) if reader.raw else reader.blocks.block
         if turned:
             size, block = (size[0], width, height), (block[0], block[2], block[1])
-        size, block = size[-len(axes) :], tuple(map(min, zip(block, size, strict=True)))[-len(axes) :]
-        first = levels[0].size if levels else size
-        levels.append(Level(size, block, tuple(large / small for large, small in zip(first, size, strict=True))))
+        own, blocks = size[-len(axes) :], tuple(map(min, zip(block, size, strict=True)))[-len(axes) :]
+        first = levels[0].size if levels else own
+        levels.append(Level(own, blocks, tuple(large / small for large, small in zip(first, own, strict=True))))
     return tuple(levels)
 
 

@@ -72,7 +72,9 @@ class ZarrFile(ImageFile):
         array, dims = stored.arrays[0], stored.dims
         shapes, chunks = [one.shape for one in stored.arrays], [one.chunks for one in stored.arrays]
         levels, wrong_scale = one_level(dims.size(shapes[0]), dims.size(chunks[0])), ""
-        spacing, unit, names = (), "", ()
+        spacing: tuple[float, ...] = ()
+        names: tuple[str, ...] = ()
+        unit = ""
         if stored.multiscale is not None:
             levels, wrong_scale = levels_of(stored.multiscale, dims, shapes, chunks)
             spacing, unit = spacing_in_one_unit(stored.multiscale, dims)
@@ -247,7 +249,9 @@ def _gzip(version_2: bool) -> Any:
 def _write(path: Path, pixels: Array, version: int, **options: Any) -> None:
     import zarr
 
-    array = zarr.create_array(str(path), shape=pixels.shape, dtype=pixels.dtype, zarr_format=version, **options)
+    array = zarr.create_array(
+        str(path), shape=pixels.shape, dtype=pixels.dtype, zarr_format=3 if version == 3 else 2, **options
+    )
     array[...] = pixels
 
 
@@ -262,7 +266,7 @@ def _write_ome(path: Path, pixels: Array, version: int) -> None:
         {"path": str(level), "coordinateTransformations": [{"type": "scale", "scale": _example_scale(names, factor)}]}
         for level, factor in enumerate((1, 2))
     ]
-    ome = {"multiscales": [{"version": "0.4", "axes": axes, "datasets": datasets}]}
+    ome: dict[str, Any] = {"multiscales": [{"version": "0.4", "axes": axes, "datasets": datasets}]}
     ome["omero"] = {"channels": [{"label": f"stain {number}"} for number in range(len(pixels))]}
     for level, part in enumerate((stored, half)):
         _write(path / str(level), part, version, chunks=tuple(8 if name in "yx" else 1 for name in names))
