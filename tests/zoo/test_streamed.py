@@ -9,9 +9,9 @@ from zoo.models import MODELS
 
 from widefield.capture.trace import trace
 from widefield.streaming.schedule import TileSchedule, program_of
-from widefield.streaming.spatial import SINGLE_RANK, SpatialStream
+from widefield.streaming.spatial import SpatialStream
 from widefield.streaming.storage import offload_buffer
-from widefield.streaming.storage.windowed_image import from_reader
+from widefield.streaming.storage.windowed_image import SINGLE_RANK, from_reader
 from widefield.streaming.tile_planner import units_of
 from widefield.verification.api import verify
 
