@@ -34,8 +34,10 @@ from widefield.config import parse_config
 from widefield.data import Dataset
 from widefield.launchers import world_from
 from widefield.plans import plan_of
+from widefield.training.abandon import Abandonable
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import Checkpoints
+from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Passes
 from widefield.training.record import Record
 from widefield.training.trainer import Trainer
@@ -111,9 +113,10 @@ def ours(images: Pieces, options: argparse.Namespace, mesh, folder: Path, batch_
         record = Record.open(folder / batch_norm, log=config.log, stream=open(os.devnull, "w"))
         record.start(plan="", reasons=[], ranks=mesh.size, steps=100000, samples_per_epoch=len(images), parameters=0)
     checkpoints = Checkpoints(folder / "checkpoints", mesh, keep_last=1, keep_best=0, warn=print)
-    story = Trainer(config, folder, parts, learner, checkpoints, record, 100000, [])
+    trainer = Trainer(config, folder, parts, learner, checkpoints, record, 100000, [])
+    trainer.abandonable = Abandonable(learner, Interrupt(watch_parent=False), passes=1)
     while True:
-        story.step(passes, stop=False)
+        trainer.step(passes, stop=False)
         yield
 
 
