@@ -1,0 +1,29 @@
+"""Do the benchmarks run?  In the smallest form, so that one which a change has broken is found before its figures are wanted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.long
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+SMALL = {
+    "data_parallel": ["--pairs", "1", "--steps", "1", "--batch", "2", "--side", "32"],
+    "strategies": ["--pairs", "1", "--steps", "1", "--batch", "2", "--side", "32", "--only", "DDP"],
+    "pipeline": ["--pairs", "1", "--steps", "1", "--only", "gpipe"],
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_runs_and_prints_its_ratios(name, tmp_path):
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *SMALL[name]]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout[done.stdout.index("{") :])
+    assert "ratio, median of pairs" in json.dumps(told)
