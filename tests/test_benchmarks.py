@@ -1,4 +1,4 @@
-"""Do the benchmarks run?  In the smallest form, so that one which a change has broken is found before its figures are wanted."""
+"""Do the benchmarks run?  In the smallest form, so that a change that breaks one is found before its figures are wanted."""
 
 from __future__ import annotations
 
