@@ -17,7 +17,7 @@ import numpy as np
 from widefield.geometry.box import Box, meet, size_of, within
 from widefield.geometry.interval import Interval
 from widefield.image_files.block_sizes import require_plausible
-from widefield.image_files.codestreams import require_small
+from widefield.image_files.codestreams import check_lzw, require_small
 from widefield.image_files.last_decoded import OpenBlocks, last_decoded
 from widefield.image_files.stored_array import MOST_CHANNELS
 from widefield.image_files.tags import check_blocks, check_raw_blocks
@@ -28,7 +28,7 @@ CHANNELS, UNNAMED = "CSE", "IQ"
 """Dims by tifffile's letters.  Pages that nobody has named are channels or depth by their number, as in a .npy file."""
 _NAMES = {"T": "points in time", "P": "positions or phases", "R": "positions", "M": "mosaic tiles", "V": "views", "A": "angles",
           "H": "lifetimes", "L": "exposures"}  # fmt: skip
-JPEGS = (6, 7, 33007, 34892)
+LZW, JPEGS = 5, (6, 7, 33007, 34892)
 """Numbers of compressions, as in tag 259."""
 READ_BYTES = 2**22
 """Of pixels without compression, at once; what is read and not yet sorted into channels is memory beside the window."""
@@ -247,6 +247,8 @@ class PageReader:
         require_plausible(math.prod(self.blocks.block) * self.blocks.shape[4] * frame.dtype.itemsize, count)
         data = bytes_at(page, offset, count)
         require_small(data, pixels=math.prod(self.blocks.block))
+        if frame.compression == LZW and frame.fillorder == 1:
+            check_lzw(data)
         tables = {"jpegtables": page.jpegtables, "jpegheader": frame.jpegheader} if frame.compression in JPEGS else {}
         return frame.decode(data, number, **tables)[0]
 
