@@ -144,6 +144,25 @@ def test_the_cache_of_blocks_is_bounded_while_it_reads_and_left_to_others_after(
         assert get_gdal_config("GDAL_NUM_THREADS") == 3
 
 
+def test_a_world_file_beside_a_plain_tiff_is_its_place(tmp_path):
+    tifffile.imwrite(tmp_path / "a.tif", PIXELS[0])
+    (tmp_path / "a.tfw").write_text("2.0\n0.0\n0.0\n-3.0\n501.0\n797.5\n", encoding="ascii")
+    info = open_image(tmp_path / "a.tif").info
+    assert info.affine == ((0.0, 2.0, 501.0), (-3.0, 0.0, 797.5), (0.0, 0.0, 1.0)) and info.spacing == (3.0, 2.0)
+    assert info.unit == "" and info.world == ""
+
+
+def test_levels_have_the_mask_of_their_own_size(tmp_path):
+    mask = np.full((60, 80), 255, np.uint8)
+    mask[:20] = 0
+    with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True):
+        path = write(tmp_path / "a.tif", transform=PLACE, after=lambda dataset: dataset.write_mask(mask))
+        with rasterio.open(path, "r+") as dataset:
+            dataset.build_overviews((2,), Resampling.nearest)
+    with open_image(path) as image:
+        assert image.valid(level=1).tolist() == (mask[::2, ::2] > 0).tolist()
+
+
 def test_bands_of_several_types_and_complex_ones_are_refused(tmp_path):
     path = write(tmp_path / "a.tif", np.zeros((1, 20, 30), np.complex64), transform=PLACE)
     with pytest.raises(ImageFileError, match="its bands are complex64"):

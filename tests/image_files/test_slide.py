@@ -31,7 +31,7 @@ class Painted:
     def __init__(self, path: Path) -> None:
         self.path, self.asked = path, []
         self.properties = {"openslide.mpp-x": "0.25", "openslide.mpp-y": "0.26", "openslide.vendor": "painted"}
-        self.level_dimensions, self.level_downsamples = ((90, 90), (30, 30)), (1.0, 3.0)
+        self.level_dimensions, self.level_downsamples, self.level_count = ((90, 90), (30, 30)), (1.0, 3.0), 2
 
     def set_cache(self, cache) -> None:
         self.cache = cache
@@ -55,9 +55,11 @@ class Painted:
 
 
 @pytest.fixture
-def painted(monkeypatch):
+def painted(tmp_path, monkeypatch):
     monkeypatch.setattr(openslide, "OpenSlide", Painted)
-    return SlideFile(Path("painted.mrxs"), SlideFile.read_info(Path("painted.mrxs")))
+    path = tmp_path / "painted.mrxs"
+    path.write_bytes(b"no TIFF")
+    return SlideFile(path, SlideFile.read_info(path))
 
 
 def test_transparent_pixels_have_the_background_and_are_told_to_hold_nothing(painted):
@@ -100,3 +102,11 @@ def test_it_is_for_slides_whose_tiles_overlap_and_for_those_that_are_no_tiff(tmp
     sop = b"1.2.840.10008.5.1.4.1.1.77.1.6"
     meta = bytes(128) + b"DICM" + struct.pack("<HH2sH", 2, 2, b"UI", len(sop)) + sop
     assert claims(Path("a.dcm"), meta) and not claims(Path("a.dcm"), meta.replace(sop, b"1.2.840.10008.5.1.4.1.1.2"))
+
+
+def test_tiles_for_which_openslide_would_end_the_process_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.bif"
+    format_of_slides.write_example(path, np.zeros((3, 64, 64), np.uint8))
+    monkeypatch.setattr(format_of_slides, "MOST_TILE_PIXELS", 1000)
+    with pytest.raises(ValueError, match="level 0 has tiles of 64 x 64 pixels"):
+        SlideFile.read_info(path)

@@ -171,15 +171,20 @@ class PageReader:
         missing = planned - len(pages) + sum(page is None for page in pages)
         if missing:
             raise ValueError(f"{missing} of its {planned} pages are in no file that is there")
-        _, _, height, width, together = self.blocks.shape
-        rows, down = self.blocks.block[1], -(-height // self.blocks.block[1])
         for page in pages:
             wanted = self.blocks.count
             check_blocks(page.dataoffsets, page.databytecounts, wanted=wanted, file_bytes=page.parent.filehandle.size)
-            if self.raw:
-                row_bytes, last = width * together * self.series.keyframe.dtype.itemsize, (height - 1) % rows + 1
-                check_raw_blocks(page.databytecounts[:wanted], row_bytes=row_bytes, rows=rows, last=last, down=down)
+            self._check_raw(page.databytecounts[:wanted])
         return None
+
+    def _check_raw(self, counts: Any) -> None:
+        page, (deep, rows, columns) = self.series.keyframe, self.blocks.block
+        if page.compression != 1 or page.is_subsampled or not isinstance(page.bitspersample, int):
+            return
+        height, together = self.blocks.shape[2], self.blocks.shape[4]
+        last = rows if page.is_tiled else (height - 1) % rows + 1  # a last strip has the rows that are left
+        row_bytes = deep * -(-columns * together * page.bitspersample // 8)
+        check_raw_blocks(counts, row_bytes=row_bytes, rows=rows, last=last, down=-(-height // rows))
 
     def _check_contiguous(self, planned: int) -> None:
         page = self.series.keyframe

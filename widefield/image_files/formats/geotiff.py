@@ -1,6 +1,7 @@
 """GeoTIFF, COG and JPEG 2000, by rasterio: bands with a place on the Earth, nodata, masks and overviews.
 
-A TIFF is one of them if it has a place (tags 33550, 34264, 34735) or says what nodata is (42113); others are in tiff.py.
+A TIFF is one of them if it has a place (tags 33550, 34264, 34735, or a .tfw beside it) or says what nodata is (42113); others
+are in tiff.py.
 
 `info.affine` takes (row, column) of a pixel's centre to (x, y) of `info.world`, which is the coordinate system as WKT.  Pixels
 are as stored: no scale or offset of a band is applied, and a palette's stay class numbers.
@@ -41,7 +42,7 @@ def claims(path: Path, start: bytes) -> bool:
     if start.startswith(JPEG_2000):
         return True
     places = {tags.GEO_PIXEL_SCALE, tags.GEO_TRANSFORM, tags.GEO_KEYS, tags.GDAL_NODATA}
-    return tags.is_tiff(start) and not places.isdisjoint(tags.read_tags(path))
+    return tags.is_tiff(start) and (path.with_suffix(".tfw").exists() or not places.isdisjoint(tags.read_tags(path)))
 
 
 def open_image(path: Path) -> ImageFile:

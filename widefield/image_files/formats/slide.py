@@ -9,6 +9,7 @@ it reads is moved by a fraction of a pixel.  There windows are cut of blocks at 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from widefield.geometry.box import Box, full_box, meet, within
 from widefield.geometry.interval import Interval
 from widefield.image_files.image_file import Array, ImageFile
 from widefield.image_files.info import ImageInfo, Level
-from widefield.image_files.tags import COMPRESSION, SOFTWARE, XMP, is_tiff, number_in, read_tags, text_in
+from widefield.image_files.tags import COMPRESSION, SOFTWARE, XMP, check_first_image, is_tiff, number_in, read_tags, text_in
 
 NAME = "slide"
 SUFFIXES = (".mrxs", ".vms", ".vmu", ".bif", ".scn", ".svslide", ".czi")
@@ -33,6 +34,7 @@ BLOCK = 512
 CACHE_BYTES = 16 * 2**20
 """Of decoded tiles, for each open slide; OpenSlide takes twice as much if it is not told, for each slide and process."""
 WHITE = (255, 255, 255)
+MOST_TILE_PIXELS = 2**26
 
 
 def claims(path: Path, start: bytes) -> bool:
@@ -58,8 +60,10 @@ class SlideFile(ImageFile):
     def read_info(cls, path: Path) -> ImageInfo:
         import openslide
 
+        check_first_image(path)
         with _opened(path) as slide:
             said = slide.properties
+            _check_tiles(said, slide.level_count)
             levels = tuple(
                 Level((height, width), (min(BLOCK, height), min(BLOCK, width)), (float(scale), float(scale)))
                 for (width, height), scale in zip(slide.level_dimensions, slide.level_downsamples, strict=True)
@@ -108,6 +112,14 @@ def _opened(path: Path) -> Any:
     slide = openslide.OpenSlide(path)
     slide.set_cache(openslide.OpenSlideCache(CACHE_BYTES))
     return slide
+
+
+def _check_tiles(said: Mapping[str, str], levels: int) -> None:
+    """ValueError: tiles are so large that OpenSlide would end the process, which it does where memory is refused to it."""
+    for level in range(levels):
+        height, width = (int(said.get(f"openslide.level[{level}].tile-{side}", 0)) for side in ("height", "width"))
+        if height * width > MOST_TILE_PIXELS:
+            raise ValueError(f"level {level} has tiles of {height} x {width} pixels: its header is damaged")
 
 
 def _background(slide: Any) -> tuple[int, int, int]:
