@@ -19,7 +19,7 @@ from torch import Tensor
 
 from widefield.config import DataConfig
 from widefield.data import Dataset
-from widefield.data.place_hashes import place_hashes
+from widefield.data.place_hashes import place_hashes, smooth_noise
 from widefield.data.transforms import seed_of
 from widefield.geometry import Interval
 
@@ -81,8 +81,8 @@ def _made(key: int, land: Land, rows: Interval, columns: Interval) -> tuple[Pixe
     if not len(rows) or not len(columns):
         return np.empty((4, len(rows), len(columns)), np.uint16), np.empty((len(rows), len(columns)), np.uint8)
     far, near = land.feature_px, max(4, land.feature_px // 4)
-    height = 3 * _smooth(key, 0, far, rows, columns) + _smooth(key, 1, near, rows, columns)
-    moisture = 3 * _smooth(key, 2, far, rows, columns) + _smooth(key, 3, near, rows, columns)
+    height = 3 * smooth_noise(key, 0, far, rows, columns) + smooth_noise(key, 1, near, rows, columns)
+    moisture = 3 * smooth_noise(key, 2, far, rows, columns) + smooth_noise(key, 3, near, rows, columns)
     y, x = (np.arange(run.start, run.stop) for run in (rows, columns))
     block = max(4, land.feature_px // 3)
     houses = place_hashes(key, (y // block)[:, None], (x // block)[None], 4) % np.uint32(5) == 0
@@ -90,7 +90,7 @@ def _made(key: int, land: Land, rows: Interval, columns: Interval) -> tuple[Pixe
     label[houses & (moisture <= 530)] = 3
     label[height < 440] = 0
     grain = (place_hashes(key, y[:, None], x[None], 5) >> np.uint32(24)).astype(np.int64) - 128
-    light = 230 + _smooth(key, 6, 4 * far, rows, columns) // 4
+    light = 230 + smooth_noise(key, 6, 4 * far, rows, columns) // 4
     bands = REFLECTANCE[label].transpose(2, 0, 1) * light // 256 + grain * (1 + label) // 2
     outside = _outside(land, y, x)
     bands[:, outside], label[outside] = NODATA, NO_LABEL
@@ -104,25 +104,6 @@ def _outside(land: Land, y: Pixels, x: Pixels) -> Pixels:
     moved = int(land.slant * width)
     first = moved - moved * y // max(1, height - 1)
     return (x[None] < first[:, None]) | (x[None] >= width - moved + first[:, None])
-
-
-def _smooth(key: int, purpose: int, step: int, rows: Interval, columns: Interval) -> Pixels:
-    """Numbers of 0 to 255, bilinear between points `step` pixels apart, with a smooth slope there."""
-    down, across = (np.arange(run.start // step, (run.stop - 1) // step + 2) for run in (rows, columns))
-    points = (place_hashes(key, down[:, None], across[None], 16 + purpose) >> np.uint32(24)).astype(np.int64)
-    (y, dy), (x, dx) = (_eased(run, step) for run in (rows, columns))
-    lines = points[:, x] * (_ONE - dx) + points[:, x + 1] * dx
-    return (lines[y] * (_ONE - dy)[:, None] + lines[y + 1] * dy[:, None]) // _ONE**2
-
-
-_ONE = 1024
-
-
-def _eased(run: Interval, step: int) -> tuple[Pixels, Pixels]:
-    """For each pixel: the point before it, counted from the first, and 3 t^2 - 2 t^3 of its distance t, in 1/_ONE."""
-    pixels = np.arange(run.start, run.stop, dtype=np.int64)
-    t = pixels % step * _ONE // step
-    return pixels // step - run.start // step, (3 * _ONE - 2 * t) * t * t // _ONE**2
 
 
 def open_dataset(
