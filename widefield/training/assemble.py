@@ -68,7 +68,7 @@ class Parts:
     channels_last: bool
     reasons: list[str] = field(default_factory=list)
     window: Callable[[tuple[int, ...]], Window] | None = None
-    """From the (H, W) of an image, the window that this rank reads; None: the whole image."""
+    """From the size of an image, (H, W) or (D, H, W), the window that this rank reads; None: the whole image."""
     metrics: list[RecipeMetric] = field(default_factory=list)
     """The metrics that the recipe adds to the task's."""
     given: Given = NOTHING
@@ -92,6 +92,7 @@ class Parts:
             labels=self.dataset.labels,
             pixel_dtype=self.dataset.dtype,
             intensity=self.dataset.intensity,
+            dims=self.dataset.dims,
         )
 
     def reader(self, *, train: bool) -> SampleReader:
@@ -107,6 +108,7 @@ class Parts:
             intensity=self.dataset.intensity,
             pixels=self.dataset.pixels,
             moves_as_one=self.dataset.moves_as_one,
+            dims=self.dataset.dims,
         )
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
@@ -150,7 +152,7 @@ def assemble(
     slower = _check_data(config, dataset, task, given, cut=bool(mesh.grid.sizes))
     metrics = metrics_of(config.task, task, num_classes=len(dataset.classes), cut=bool(mesh.grid.sizes))
     workers, why_workers = _choose_workers(config, dataset, mesh)
-    channels_last, why_format = _choose_format(config, arithmetic)
+    channels_last, why_format = _choose_format(config, arithmetic, dims=dataset.dims)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(True)
@@ -390,9 +392,11 @@ def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[in
     return workers, f"data.workers={workers}: {cores} cores for {ranks}, one left to each rank, 8 at most"
 
 
-def _choose_format(config: RunConfig, arithmetic: Arithmetic) -> tuple[bool, str | None]:
+def _choose_format(config: RunConfig, arithmetic: Arithmetic, *, dims: int) -> tuple[bool, str | None]:
     if config.model.channels_last is not None:
         return config.model.channels_last, None
+    if dims == 3:
+        return False, "model.channels_last=false: of volumes it was not measured; set it to true to try"
     if arithmetic.device.type == "cuda" and arithmetic.low is not None:
         return True, f"model.channels_last=true: convolutions of {arithmetic.precision} on tensor cores read it"
     return False, f"model.channels_last=false: {arithmetic.precision} on {arithmetic.device.type} gains nothing by it"
