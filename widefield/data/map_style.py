@@ -211,7 +211,7 @@ def _labels(target: Any, name: str, shape: Sequence[int]) -> int | Tensor:
     if labels.is_floating_point() or labels.ndim not in (0, 1, dims, dims + 1):
         axes = "D, H, W" if dims == 3 else "H, W"
         raise ValueError(
-            f"{name} has labels of shape {tuple(labels.shape)} and {labels.dtype}, and an image of shape {tuple(shape)}; wanted "
+            f"{name} has labels of shape {tuple(labels.shape)} and {labels.dtype} and an image of shape {tuple(shape)}; wanted "
             f"are a class number, ({axes}) or (K, {axes}) integers for pixels, (K,) integers for several classes, or (K,) "
             "floating-point values"
         )
