@@ -11,13 +11,17 @@ from widefield.data.transforms import seed_of
 Array = np.ndarray[Any, Any]
 
 
-def place_hashes(key: int, y: Array, x: Array, purpose: int) -> Array:
-    """A 32-bit hash for each (y, x): the finalizer of MurmurHash3 (Appleby) after each input.
+def place_hashes(key: int, *at: Array, purpose: int) -> Array:
+    """A 32-bit hash for each place: the finalizer of MurmurHash3 (Appleby) after each input.
 
-    key: of the image.  purpose: what the numbers are for, so that two purposes have others.
+    key: of the image.  at: a coordinate along each dim, as y and x, which broadcast.
+    purpose: what the numbers are for, so that two purposes have others.
     """
-    state = _mixed(np.uint32(seed_of(key, purpose) % 2**32) ^ y.astype(np.uint32))
-    return _mixed(state * np.uint32(0x9E3779B1) ^ x.astype(np.uint32))
+    first, *further = at
+    state = _mixed(np.uint32(seed_of(key, purpose) % 2**32) ^ first.astype(np.uint32))
+    for one in further:
+        state = _mixed(state * np.uint32(0x9E3779B1) ^ one.astype(np.uint32))
+    return state
 
 
 def _mixed(state: Array) -> Array:

@@ -85,11 +85,11 @@ def _made(key: int, land: Land, rows: Interval, columns: Interval) -> tuple[Pixe
     moisture = 3 * _smooth(key, 2, far, rows, columns) + _smooth(key, 3, near, rows, columns)
     y, x = (np.arange(run.start, run.stop) for run in (rows, columns))
     block = max(4, land.feature_px // 3)
-    houses = place_hashes(key, (y // block)[:, None], (x // block)[None], 4) % np.uint32(5) == 0
+    houses = place_hashes(key, (y // block)[:, None], (x // block)[None], purpose=4) % np.uint32(5) == 0
     label = np.where(moisture > 530, 1, 2).astype(np.uint8)
     label[houses & (moisture <= 530)] = 3
     label[height < 440] = 0
-    grain = (place_hashes(key, y[:, None], x[None], 5) >> np.uint32(24)).astype(np.int64) - 128
+    grain = (place_hashes(key, y[:, None], x[None], purpose=5) >> np.uint32(24)).astype(np.int64) - 128
     light = 230 + _smooth(key, 6, 4 * far, rows, columns) // 4
     bands = REFLECTANCE[label].transpose(2, 0, 1) * light // 256 + grain * (1 + label) // 2
     outside = _outside(land, y, x)
@@ -109,7 +109,7 @@ def _outside(land: Land, y: Pixels, x: Pixels) -> Pixels:
 def _smooth(key: int, purpose: int, step: int, rows: Interval, columns: Interval) -> Pixels:
     """Numbers of 0 to 255, bilinear between points `step` pixels apart, with a smooth slope there."""
     down, across = (np.arange(run.start // step, (run.stop - 1) // step + 2) for run in (rows, columns))
-    points = (place_hashes(key, down[:, None], across[None], 16 + purpose) >> np.uint32(24)).astype(np.int64)
+    points = (place_hashes(key, down[:, None], across[None], purpose=16 + purpose) >> np.uint32(24)).astype(np.int64)
     (y, dy), (x, dx) = (_eased(run, step) for run in (rows, columns))
     lines = points[:, x] * (_ONE - dx) + points[:, x + 1] * dx
     return (lines[y] * (_ONE - dy)[:, None] + lines[y + 1] * dy[:, None]) // _ONE**2
