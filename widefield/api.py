@@ -36,7 +36,7 @@ from widefield.tasks import Task
 from widefield.training.evaluate import Evaluation
 from widefield.training.given import Given, check_trainable, overrides_for
 from widefield.training.run_events import check_callbacks
-from widefield.training.run_folder import WEIGHTS, existing_folder, fresh_folder, load_weights
+from widefield.training.run_folder import WEIGHTS, existing_folder, fresh_folder, load_weights, stored_dataset
 from widefield.training.trainer import Outcome
 
 Config = str | Path | Mapping[str, Any] | RunConfig
@@ -128,7 +128,8 @@ def predict(
 ) -> list[Answer]:
     """Predict images with a run's model as `widefield predict` does; returns an Answer for each, in their order.
 
-    images: one or several paths, PIL images, or tensors (C, H, W) with the dtype and channels of the run's dataset.
+    images: one or several paths, PIL images, or tensors (C, H, W), or (C, D, H, W) of volumes, with the dtype and channels of
+        the run's dataset.
     output: a folder, into which the answers for paths are written as the command does, and then paths may be folders, patterns
         or lists too.  None: no file is written, and an Answer has the labels of pixels itself.
     top: how many classes to return.  batch_size: images of one size per pass.  flips: the mean over mirror images.
@@ -137,8 +138,9 @@ def predict(
         the run has them.  trust: as for `evaluate`.
     ValueError: an image cannot be read, or is of another kind than the run's; with `output`, after the others are written.
     """
-    is_single = isinstance(images, str | Path | Image.Image) or (isinstance(images, Tensor) and images.ndim == 3)
-    things, folder = [images] if is_single else list(images), existing_folder(run)
+    folder = existing_folder(run)
+    is_single = isinstance(images, str | Path | Image.Image) or (isinstance(images, Tensor) and images.ndim == _ndim(folder))
+    things = [images] if is_single else list(images)
     wishes = Wishes(top, batch_size, flips, probabilities, overlays, overwrite)
     chosen: dict[str, Any] = {"weights": None if weights is None else str(weights), "trust": trust}
     chosen |= {"given": _given(model, None, task, None)}
@@ -147,6 +149,12 @@ def predict(
         parts, _ = single_rank(folder, chosen.pop("weights"), keys, streams=True, **chosen)
         return predict_objects(parts, things, wishes)
     return _filed(folder, things, keys, Path(output), wishes, chosen)
+
+
+def _ndim(folder: Path) -> int:
+    """Of one of the run's images as a tensor: 3, or 4 of volumes."""
+    stored = stored_dataset(folder)
+    return 3 if stored is None else stored.dims + 1
 
 
 def _filed(

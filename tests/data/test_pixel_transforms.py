@@ -345,7 +345,7 @@ def test_a_class_balanced_crop_holds_a_pixel_of_a_drawn_class():
     assert all(one.shape[1:] == (20, 20) for one in found)
     share = sum(bool((one == 4).any()) for one in found) / 200
     assert 0.15 < share < 0.36  # 1/4 of the draws; the standard deviation of 200 is 0.03
-    assert len(made.moves._class_pixels) == 1
+    assert len(made.moves._balanced._known) == 1
 
 
 def test_a_share_of_the_crops_is_anywhere():

@@ -157,7 +157,8 @@ def test_tiles_bring_labels_back_as_one_rank_does(run, tmp_path):
 def parts_with(listed: list, *, labels: str = "pixels", ignore: int | None = 255, classes: int = 3):
     """What of a run's parts the transforms look at."""
     task = SimpleNamespace(labels=labels, ignore_index=ignore)
-    dataset = SimpleNamespace(classes=list(map(str, range(classes))), moves_as_one=True, intensity=Intensity())
+    names = list(map(str, range(classes)))
+    dataset = SimpleNamespace(classes=names, moves_as_one=True, intensity=Intensity(), dims=2)
     return SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(read_evaluate=listed)), dataset=dataset, task=task)
 
 

@@ -92,12 +92,12 @@ def _is_undivided(path: Path) -> bool:
 
 
 def _lines(dataset: Dataset, found: SplitStatistics) -> list[str]:
-    sizes = sorted(found.sizes)
-    one = f"{sizes[0][0]} x {sizes[0][1]}"
-    span = one if len(sizes) == 1 else f"{one} to {sizes[-1][0]} x {sizes[-1][1]}, {len(sizes)} sizes"
+    sizes = [" x ".join(map(str, size)) for size in sorted(found.sizes)]
+    span = sizes[0] if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, {len(sizes)} sizes"
+    axes = "depth x height x width" if dataset.dims == 3 else "height x width"
     lines = [
         *([dataset.about] if dataset.about else []),
-        f"{found.images:,} images to train on, {', '.join(found.dtypes)}, {span} (height x width)",
+        f"{found.images:,} images to train on, {', '.join(found.dtypes)}, {span} ({axes})",
         *([f"{len(found.skipped)} unreadable left out: {', '.join(found.skipped[:5])}"] if found.skipped else []),
     ]
     percents = list(found.channels[0].percentiles)

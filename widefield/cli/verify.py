@@ -64,7 +64,8 @@ def run(options: Namespace) -> int:
             raise ValueError(f"--{name} has {len(tiles)} sizes and an image of {options.image} has {len(extents)} dims to cut")
     overrides = [f"options.{override}" for override in options.overrides]
     config = parse_section(ModelConfig, f"name: {options.model}", overrides, name="the command line")
-    model = build(config, in_channels=channels, num_classes=options.classes)
+    dims = len(extents) if len(extents) in (2, 3) else None
+    model = build(config, in_channels=channels, num_classes=options.classes, dims=dims)
     shape = (options.batch, channels, *extents)
     plan = None
     if options.plan is not None:

@@ -29,6 +29,7 @@ Labels = Literal["class", "classes", "values", "pixels", "layers"]
 
 class: an int.  classes: (K,) uint8 of 0 and 1, of several classes at a time.  values: (K,) float32, of a regression.
 pixels: (H, W) class numbers, uint8 or int64.  layers: (K, H, W) uint8 of 0 and 1, of pixels with several classes at a time.
+Of volumes (D, H, W) and (K, D, H, W).
 """
 Options = Annotated[dict[str, Any], AfterValidator(_finite)]
 """Keyword arguments of a model, a format, a task or an optimizer."""

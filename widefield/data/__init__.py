@@ -27,13 +27,16 @@ class Images(Protocol):
     """One split of a dataset: numbered images, each with a target of the dataset's kind, see `Labels`.
 
     It may have `target_of(index)`, the target without reading the image; `weight_of(index) -> float`, how often a sample is
-    drawn; `group_of(index)`, what it belongs to, as a patient.  They are used where they are there.
+    drawn; `group_of(index)`, what it belongs to, as a patient; `spacing_of(index)`, the lengths of a voxel along each dim, in
+    mm for example.  They are used where they are there.
     """
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Tensor, int | Tensor]:
-        """Image (C, H, W) as the file has it, uint8, uint16, int16 or floating-point, and its target.  Not random.
+        """Image (C, H, W), or volume (C, D, H, W), as the file has it, and its target.  Not random.
+
+        Pixels are uint8, uint16, int16 or floating-point.
 
         BadImageError: the image cannot be read.
         """
@@ -47,10 +50,10 @@ class WindowedImages(Images, Protocol):
     """Images of which a window can be read without reading the rest."""
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """(C, H, W) of the whole image."""
+        """(C, H, W) of the whole image, (C, D, H, W) of a volume."""
 
     def read_window(self, index: int, window: tuple[Interval, ...]) -> tuple[Tensor, int | Tensor]:
-        """Exactly the part of what `read` returns that is in `window`: an interval of rows and one of columns."""
+        """Exactly the part of what `read` returns that is in `window`: an interval per dim, as of rows and of columns."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Dataset:
     intensity: Intensity = Intensity()
     about: str | None = None
     """What was found, on one line, for the log."""
+    dims: int = 2
+    """Along how many dims images have pixels: 2, or 3 of volumes."""
 
     @property
     def pixels(self) -> bool:
@@ -80,8 +85,8 @@ class Dataset:
 
     @property
     def moves_as_one(self) -> bool:
-        """Whether transforms are those of pixel_transforms.py: pixels have labels, or torchvision's lack the dtype."""
-        return self.pixels or self.dtype != torch.uint8
+        """Whether transforms are those of pixel_transforms.py: pixels have labels, or torchvision's lack the dtype or a dim."""
+        return self.pixels or self.dtype != torch.uint8 or self.dims != 2
 
     @property
     def floating(self) -> bool:
@@ -108,6 +113,13 @@ def open_dataset(config: DataConfig) -> Dataset:
         raise ValueError(f"data.options {config.options} do not fit '{config.name}': {error}") from None
 
 
+def spacing_of(images: Images, index: int) -> tuple[float, ...] | None:
+    """The lengths of a pixel of an image along each dim; None where the images do not tell."""
+    of = getattr(images, "spacing_of", None)
+    found = None if of is None else of(index)
+    return None if found is None else tuple(float(length) for length in found)
+
+
 def checked(made: Any, name: str) -> Dataset:
     """What a user's callable returned, as a Dataset.  ValueError: it is none, or has no images, classes or statistics."""
     if isinstance(made, tuple | list) and len(made) == 2:
@@ -116,6 +128,10 @@ def checked(made: Any, name: str) -> Dataset:
         raise ValueError(
             f"data.name={name} gives a {type(made).__name__}; a widefield.data.Dataset is wanted, or two map-style datasets, "
             "to train on and to evaluate"
+        )
+    if made.dims not in (2, 3):
+        raise ValueError(
+            f"data.name={name} gives images of {made.dims} dims; set dims=2 for images (C, H, W), or 3 for volumes (C, D, H, W)"
         )
     lengths = [len(made.train), len(made.evaluate)]
     if min(lengths) < 1 or not made.classes:

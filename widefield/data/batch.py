@@ -18,11 +18,11 @@ Window = tuple[Interval, ...]
 class Batch:
     """What one rank works on in one pass.
 
-    image: (B, C, H, W) with the dtype of the dataset.  target: (B, ...), as the dataset's `Labels` say.
+    image: (B, C, H, W), or (B, C, D, H, W), with the dtype of the dataset.  target: (B, ...), as the dataset's `Labels` say.
     index: (B,) the numbers of the images in their split.
     samples: B, or 0 for a dummy batch, whose image does not count.
-    whole_shape, window: where images are cut over ranks, the (C, H, W) of the whole images and this rank's window of them; None
-        where the batch has whole images.
+    whole_shape, window: where images are cut over ranks, the (C, *pixels) of the whole images and this rank's window of them;
+        None where the batch has whole images.
     partner, share, box: how mixup and cutmix blend image i with image partner[i]; None without mixing.
     asked: the numbers of the images that the batch was to have.  readable: for each of these, whether this rank could read it.
     skipped: the names of unreadable images that were left out.  problem: why this rank cannot go on; all ranks then raise.
@@ -53,7 +53,7 @@ class Batch:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(C, H, W) of the whole images."""
+        """(C, *pixels) of the whole images."""
         return tuple(self.whole_shape or self.image.shape[1:])
 
     def only(self, rows: Sequence[int]) -> Batch:

@@ -21,7 +21,7 @@ from widefield.geometry.box import slices
 class Preparation:
     """A function from a Batch to images and targets on the device.
 
-    Images are moved with the dtype that they have, as uint8, a quarter of float32's bytes.
+    Images are moved with the dtype that they have, as uint8, a quarter of float32's bytes.  dims: of their pixels.
     """
 
     device: torch.device
@@ -36,12 +36,13 @@ class Preparation:
     pixel_dtype: torch.dtype | None = None
     """Of the dataset's images, whose limits `intensity` may refer to; None: that of the batch's images."""
     intensity: Intensity = Intensity()
+    dims: int = 2
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Images (B, C, H, W) of `dtype`, and targets.
+        """Images (B, C, *pixels) of `dtype`, and targets.
 
         Targets by kind: class: (B,) int64, or (B, num_classes) shares of mixed images.  classes, values: (B, K) of `dtype`.
-        pixels: (B, H, W) int64.  layers: (B, K, H, W) uint8, an eighth of the bytes.
+        pixels: (B, *pixels) int64.  layers: (B, K, *pixels) uint8, an eighth of the bytes.
         """
         image = batch.image.to(self.device, non_blocking=True)
         target = self._target(batch.target.to(self.device, non_blocking=True))
@@ -54,7 +55,8 @@ class Preparation:
 
     def format_of(self, image: Tensor) -> torch.memory_format:
         """The memory format in which the model gets images."""
-        return torch.channels_last if self.channels_last and image.ndim == 4 else torch.contiguous_format
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        return formats.get(image.ndim, torch.contiguous_format) if self.channels_last else torch.contiguous_format
 
     def _target(self, target: Tensor) -> Tensor:
         """After the move, since labels of pixels may be uint8."""
@@ -62,17 +64,17 @@ class Preparation:
             return target
         return target.to(self.dtype) if self.labels in ("classes", "values") else target.long()
 
-    def scaled(self, image_BCHW: Tensor, moments: Tensor | None = None) -> Tensor:
+    def scaled(self, image: Tensor, moments: Tensor | None = None) -> Tensor:
         """((pixel - low) / (high - low) - mean) / std of images on the device, as one multiply-add after the pixel's own shift.
 
         moments: (B, C, 2), see Batch.
         """
-        known = self.intensity.of(self.pixel_dtype or image_BCHW.dtype)
+        known = self.intensity.of(self.pixel_dtype or image.dtype)
         assert known.low is not None and known.high is not None
-        image = image_BCHW.to(self.dtype)
+        image = image.to(self.dtype)
         if known.each_image is not None:
             assert moments is not None, "the reader gives the moments that the intensity needs"
-            mean, spread = moments.to(self.device, self.dtype)[..., None, None].unbind(2)
+            mean, spread = (one.view(*one.shape, *[1] * self.dims) for one in moments.to(self.device, self.dtype).unbind(2))
             return torch.addcmul(self._offset, (image - mean) / spread, self._factor((0.0,), (1.0,)))
         if known.clip is not None:
             image = image.clamp(*map(self._channels, known.clip))
@@ -88,28 +90,30 @@ class Preparation:
         return 1 / ((self._channels(high) - self._channels(low)) * self._channels(self.std))
 
     def _channels(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=self.dtype, device=self.device).view(1, -1, 1, 1)
+        return torch.tensor(values, dtype=self.dtype, device=self.device).view(1, -1, *[1] * self.dims)
 
-    def _mixed(self, image_BCHW: Tensor, target_B: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _mixed(self, image: Tensor, target_B: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.partner is not None and batch.share is not None and batch.box is not None
-        partner = batch.partner.to(self.device)
-        inside_BHW = _inside(batch.box, (batch.whole_shape or image_BCHW.shape)[-2:])
-        cut_B = (batch.box[:, 2] > batch.box[:, 0]).to(torch.float64)
-        share_B = torch.where(cut_B > 0, 1 - inside_BHW.mean((1, 2)), batch.share)
+        partner, ones = batch.partner.to(self.device), [1] * self.dims
+        inside = _inside(batch.box, (batch.whole_shape or image.shape)[-self.dims :])
+        cut_B = (batch.box[:, self.dims] > batch.box[:, 0]).to(torch.float64)
+        share_B = torch.where(cut_B > 0, 1 - inside.flatten(1).mean(1), batch.share)
         # one formula for both: the partner's weight is 1 inside the pasted box for cutmix, 1 - share everywhere for mixup
-        weight_BHW = torch.where(cut_B.view(-1, 1, 1) > 0, inside_BHW, (1 - share_B).view(-1, 1, 1))
+        weight = torch.where(cut_B.view(-1, *ones) > 0, inside, (1 - share_B).view(-1, *ones))
         if batch.window is not None:  # the box refers to the whole image
-            weight_BHW = weight_BHW.expand_as(inside_BHW)[..., *slices(batch.window)]
-        weight = weight_BHW.to(self.device, self.dtype).unsqueeze(1)
+            weight = weight.expand_as(inside)[..., *slices(batch.window)]
+        weight = weight.to(self.device, self.dtype).unsqueeze(1)
         own = target_B if self.labels == "classes" else F.one_hot(target_B, self.num_classes).to(self.dtype)
         share = share_B.to(self.device, self.dtype).unsqueeze(1)
-        return torch.lerp(image_BCHW, image_BCHW[partner], weight), torch.lerp(own[partner], own, share)
+        return torch.lerp(image, image[partner], weight), torch.lerp(own[partner], own, share)
 
 
-def _inside(box_B4: Tensor, size: Sequence[int]) -> Tensor:
-    """(B, H, W), 1 where a pixel's center is in the sample's box, else 0."""
-    height, width = size
-    y = ((torch.arange(height, dtype=torch.float64) + 0.5) / height).view(1, -1, 1)
-    x = ((torch.arange(width, dtype=torch.float64) + 0.5) / width).view(1, 1, -1)
-    top, left, bottom, right = (box_B4[:, side].view(-1, 1, 1) for side in range(4))
-    return ((y >= top) & (y < bottom) & (x >= left) & (x < right)).to(torch.float64)
+def _inside(box: Tensor, size: Sequence[int]) -> Tensor:
+    """(B, *size), 1 where a pixel's center is in the sample's box, else 0.  box: (B, starts and stops), see mixing.draw."""
+    dims = len(size)
+    inside = torch.ones(len(box), *size, dtype=torch.bool)
+    for dim, extent in enumerate(size):
+        at = (torch.arange(extent, dtype=torch.float64) + 0.5) / extent
+        line = (at >= box[:, dim, None]) & (at < box[:, dims + dim, None])
+        inside &= line.view(len(box), *[1] * dim, extent, *[1] * (dims - dim - 1))
+    return inside.to(torch.float64)

@@ -28,32 +28,34 @@ def read_image(
     *,
     narrow: bool = False,
     window: tuple[Interval, ...] | None = None,
+    dims: int = 2,
 ) -> Tensor:
-    """The image at `path` as (channels, H, W), rotated as its EXIF orientation says.
+    """The image at `path` as (channels, H, W), rotated as its EXIF orientation says, or a volume as (channels, D, H, W).
 
     channels, dtype: to convert to; None: those of the file.  Grey becomes RGB and 8-bit RGB becomes grey; alpha is left out
     where it is not asked for.  uint8 becomes uint16 times 257, which has the same place in the range.
-    narrow: let 16 bits become 8 by their upper 8 bits.  window: rows and columns, read alone from .npy files.
+    narrow: let 16 bits become 8 by their upper 8 bits.  window: of the pixels, as rows and columns, read alone where the format
+        has windows.  dims: of what a .npy file has, 3 for a volume; other files say it themselves.
     BadImageError: the file is missing, damaged or no image, does not become what is asked for without loss, or may hold a
     program (PostScript).
     """
     with _named(path):
-        pixels = _read(Path(path), window)
+        pixels = _read(Path(path), window, dims)
         return torch.from_numpy(np.ascontiguousarray(_converted(_with_channels(pixels, channels), dtype, narrow=narrow)))
 
 
-def shape_and_dtype_of(path: str | Path) -> tuple[tuple[int, int, int], torch.dtype]:
-    """(C, H, W) and dtype of the file, as `read_image` gives it by itself.  BadImageError: as there."""
+def shape_and_dtype_of(path: str | Path, *, dims: int = 2) -> tuple[tuple[int, ...], torch.dtype]:
+    """(C, *pixels) and dtype of the file, as `read_image` gives it by itself.  BadImageError: as there."""
     with _named(path):
-        shape = shape_of(Path(path))
+        shape = shape_of(Path(path), dims)
         by_window = Path(path).suffix.lower() == ".npy" or windowed(Path(path)) is not None
         pixel = tuple(Interval(0, min(1, extent)) for extent in shape[1:]) if by_window else None
-        array = _read(Path(path), pixel).array
+        array = _read(Path(path), pixel, dims).array
         return (len(array), *shape[1:]), torch.from_numpy(np.ascontiguousarray(array[:, :1])).dtype
 
 
-def size_of(path: str | Path) -> tuple[int, int]:
-    """(H, W) of the file, from its header.  BadImageError: it cannot be read."""
+def size_of(path: str | Path) -> tuple[int, ...]:
+    """(H, W) of the file, or (D, H, W), from its header.  BadImageError: it cannot be read."""
     with _named(path):
         return shape_of(Path(path))[1:]
 
@@ -71,9 +73,9 @@ def _named(path: str | Path) -> Iterator[None]:
         raise BadImageError(f"cannot read the image {path} ({reason})") from None
 
 
-def _read(path: Path, window: tuple[Interval, ...] | None) -> Pixels:
+def _read(path: Path, window: tuple[Interval, ...] | None, dims: int) -> Pixels:
     try:
-        return read_pixels(path, window)
+        return read_pixels(path, window, dims)
     except UnidentifiedImageError as error:
         if not is_tiff(path):
             raise
@@ -82,7 +84,7 @@ def _read(path: Path, window: tuple[Interval, ...] | None) -> Pixels:
 
 
 def _with_channels(pixels: Pixels, channels: int | None) -> Array:
-    """(channels, H, W).  ValueError: the file has others, which do not become these."""
+    """(channels, *pixels).  ValueError: the file has others, which do not become these."""
     array = pixels.array
     own = len(array)
     if channels in (None, own):
@@ -93,7 +95,7 @@ def _with_channels(pixels: Pixels, channels: int | None) -> Array:
         return np.repeat(array[:1], 3, axis=0)
     if own == 1 and channels == 3:
         return np.repeat(array, 3, axis=0)
-    if channels == 1 and pixels.colours in ("RGB", "RGBA") and array.dtype == np.uint8:
+    if channels == 1 and pixels.colours in ("RGB", "RGBA") and array.dtype == np.uint8 and array.ndim == 3:
         return np.array(Image.fromarray(np.ascontiguousarray(array[:3].transpose(1, 2, 0))).convert("L"))[None]
     raise ValueError(f"it has {own} channels of {array.dtype} and {channels} are wanted; set data.options.channels={own}")
 

@@ -32,7 +32,7 @@ from widefield.private_torch.loaders import shutdown_workers
 
 @dataclass(frozen=True)
 class _Sample:
-    """One sample as read.  shape: (C, H, W) of the whole image."""
+    """One sample as read.  shape: (C, *pixels) of the whole image."""
 
     key: Key
     image: Tensor
@@ -57,7 +57,10 @@ class SampleReader(Dataset):
     cutmix: float = 0.0
     bad_images: Literal["stop", "skip"] = "stop"
     window: Callable[[tuple[int, ...]], Window] | None = None
-    """From the (H, W) of an image, the window to read; None reads the whole.  Random transforms get the whole image anyway."""
+    """From the size of an image, (H, W) or (D, H, W), the window to read; None reads the whole.
+
+    Random transforms of images with one label get the whole image anyway.
+    """
     ignore: int | None = None
     """A label besides the classes, of pixels that do not count."""
     intensity: Intensity = Intensity()
@@ -187,16 +190,24 @@ class SampleReader(Dataset):
         for other in read:
             if other.shape != first.shape:
                 a, b = self.images.name_of(first.key.index), self.images.name_of(other.key.index)
-                cure = (
-                    "add RandomResizedCrop: {size: [H, W]} to data.read and Resize: {size: [H, W]} to data.read_evaluate"
-                    if isinstance(first.target, int)
-                    else "add RandomCrop: {size: [H, W], pad_if_needed: true} or Resize: {size: [H, W]} to data.read, and one "
-                    "of them to data.read_evaluate, or set data.batch_size and data.evaluate_batch_size to 1"
-                )
+                axes = "C, H, W" if first.image.ndim == 3 else "C, D, H, W"
                 raise ValueError(
-                    f"images of one batch differ in size (C, H, W): {a} is {first.shape} and {b} is {other.shape}; {cure}"
+                    f"images of one batch differ in size ({axes}): {a} is {first.shape} and {b} is {other.shape}; "
+                    f"{_same_size(first)}"
                 )
         return torch.stack([sample.image for sample in read])
+
+
+def _same_size(sample: _Sample) -> str:
+    """What gives all images of a batch one size."""
+    alone = "set data.batch_size and data.evaluate_batch_size to 1"
+    if sample.image.ndim == 4:
+        crops = "RandomCrop: {size: [D, H, W], pad_if_needed: true} to data.read and CenterCrop: {size: [D, H, W]}"
+        return f"add {crops} to data.read_evaluate, or {alone}"
+    if isinstance(sample.target, int):
+        return "add RandomResizedCrop: {size: [H, W]} to data.read and Resize: {size: [H, W]} to data.read_evaluate"
+    crops = "RandomCrop: {size: [H, W], pad_if_needed: true} or Resize: {size: [H, W]}"
+    return f"add {crops} to data.read, and one of them to data.read_evaluate, or {alone}"
 
 
 _DIE_WITH_PARENT = 1
@@ -263,6 +274,7 @@ def reader_of(
     intensity: Intensity | None = None,
     pixels: bool = False,
     moves_as_one: bool | None = None,
+    dims: int = 2,
 ) -> SampleReader:
     """The reader that a config asks for; pixels: whether they have labels; moves_as_one: see Dataset, None for as `pixels`.
 
@@ -273,8 +285,8 @@ def reader_of(
     on_device = augments_on_device(config.augment, device, cut=window is not None, moves_as_one=moves_as_one)
     read = Transforms(listed, field="data.read" if train else "data.read_evaluate")
     augment = Transforms(config.augment if train and not on_device else [], field="data.augment")
-    outside = ignore if pixels else 0
-    moves = PixelTransforms(read, augment, num_classes=num_classes, ignore=outside, labelled=pixels) if moves_as_one else None
+    about = {"num_classes": num_classes, "ignore": ignore if pixels else 0, "labelled": pixels, "dims": dims}
+    moves = PixelTransforms(read, augment, **about) if moves_as_one else None
     return SampleReader(
         images=images,
         transforms=read,

@@ -1,16 +1,17 @@
 """A user's own map-style datasets (torch.utils.data.Dataset) as the two splits of a run.
 
-A sample is a pair.  The first is the image: a tensor (C, H, W), uint8, uint16, int16 or floating-point, or a PIL
-image.  The second is the target, of one of these kinds (`Labels`):
+A sample is a pair.  The first is the image: a tensor (C, H, W), or a volume (C, D, H, W), uint8, uint16, int16 or
+floating-point, or a PIL image.  The second is the target, of one of these kinds (`Labels`):
 
     class    a class number
     classes  (K,) integers or bools, 1 for each class that the image has
     values   a floating-point number, or (K,) of them, for regression
-    pixels   (H, W) class numbers, one for every pixel, or a PIL image of them
-    layers   (K, H, W) integers or bools, 1 where a pixel has the class
+    pixels   (H, W) class numbers, one for every pixel, or a PIL image of them; (D, H, W) of a volume
+    layers   (K, H, W) integers or bools, 1 where a pixel has the class; (K, D, H, W) of a volume
 
 Integer images are treated as those of the packaged formats: data.read, data.augment, scaled to 0..1, normalized.
 Floating-point images are used as they are, or as (value - mean) / std where the recipe sets these.
+A dataset of volumes may have `spacing`, the lengths of a voxel along D, H and W, or `spacing_of(index)`, those of one volume.
 
 A dataset may use random numbers of Python's, NumPy's or torch's generator.  They depend on the run's seed, the epoch and the
 sample only: the generators are seeded for each sample, and restored after it.
@@ -18,6 +19,7 @@ sample only: the generators are seeded for each sample, and restored after it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +41,9 @@ INTEGERS = (torch.uint8, torch.uint16, torch.int16)
 
 @dataclass(frozen=True)
 class MapStyle:
-    """One split.  All samples have the dtype, the channels and the kind of labels of the first one.
+    """One split.  All samples have the dtype, the channels, the dims and the kind of labels of the first one.
 
-    dtype: floating-point images may have any floating dtype.
+    dtype: floating-point images may have any floating dtype.  dims: of pixels, 2 or 3.
     """
 
     samples: Any
@@ -51,6 +53,7 @@ class MapStyle:
     labels: Labels
     shown: tuple[float, float] = (0.0, 255.0)
     """The pixel values that a thumbnail shows as black and as white."""
+    dims: int = 2
     is_random: bool = True
     """Tells the reader to seed all generators before each `read`."""
 
@@ -62,8 +65,9 @@ class MapStyle:
         image, target = _sample(self.samples, index, self.name_of(index))
         for what, own, first in (
             ("pixels", in_words(image.dtype), in_words(self.dtype)),
+            ("dims", image.ndim - 1, self.dims),
             ("channels", len(image), self.channels),
-            ("labels", kind_of(target), self.labels),
+            ("labels", kind_of(target, image.ndim - 1), self.labels),
         ):
             if own != first:
                 raise ValueError(
@@ -75,12 +79,30 @@ class MapStyle:
     def name_of(self, index: int) -> str:
         return f"{self.split}[{index}]"
 
+    def spacing_of(self, index: int) -> tuple[float, ...] | None:
+        """The lengths of a voxel along each dim; None where the dataset does not tell.
 
-def kind_of(target: int | Tensor) -> Labels:
-    """The kind of labels that a target is."""
+        ValueError: not one length above 0 for each dim.
+        """
+        of = getattr(self.samples, "spacing_of", None)
+        given = getattr(self.samples, "spacing", None) if of is None else of(index)
+        if given is None:
+            return None
+        lengths = tuple(float(length) for length in given)
+        if len(lengths) != self.dims or not all(0 < length < math.inf for length in lengths):
+            raise ValueError(
+                f"{self.name_of(index)} has the spacing {list(lengths)}; give a length above 0 for each of its {self.dims} dims"
+            )
+        return lengths
+
+
+def kind_of(target: int | Tensor, dims: int) -> Labels:
+    """The kind of labels that a target is.  dims: of the image's pixels."""
     if isinstance(target, int):
         return "class"
-    return "values" if target.is_floating_point() else ("classes", "pixels", "layers")[target.ndim - 1]  # type: ignore[return-value]
+    if target.is_floating_point():
+        return "values"
+    return "classes" if target.ndim == 1 else "pixels" if target.ndim == dims else "layers"
 
 
 def dataset_of(train: Any, evaluate: Any, *, classes: Sequence[str] | int | None = None) -> Dataset:
@@ -100,11 +122,11 @@ def dataset_of(train: Any, evaluate: Any, *, classes: Sequence[str] | int | None
     names = _class_names(train, evaluate, classes)
     in_memory = all(isinstance(samples, TensorDataset | list) for samples in (train, evaluate))
     zeros, ones = [0.0] * one.channels, [1.0] * one.channels
-    return Dataset(one, other, names, one.channels, zeros, ones, in_memory, one.labels, one.dtype)
+    return Dataset(one, other, names, one.channels, zeros, ones, in_memory, one.labels, one.dtype, dims=one.dims)
 
 
 def image_of(image: Any, name: str) -> Tensor:
-    """A tensor or PIL image as a (C, H, W) tensor, integer or floating-point.  ValueError: it is no image.
+    """A tensor or PIL image as a (C, H, W) or (C, D, H, W) tensor, integer or floating-point.  ValueError: it is no image.
 
     name: for the error.
     """
@@ -115,9 +137,10 @@ def image_of(image: Any, name: str) -> Tensor:
             raise BadImageError(f"cannot read the image {name} ({error})") from None
     if not isinstance(image, Tensor):
         raise ValueError(f"{name} has a {_type(image)} for an image; a tensor (C, H, W) or a PIL image is wanted")
-    if image.ndim != 3 or not image.numel():
+    if image.ndim not in (3, 4) or not image.numel():
         raise ValueError(
-            f"{name} has an image of shape {tuple(image.shape)}; (C, H, W) is wanted, as (1, 28, 28) for a grey one"
+            f"{name} has an image of shape {tuple(image.shape)}; (C, H, W) is wanted, as (1, 28, 28) for a grey one, or "
+            "(C, D, H, W) of a volume"
         )
     if image.dtype not in INTEGERS and not image.is_floating_point():
         raise ValueError(
@@ -138,7 +161,8 @@ def _opened(samples: Any, split: str) -> MapStyle:
     if image.is_floating_point():
         least, most = image.min().item(), image.max().item()
         shown = (0.0, 1.0) if least >= 0 and most <= 1 else (-max(abs(least), abs(most)), max(abs(least), abs(most)))
-    return MapStyle(samples, split, image.dtype, len(image), kind_of(target), shown)
+    dims = image.ndim - 1
+    return MapStyle(samples, split, image.dtype, len(image), kind_of(target, dims), shown, dims)
 
 
 def _check_map_style(samples: Any, split: str) -> None:
@@ -168,32 +192,37 @@ def _sample(samples: Any, index: int, name: str) -> tuple[Tensor, int | Tensor]:
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         got = f"{_type(sample)} of {len(sample)}" if isinstance(sample, tuple | list) else _type(sample)
         raise ValueError(f"{name} is a {got}; a pair is wanted: an image and its class number, or another label")
-    return image_of(sample[0], name), _labels(sample[1], name)
+    image = image_of(sample[0], name)
+    return image, _labels(sample[1], name, image.shape)
 
 
-def _labels(target: Any, name: str) -> int | Tensor:
-    """A target of one of the kinds.  ValueError: it is of none."""
+def _labels(target: Any, name: str, shape: Sequence[int]) -> int | Tensor:
+    """A target of one of the kinds.  shape: of the image.  ValueError: it is of none."""
+    dims = len(shape) - 1
     if isinstance(target, Image.Image):
         target = np.array(target)
     labels = target if isinstance(target, Tensor) else torch.from_numpy(np.array(target)) if _is_numeric(target) else None
-    if labels is None or labels.is_complex() or (labels.dtype == torch.bool and labels.ndim in (0, 2)):
+    if labels is None or labels.is_complex() or (labels.dtype == torch.bool and labels.ndim in (0, dims)):
         got = target if isinstance(target, bool | str | None) else getattr(target, "dtype", _type(target))
         raise ValueError(f"{name} has the label {got!r}; a class number, or whole numbers for its pixels, are wanted")
     labels = labels.detach().as_subclass(Tensor)
     if labels.is_floating_point() and labels.ndim < 2:
         return labels.reshape(-1).to(torch.float32)
-    if labels.is_floating_point() or labels.ndim > 3:
+    if labels.is_floating_point() or labels.ndim not in (0, 1, dims, dims + 1):
+        axes = "D, H, W" if dims == 3 else "H, W"
         raise ValueError(
-            f"{name} has labels of shape {tuple(labels.shape)} and {labels.dtype}; wanted are a class number, (H, W) or "
-            "(K, H, W) integers for pixels, (K,) integers for several classes, or (K,) floating-point values"
+            f"{name} has labels of shape {tuple(labels.shape)} and {labels.dtype} and an image of shape {tuple(shape)}; wanted "
+            f"are a class number, ({axes}) or (K, {axes}) integers for pixels, (K,) integers for several classes, or (K,) "
+            "floating-point values"
         )
     if labels.ndim == 0:
         return int(labels)
-    if labels.ndim == 2:
+    if labels.ndim == dims:
         return labels if labels.dtype == torch.uint8 else labels.long()
     if labels.numel() and not ((labels == 0) | (labels == 1)).all():
+        hint = "; of a volume give the image as (1, D, H, W)" if tuple(labels.shape) == tuple(shape) else ""
         raise ValueError(
-            f"{name} has {int(labels.long().max())} among labels of shape {tuple(labels.shape)}; 0 and 1 are wanted there"
+            f"{name} has {int(labels.long().max())} among labels of shape {tuple(labels.shape)}; 0 and 1 are wanted{hint}"
         )
     return labels.to(torch.uint8)
 
@@ -222,7 +251,8 @@ def _class_names(train: Any, evaluate: Any, given: Sequence[str] | int | None) -
 
 def _described(split: MapStyle) -> str:
     labels = {"class": "images", "pixels": "pixels"}.get(split.labels, f"the kind '{split.labels}'")
-    return f"{in_words(split.dtype)} images of {split.channels} channels with labels of {labels}"
+    what = "images" if split.dims == 2 else "volumes"
+    return f"{in_words(split.dtype)} {what} of {split.channels} channels with labels of {labels}"
 
 
 def _type(thing: Any) -> str:

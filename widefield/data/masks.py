@@ -42,9 +42,9 @@ def ignored_label(classes: int) -> int:
 
 
 def raw_mask(path: Path, *, colours: bool = False, window: tuple[Interval, ...] | None = None) -> Array:
-    """Numbers of a mask as it is stored, (H, W) integers; with `colours`, 65536 red + 256 green + blue.
+    """Numbers of a mask as it is stored, (H, W) integers; with `colours`, 65536 red + 256 green + blue.  (D, H, W) of a volume.
 
-    window: rows and columns; read alone where the format of the file has windows.
+    window: rows and columns, or planes and these; read alone where the format of the file has windows.
 
     BadImageError: it cannot be read.  ValueError: its format loses values, or it has colours and numbers are wanted.
     """
@@ -52,8 +52,9 @@ def raw_mask(path: Path, *, colours: bool = False, window: tuple[Interval, ...] 
         raise ValueError(f"the mask {path} is {path.suffix}, which changes the numbers of pixels; save masks as PNG")
     with _named(path):
         image = windowed(path, numbers=True)
+        is_volume = image is not None and len(size_of(image)) == 3
         if image is not None:
-            array = _by_window(image, window, colours)
+            array = _by_window(image, window, colours and not is_volume)
         elif path.suffix.lower() == ".npy":
             array = np.lib.format.open_memmap(path, mode="r")
             array = array[0] if array.ndim == 3 and len(array) == 1 else array
@@ -61,17 +62,21 @@ def raw_mask(path: Path, *, colours: bool = False, window: tuple[Interval, ...] 
         else:
             array = _by_pillow(path, colours)
             array = array if window is None else array[slices(window)]
-    if array.ndim == 3 and not colours:
+    if is_volume and colours:
+        raise ValueError(f"the mask {path} is a volume, and data.options.classes has colours; give numbers there")
+    if is_volume and array.ndim != 3:
+        raise ValueError(f"the mask {path} is a volume of {len(array)} channels; save class numbers, in one channel")
+    if array.ndim == 3 and not colours and not is_volume:
         if (array != array[..., :1]).any():
             raise ValueError(
                 f"the mask {path} has colours; say which class each is: data.options.classes={{road: [255, 0, 0]}}"
             )
         array = array[..., 0]  # a grey mask that was saved as RGB
-    elif array.ndim == 3:
+    elif array.ndim == 3 and not is_volume:
         array = array.astype(np.int32) @ np.array([65536, 256, 1], dtype=np.int32)
     elif colours:
         raise ValueError(f"the mask {path} is an array of numbers, and data.options.classes has colours; give numbers there")
-    if array.ndim != 2 or array.dtype.kind not in "biu":
+    if array.ndim != 2 + is_volume or array.dtype.kind not in "biu":
         raise ValueError(f"the mask {path} is {array.dtype} of shape {array.shape}; (H, W) whole numbers are wanted")
     return array.astype(np.uint8) if array.dtype == bool else array
 
@@ -108,12 +113,12 @@ def _named(path: Path) -> Iterator[None]:
         raise BadImageError(f"cannot read the mask {path} ({reason})") from None
 
 
-def mask_size(path: Path) -> tuple[int, int]:
-    """(H, W), from the file's header.  BadImageError: it cannot be read."""
+def mask_size(path: Path) -> tuple[int, ...]:
+    """(H, W), or (D, H, W), from the file's header.  BadImageError: it cannot be read."""
     with _named(path):
         image = windowed(path, numbers=True)
         if image is not None:
-            return size_of(image)  # type: ignore[return-value]
+            return size_of(image)
         if path.suffix.lower() == ".npy":
             height, width = np.lib.format.open_memmap(path, mode="r").shape[-2:]
             return height, width
@@ -178,11 +183,11 @@ class Mask:
 class Layers:
     """The target `layers`: for each class a file of its pixels, 0 and one other number; None: it has none.
 
-    size: (H, W) of the image.
+    size: of the image, (H, W) or (D, H, W).
     """
 
     files: tuple[Path | None, ...]
-    size: tuple[int, int]
+    size: tuple[int, ...]
 
     def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
         return torch.from_numpy(np.stack([self._layer(file, window) for file in self.files]))

@@ -19,7 +19,8 @@ def mixed(batch: Batch, places: Sequence[tuple[int, int]], *, seed: int, mixup: 
     """
     place = {position: number for number, (_, position) in enumerate(places)}
     partner = [place.get(position ^ 1, number) for number, (_, position) in enumerate(places)]
-    draws = [draw(seed, epoch, position // 2, mixup=mixup, cutmix=cutmix) for epoch, position in places]
+    dims = batch.image.ndim - 2
+    draws = [draw(seed, epoch, position // 2, mixup=mixup, cutmix=cutmix, dims=dims) for epoch, position in places]
     return replace(
         batch,
         partner=torch.tensor(partner),
@@ -28,16 +29,18 @@ def mixed(batch: Batch, places: Sequence[tuple[int, int]], *, seed: int, mixup: 
     )
 
 
-def draw(seed: int, epoch: int, pair: int, *, mixup: float = 0.0, cutmix: float = 0.0) -> tuple[float, list[float]]:
-    """The share of a pair's first image and, for cutmix, the pasted box: top, left, bottom, right as shares of the image.
+def draw(
+    seed: int, epoch: int, pair: int, *, mixup: float = 0.0, cutmix: float = 0.0, dims: int = 2
+) -> tuple[float, list[float]]:
+    """The share of a pair's first image and, for cutmix, the pasted box: where it starts along each dim, then where it stops.
 
+    They are shares of the image, as top, left, bottom, right; of a volume, front, top, left, back, bottom, right.
     mixup: Zhang et al. 2018, arXiv:1710.09412; cutmix: Yun et al. 2019, arXiv:1905.04899.
     """
     generator = np.random.default_rng(seed_of(seed, "mix", epoch, pair))
     cut = bool(cutmix) and (not mixup or generator.random() < 0.5)
     share = generator.beta(*(2 * [cutmix if cut else mixup]))
     if not cut:
-        return share, [0.0, 0.0, 0.0, 0.0]
-    side, (y, x) = (1 - share) ** 0.5, generator.random(2)
-    top, left = max(0.0, y - side / 2), max(0.0, x - side / 2)
-    return share, [top, left, min(1.0, y + side / 2), min(1.0, x + side / 2)]
+        return share, [0.0] * (2 * dims)
+    side, center = (1 - share) ** (1 / dims), generator.random(dims).tolist()
+    return share, [*(max(0.0, at - side / 2) for at in center), *(min(1.0, at + side / 2) for at in center)]

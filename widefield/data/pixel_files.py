@@ -2,7 +2,8 @@
 
 Pillow reads PNG, JPEG, WebP and BMP, and TIFF where tifffile is not installed; what it would cut to 8 bits is refused.  Other
 formats are those of image_files/, of which windows are read alone.
-A .npy file is (H, W), (C, H, W) or (H, W, C), the channels being the shorter of the two ends; windows of it are read alone.
+A .npy file is (H, W), (C, H, W) or (H, W, C), the channels being the shorter of the two ends, or, where volumes are wanted,
+(D, H, W) or (C, D, H, W); windows of it are read alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from widefield.data.windowed_files import PLAIN, read_box, size_of, windowed
 from widefield.geometry import Interval
+from widefield.geometry.box import slices
 from widefield.image_files.opening import suffixes
 
 Array = np.ndarray[Any, Any]
@@ -36,23 +38,24 @@ Image.MAX_IMAGE_PIXELS = None
 
 @dataclass(frozen=True)
 class Pixels:
-    """array: (C, H, W).  colours: what the channels are where the file says so: L, LA, RGB or RGBA."""
+    """array: (C, *pixels).  colours: what the channels are where the file says so: L, LA, RGB or RGBA."""
 
     array: Array
     colours: str = ""
 
 
-def read_pixels(path: Path, window: tuple[Interval, ...] | None = None) -> Pixels:
-    """The file's pixels, or those of a window: an interval of rows and one of columns.
+def read_pixels(path: Path, window: tuple[Interval, ...] | None = None, dims: int = 2) -> Pixels:
+    """The file's pixels, or those of a window: an interval of rows and one of columns.  dims: of what a .npy file has.
 
     Raises whatever a damaged file makes a decoder raise; ValueError, in words, where bits would be lost.
     """
     image_file = windowed(path)
     if image_file is not None:
         return Pixels(_sound(read_box(image_file, window)), image_file.info.colours)
-    rows, columns = (slice(None),) * 2 if window is None else (slice(run.start, run.stop) for run in window)
     if path.suffix.lower() == ".npy":
-        return Pixels(_sound(_mapped(path)[:, rows, columns]))
+        mapped = _mapped(path, dims)
+        return Pixels(_sound(mapped if window is None else mapped[:, *slices(window)]))
+    rows, columns = (slice(None),) * 2 if window is None else slices(window)
     with Image.open(path) as image:
         if image.format in _PROGRAMS:
             raise ValueError(f"{image.format} may hold a program, which Pillow would have Ghostscript run; save it as PNG")
@@ -65,14 +68,13 @@ def read_pixels(path: Path, window: tuple[Interval, ...] | None = None) -> Pixel
     return Pixels(whole.array[:, rows, columns], whole.colours)
 
 
-def shape_of(path: Path) -> tuple[int, ...]:
-    """(C, H, W) of the file, from its header, or (C, D, H, W) of a volume; a palette counts as RGB."""
+def shape_of(path: Path, dims: int = 2) -> tuple[int, ...]:
+    """(C, H, W) of the file, from its header, or (C, D, H, W) of a volume; a palette counts as RGB.  dims: of a .npy file."""
     image_file = windowed(path)
     if image_file is not None:
         return (image_file.info.channels, *size_of(image_file))
     if path.suffix.lower() == ".npy":
-        channels, height, width = _mapped(path).shape
-        return channels, height, width
+        return _mapped(path, dims).shape
     try:
         opened = Image.open(path)
     except UnidentifiedImageError as error:
@@ -88,9 +90,13 @@ def shape_of(path: Path) -> tuple[int, ...]:
         return len(_mode_of(image)), height, width
 
 
-def _mapped(path: Path) -> Array:
-    """A .npy file as (C, H, W), not read yet.  ValueError: another number of dims, or it is not known which are channels."""
+def _mapped(path: Path, dims: int) -> Array:
+    """A .npy file as (C, *pixels), not read yet.  ValueError: another number of dims, or it is not known which are channels."""
     array = np.lib.format.open_memmap(path, mode="r")  # unlike np.load it never unpickles
+    if dims == 3:
+        if array.ndim not in (3, 4) or not array.size:
+            raise ValueError(f"an array of shape {array.shape} is no volume; save (D, H, W) or (C, D, H, W)")
+        return array[None] if array.ndim == 3 else array
     if array.ndim == 2:
         return array[None]
     if array.ndim != 3 or not array.size:

@@ -7,12 +7,15 @@ than one pixel gets the whole image, as does a user's own, unless it has `pointw
 list would on what it gives.
 
 Everything is drawn from a sample's seeds and the size of the whole, so all windows of an image agree.
+
+Volumes go the same way.  What moves their voxels are flips and crops, which are exact (spatial/axis_warp.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -22,20 +25,20 @@ from torch import Tensor
 from torchvision import tv_tensors
 
 from widefield.data.added_transforms import ClassBalancedCrop
+from widefield.data.balanced_crops import BalancedCrops
 from widefield.data.batch import Window
 from widefield.data.sources import InMemory, Source, everything
+from widefield.data.spatial.axis_warp import AxisMap, AxisWarp
 from widefield.data.spatial.boxes import moved_points
-from widefield.data.spatial.class_pixels import ClassPixels, class_pixels_of
 from widefield.data.spatial.coordinate_map import CoordinateMap, SpatialMove, composed
 from widefield.data.spatial.moves import MOVES, crop_at, drawn
+from widefield.data.spatial.volume_moves import CROPS, FLIPS, VOLUME_MOVES, crop_of, drawn_flip
 from widefield.data.spatial.warp import Warp
-from widefield.data.transforms import KEEP_PIXELS_IN_PLACE, Step, Transforms, seed_of, seeded, seeded_for
+from widefield.data.transforms import COLOURS_OF_VOLUMES, KEEP_PIXELS_IN_PLACE, Step, Transforms, seed_of, seeded, seeded_for
 from widefield.geometry.box import Box, full_box, slices, within
 
 CPU = torch.device("cpu")
 _ORDER = ("nearest", "bilinear", "bicubic")
-_KEEP_INDEXED = 4096
-"""Images whose class pixels are remembered, some kilobytes each."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class TransformPhase:
 
 @dataclass(frozen=True)
 class View:
-    """What is read of a sample.  shape: (C, H, W) of the whole, of which image and labels are `window`; None: they are it.
+    """What is read of a sample.  shape: (C, *pixels) of the whole, of which image and labels are `window`; None: they are it.
 
     maps: of every phase, in their order.
     """
@@ -75,16 +78,23 @@ class View:
     labels: Tensor
     shape: tuple[int, ...]
     window: Window | None
-    maps: tuple[CoordinateMap, ...]
+    maps: tuple[CoordinateMap | AxisMap, ...]
 
 
 class PixelTransforms:
     """See the top.  ignore: the label of what is outside of the image; None: the task has no such label."""
 
     def __init__(
-        self, read: Transforms, augment: Transforms, *, num_classes: int, ignore: int | None = None, labelled: bool = True
+        self,
+        read: Transforms,
+        augment: Transforms,
+        *,
+        num_classes: int,
+        ignore: int | None = None,
+        labelled: bool = True,
+        dims: int = 2,
     ) -> None:
-        """labelled: False where the image alone is moved, with labels of no meaning.
+        """labelled: False where the image alone is moved, with labels of no meaning.  dims: 3 of volumes.
 
         ValueError, NotImplementedError: transforms that do not move labels, or of which one map cannot be made.
         """
@@ -92,12 +102,13 @@ class PixelTransforms:
         entries = [
             Entry(name, number, step, labelled) for name, given in listed.items() for number, step in enumerate(given.steps)
         ]
+        check = _check_moves_labels if dims == 2 else _check_is_of_volumes
         for entry in entries:
-            _check_moves_labels(entry, listed[entry.listed].field)
+            check(entry, listed[entry.listed].field)
         self.phases = _phases(entries)
-        self.num_classes, self.ignore, self.labelled = num_classes, ignore, labelled
-        self._settings = [_settings(phase.moves) for phase in self.phases]
-        self._class_pixels: dict[int, ClassPixels] = {}
+        self.num_classes, self.ignore, self.labelled, self.dims = num_classes, ignore, labelled, dims
+        self._settings = [_settings(phase.moves if dims == 2 else _crops(phase.moves)) for phase in self.phases]
+        self._balanced = BalancedCrops(num_classes)
 
     @property
     def does_anything(self) -> bool:
@@ -112,12 +123,12 @@ class PixelTransforms:
     def __call__(
         self, source: Source, seeds: Mapping[str, int], *, window_of: Callable[..., Window] | None, index: int | None = None
     ) -> View:
-        """The window that `window_of((H, W))` says of the transformed whole; all of it for None.
+        """The window that `window_of(size)` says of the transformed whole; all of it for None.
 
         seeds: of the lists `read` and `augment`.  index: of the image in its split, under which its class pixels are kept.
         """
         view: View | None = None
-        maps: tuple[CoordinateMap, ...] = ()
+        maps: tuple[CoordinateMap | AxisMap, ...] = ()
         for number in range(len(self.phases)):
             source = source if view is None else InMemory(view.image, view.labels)
             last = number == len(self.phases) - 1
@@ -145,74 +156,85 @@ class PixelTransforms:
         if phase.own is not None:
             image, labels = _coloured([phase.own], image, labels, seeds)
             whole = full_box(image.shape[1:])
-            asked = window = whole if window_of is None else window_of((image.shape[1], image.shape[2]))
+            asked = window = whole if window_of is None else window_of(tuple(image.shape[1:]))
             image, labels = image[..., *slices(asked)], labels[..., *slices(asked)]
         elif window != asked:
             image, labels = image[..., *slices(asked)], labels[..., *slices(asked)]
         shape = (len(image), *(run.stop for run in whole))
         return View(image, labels, shape, None if window_of is None else asked, (warp.map,))
 
-    def _moved(self, warp: Warp, image: Tensor, labels: Tensor, box: Box, window: Box) -> tuple[Tensor, Tensor]:
+    def _moved(self, warp: Warp | AxisWarp, image: Tensor, labels: Tensor, box: Box, window: Box) -> tuple[Tensor, Tensor]:
         if len(warp.fill) not in (1, len(image)):
             raise ValueError(f"fill has {len(warp.fill)} numbers and images have {len(image)} channels; give one, or one each")
         moved, marks = warp.view(image, labels, box, window, outside=self.ignore)
         assert marks is not None
         return moved, marks
 
-    def _warp(self, number: int, source: Source, seeds: Mapping[str, int], index: int | None) -> Warp:
+    def _warp(self, number: int, source: Source, seeds: Mapping[str, int], index: int | None) -> Warp | AxisWarp:
         """The map of a phase, drawn for an image of the source's size."""
+        return (
+            self._image_warp(number, source, seeds, index)
+            if self.dims == 2
+            else self._volume_warp(number, source, seeds, index)
+        )
+
+    def _volume_warp(self, number: int, source: Source, seeds: Mapping[str, int], index: int | None) -> AxisWarp:
+        map = AxisMap.identity(source.size)
+        for entry in self.phases[number].moves:
+            step, size, seed = entry.step, map.output, seed_of(seeds[entry.listed], "move", entry.number)
+            if isinstance(step.run, ClassBalancedCrop):
+                map = map.then(self._balanced_map(step.run, source, map, seed, index))
+                continue
+            with seeded(seed, CPU):
+                if step.name in FLIPS:
+                    map = map.then(drawn_flip(step.name, step.run, size))
+                    continue
+                try:
+                    map = map.then(crop_of(step.name, step.run, step.arguments).drawn(size))
+                except ValueError as error:
+                    raise ValueError(f"data.{entry.listed}: {step.name} on {_px(size)}: {error}") from None
+        settings = self._settings[number][1]
+        return AxisWarp(map, border=settings["border"], fill=settings["fill"])
+
+    def _image_warp(self, number: int, source: Source, seeds: Mapping[str, int], index: int | None) -> Warp:
         moves: list[SpatialMove] = []
         for entry in self.phases[number].moves:
             size, seed = (moves[-1].size if moves else source.size), seed_of(seeds[entry.listed], "move", entry.number)
             if isinstance(entry.step.run, ClassBalancedCrop):
-                moves.append(self._class_balanced(entry.step.run, source, moves, seed, index))
+                before = composed(source.size, moves)
+                moved = partial(_moved_pixel, before)
+                corner = self._balanced.corner(entry.step.run, source, seed, extents=size, moved=moved, index=index)
+                moves.append(crop_at(corner[0], corner[1], entry.step.run.sides(2)))
                 continue
             with seeded(seed, CPU):
                 try:
                     move = drawn(entry.step.run, size, seed)
                 except ValueError as error:
-                    raise ValueError(f"data.{entry.listed}: {entry.step.name} on {size[0]} x {size[1]} px: {error}") from None
+                    raise ValueError(f"data.{entry.listed}: {entry.step.name} on {_px(size)}: {error}") from None
             moves += [] if move is None else [move]
         made = composed(source.size, moves)
         shrinks, settings = self._settings[number]
         samples = tuple(max(1, int(np.ceil(by - 1e-6))) for by in made.shrinking) if shrinks else (1, 1)
         return Warp(made, samples=samples, **settings)
 
-    def _class_balanced(
-        self,
-        crop: ClassBalancedCrop,
-        source: Source,
-        moves: list[SpatialMove],
-        seed: int,
-        index: int | None,
-    ) -> SpatialMove:
-        generator = np.random.default_rng(seed)
-        before = composed(source.size, moves)
-        pixel = None
-        if generator.random() < crop.share:
-            pixel = self._known_pixels(source, index).draw(crop.classes, source.labels, generator)
-        corner = []
-        center = None if pixel is None else moved_points(before, np.array([pixel], dtype=np.float64))[0]
-        for axis, (side, extent) in enumerate(zip(crop.height_and_width, before.output, strict=True)):
-            anywhere = int(generator.integers(0, max(0, extent - side) + 1))
-            start = anywhere if center is None else int(np.floor(center[axis] + 0.5)) - side // 2
-            corner.append(min(max(start, 0), extent - side) if extent >= side else (extent - side) // 2)
-        return crop_at(corner[0], corner[1], crop.height_and_width)
-
-    def _known_pixels(self, source: Source, index: int | None) -> ClassPixels:
-        if index is not None and index in self._class_pixels:
-            return self._class_pixels[index]
-        found = class_pixels_of(source.size, source.labels, num_classes=self.num_classes)
-        if index is not None:
-            if len(self._class_pixels) >= _KEEP_INDEXED:
-                self._class_pixels.pop(next(iter(self._class_pixels)))
-            self._class_pixels[index] = found
-        return found
+    def _balanced_map(self, crop: ClassBalancedCrop, source: Source, before: AxisMap, seed: int, index: int | None) -> AxisMap:
+        """The crop as a map of a volume that is the source after the map `before`."""
+        moved = before.undone().at
+        corner = self._balanced.corner(crop, source, seed, extents=before.output, moved=moved, index=index)
+        return AxisMap(before.output, crop.sides(3), (1, 1, 1), tuple(corner))
 
 
 def without_labels(image_CHW: Tensor) -> InMemory:
     """An image whose labels have no meaning."""
     return InMemory(image_CHW, torch.zeros(image_CHW.shape[1:], dtype=torch.uint8))
+
+
+def _moved_pixel(map: CoordinateMap, pixel: tuple[int, ...]) -> Sequence[float]:
+    return moved_points(map, np.array([pixel], dtype=np.float64))[0].tolist()
+
+
+def _px(size: Sequence[int]) -> str:
+    return f"{' x '.join(map(str, size))} px"
 
 
 @dataclass(frozen=True)
@@ -260,16 +282,16 @@ def _users(entry: Entry, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
         made = entry.step.run(tv_tensors.Image(image), tv_tensors.Mask(labels))
     else:
         changed = entry.step.run(image)
-        made = changed, labels.new_zeros(changed.shape[-2:]) if isinstance(changed, Tensor) else None
+        made = changed, labels.new_zeros(changed.shape[1:]) if isinstance(changed, Tensor) else None
     if not isinstance(made, tuple | list) or len(made) != 2 or not all(isinstance(one, Tensor) for one in made):
         raise ValueError(f"{name} gives a {type(made).__name__}; a pair of tensors is wanted, the image and its labels")
     found, marks = (one.detach().as_subclass(Tensor) for one in made)
-    if found.dtype != image.dtype or len(found) != len(image) or found.ndim != 3 or marks.ndim != labels.ndim:
+    if found.dtype != image.dtype or len(found) != len(image) or found.ndim != image.ndim or marks.ndim != labels.ndim:
         raise ValueError(
             f"{name} makes of an image {tuple(image.shape)} of {image.dtype} one {tuple(found.shape)} of {found.dtype}, and of "
             f"labels {tuple(labels.shape)} such of {tuple(marks.shape)}; keep the dtype, the channels and the kind of labels"
         )
-    if marks.shape[-2:] != found.shape[-2:] or (entry.step.is_pointwise and found.shape != image.shape):
+    if marks.shape[-(found.ndim - 1) :] != found.shape[1:] or (entry.step.is_pointwise and found.shape != image.shape):
         raise ValueError(
             f"{name} makes an image {tuple(found.shape)} and labels {tuple(marks.shape)} of an image {tuple(image.shape)}; "
             "give labels the image's size, and where `pointwise = True` keep it"
@@ -279,13 +301,44 @@ def _users(entry: Entry, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
 
 def _check_moves_labels(entry: Entry, where: str) -> None:
     step = entry.step
-    if step.is_own or step.keeps_pixels_in_place or step.name in MOVES or isinstance(step.run, ClassBalancedCrop):
+    if isinstance(step.run, ClassBalancedCrop):
+        step.run.sides(2)
+        return
+    if step.is_own or step.keeps_pixels_in_place or step.name in MOVES:
         return
     raise NotImplementedError(
         f"{where} has {step.name}, which moves or changes pixels in a way that labels of pixels cannot follow; leave it out. "
         f"Image and labels are moved by {', '.join((*MOVES, 'ClassBalancedCrop'))}; only the image is changed by "
         f"{', '.join(KEEP_PIXELS_IN_PLACE)}"
     )
+
+
+def _check_is_of_volumes(entry: Entry, where: str) -> None:
+    """NotImplementedError: a transform that is not made for volumes.  ValueError: arguments that it does not take there."""
+    step = entry.step
+    if step.name in CROPS and not step.is_own:
+        try:
+            crop_of(step.name, step.run, step.arguments)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    if isinstance(step.run, ClassBalancedCrop):
+        step.run.sides(3)
+        return
+    if step.is_own or step.name in VOLUME_MOVES or step.colours_volumes:
+        return
+    why = "looks at more than one pixel, of a plane alone" if step.keeps_pixels_in_place else "is made for images (C, H, W)"
+    raise NotImplementedError(
+        f"{where} has {step.name}, which {why}, and here are volumes (C, D, H, W); leave it out, or use a transform of your "
+        f"own, as package.module:callable. Volumes are moved by {', '.join((*VOLUME_MOVES, 'ClassBalancedCrop'))}; only their "
+        f"colours are changed by {', '.join(COLOURS_OF_VOLUMES)}, and by ColorJitter without contrast"
+    )
+
+
+def _crops(moves: Sequence[Entry]) -> list[Entry]:
+    """The crops among moves of volumes, with what they show outside."""
+    named = [(entry, entry.step) for entry in moves if entry.step.name in CROPS]
+    crops = [replace(entry, step=replace(step, run=crop_of(step.name, step.run, step.arguments))) for entry, step in named]
+    return [*crops, *(entry for entry in moves if isinstance(entry.step.run, ClassBalancedCrop))]
 
 
 def _settings(moves: Sequence[Entry]) -> tuple[bool, dict[str, Any]]:

@@ -12,13 +12,17 @@ from widefield.geometry import Interval
 Array = np.ndarray[Any, Any]
 
 
-def place_hashes(key: int, y: Array, x: Array, purpose: int) -> Array:
-    """A 32-bit hash for each (y, x): the finalizer of MurmurHash3 (Appleby) after each input.
+def place_hashes(key: int, *at: Array, purpose: int) -> Array:
+    """A 32-bit hash for each place: the finalizer of MurmurHash3 (Appleby) after each input.
 
-    key: of the image.  purpose: what the numbers are for, so that two purposes have others.
+    key: of the image.  at: a coordinate along each dim, as y and x, which broadcast.
+    purpose: what the numbers are for, so that two purposes have others.
     """
-    state = _mixed(np.uint32(seed_of(key, purpose) % 2**32) ^ y.astype(np.uint32))
-    return _mixed(state * np.uint32(0x9E3779B1) ^ x.astype(np.uint32))
+    first, *further = at
+    state = _mixed(np.uint32(seed_of(key, purpose) % 2**32) ^ first.astype(np.uint32))
+    for one in further:
+        state = _mixed(state * np.uint32(0x9E3779B1) ^ one.astype(np.uint32))
+    return state
 
 
 def _mixed(state: Array) -> Array:
@@ -30,7 +34,7 @@ def _mixed(state: Array) -> Array:
 def smooth_noise(key: int, purpose: int, step: int, rows: Interval, columns: Interval) -> Array:
     """Numbers of 0 to 255, bilinear between points `step` pixels apart, with a smooth slope there."""
     down, across = (np.arange(run.start // step, (run.stop - 1) // step + 2) for run in (rows, columns))
-    points = (place_hashes(key, down[:, None], across[None], 16 + purpose) >> np.uint32(24)).astype(np.int64)
+    points = (place_hashes(key, down[:, None], across[None], purpose=16 + purpose) >> np.uint32(24)).astype(np.int64)
     (y, dy), (x, dx) = (_eased(run, step) for run in (rows, columns))
     lines = points[:, x] * (_ONE - dx) + points[:, x + 1] * dx
     return (lines[y] * (_ONE - dy)[:, None] + lines[y + 1] * dy[:, None]) // _ONE**2

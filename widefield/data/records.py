@@ -14,6 +14,7 @@ from widefield.config import DataConfig
 from widefield.data import BadImageError, Dataset, Images, Labels
 from widefield.data.image import read_image, shape_and_dtype_of, size_of
 from widefield.data.splits import Item, split_items
+from widefield.data.windowed_files import windowed
 from widefield.geometry import Interval
 
 DTYPES = ("uint8", "uint16", "int16", "float32")
@@ -50,11 +51,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PixelKind:
-    """What images are read as.  narrow: 16 bits may become 8."""
+    """What images are read as.  narrow: 16 bits may become 8.  dims: of their pixels, 3 of volumes."""
 
     channels: int
     dtype: torch.dtype
     narrow: bool = False
+    dims: int = 2
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,14 @@ class FileImages:
         return str(self.records[index].files[0])
 
     def shape(self, index: int) -> tuple[int, ...]:
-        return (self.kind.channels, *size_of(self.records[index].files[0]))
+        file = self.records[index].files[0]
+        return (self.kind.channels, *self._checked(file, size_of(file)))
+
+    def spacing_of(self, index: int) -> tuple[float, ...] | None:
+        """The lengths of a pixel along each dim, where the file tells them."""
+        image = windowed(self.records[index].files[0])
+        spacing = () if image is None else image.info.spacing
+        return spacing if len(spacing) == self.kind.dims else None
 
     def read_window(self, index: int, window: tuple[Interval, ...]) -> tuple[Tensor, int | Tensor]:
         return self._image(index, window), self.records[index].target.read(window)
@@ -88,13 +97,26 @@ class FileImages:
     def _image(self, index: int, window: tuple[Interval, ...] | None) -> Tensor:
         files, kind = self.records[index].files, self.kind
         if len(files) == 1:
-            return read_image(files[0], kind.channels, kind.dtype, narrow=kind.narrow, window=window)
+            image = read_image(files[0], kind.channels, kind.dtype, narrow=kind.narrow, window=window)
+            self._checked(files[0], image.shape[1:])
+            return image
         read = [read_image(file, 1, kind.dtype, narrow=kind.narrow, window=window) for file in files]
         for file, part in zip(files, read, strict=True):
             if part.shape != read[0].shape:
                 sizes = [" x ".join(map(str, one.shape[1:])) for one in (part, read[0])]
                 raise BadImageError(f"the channel {file} is {sizes[0]} pixels and {files[0]} is {sizes[1]}; mend one of them")
+        self._checked(files[0], read[0].shape[1:])
         return torch.cat(read)
+
+    def _checked(self, file: Path, size: Sequence[int]) -> Sequence[int]:
+        """BadImageError: a volume among images, or the other way round."""
+        if len(size) != self.kind.dims:
+            size_in_words = " x ".join(map(str, size))
+            raise BadImageError(
+                f"{file} has {len(size)} dims, {size_in_words}, and the first image to train on has {self.kind.dims}; "
+                "keep images and volumes in datasets of their own"
+            )
+        return size
 
 
 @dataclass(frozen=True)
@@ -136,7 +158,8 @@ def dataset_of_records(
     kind = kind_of_files(parts[0][0].files, channels, dtype)
     mean, std = normalization_of(kind)
     one, other = (_images(part, kind) for part in parts)
-    found = Dataset(one, other, classes, kind.channels, mean, std, in_memory=False, labels=labels, dtype=kind.dtype)
+    about = {"labels": labels, "dtype": kind.dtype, "dims": kind.dims}
+    found = Dataset(one, other, classes, kind.channels, mean, std, in_memory=False, **about)
     return replace(found, about=_described(found, source, more))
 
 
@@ -166,14 +189,14 @@ def kind_of_files(files: Sequence[Path], channels: int | None, dtype: str | None
     if len(files) > 1 and channels not in (None, len(files)):
         raise ValueError(f"data.options.channels is {channels} and images have {len(files)} files, one for each channel")
     own = len(files) if len(files) > 1 else shape[0] if channels is None else channels
-    return PixelKind(own, found if dtype is None else getattr(torch, dtype), narrow=dtype == "uint8")
+    return PixelKind(own, found if dtype is None else getattr(torch, dtype), narrow=dtype == "uint8", dims=len(shape) - 1)
 
 
 def _described(dataset: Dataset, source: str, more: Sequence[str]) -> str:
     """As `cells/: 40 images to train on, 10 to evaluate, uint16, 1 channel, 3 classes`."""
     kind = str(dataset.dtype).removeprefix("torch.")
     parts = [
-        f"{len(dataset.train)} images to train on, {len(dataset.evaluate)} to evaluate",
+        f"{len(dataset.train)} {'images' if dataset.dims == 2 else 'volumes'} to train on, {len(dataset.evaluate)} to evaluate",
         f"{kind}, {dataset.channels} channel{'s' if dataset.channels > 1 else ''}",
         f"{len(dataset.classes)} {'values' if dataset.labels == 'values' else 'classes'}",
         *more,

@@ -15,10 +15,10 @@ from widefield.geometry.box import Box, full_box, slices
 
 
 class Source(Protocol):
-    """An image (C, *size) with its labels, (H, W) or (K, H, W)."""
+    """An image (C, *size) with its labels, (*size) or (K, *size)."""
 
     @property
-    def size(self) -> tuple[int, int]: ...
+    def size(self) -> tuple[int, ...]: ...
 
     def read(self, box: Box) -> tuple[Tensor, Tensor]:
         """The image and the labels of a box."""
@@ -35,8 +35,8 @@ class InMemory:
     marks: Tensor
 
     @property
-    def size(self) -> tuple[int, int]:
-        return self.image.shape[1], self.image.shape[2]
+    def size(self) -> tuple[int, ...]:
+        return tuple(self.image.shape[1:])
 
     def read(self, box: Box) -> tuple[Tensor, Tensor]:
         return self.image[..., *slices(box)], self.marks[..., *slices(box)]
@@ -57,10 +57,9 @@ class OfImages:
         self._marks: Tensor | None = None
 
     @property
-    def size(self) -> tuple[int, int]:
+    def size(self) -> tuple[int, ...]:
         if isinstance(self._images, WindowedImages):
-            _, height, width = self._images.shape(self._index)
-            return height, width
+            return tuple(self._images.shape(self._index)[1:])
         return self._read_whole().size
 
     def read(self, box: Box) -> tuple[Tensor, Tensor]:

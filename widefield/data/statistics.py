@@ -42,11 +42,14 @@ class ChannelStatistics:
 
 @dataclass(frozen=True)
 class SplitStatistics:
-    """labels: of class numbers, how many images or pixels each has.  sizes: images by (H, W).  skipped: unreadable images."""
+    """labels: of class numbers, how many images or pixels each has.  sizes: images by (H, W), or (D, H, W).
+
+    skipped: unreadable images.
+    """
 
     images: int
     channels: list[ChannelStatistics]
-    sizes: dict[tuple[int, int], int]
+    sizes: dict[tuple[int, ...], int]
     dtypes: dict[str, int]
     labels: dict[int, int]
     skipped: list[str] = field(default_factory=list)
@@ -65,7 +68,7 @@ class _Seen:
 
     histogram: Array
     parts: dict[int, list[tuple[int, float, float, float, float]]] = field(default_factory=dict)
-    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    sizes: Counter[tuple[int, ...]] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
     labels: Counter[int] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)
@@ -148,7 +151,7 @@ def _add(seen: _Seen, index: int, image: Tensor, *, channels: int, dtype: torch.
             f"{name} has {len(image)} channels of {image.dtype} and the images have {channels} of {dtype}; let all have "
             "the same"
         )
-    seen.sizes[(image.shape[-2], image.shape[-1])] += 1
+    seen.sizes[tuple(image.shape[1:])] += 1
     seen.dtypes[str(image.dtype).removeprefix("torch.")] += 1
     if image.is_floating_point():
         seen.parts[index] = [_moments(channel) for channel in image]

@@ -12,11 +12,12 @@ from widefield.geometry.box import slices
 def check_target(name: str, image_CHW: Tensor, target: int | Tensor, *, num_classes: int, ignore: int | None = None) -> None:
     """ValueError: a label is no class number, or the target's size is not that of the image or of the classes.
 
-    name: of the image.  ignore: a label besides the classes, of pixels that do not count.
+    image_CHW: or a volume, (C, D, H, W).  name: of the image.  ignore: a label besides the classes, of pixels that do not
+        count.
     """
     if isinstance(target, int):
         wrong = [] if 0 <= target < num_classes else [target]
-    elif target.ndim == 2:
+    elif target.ndim == image_CHW.ndim - 1 > 1:
         _check_size(name, target.shape, image_CHW)
         outside = target[(target < 0) | (target >= num_classes)]
         wrong = [label for label in outside.unique().tolist() if label != ignore]
@@ -32,7 +33,7 @@ def check_target(name: str, image_CHW: Tensor, target: int | Tensor, *, num_clas
 def _check_layers(name: str, image_CHW: Tensor, target: Tensor, num_classes: int) -> None:
     if len(target) != num_classes:
         raise ValueError(f"{name} has {len(target)} labels and the classes are {num_classes}; give one per class")
-    if target.ndim == 3:
+    if target.ndim > 1:
         _check_size(name, target.shape[1:], image_CHW)
     if target.is_floating_point():
         if not target.isfinite().all():
@@ -53,6 +54,6 @@ def part_of(target: int | Tensor, window: tuple[Interval, ...]) -> int | Tensor:
     >>> part_of(torch.arange(6).view(2, 3), (Interval(1, 2), Interval(0, 2)))
     tensor([[3, 4]])
     """
-    if isinstance(target, int) or target.ndim < 2:
+    if isinstance(target, int) or target.ndim < len(window):
         return target
     return target[..., *slices(window)]

@@ -11,6 +11,7 @@ from widefield.data import Dataset
 from widefield.data.added_transforms import ClassBalancedCrop
 from widefield.data.pixel_transforms import PixelTransforms
 from widefield.data.spatial.moves import MOVES
+from widefield.data.spatial.volume_moves import VOLUME_MOVES, RandomDepthFlip, VolumeCrop
 from widefield.data.transforms import OF_256_LEVELS, Step, Transforms, seeded
 
 
@@ -18,12 +19,13 @@ def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None
     """Sentences of what is slower than it might be: transforms for which ranks read images whole.
 
     ignore: the task's label of pixels that do not count.  cut: whether ranks read windows of images.
-    ValueError, NotImplementedError: transforms that do not fit the dtype of the images, cannot move labels, or are a user's own
-    and would see windows.
+    ValueError, NotImplementedError: transforms that do not fit the dtype or the dims of the images, cannot move labels, or are
+    a user's own and would see windows.
     """
     lists = {name: Transforms(getattr(config, name), field=f"data.{name}") for name in ("read", "read_evaluate", "augment")}
     for name, listed in lists.items():
         for step in listed.steps:
+            _check_dims(step, name, config, dataset)
             _check_dtype(step, name, config, dataset)
             _check_own(step, name, cut)
             _check_crop(step, name, config, dataset)
@@ -31,21 +33,32 @@ def check_transforms(config: DataConfig, dataset: Dataset, *, ignore: int | None
         return []
     none = Transforms([], field="data.augment")
     train, evaluate = (
-        PixelTransforms(lists[read], augment, num_classes=len(dataset.classes), ignore=ignore)
+        PixelTransforms(lists[read], augment, num_classes=len(dataset.classes), ignore=ignore, dims=dataset.dims)
         for read, augment in (("read", lists["augment"]), ("read_evaluate", none))
     )
     whole = dict.fromkeys([*train.looks_at_all, *evaluate.looks_at_all])
     return [f"{', '.join(whole)}: every rank reads images whole, since a pixel depends on others"] if cut and whole else []
 
 
+def _check_dims(step: Step, name: str, config: DataConfig, dataset: Dataset) -> None:
+    """ValueError: transforms of volumes where there are images."""
+    if dataset.dims == 2 and isinstance(step.run, VolumeCrop | RandomDepthFlip):
+        raise ValueError(
+            f"data.{name} has {step.name}{' of three sizes' if isinstance(step.run, VolumeCrop) else ''}, which is for volumes "
+            f"(C, D, H, W), and data.name={config.name} has images (C, H, W); give two sizes, or leave it out"
+        )
+
+
 def _check_dtype(step: Step, name: str, config: DataConfig, dataset: Dataset) -> None:
     """ValueError: transforms of torchvision that do not run on images of other dtypes than uint8."""
-    moves = step.name in MOVES or isinstance(step.run, ClassBalancedCrop)
+    moves = step.name in (*MOVES, *VOLUME_MOVES) or isinstance(step.run, ClassBalancedCrop)
     if dataset.dtype == torch.uint8 or step.is_own or moves:
+        return
+    if dataset.dims == 3 and not step.colours_volumes:  # PixelTransforms says it
         return
     kind = "floating-point numbers" if dataset.floating else f"{str(dataset.dtype).removeprefix('torch.')}"
     if step.keeps_pixels_in_place and step.name not in OF_256_LEVELS:
-        _try(step, name, dataset.channels, kind)
+        _try(step, name, dataset.channels, kind)  # on a plane of a volume
         return
     raise ValueError(
         f"data.{name} has {step.name}, which changes uint8 images, and those of data.name={config.name} are {kind}; let the "

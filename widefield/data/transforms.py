@@ -7,6 +7,9 @@ or batches.  Where pixels have labels, pixel_transforms.py carries out the list.
 A transform of a user's own is `package.module:callable`, called with the image tensor (C, H, W), and with (image, mask) as
 torchvision's tv_tensors where pixels have labels; it returns the like.  Arguments in the recipe are passed as keywords; a class
 is constructed with them first.
+
+Torchvision knows no volumes (C, D, H, W): its transforms of colour get one as planes, (D, C, H, W), and those that move voxels
+are spatial/volume_moves.py.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torchvision.transforms import v2
 
 from widefield.data.added_transforms import ADDED
 from widefield.data.intensity import limits_of
+from widefield.data.spatial.volume_moves import CROPS
 from widefield.naming import did_you_mean
 from widefield.own_code import code_named, is_code
 
@@ -57,6 +61,12 @@ def names() -> list[str]:
 
 _OF_ANY_NUMBERS = ("GaussianBlur", "Grayscale", "Identity", "RGB", "RandomChannelPermutation", "RandomGrayscale")
 """Those of them that do not take pixels to be between 0 and 1: the others clip to that, or subtract from 1."""
+_SAME_IN_PLANES = ("GaussianNoise",)
+"""Those that look at all pixels, and do to the planes of a volume what they do to the whole."""
+COLOURS_OF_VOLUMES = tuple(
+    name for name in KEEP_PIXELS_IN_PLACE if name not in (*_LOOK_AT_ALL, "ColorJitter") or name in _SAME_IN_PLANES
+)
+"""Those that volumes can have, besides ColorJitter without contrast."""
 OF_256_LEVELS = ("RandomEqualize",)
 """Those of them that compute with 8 bits, whatever the dtype."""
 
@@ -70,13 +80,14 @@ class Step:
     run: Callable[..., Any]
     is_own: bool = False
 
-    def __call__(self, image_CHW: Tensor) -> Tensor:
+    def __call__(self, image: Tensor) -> Tensor:
         """ValueError: floating-point pixels outside of 0 to 1, where they are taken to be inside."""
-        if self.is_own or not self.keeps_pixels_in_place or image_CHW.dtype == torch.uint8:
-            return self.run(image_CHW)
-        if image_CHW.is_floating_point() and self.name not in _OF_ANY_NUMBERS:
-            _check_range(self.name, image_CHW)
-        return in_floats(self.run, image_CHW)
+        if self.is_own or not self.keeps_pixels_in_place:
+            return self.run(image)
+        if image.is_floating_point() and self.name not in _OF_ANY_NUMBERS:
+            _check_range(self.name, image)
+        run = self.run if image.ndim == 3 else partial(_on_planes, self.run)
+        return run(image) if image.dtype == torch.uint8 else in_floats(run, image)
 
     @property
     def keeps_pixels_in_place(self) -> bool:
@@ -89,6 +100,15 @@ class Step:
             return getattr(self.run, "pointwise", False) is True
         looks_at_mean = self.name == "ColorJitter" and self.run.contrast is not None  # type: ignore[attr-defined]
         return self.keeps_pixels_in_place and self.name not in _LOOK_AT_ALL and not looks_at_mean
+
+    @property
+    def colours_volumes(self) -> bool:
+        """Whether it changes the colours of a volume as those of an image."""
+        return self.name in COLOURS_OF_VOLUMES or (self.name == "ColorJitter" and self.is_pointwise)
+
+
+def _on_planes(run: Callable[[Tensor], Tensor], volume_CDHW: Tensor) -> Tensor:
+    return run(volume_CDHW.transpose(0, 1)).transpose(0, 1)
 
 
 def in_floats(run: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
@@ -154,7 +174,7 @@ def all_seeded(seed: int) -> Iterator[None]:
 
 
 class Transforms:
-    """A recipe's list of transforms as a function `(image (C, H, W), seed) -> image`."""
+    """A recipe's list of transforms as a function `(image, seed) -> image`."""
 
     def __init__(self, listed: Sequence[Any], *, field: str) -> None:
         """field: the recipe's key, for errors.  ValueError: an unknown transform, or arguments that it does not take."""
@@ -194,9 +214,15 @@ def _one(entry: Any, field: str) -> Step:
     if not isinstance(arguments, dict | None):
         raise ValueError(f"{field}: {name} is given {arguments!r}; name its arguments: {name}: {{size: 32}}")
     try:
-        return Step(name, arguments or {}, _KNOWN[name](**_arguments(arguments or {})))
+        return Step(name, arguments or {}, _maker(name, arguments or {})(**_arguments(arguments or {})))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{field}: {name} does not take {arguments}: {error}") from None
+
+
+def _maker(name: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """What makes the transform: torchvision's crops take no three sizes."""
+    size = arguments.get("size")
+    return CROPS[name] if name in CROPS and isinstance(size, Sequence) and len(size) == 3 else _KNOWN[name]
 
 
 def _users(name: str, arguments: Any, field: str) -> Step:

@@ -1,6 +1,7 @@
 """Single-device networks by name.
 
-`resnet`, `unet`: files in this folder, each with `build(in_channels, num_classes, **options)` and CASES.
+`resnet`, `unet`: files in this folder, each with `build(in_channels, num_classes, **options)` and CASES.  Those that take
+`dims` get it, 2 for images and 3 for volumes.
 `torchvision/NAME`, `timm/NAME`, `smp/NAME`, `monai/NAME`: models of these libraries.
 `package.module:callable`: the user's own.
 """
@@ -13,6 +14,7 @@ from torch import nn
 
 from widefield.config import ModelConfig
 from widefield.models._libraries import Request, called
+from widefield.models._of_dims import refuse_other_dims
 from widefield.models._output import keep_main_output as keep_main_output
 from widefield.models._output import refuse_auxiliary
 from widefield.models._weights import load_weights_file as load_weights_file
@@ -23,24 +25,41 @@ _LIBRARIES = "widefield.models._libraries"
 
 
 def build(
-    config: ModelConfig, *, in_channels: int, num_classes: int, pretrained: bool = False, reasons: list[str] | None = None
+    config: ModelConfig,
+    *,
+    in_channels: int,
+    num_classes: int,
+    dims: int | None = None,
+    pretrained: bool = False,
+    reasons: list[str] | None = None,
 ) -> nn.Module:
     """The network that a config names, for images of `in_channels` channels and `num_classes` classes.
 
+    dims: of the images' pixels, 3 of volumes; None: as the network's options say.
     pretrained: load the weights that `model.pretrained` names; without it the network is only built as they want it.
     reasons: gets what of the weights was loaded, in words.
-    ValueError: no such model, arguments that it does not take, or pretrained weights that are not there.
+    ValueError: no such model, arguments that it does not take, pretrained weights that are not there, or a named network for
+        other dims.
     NotImplementedError: a model that learns what no task does.
     """
     refuse_object(config.name, key="model.name", keyword="model")
-    library, slash, name = config.name.partition("/")
-    if not slash or is_code(config.name):
-        return _without_library(config, {"in_channels": in_channels, "num_classes": num_classes})
+    library, slash, _ = config.name.partition("/")
+    if slash and not is_code(config.name):
+        request = Request(config, in_channels, num_classes, dims, pretrained, [] if reasons is None else reasons)
+        model = _of_library(config, library, request)
+    else:
+        known = {"dims": dims} if dims is not None else {}
+        model = _without_library(config, {"in_channels": in_channels, "num_classes": num_classes}, known)
+    if dims is not None and not is_code(config.name):
+        refuse_other_dims(config.name, model, dims)
+    return model
+
+
+def _of_library(config: ModelConfig, library: str, request: Request) -> nn.Module:
     if library not in libraries():
         hint = did_you_mean(library, libraries())
         raise ValueError(f"model.name is '{config.name}'{hint} The part before / can be: {', '.join(libraries())}")
-    request = Request(config, in_channels, num_classes, pretrained, [] if reasons is None else reasons)
-    return load(_LIBRARIES, library).build(name, request)
+    return load(_LIBRARIES, library).build(config.name.partition("/")[2], request)
 
 
 def libraries() -> list[str]:
@@ -61,22 +80,22 @@ def check_counts(**options: Any) -> None:
             raise ValueError(f"model.options.{name} is {value!r}; whole numbers above 0 are wanted, as 2 or [16, 32]")
 
 
-def _without_library(config: ModelConfig, shape: dict[str, int]) -> nn.Module:
-    """A model of ours, or the user's own."""
+def _without_library(config: ModelConfig, shape: dict[str, int], known: dict[str, int]) -> nn.Module:
+    """A model of ours, or the user's own.  known: what else it is called with where it takes that."""
     if config.pretrained:
         raise ValueError(
             f"model.pretrained is {str(config.pretrained).lower()} and {config.name} is of no library with weights of its own; "
             "set model.weights to a file, and leave model.pretrained out"
         )
     if is_code(config.name):
-        return _users_own(config, shape)
+        return _users_own(config, shape | known)
     build_ours = load("widefield.models", config.name).build
     refuse_auxiliary(config)
-    return called(build_ours, config, shape)
+    return called(build_ours, config, shape | {key: known[key] for key in takes(build_ours, *known)})
 
 
 def _users_own(config: ModelConfig, shape: dict[str, int]) -> nn.Module:
-    """The model of `module:callable`, called with in_channels and num_classes where its signature has them."""
+    """The model of `module:callable`, called with in_channels, num_classes and dims where its signature has them."""
     build = code_named(config.name, key="model.name")
     given = {key: shape[key] for key in takes(build, *shape)}
     model = called(build, config, given)

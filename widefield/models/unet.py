@@ -1,4 +1,4 @@
-"""A small U-Net (Ronneberger et al. 2015, arXiv:1505.04597) for images of any size, with an output per pixel.
+"""A small U-Net (Ronneberger et al. 2015, arXiv:1505.04597) for images or volumes of any size, with an output per pixel.
 
 Convolutions are padded, so the output has the image's size; for odd sizes, upsampling resizes to the skip's size.
 """
@@ -13,64 +13,104 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from widefield.models import check_counts
+from widefield.models._of_dims import BATCH_NORM, CONV, MAX_POOL, check_dims
 from widefield.naming import did_you_mean
 
 GROUPS = 8
 """Groups of GroupNorm; the greatest common divisor with the channels where it does not divide them."""
+Factors = Sequence[int | Sequence[int]]
+
+_LINEAR = {2: "bilinear", 3: "trilinear"}
 
 
-def _norm(kind: str, channels: int) -> nn.Module:
-    return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(math.gcd(GROUPS, channels), channels)
+def _norm(kind: str, channels: int, dims: int) -> nn.Module:
+    return BATCH_NORM[dims](channels) if kind == "batch" else nn.GroupNorm(math.gcd(GROUPS, channels), channels)
 
 
-def _double(in_channels: int, channels: int, norm: str) -> nn.Sequential:
+def _double(in_channels: int, channels: int, norm: str, dims: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for start in (in_channels, channels):
-        conv = nn.Conv2d(start, channels, 3, padding=1, bias=False)
-        layers += [conv, _norm(norm, channels), nn.ReLU(inplace=True)]
+        conv = CONV[dims](start, channels, 3, padding=1, bias=False)
+        layers += [conv, _norm(norm, channels, dims), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers)
 
 
 class UNet(nn.Module):
-    def __init__(self, in_channels: int, num_classes: int, *, widths: Sequence[int], norm: str) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        num_classes: int,
+        *,
+        widths: Sequence[int],
+        norm: str,
+        dims: int,
+        shrink: Sequence[Sequence[int]],
+    ) -> None:
         super().__init__()
         starts = [in_channels, *widths]
-        self.down = nn.ModuleList(_double(start, width, norm) for start, width in zip(starts, widths, strict=False))
-        self.pool = nn.MaxPool2d(2)
+        self.down = nn.ModuleList(_double(start, width, norm, dims) for start, width in zip(starts, widths, strict=False))
+        self.pools = nn.ModuleList(MAX_POOL[dims](tuple(factors)) for factors in shrink)
         deep = list(reversed(widths))
         pairs = list(zip(deep, deep[1:], strict=False))
-        self.narrow = nn.ModuleList(nn.Conv2d(below, here, 1) for below, here in pairs)
-        self.up = nn.ModuleList(_double(2 * here, here, norm) for _, here in pairs)
-        self.head = nn.Conv2d(widths[0], num_classes, 1)
+        self.narrow = nn.ModuleList(CONV[dims](below, here, 1) for below, here in pairs)
+        self.up = nn.ModuleList(_double(2 * here, here, norm, dims) for _, here in pairs)
+        self.head = CONV[dims](widths[0], num_classes, 1)
+        self.mode = _LINEAR[dims]
 
-    def forward(self, image_BCHW: Tensor) -> Tensor:
-        x, skips = image_BCHW, []
-        for number, down in enumerate(self.down):
-            x = down(self.pool(x) if number else x)
-            skips.append(x)
-        skips.pop()
+    def forward(self, image: Tensor) -> Tensor:
+        """From images (B, C, H, W), or volumes (B, C, D, H, W), to (B, num_classes, *pixels)."""
+        first, *further = self.down
+        skips = [first(image)]
+        for pool, down in zip(self.pools, further, strict=True):
+            skips.append(down(pool(skips[-1])))
+        x = skips.pop()
         for narrow, up in zip(self.narrow, self.up, strict=True):
             skip = skips.pop()
-            x = F.interpolate(narrow(x), size=skip.shape[2:], mode="bilinear", align_corners=False)
+            x = F.interpolate(narrow(x), size=skip.shape[2:], mode=self.mode, align_corners=False)
             x = up(torch.cat([skip, x], dim=1))
         return self.head(x)
 
 
-def build(in_channels: int, num_classes: int, *, widths: Sequence[int] = (16, 32, 64, 128), norm: str = "batch") -> nn.Module:
-    """widths: channels of each level, from the image's size downwards; each further level halves the image.
+def build(
+    in_channels: int,
+    num_classes: int,
+    *,
+    widths: Sequence[int] = (16, 32, 64, 128),
+    norm: str = "batch",
+    dims: int = 2,
+    shrink: Factors | None = None,
+) -> nn.Module:
+    """widths: channels of each level, from the image's size downwards.
 
     norm: `batch` or `group`; group normalization uses the statistics of each image, so it suits batches of one.
+    dims: 2 for images, 3 for volumes; of a recipe without it, those of the data.
+    shrink: by what each further level divides the image, a number, or one for each dim, as [[1, 2, 2], 2] for volumes whose
+        planes lie far apart; None: by 2.
     """
     check_counts(widths=widths)
     if norm not in ("batch", "group"):
         raise ValueError(
             f"model.options.norm is {norm!r}{did_you_mean(str(norm), ['batch', 'group'])} It can be batch or group"
         )
-    return UNet(in_channels, num_classes, widths=widths, norm=norm)
+    check_dims(dims)
+    factors = _factors([2] * (len(widths) - 1) if shrink is None else shrink, levels=len(widths) - 1, dims=dims)
+    return UNet(in_channels, num_classes, widths=widths, norm=norm, dims=dims, shrink=factors)
+
+
+def _factors(shrink: Factors, *, levels: int, dims: int) -> list[list[int]]:
+    """ValueError: not one factor, or one for each dim, for each further level."""
+    found = [list(one) if isinstance(one, Sequence) else [one] * dims for one in shrink]
+    if len(found) != levels or any(len(one) != dims or any(type(by) is not int or by < 1 for by in one) for one in found):
+        raise ValueError(
+            f"model.options.shrink is {shrink!r}; for {levels} further levels and {dims} dims write {levels} of a whole number "
+            f"above 0, or of {dims} of them, as {[[1, *[2] * (dims - 1)]] * levels}"
+        )
+    return found
 
 
 CASES = [
     ({"widths": [4, 8, 16]}, torch.Size((1, 3, 21, 18)), torch.Size((1, 10, 21, 18))),
     ({"widths": [4, 6, 16], "norm": "group"}, torch.Size((1, 3, 21, 18)), torch.Size((1, 10, 21, 18))),
+    ({"widths": [4, 8, 8], "dims": 3, "shrink": [[1, 2, 2], 2]}, torch.Size((1, 1, 5, 9, 14)), torch.Size((1, 10, 5, 9, 14))),
 ]
 """(options, image shape, output shape for 10 classes)."""

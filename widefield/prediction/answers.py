@@ -28,7 +28,8 @@ class Answer:
     Several classes per image: the same, each probability by itself.  Values in place of classes: `classes` are their names,
     `values` the numbers, and `probabilities` is empty.
     Where every pixel has a class: classes with their shares of the pixels, and the class numbers of the pixels: `labels`, the
-    path of a file, or `pixels`, (H, W), or (K, H, W) of 0 and 1 where a pixel may have several classes.
+    path of a file, or `pixels`, (H, W), or (K, H, W) of 0 and 1 where a pixel may have several classes; (D, H, W) and
+    (K, D, H, W) of a volume.
     left_out: how many of the pixels data.read_evaluate leaves out, which have the task's ignore label; the shares are of the
     others.
     """
@@ -40,7 +41,7 @@ class Answer:
     pixels: Tensor | None = None
     values: list[float] | None = None
     probabilities_of_pixels: Tensor | None = None
-    """(K, H, W) float16, where asked for."""
+    """(K, *pixels) float16, where asked for."""
     left_out: int = 0
 
 
@@ -71,10 +72,12 @@ class Asker:
 
     @cached_property
     def mirrors(self) -> list[tuple[int, ...]]:
-        """Dims that are flipped, per pass: left and right; of labels of pixels also up and down, and both."""
+        """Dims that are flipped, per pass: left and right; of labels of pixels all dims, and each with each."""
         if not self.flips:
             return [()]
-        return [(), (-1,), (-2,), (-2, -1)] if self.pixels else [(), (-1,)]
+        dims = self.parts.dataset.dims
+        ways = range(2**dims if self.pixels else 2)
+        return [tuple(-1 - dim for dim in reversed(range(dims)) if way >> dim & 1) for way in ways]
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Transformed], paths: Sequence[str]) -> list[Answer]:
@@ -111,7 +114,7 @@ class Asker:
         return self.parts.task.answers(whole(output).double())
 
     def _of_pixels(self, image: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Labels (B, H, W), or layers (B, K, H, W), of whole images, and their probabilities where asked for."""
+        """Labels (B, *pixels), or layers (B, K, *pixels), of whole images, and their probabilities where asked for."""
         mesh, task = self.parts.mesh, self.parts.task
         outputs = (tile_of(self._output(image, dims), mesh) for dims in self.mirrors)
         if not self.flips and not self.probabilities:
@@ -130,10 +133,11 @@ class Asker:
     def _joined(self, tile: Tensor, batch: Batch) -> Tensor:
         """Whole images of the ranks' tiles."""
         size = batch.window and tuple(len(run) for run in batch.window)
-        if tuple(tile.shape[-2:]) != (size or tuple(batch.shape[1:])):
+        answered = tuple(tile.shape[-len(batch.shape[1:]) :])
+        if answered != (size or tuple(batch.shape[1:])):
             raise ValueError(
-                f"the model answers for {tuple(tile.shape[-2:])} pixels of an image of {batch.shape[1:]}; take a model that "
-                "keeps the image's size"
+                f"the model answers for {answered} pixels of an image {batch.shape[1:]}; take a model that keeps the image's "
+                "size"
             )
         return whole(on_tiles(tile, batch, self.parts.mesh))
 

@@ -1,7 +1,7 @@
 """Files of what a model says of an image's pixels: label images, probabilities, overlays.
 
-NAME.png                    class numbers, with a palette of the classes' colours
-NAME.CLASS.png              0 and 1, a file per class, where a pixel may have several classes
+NAME.png                    class numbers, with a palette of the classes' colours; NAME.npy of a volume
+NAME.CLASS.png              0 and 1, a file per class, where a pixel may have several classes; .npy of a volume
 probabilities/NAME.npy      (K, H, W) float16; or probabilities/NAME.CLASS.png, 16 bits, 65,535 being 1
 NAME.tif, .zarr, ...        class numbers, where the image is predicted by window, in its own format; see wide.py
 overlays/NAME.png           the image with the classes' colours over it; class 0 is transparent
@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -32,12 +33,13 @@ STRENGTH = 0.5
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which files are written for an image.  layers: whether a pixel may have several classes."""
+    """Which files are written for an image.  layers: whether a pixel may have several classes.  volumes: whether it is one."""
 
     classes: Sequence[str]
     layers: bool
     probabilities: Probabilities | None = None
     overlays: bool = False
+    volumes: bool = False
 
     def files_of(self, name: Path, suffix: str = ".png") -> list[Path]:
         """The paths, below the folder of answers, of the files for the image of that name.  suffix: of its labels."""
@@ -46,7 +48,8 @@ class Kinds:
         return [*self._labels_of(name), *self._probabilities_of(name), *([self._overlay_of(name)] * self.overlays)]
 
     def _labels_of(self, name: Path) -> list[Path]:
-        return self._by_class(name) if self.layers else [_with(name, ".png")]
+        suffix = ".npy" if self.volumes else ".png"
+        return self._by_class(name, suffix) if self.layers else [_with(name, suffix)]
 
     def _probabilities_of(self, name: Path) -> list[Path]:
         if self.probabilities is None:
@@ -57,20 +60,20 @@ class Kinds:
     def _overlay_of(self, name: Path) -> Path:
         return Path("overlays") / _with(name, ".png")
 
-    def _by_class(self, name: Path) -> list[Path]:
+    def _by_class(self, name: Path, suffix: str = ".png") -> list[Path]:
         plain = [re.sub(r"[^\w-]+", "_", one) or "_" for one in self.classes]
         unique = plain if len(set(plain)) == len(plain) else [f"{number}_{one}" for number, one in enumerate(plain)]
-        return [_with(name, f".{one}.png") for one in unique]
+        return [_with(name, f".{one}{suffix}") for one in unique]
 
     def write(self, folder: Path, name: Path, labels: Tensor, likely: Tensor | None, image: Tensor) -> Path:
         """Write the files of an image, each whole or not at all; returns the path of the (first) label image.
 
-        labels: (H, W) or (K, H, W).  likely: (K, H, W) probabilities.  image: (C, H, W) as it was read.
+        labels: (*pixels) or (K, *pixels).  likely: (K, *pixels) probabilities.  image: (C, *pixels) as it was read.
         OSError: the disk refuses one.
         """
         parts = list(labels) if self.layers else [labels]
         for path, part in zip(self._labels_of(name), parts, strict=True):
-            _write(folder / path, lambda file, part=part: write_labels(part, file))  # type: ignore[misc]
+            _write(folder / path, partial(_write_volume if self.volumes else write_labels, part))
         if likely is not None:
             self._write_probabilities(folder, name, likely.numpy())
         if self.overlays:
@@ -109,6 +112,10 @@ def _range(pixels: Tensor) -> tuple[float, float]:
     values = pixels.float().flatten()[:: max(1, pixels.numel() // 10**6)]
     low, high = (float(value) for value in torch.quantile(values, torch.tensor([0.005, 0.995])))
     return low, high if high > low else low + 1
+
+
+def _write_volume(labels_DHW: Tensor, path: Path) -> None:
+    path.write_bytes(_npy(labels_DHW.numpy()))
 
 
 def _with(name: Path, suffix: str) -> Path:

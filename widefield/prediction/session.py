@@ -74,6 +74,11 @@ class Wishes:
                 f"--{asked[0]} writes what the model says of every pixel, and this run's task has labels of images; leave it "
                 f"out. --top {len(parts.dataset.classes)} names all classes"
             )
+        if parts.dataset.dims == 3 and (self.overlays or self.probabilities == "png"):
+            asked = ["overlays" if self.overlays else "probabilities png"]
+            raise ValueError(
+                f"--{asked[0]} writes pictures, and this run was trained on volumes; leave it out, or take --probabilities npy"
+            )
         if self.flips and labels_of(parts.task) == "values":
             raise ValueError("--flips takes the mean over mirror images, whose values may be others; leave it out")
 
@@ -147,7 +152,8 @@ def _as_wide(image: Input, parts: Parts) -> Input:
 
 
 def _kinds(parts: Parts, wishes: Wishes) -> Kinds:
-    return Kinds(parts.dataset.classes, labels_of(parts.task) == "layers", wishes.probabilities, wishes.overlays)
+    layers, is_volume = labels_of(parts.task) == "layers", parts.dataset.dims == 3
+    return Kinds(parts.dataset.classes, layers, wishes.probabilities, wishes.overlays, volumes=is_volume)
 
 
 def _cut(answer: Answer, top: int) -> Answer:
@@ -318,17 +324,22 @@ def _pixels_of(image: Any, path: str, *, parts: Parts) -> Tensor:
     """An image as a tensor.  ValueError: the run was trained on images with other channels or another dtype."""
     dataset = parts.dataset
     if isinstance(image, str | Path):
-        if dataset.floating and not shape_and_dtype_of(image)[1].is_floating_point:
+        if dataset.floating and not shape_and_dtype_of(image, dims=dataset.dims)[1].is_floating_point:
             raise ValueError(
                 f"{path} is a file, and this run was trained on floating-point tensors that a Python program's dataset made of "
-                "its images; pass such tensors, (C, H, W)"
+                "its images; pass such tensors, (C, H, W) or (C, D, H, W)"
             )
-        return _checked(read_image(path, dataset.channels, dataset.dtype), path, dataset)
+        return _checked(read_image(path, dataset.channels, dataset.dtype, dims=dataset.dims), path, dataset)
     return _checked(image_of(image, path), path, dataset)
 
 
 def _checked(pixels: Tensor, path: str, dataset: Dataset) -> Tensor:
-    """The pixels.  ValueError: the run was trained on images with other channels or another dtype."""
+    """The pixels.  ValueError: the run was trained on images with other dims, other channels or another dtype."""
+    if pixels.ndim - 1 != dataset.dims:
+        kinds = {2: "images (C, H, W)", 3: "volumes (C, D, H, W)"}
+        raise ValueError(
+            f"{path} is of shape {tuple(pixels.shape)} and this run was trained on {kinds[dataset.dims]}; pass such ones"
+        )
     own, trained = in_words(pixels.dtype), in_words(dataset.dtype)
     if (len(pixels), own) != (dataset.channels, trained):
         raise ValueError(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from widefield.data.intensity import moments_of
 from widefield.data.pixel_transforms import OfImagesAlone, PixelTransforms
+from widefield.data.spatial.axis_warp import AxisMap, AxisWarp
 from widefield.data.spatial.coordinate_map import Array, CoordinateMap, undone
 from widefield.data.spatial.warp import Warp
 from widefield.data.transforms import Transforms
@@ -29,25 +30,25 @@ _TIE_PX = 1e-10
 
 @dataclass(frozen=True)
 class Transformed:
-    """image: (C, h, w) after the transforms.  original: (C, H, W) as it was read.  moments: see Batch; of the original.
+    """image: (C, *pixels) after the transforms.  original: as it was read.  moments: see Batch; of the original.
 
-    back: nearest pixels, to be taken one after the other.  outside: (H, W) bool, the pixels of the original that the transforms
-    left out; None where they are all there.
+    back: nearest pixels, to be taken one after the other.  outside: bool, the pixels of the original that the transforms left
+    out; None where they are all there.
     """
 
     image: Tensor
     original: Tensor
     moments: Tensor | None = None
-    back: tuple[Warp, ...] = ()
+    back: tuple[Warp | AxisWarp, ...] = ()
     outside: Tensor | None = None
 
-    def on_original(self, planes_KHW: Tensor, *, fill: int = 0) -> Tensor:
-        """Values of the transformed image's pixels on those of the original, (K, H, W); `fill` where that was left out."""
-        planes_KHW = _taken(self.back, planes_KHW)
+    def on_original(self, values: Tensor, *, fill: int = 0) -> Tensor:
+        """Values (K, *pixels) of the transformed image's pixels on those of the original; `fill` where that was left out."""
+        values = _taken(self.back, values)
         if self.outside is None:
-            return planes_KHW
-        dtype = torch.promote_types(planes_KHW.dtype, torch.int64) if fill < 0 else planes_KHW.dtype
-        return planes_KHW.to(dtype).masked_fill(self.outside, fill)
+            return values
+        dtype = torch.promote_types(values.dtype, torch.int64) if fill < 0 else values.dtype
+        return values.to(dtype).masked_fill(self.outside, fill)
 
 
 def transforms_of(parts: Parts) -> Transforms | OfImagesAlone:
@@ -64,7 +65,8 @@ def transforms_of(parts: Parts) -> Transforms | OfImagesAlone:
     if not parts.dataset.moves_as_one:
         return listed
     none = Transforms([], field="data.augment")
-    return OfImagesAlone(PixelTransforms(listed, none, num_classes=len(parts.dataset.classes), ignore=0, labelled=pixels))
+    about = {"num_classes": len(parts.dataset.classes), "ignore": 0, "labelled": pixels, "dims": parts.dataset.dims}
+    return OfImagesAlone(PixelTransforms(listed, none, **about))
 
 
 def transformed(image_CHW: Tensor, transforms: Transforms | OfImagesAlone, parts: Parts) -> Transformed:
@@ -108,7 +110,7 @@ def _check_label(outside: Tensor, parts: Parts) -> None:
         )
 
 
-def _back(maps: Sequence[CoordinateMap], size: tuple[int, int]) -> tuple[Warp, ...]:
+def _back(maps: Sequence[CoordinateMap | AxisMap], size: tuple[int, ...]) -> tuple[Warp | AxisWarp, ...]:
     """The inverses, in their order.  ValueError: a user's own transform changes the size between them, or at the end."""
     for map, after in zip(maps, [*(one.source for one in maps[1:]), size], strict=True):
         if map.output != after:
@@ -116,21 +118,25 @@ def _back(maps: Sequence[CoordinateMap], size: tuple[int, int]) -> tuple[Warp, .
                 f"a transform of your own in data.read_evaluate makes an image of {after} of one of {map.output} pixels, and "
                 "labels cannot be brought back from there; keep the size, or use Resize, CenterCrop or Pad, which can be undone"
             )
-    return tuple(_nearest(undone(map)) for map in reversed(maps) if map.chain)
+    return tuple(_nearest(map) for map in reversed(maps) if not map.is_identity)
 
 
-def _nearest(map: CoordinateMap) -> Warp:
+def _nearest(map: CoordinateMap | AxisMap) -> Warp | AxisWarp:
+    """The way back from the pixels of the output to those of the source."""
+    if isinstance(map, AxisMap):
+        return AxisWarp(map.undone())
+    map = undone(map)
     later: Array = np.array([[1, 0, _TIE_PX], [0, 1, _TIE_PX], [0, 0, 1]])
     matrix = reduce(np.matmul, (one for one in map.chain if isinstance(one, np.ndarray)), later)
     return Warp(CoordinateMap(map.source, map.output, (matrix,)), interpolation="nearest")
 
 
-def _taken(back: Sequence[Warp], planes_KHW: Tensor) -> Tensor:
+def _taken(back: Sequence[Warp | AxisWarp], values: Tensor) -> Tensor:
     for warp in back:
         whole = full_box(warp.map.output)
-        planes_KHW, _ = warp.view(planes_KHW, None, full_box(warp.map.source), whole, outside=None)
-    return planes_KHW
+        values, _ = warp.view(values, None, full_box(warp.map.source), whole, outside=None)
+    return values
 
 
-def _size(image_CHW: Tensor) -> tuple[int, int]:
-    return image_CHW.shape[1], image_CHW.shape[2]
+def _size(image: Tensor) -> tuple[int, ...]:
+    return tuple(image.shape[1:])

@@ -203,7 +203,7 @@ class WideAsker:
 
         def read(window: tuple[slice, ...]) -> Tensor:
             box = tuple(Interval(one.start, one.stop) for one in window[2:])
-            pixels = read_image(image.path, dataset.channels, dataset.dtype, window=box)
+            pixels = read_image(image.path, dataset.channels, dataset.dtype, window=box, dims=len(box))
             return preparation.scaled(pixels[None].to(mesh.device), moments)[:, window[1]]
 
         shape = torch.Size((1, dataset.channels, *size_of(image)))
@@ -275,7 +275,7 @@ def _reason(error: Exception) -> str:
 def _bands_of(image: ImageFile, channels: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """The image, some rows or slices at a time."""
     for slab in _slabs_of(size_of(image), channels * dtype.itemsize):
-        yield read_image(image.path, channels, dtype, window=slab)
+        yield read_image(image.path, channels, dtype, window=slab, dims=len(slab))
 
 
 def _slabs_of(size: tuple[int, ...], pixel_bytes: int) -> Iterator[Box]:

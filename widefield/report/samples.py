@@ -1,4 +1,7 @@
-"""Evaluated images with labels, predictions, errors and the cuts of the plan, where every pixel has a class."""
+"""Evaluated images with labels, predictions, errors and the cuts of the plan, where every pixel has a class.
+
+Of a volume there are several views, each as a picture of its own: its middle plane, and the largest value along each axis.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,8 @@ from widefield.geometry.interval import natural_cut
 from widefield.report.class_scores import names_shown
 from widefield.report.mistakes import opened
 
+AXES = ("depth", "height", "width")
+NAMES = ("plane", "row", "column")
 TINY_PX = 400
 """Pictures up to this long are enlarged pixel by pixel."""
 WRONG = (255, 64, 48)
@@ -25,37 +31,88 @@ Pixels = np.ndarray[Any, Any]
 
 def samples(folder: Path, evaluation: Mapping[str, Any] | None, space: Sequence[int]) -> list[dict[str, Any]]:
     """Thumbnails of the evaluated images, as data URIs, with the cuts of `space` tiles per dim; missing files are left out."""
-    found = [_sample(folder, one, evaluation or {}, space) for one in (evaluation or {}).get("samples") or []]
+    found = [
+        _sample(folder, view, evaluation or {}, space)
+        for one in (evaluation or {}).get("samples") or []
+        for view in (_views(one) if "views" in one else [_as_view(one)])
+    ]
     return [one for one in found if one is not None]
 
 
-def _sample(
-    folder: Path, sample: Mapping[str, Any], evaluation: Mapping[str, Any], space: Sequence[int]
-) -> dict[str, Any] | None:
-    """One image; None where one of its files is missing, is no picture, or is outside of the run folder."""
+@dataclass(frozen=True)
+class _View:
+    """files: of image, truth and prediction.  axes: of the image, those that go down and across, with their extents in pixels.
+
+    lengths: of a pixel along these.  what: it is, in words, of a volume.
+    """
+
+    id: str
+    files: Mapping[str, str]
+    axes: tuple[int, int]
+    size: Sequence[int]
+    lengths: tuple[float, float]
+    caption: str
+    what: str = ""
+
+
+def _as_view(sample: Mapping[str, Any]) -> _View:
+    return _View(sample["id"], sample, (0, 1), sample["size"], (1.0, 1.0), _caption(sample))
+
+
+def _views(sample: Mapping[str, Any]) -> list[_View]:
+    """The views of a volume, in their order."""
+    found, spacing = [], [float(length) for length in sample.get("spacing") or (1, 1, 1)]
+    for view in sample["views"]:
+        axis = AXES.index(view["view"]) if view["view"] in AXES else 0
+        down, across = (dim for dim in range(3) if dim != axis)
+        depth = int(sample["size"][0])
+        what = f"largest along the {AXES[axis]}" if view["view"] in AXES else f"plane {depth // 2:,} of {depth:,}"
+        lengths = (spacing[down], spacing[across])
+        found.append(_View(sample["id"], view, (down, across), sample["size"], lengths, f"{what}; {_caption(sample)}", what))
+    return found
+
+
+def _caption(sample: Mapping[str, Any]) -> str:
+    right = f"{100 * sample['right'] / sample['counted']:.2f} % of" if sample["counted"] else "none of"
+    size = " x ".join(f"{extent:,}" for extent in sample["size"])
+    return f"{size} px, {right} {sample['counted']:,} counted pixels right"
+
+
+def _sample(folder: Path, view: _View, evaluation: Mapping[str, Any], space: Sequence[int]) -> dict[str, Any] | None:
+    """One picture; None where one of its files is missing, is no picture, or is outside of the run folder."""
     try:
-        page, truth, prediction = (_pixels(folder, sample[key]) for key in ("image", "truth", "prediction"))
+        page, truth, prediction = (_pixels(folder, view.files[key]) for key in ("image", "truth", "prediction"))
     except (OSError, ValueError, SyntaxError):  # what Pillow raises for a damaged file
         return None
     (height, width), classes = truth.shape, len(names_shown(evaluation))
     wrong = (truth != prediction) & (truth < classes)
     over = {"truth": _labels(truth, classes), "prediction": _labels(prediction, classes), "errors": _marks(wrong)}
     panes = [("image", "", None), *((name, "over", uri) for name, uri in over.items())]
-    rows, columns = cuts(sample["size"], space)
-    right = f"{100 * sample['right'] / sample['counted']:.2f} % of" if sample["counted"] else "none of"
+    names = NAMES[-len(view.size) :]
+    (rows, columns), (down, across) = cuts(view.size, space, axes=view.axes), view.axes
     return {
-        "id": sample["id"], "page": _uri(Image.fromarray(page)), "panes": panes, "rows": rows, "columns": columns,
-        "shape": f"{width} / {height}", "tiny": max(height, width) <= TINY_PX,
-        "caption": f"{sample['size'][0]:,} x {sample['size'][1]:,} px, {right} {sample['counted']:,} counted pixels right",
+        "id": view.id, "page": _uri(Image.fromarray(page)), "panes": panes, "rows": rows, "columns": columns,
+        "shape": _shape(height, width, view.lengths), "tiny": max(height, width) <= TINY_PX,
+        "caption": view.caption, "names": (names[down], names[across]), "what": view.what,
     }  # fmt: skip
 
 
-def cuts(size: Sequence[int], space: Sequence[int]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Where tiles meet, for rows and for columns: (place in percent of the image, the first pixel beyond)."""
-    tiles = [*space, 1, 1][: len(size)]
+def _shape(height: int, width: int, lengths: tuple[float, float]) -> str:
+    """Of a picture, in CSS: width / height."""
+    return f"{width * lengths[1]:g} / {height * lengths[0]:g}"
+
+
+def cuts(
+    size: Sequence[int], space: Sequence[int], *, axes: tuple[int, int] = (0, 1)
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Where tiles meet, for rows and for columns: (place in percent of the image, the first pixel beyond).
+
+    axes: of the image, those that go down and across.
+    """
+    tiles = [*space, *[1] * len(size)][: len(size)]
     inner = [natural_cut(length, parts)[1:-1] for length, parts in zip(size, tiles, strict=True)]
-    rows, columns = ([(f"{100 * at / length:.3f}", f"{at:,}") for at in sorted({*cut} - {0, length})]
-                     for cut, length in zip(inner, size, strict=True))  # fmt: skip
+    rows, columns = ([(f"{100 * at / size[axis]:.3f}", f"{at:,}") for at in sorted({*inner[axis]} - {0, size[axis]})]
+                     for axis in axes)  # fmt: skip
     return rows, columns
 
 

@@ -7,7 +7,7 @@ the means are the same on any number of ranks.  A mean over classes is of the me
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,19 +16,22 @@ import torch
 from torch import Tensor
 
 Array = np.ndarray[Any, Any]
+SpacingOf = Callable[[int], Sequence[float] | None]
+"""The lengths of a pixel along each dim of an image, by its number; None where they are not known."""
 
 
 @dataclass(frozen=True)
 class CaseSizes:
     """What a metric of cases has to know.
 
-    ignore: the label that does not count.  layered: a pixel may have several classes.
+    ignore: the label that does not count.  layered: a pixel may have several classes.  spacing_of: None where no image has one.
     """
 
     classes: int
     cases: int
     ignore: int | None
     layered: bool
+    spacing_of: SpacingOf | None = None
 
 
 class CaseMetric(Protocol):
@@ -82,7 +85,7 @@ class CaseOverlap:
 
 
 class SurfaceDistance:
-    """Distances between the surfaces of each class in truth and answer, in the units of `spacing`.
+    """Distances between the surfaces of each class in truth and answer, in the units of `spacing`, or in pixels.
 
     The surface: pixels of the class that have a neighbour along a dim that is not of it; beyond the image nothing is.  hd95:
     the larger of the two 95th percentiles, from either side (as MONAI); asd: the mean over the pixels of both surfaces (the
@@ -96,7 +99,10 @@ class SurfaceDistance:
     def __init__(
         self, sizes: CaseSizes, *, spacing: Sequence[float] | None = None, tolerance: float = 1.0, background: bool = False
     ) -> None:
-        """spacing: the length of a pixel along each dim.  background: whether class 0 has a surface."""
+        """spacing: the length of a pixel along each dim; None: that of each image, or 1 where it has none.
+
+        background: whether class 0 has a surface.
+        """
         self.sizes, self.spacing, self.tolerance = sizes, spacing, tolerance
         self.numbers = range(0 if background or sizes.layered else 1, sizes.classes)
         self.table = torch.zeros(sizes.cases, sizes.classes, 5, dtype=torch.float64)
@@ -104,8 +110,9 @@ class SurfaceDistance:
 
     def update(self, index: Tensor, answers: Tensor, target: Tensor) -> None:
         for row, answer, truth in zip(index.tolist(), answers.cpu().numpy(), target.cpu().numpy(), strict=True):
+            spacing = np.asarray(self._spacing(row, truth.ndim - self.sizes.layered))
             for number in self.numbers:
-                found = self._distances(*self._masks(answer, truth, number))
+                found = self._distances(*self._masks(answer, truth, number), spacing)
                 if found is not None:
                     self.table[row, number] += torch.tensor([1.0, *found], dtype=torch.float64)
 
@@ -114,11 +121,10 @@ class SurfaceDistance:
             return answer[number] > 0, truth[number] > 0
         return (answer == number) & (truth != self.sizes.ignore), truth == number
 
-    def _distances(self, answer: Array, truth: Array) -> tuple[float, float, float, float] | None:
+    def _distances(self, answer: Array, truth: Array, spacing: Array) -> tuple[float, float, float, float] | None:
         """hd95, asd, nsd, and 1 where one of the masks is empty; None where both are."""
         from scipy.spatial import cKDTree  # some 0.2 s to import
 
-        spacing = np.asarray(self._spacing(answer.ndim))
         one, other = (np.argwhere(surface(mask)) * spacing for mask in (answer, truth))
         if not len(one) and not len(other):
             return None
@@ -130,8 +136,10 @@ class SurfaceDistance:
         hd95 = max(float(np.percentile(side, 95)) for side in (there, back))
         return hd95, float(both.mean()), float((both <= self.tolerance).mean()), 0.0
 
-    def _spacing(self, dims: int) -> list[float]:
-        spacing = [1.0] * dims if self.spacing is None else [float(length) for length in self.spacing]
+    def _spacing(self, index: int, dims: int) -> list[float]:
+        """Of an image with so many dims."""
+        own = None if self.sizes.spacing_of is None or self.spacing is not None else self.sizes.spacing_of(index)
+        spacing = [float(length) for length in own or self.spacing or [1.0] * dims]
         if len(spacing) != dims or min(spacing) <= 0:
             raise ValueError(
                 f"task.metrics: surface has spacing={spacing} and images have {dims} dims; give a length above 0 for each"

@@ -25,7 +25,7 @@ from widefield.config import TaskConfig
 from widefield.naming import did_you_mean
 from widefield.own_code import call, code_named, is_code, takes
 from widefield.tasks import Task, example_of, is_per_pixel, labels_of, values_of
-from widefield.tasks._cases import CaseMetric, CaseSizes
+from widefield.tasks._cases import CaseMetric, CaseSizes, SpacingOf
 from widefield.tasks._named import CASES_OF, NAMED, names_of
 
 _LIBRARIES = (torchmetrics.classification, torchmetrics.segmentation, torchmetrics.regression)
@@ -38,14 +38,15 @@ ADD_UP = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 class RecipeMetric:
     """A metric with its name in evaluations.
 
-    make: returns a new one.  of_cases: from the number of images, a new metric of each image by itself; `make` is None then.
+    make: returns a new one.  of_cases: from the number of images and their spacing, a new metric of each image by itself;
+        `make` is None then.
     gathers: whether ranks gather the answers of all samples for it, and do not add up sums.  factor: of its value, 100 of a
     share that is in percent as the task's own.
     """
 
     name: str
     make: Callable[[], Metric] | None = None
-    of_cases: Callable[[int], CaseMetric] | None = None
+    of_cases: Callable[[int, SpacingOf | None], CaseMetric] | None = None
     gathers: bool = False
     factor: int = 1
 
@@ -77,7 +78,7 @@ def metrics_of(config: TaskConfig, task: Task, *, num_classes: int, cut: bool) -
             raise ValueError(f"task.metrics: there are two metrics of the name '{metric.name}'; leave one out")
         taken.add(metric.name)
         if metric.of_cases is not None:
-            metric.of_cases(1)  # refuses wrong arguments
+            metric.of_cases(1, None)  # refuses wrong arguments
             continue
         _try(metric, task, num_classes, cut=cut)
     return [replace(metric, gathers=_gathers(metric)) for metric in found]
@@ -150,9 +151,17 @@ def _known(name: str, labels: str) -> Callable[..., Any]:
     )
 
 
-def _of_cases(name: str, classes: int, ignore: int | None, layered: bool, options: dict[str, Any], cases: int) -> CaseMetric:
+def _of_cases(
+    name: str,
+    classes: int,
+    ignore: int | None,
+    layered: bool,
+    options: dict[str, Any],
+    cases: int,
+    spacing_of: SpacingOf | None,
+) -> CaseMetric:
     try:
-        return CASES_OF[name](CaseSizes(classes, cases, ignore, layered), **options)
+        return CASES_OF[name](CaseSizes(classes, cases, ignore, layered, spacing_of), **options)
     except TypeError as error:
         raise ValueError(f"task.metrics: {name} cannot be made: {error}") from None
 

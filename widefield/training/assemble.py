@@ -5,7 +5,6 @@ Every value that the program chooses is returned with its reason.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,14 +18,12 @@ from torch.utils.data import Sampler
 
 from widefield.comm.mesh import Mesh
 from widefield.config import RunConfig
-from widefield.data import Dataset, Labels, open_dataset
+from widefield.data import Dataset, open_dataset, spacing_of
 from widefield.data.batch import Batch, Window
 from widefield.data.device import Preparation
 from widefield.data.loader import SampleReader, augments_on_device, load_batches, reader_of
-from widefield.data.map_style import MapStyle
 from widefield.data.order import EvaluateSampler, Key, Steps, TrainSampler
 from widefield.data.statistics import SplitStatistics
-from widefield.data.transform_checks import check_transforms
 from widefield.data.transforms import Transforms, seed_of
 from widefield.parallel.parallelize import evaluates_together, parallelize, parallelize_average, share_states
 from widefield.parallel.parallelize import reasons as parallel_reasons
@@ -39,6 +36,7 @@ from widefield.training.balance import check_sampling, check_stages, sample_weig
 from widefield.training.batch_sharding import cuts_in_words, window_of
 from widefield.training.best import best_of
 from widefield.training.built_model import built_model
+from widefield.training.data_checks import check_data, why_scaled
 from widefield.training.evaluate import Evaluation, evaluate
 from widefield.training.freezing import freeze
 from widefield.training.given import NOTHING, Given
@@ -68,7 +66,7 @@ class Parts:
     channels_last: bool
     reasons: list[str] = field(default_factory=list)
     window: Callable[[tuple[int, ...]], Window] | None = None
-    """From the (H, W) of an image, the window that this rank reads; None: the whole image."""
+    """From the size of an image, (H, W) or (D, H, W), the window that this rank reads; None: the whole image."""
     metrics: list[RecipeMetric] = field(default_factory=list)
     """The metrics that the recipe adds to the task's."""
     given: Given = NOTHING
@@ -92,6 +90,7 @@ class Parts:
             labels=self.dataset.labels,
             pixel_dtype=self.dataset.dtype,
             intensity=self.dataset.intensity,
+            dims=self.dataset.dims,
         )
 
     def reader(self, *, train: bool) -> SampleReader:
@@ -107,6 +106,7 @@ class Parts:
             intensity=self.dataset.intensity,
             pixels=self.dataset.pixels,
             moves_as_one=self.dataset.moves_as_one,
+            dims=self.dataset.dims,
         )
 
     def evaluation_batches(self, *, together: bool = False) -> Iterator[Batch]:
@@ -147,10 +147,10 @@ def assemble(
     scaled = _opened(config, mesh, given, stored) if dataset is None else Scaled(dataset)
     dataset = scaled.dataset
     task, why_balanced = task_of(config, given, dataset, mesh)
-    slower = _check_data(config, dataset, task, given, cut=bool(mesh.grid.sizes))
+    slower = check_data(config, dataset, task, given, cut=bool(mesh.grid.sizes))
     metrics = metrics_of(config.task, task, num_classes=len(dataset.classes), cut=bool(mesh.grid.sizes))
     workers, why_workers = _choose_workers(config, dataset, mesh)
-    channels_last, why_format = _choose_format(config, arithmetic)
+    channels_last, why_format = _choose_format(config, arithmetic, dims=dataset.dims)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(True)
@@ -158,7 +158,7 @@ def assemble(
     model, why_weights = built_model(
         config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights
     )
-    scaling = (*scaled.reasons, _why_scaled(config, dataset))
+    scaling = (*scaled.reasons, why_scaled(config, dataset))
     found = (dataset.about, why_precision, why_workers, *scaling, why_format, why_balanced, *why_weights, *slower)
     reasons = [reason for reason in found if reason is not None]
     window = window_of(mesh)
@@ -296,6 +296,7 @@ def evaluate_parts(parts: Parts, model: nn.Module, *, batches: int | None = None
         together=together,
         extra_metrics=parts.metrics,
         classes=parts.dataset.classes,
+        spacing_of=partial(spacing_of, parts.dataset.evaluate) if parts.dataset.dims == 3 else None,
     )
 
 
@@ -311,74 +312,6 @@ def write_model_of(folder: Path, parts: Parts) -> None:
         write_statistics(folder, parts.statistics)
 
 
-def _check_data(config: RunConfig, dataset: Dataset, task: Task, given: Given, *, cut: bool) -> list[str]:
-    """Sentences on transforms that make reading slower.  ValueError: data that does not fit the recipe."""
-    _check_channels(config, dataset)
-    _check_labels(config, dataset, task)
-    _check_classes(config, dataset, given)
-    return list(check_transforms(config.data, dataset, ignore=getattr(task, "ignore_index", None), cut=cut))
-
-
-def _check_channels(config: RunConfig, dataset: Dataset) -> None:
-    for name, values in (("mean", config.data.mean), ("std", config.data.std)):
-        if values is not None and len(values) not in (1, dataset.channels):
-            raise ValueError(
-                f"data.{name} has {len(values)} numbers and the images have {dataset.channels} channels; give one per channel"
-            )
-    if config.data.std is None and not all(1e-6 <= value < math.inf for value in dataset.std):
-        raise ValueError(
-            f"data.name={config.data.name} says that pixels, scaled to 0..1, have the standard deviations {dataset.std}, and "
-            "they are divided by these; set data.std to numbers above 0, as [1] for a channel that is the same everywhere"
-        )
-
-
-def _check_classes(config: RunConfig, dataset: Dataset, given: Given) -> None:
-    """ValueError: one class only, of which there is nothing to learn.  A user's own task may have another use for it."""
-    if len(dataset.classes) == 1 and given.task is None and config.task.name in ("classification", "segmentation"):
-        raise ValueError(
-            f"data.name={config.data.name} has one class only, '{dataset.classes[0]}', which every answer would be; "
-            f"task.name={config.task.name} tells classes apart, so give it two or more"
-        )
-
-
-def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
-    """ValueError: labels of another kind than the task's, or mixing of images whose pixels have labels."""
-    name, learns = config.data.name, labels_of(task)
-    if learns != dataset.labels:
-        cure = f"set task.name={_TASK_FOR[dataset.labels]}" if dataset.labels in _TASK_FOR else "take a task that learns these"
-        raise ValueError(
-            f"task.name={config.task.name} learns {_LABELS_IN_WORDS[learns]} and data.name={name} has "
-            f"{_LABELS_IN_WORDS[dataset.labels]}; {cure}, or take other data"
-        )
-    if not dataset.pixels:
-        return
-    for field_name in ("mixup", "cutmix"):
-        if share := getattr(config.data, field_name):
-            raise ValueError(
-                f"data.{field_name}={share:g} mixes images of {_LABELS_IN_WORDS['class']} and data.name={name} has "
-                f"{_LABELS_IN_WORDS[dataset.labels]}; "
-                f"set data.{field_name}=0"
-            )
-
-
-_LABELS_IN_WORDS: dict[Labels, str] = {
-    "class": "one class number per image",
-    "classes": "any number of classes per image",
-    "values": "numbers per image",
-    "pixels": "one per pixel",
-    "layers": "any number of classes per pixel",
-}
-_TASK_FOR: dict[Labels, str] = {"class": "classification", "pixels": "segmentation"}
-
-
-def _why_scaled(config: RunConfig, dataset: Dataset) -> str | None:
-    """The reason for the normalization of a user's own datasets, which have no mean and std."""
-    if not isinstance(dataset.train, MapStyle) or config.data.mean is not None or config.data.std is not None:
-        return None
-    how = "taken as the dataset gives them" if dataset.floating else "scaled to 0..1"
-    return f"data.mean={dataset.mean}, data.std={dataset.std}: pixels are {how}, for nothing else was asked"
-
-
 def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[int, str | None]:
     if config.data.workers is not None:
         return config.data.workers, None
@@ -390,9 +323,11 @@ def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[in
     return workers, f"data.workers={workers}: {cores} cores for {ranks}, one left to each rank, 8 at most"
 
 
-def _choose_format(config: RunConfig, arithmetic: Arithmetic) -> tuple[bool, str | None]:
+def _choose_format(config: RunConfig, arithmetic: Arithmetic, *, dims: int) -> tuple[bool, str | None]:
     if config.model.channels_last is not None:
         return config.model.channels_last, None
+    if dims == 3:
+        return False, "model.channels_last=false: of volumes it was not measured; set it to true to try"
     if arithmetic.device.type == "cuda" and arithmetic.low is not None:
         return True, f"model.channels_last=true: convolutions of {arithmetic.precision} on tensor cores read it"
     return False, f"model.channels_last=false: {arithmetic.precision} on {arithmetic.device.type} gains nothing by it"

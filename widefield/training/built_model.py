@@ -24,16 +24,24 @@ def built_model(
     asked, reasons = config.model, list[str]()
     model = given.model_copy()
     if model is None:
-        shape = {"in_channels": dataset.channels, "num_classes": len(dataset.classes)}
+        shape = {"in_channels": dataset.channels, "num_classes": len(dataset.classes), "dims": dataset.dims}
         model = models.build(asked, **shape, pretrained=initial, reasons=reasons)
     elif asked.auxiliary is not None:
         models.keep_main_output(model, auxiliary=True)
     model.to(mesh.device, arithmetic.dtype)
     gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1
     if channels_last and (asked.channels_last or not gathers):  # FSDP2 would make weights row-major again
-        model.to(memory_format=torch.channels_last)
+        _lay_channels_last(model)
     if initial:
         reasons += models.load_weights_file(asked, model)
     if mesh.plan.stream is not None:
         stream_as(mesh.plan.stream, model, compiles=asked.compile)
     return model, reasons
+
+
+def _lay_channels_last(model: nn.Module) -> None:
+    """In place, weights of convolutions over images and over volumes; nn.Module.to takes a network of one kind alone."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.ndim in formats:
+            tensor.data = tensor.data.to(memory_format=formats[tensor.ndim])

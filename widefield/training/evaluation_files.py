@@ -7,15 +7,17 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from widefield.data import Images
+from widefield.data import Images, spacing_of
 from widefield.data.image import write_image, write_labels
 from widefield.training.disk import replace_text
 from widefield.training.evaluation import Evaluation, Mistake
 from widefield.training.scores import csv_of
 from widefield.training.thumbnails import Thumbnail, shown_in_words
+from widefield.training.volume_thumbnails import VIEWS
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ def write_evaluation(
     for stale in sorted((folder / "mistakes").glob("*.png"))[len(evaluation.mistakes) :]:
         stale.unlink(missing_ok=True)
     samples = [
-        attempt("the pictures of evaluated images", partial(_write_sample, folder, piece, images.name_of(piece.index)))
-        for piece in evaluation.pieces
+        attempt("the pictures of evaluated images", partial(_write_sample, folder, list(pieces), images, index))
+        for index, pieces in groupby(evaluation.pieces, key=lambda piece: piece.index)
     ]
     values["samples"] = [sample for sample in samples if sample is not None]
     attempt("evaluation.json", lambda: replace_text(folder / "evaluation.json", json.dumps(values) + "\n"))
@@ -121,12 +123,27 @@ def _write_picture(piece: Thumbnail, file: Path) -> Path:
     return file
 
 
-def _write_sample(folder: Path, piece: Thumbnail, name: str) -> dict[str, Any]:
-    """Write the three thumbnails of an image to samples/; returns what the report needs."""
-    place = folder / "samples"
-    place.mkdir(exist_ok=True)
-    files = {kind: f"samples/{piece.index:02}_{kind}.png" for kind in ("image", "truth", "prediction")}
+def _write_sample(folder: Path, pieces: list[Thumbnail], images: Images, index: int) -> dict[str, Any]:
+    """Write the three thumbnails of an image, or of each view of a volume, to samples/; returns what the report needs."""
+    (folder / "samples").mkdir(exist_ok=True)
+    about = pieces[-1]  # of a plane alone, right and counted are not those of the volume
+    told = {"id": images.name_of(index), "size": list(about.size), "right": about.right, "counted": about.counted}
+    if not about.view:
+        return told | _write_pictures(folder, about)
+    spacing = spacing_of(images, index)
+    views = [{"view": piece.view, **_write_pictures(folder, piece)} for piece in sorted(pieces, key=_by_view)]
+    return told | {"spacing": None if spacing is None else list(spacing), "views": views}
+
+
+def _by_view(piece: Thumbnail) -> int:
+    return VIEWS.index(piece.view)
+
+
+def _write_pictures(folder: Path, piece: Thumbnail) -> dict[str, str]:
+    """Write image, truth and prediction; returns their paths in the folder."""
+    name = "_".join(filter(None, (f"{piece.index:02}", piece.view)))
+    files = {kind: f"samples/{name}_{kind}.png" for kind in ("image", "truth", "prediction")}
     write_image(piece.image, folder / files["image"])
     write_labels(piece.truth, folder / files["truth"])
     write_labels(piece.prediction, folder / files["prediction"])
-    return {"id": name, "size": list(piece.size), "right": piece.right, "counted": piece.counted, **files}
+    return files

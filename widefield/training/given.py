@@ -144,6 +144,7 @@ def _facts_of(dataset: Dataset) -> dict[str, object]:
         "images to evaluate": len(dataset.evaluate),
         "classes": dataset.classes,
         "channels": dataset.channels,
+        "dims": dataset.dims,
         "pixels": in_words(dataset.dtype),
         "labels": {"class": "images"}.get(dataset.labels, dataset.labels),
     }

@@ -175,7 +175,7 @@ def with_batch_of_run(folder: Path, config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True)
 class NoImages:
-    """A split without images, where only a run's metadata is known.  shape: of one of its images, (C, H, W)."""
+    """A split without images, where only a run's metadata is known.  shape: of one of its images, (C, *pixels)."""
 
     shape: list[int]
 
@@ -190,7 +190,7 @@ class NoImages:
 
 
 def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[float], std: list[float], name: str) -> None:
-    """Write model.json: classes, kind of labels, image shape (C, H, W) and normalization, needed to use the weights."""
+    """Write model.json: classes, kind of labels, image shape (C, *pixels) and normalization, needed to use the weights."""
     values = {
         "model": name,
         "classes": dataset.classes,
@@ -222,6 +222,7 @@ def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         shape, classes = [int(length) for length in values["image"]], [str(name) for name in values["classes"]]
+        dims = _dims_of(shape)
         mean, std = ([float(value) for value in values[name]] for name in ("mean", "std"))
         labels, dtype = _labels_of(values), _dtype_of(values)
         intensity = Intensity.from_tree(values["intensity"]) if "intensity" in values else Intensity()
@@ -230,7 +231,14 @@ def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
             f"{path} is damaged ({type(error).__name__}: {error}); take it from where the run was trained"
         ) from None
     none = NoImages(shape)
-    return Dataset(none, none, classes, shape[0], mean, std, True, labels, dtype, intensity)
+    return Dataset(none, none, classes, shape[0], mean, std, True, labels, dtype, intensity, dims=dims)
+
+
+def _dims_of(shape: list[int]) -> int:
+    """ValueError: no shape of an image, (C, H, W), or of a volume, (C, D, H, W)."""
+    if len(shape) not in (3, 4):
+        raise ValueError(f"image is {shape}")
+    return len(shape) - 1
 
 
 def _labels_of(values: dict[str, Any]) -> Labels:

@@ -5,10 +5,13 @@ means of blocks of s rows and columns.  So a rank's part depends only on its win
 the thumbnail of the whole image.
 
 A thumbnail has one channel, grey, or three, red, green and blue.  Its size does not grow with the image.
+
+Of a volume a small one has the middle plane; those with labels are the views of volume_thumbnails.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,10 +37,12 @@ class Thumbnail:
     image: (1 or 3, h, w) uint8.  truth, prediction: (h, w) class numbers; empty where the image has one class.
     top, left: its place in the whole thumbnail, which has `shape` (h, w); the image has `size` (H, W) pixels.
     counted: pixels of the window, not of the thumbnail, that have a label; right: those predicted right.
+    view: of a volume, which one it is; `size` is then (D, H, W).  voxels: where parts of ranks lie over each other and their
+    largest values stand, how many are in the rank's window; else 0.
     """
 
     index: int
-    size: tuple[int, int]
+    size: tuple[int, ...]
     shape: tuple[int, int]
     top: int
     left: int
@@ -46,6 +51,8 @@ class Thumbnail:
     prediction: Tensor
     right: int = 0
     counted: int = 0
+    view: str = ""
+    voxels: int = 0
 
 
 def channels_shown(image_CHW: Tensor) -> Tensor:
@@ -77,8 +84,6 @@ def shown_in_words(channels: int) -> str | None:
 
 def thumbnails_of(batch: Batch, answers: Tensor, target: Tensor, *, ignore: int) -> list[Thumbnail]:
     """This rank's parts of the thumbnails of a batch's images among the first SHOWN; answers, target: its (B, H, W) windows."""
-    if target.ndim != 3:  # volumes have none
-        return []
     size, window = _place(batch)
     return [
         _labelled(
@@ -95,10 +100,10 @@ def painted(layers: Tensor) -> Tensor:
     return ((layers > 0) * numbers).amax(1)
 
 
-def _place(batch: Batch) -> tuple[tuple[int, int], tuple[Interval, ...]]:
-    """The (H, W) of the whole images, and this rank's window of them."""
-    height, width = batch.shape[-2:]
-    return (height, width), batch.window or (Interval(0, height), Interval(0, width))
+def _place(batch: Batch) -> tuple[tuple[int, ...], tuple[Interval, ...]]:
+    """The size of the whole images, and this rank's window of them."""
+    size = batch.shape[1:]
+    return size, batch.window or tuple(Interval(0, extent) for extent in size)
 
 
 def _labelled(
@@ -123,16 +128,22 @@ def _labelled(
 
 
 def small_thumbnail_of(batch: Batch, row: int) -> Thumbnail | None:
-    """This rank's part of the thumbnail, up to SMALL_PX long, of one image of a batch; None of a volume."""
-    if batch.image.ndim != 4:
-        return None
-    size, window = _place(batch)
+    """This rank's part of the thumbnail, up to SMALL_PX long, of one image of a batch.
+
+    Of a volume, of its middle plane; None where this rank has nothing of that.
+    """
+    (size, window), image = _place(batch), batch.image[row]
+    if len(size) == 3:
+        plane = size[0] // 2 - window[0].start
+        if not 0 <= plane < len(window[0]):
+            return None
+        size, window, image = size[1:], window[1:], image[:, plane]
     every = -(-max(size) // SMALL_PX)
     step = -(-every // SAMPLED)
     every = -(-every // step) * step
     start = [-(-run.start // every) for run in window]
     rows, columns = (slice(first * every - run.start, None, step) for first, run in zip(start, window, strict=True))
-    sampled = as_bytes(channels_shown(batch.image[row])[:, rows, columns], batch.shown)
+    sampled = as_bytes(channels_shown(image)[:, rows, columns], batch.shown)
     shape = (-(-size[0] // every), -(-size[1] // every))
     nothing = torch.zeros(0, 0, dtype=torch.uint8)
     return Thumbnail(int(batch.index[row]), size, shape, *start, _means(sampled, every // step).cpu(), nothing, nothing)
@@ -149,12 +160,13 @@ def _means(image_CHW: Tensor, side: int) -> Tensor:
 
 
 def join_thumbnails(pieces: Sequence[Thumbnail]) -> list[Thumbnail]:
-    """The whole Thumbnail of each image, by image number; images with a missing part are left out."""
+    """The whole Thumbnail of each image, by image number and view; those with a missing part are left out."""
     wholes = []
-    for index in sorted({piece.index for piece in pieces}):
-        parts = [piece for piece in pieces if piece.index == index]
+    for key in sorted({(piece.index, piece.view) for piece in pieces}):
+        parts = [piece for piece in pieces if (piece.index, piece.view) == key]
         whole = _join(parts)
-        if sum(part.image[0].numel() for part in parts) == whole.image[0].numel():
+        there = sum(part.voxels or part.image[0].numel() for part in parts)
+        if there == (math.prod(whole.size) if parts[0].voxels else whole.image[0].numel()):
             wholes.append(whole)
     return wholes
 
@@ -168,8 +180,8 @@ def _join(parts: list[Thumbnail]) -> Thumbnail:
     for part in parts:
         height, width = part.image.shape[1:]
         place = (..., slice(part.top, part.top + height), slice(part.left, part.left + width))
-        image[place] = part.image
-        if labelled:
-            truth[place], prediction[place] = part.truth, part.prediction
-    right, counted = sum(part.right for part in parts), sum(part.counted for part in parts)
-    return Thumbnail(first.index, first.size, first.shape, 0, 0, image, truth, prediction, right, counted)
+        layers = ((image, part.image), *(((truth, part.truth), (prediction, part.prediction)) if labelled else ()))
+        for whole, one in layers:
+            whole[place] = torch.maximum(whole[place], one) if part.voxels else one
+    right, counted, voxels = (sum(getattr(part, name) for part in parts) for name in ("right", "counted", "voxels"))
+    return Thumbnail(first.index, first.size, first.shape, 0, 0, image, truth, prediction, right, counted, first.view, voxels)

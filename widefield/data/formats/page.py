@@ -142,12 +142,12 @@ def _paper(key: int, rows: Interval, columns: Interval) -> Pixels:
     In integers, so that the bits of a pixel do not depend on the window.
     """
     down, across = (np.arange(run.start // GRAIN, run.stop // GRAIN + 2) for run in (rows, columns))
-    points = (place_hashes(key, down[:, None], across[None, :], 7) >> np.uint32(26)).astype(np.int32)  # 0..63
+    points = (place_hashes(key, down[:, None], across[None, :], purpose=7) >> np.uint32(26)).astype(np.int32)  # 0..63
     (y, dy), (x, dx) = (_between(run) for run in (rows, columns))
     lines = points[:, x] * (GRAIN - dx) + points[:, x + 1] * dx
     coarse = (lines[y] * (GRAIN - dy)[:, None] + lines[y + 1] * dy[:, None]) // GRAIN**2
     at = [np.arange(run.start, run.stop) for run in (rows, columns)]
-    fine = place_hashes(key, at[0][:, None], at[1][None, :], 8) >> np.uint32(27)  # 0..31
+    fine = place_hashes(key, at[0][:, None], at[1][None, :], purpose=8) >> np.uint32(27)  # 0..31
     return (16 + coarse + fine).astype(np.uint8)
 
 
@@ -159,7 +159,7 @@ def _between(run: Interval) -> tuple[Pixels, Pixels]:
 
 def _chance(key: int, y: Pixels, x: Pixels, purpose: int) -> Pixels:
     """Uniform numbers in [0, 1)."""
-    return place_hashes(key, y, x, purpose) / 2.0**32
+    return place_hashes(key, y, x, purpose=purpose) / 2.0**32
 
 
 def open_dataset(

@@ -85,11 +85,11 @@ def _made(key: int, land: Land, rows: Interval, columns: Interval) -> tuple[Pixe
     moisture = 3 * smooth_noise(key, 2, far, rows, columns) + smooth_noise(key, 3, near, rows, columns)
     y, x = (np.arange(run.start, run.stop) for run in (rows, columns))
     block = max(4, land.feature_px // 3)
-    houses = place_hashes(key, (y // block)[:, None], (x // block)[None], 4) % np.uint32(5) == 0
+    houses = place_hashes(key, (y // block)[:, None], (x // block)[None], purpose=4) % np.uint32(5) == 0
     label = np.where(moisture > 530, 1, 2).astype(np.uint8)
     label[houses & (moisture <= 530)] = 3
     label[height < 440] = 0
-    grain = (place_hashes(key, y[:, None], x[None], 5) >> np.uint32(24)).astype(np.int64) - 128
+    grain = (place_hashes(key, y[:, None], x[None], purpose=5) >> np.uint32(24)).astype(np.int64) - 128
     light = 230 + smooth_noise(key, 6, 4 * far, rows, columns) // 4
     bands = REFLECTANCE[label].transpose(2, 0, 1) * light // 256 + grain * (1 + label) // 2
     outside = _outside(land, y, x)

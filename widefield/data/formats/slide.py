@@ -79,14 +79,14 @@ class Slides:
         image = np.where(is_tissue[None], _colour(STROMA), _colour(GLASS))
         nuclei = _nuclei(key, y, x, is_tumour) & is_tissue
         image = np.where(nuclei[None], _colour(NUCLEUS) - 24 * is_tumour, image)
-        grain = (place_hashes(key, y[:, None], x[None], 9) >> np.uint32(28)).astype(np.int64) - 8
+        grain = (place_hashes(key, y[:, None], x[None], purpose=9) >> np.uint32(28)).astype(np.int64) - 8
         return np.clip(image + grain, 0, 255).astype(np.uint8)
 
     def _tumour(self, key: int) -> tuple[int, int]:
         """Its middle, so far from the edge that all of it is in the slide."""
         place = np.zeros(1, dtype=np.int64)
         spans = [max(1, extent - 2 * self.tumour_px) for extent in self.size]
-        found = [int(place_hashes(key, place, place, 20 + axis)[0]) % span for axis, span in enumerate(spans)]
+        found = [int(place_hashes(key, place, place, purpose=20 + axis)[0]) % span for axis, span in enumerate(spans)]
         return found[0] + self.tumour_px, found[1] + self.tumour_px
 
 
@@ -97,7 +97,7 @@ def _colour(rgb: tuple[int, int, int]) -> Pixels:
 def _nuclei(key: int, y: Pixels, x: Pixels, is_tumour: Pixels) -> Pixels:
     """Where a nucleus is: in 2 of 5 cells of the grid, in a tumour in 4 of 5; its middle is drawn within its cell."""
     row, column = (y // CELL)[:, None], (x // CELL)[None]
-    here, down, across = (place_hashes(key, row, column, 10 + purpose) for purpose in range(3))
+    here, down, across = (place_hashes(key, row, column, purpose=10 + purpose) for purpose in range(3))
     chance = np.where(is_tumour, 4, 2)
     middle_y = row * CELL + 4 + (down % np.uint32(5)).astype(np.int64)
     middle_x = column * CELL + 4 + (across % np.uint32(5)).astype(np.int64)

@@ -78,6 +78,11 @@ class CoordinateMap:
         return _widened(spans[0], _ROUNDING_PX), _widened(spans[1], _ROUNDING_PX)
 
     @property
+    def is_identity(self) -> bool:
+        """Whether nothing was to move."""
+        return not self.chain
+
+    @property
     def placement(self) -> Placement | None:
         """Where every pixel comes from exactly one pixel (flips, turns by 90 degrees, crops): which; else None."""
         if any(isinstance(element, Elastic) for element in self.chain):

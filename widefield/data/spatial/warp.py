@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from widefield.data.spatial.border import Border, folded, label_outside, pixels_shown, rounded, selected, with_label
 from widefield.data.spatial.coordinate_map import Array, CoordinateMap, Placement, Span, pixels_of
 from widefield.geometry.box import Box, is_empty, size_of, within
 from widefield.geometry.interval import Interval
 
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
-Border = Literal["constant", "edge", "reflect", "symmetric"]
 
 BLOCK_PX = 128
 """Output pixels on a side that are gathered at a time, so that what they read stays in the processor's cache."""
@@ -53,7 +53,7 @@ class Warp:
             apart = [(count - 1) / (2 * count) for count in self.samples]
             rows, columns = ((run.start - by, run.stop - 1 + by) for run, by in zip(window, apart, strict=True))
             asked = [self._tapped(span) for span in self.map.reach(rows, columns)]
-        return tuple(self._shown_of(span, extent) for span, extent in zip(asked, self.map.source, strict=True))
+        return tuple(pixels_shown(*span, extent, self.border) for span, extent in zip(asked, self.map.source, strict=True))
 
     def view(
         self, part_CHW: Tensor, labels: Tensor | None, box: Box, window: Box, *, outside: int | None
@@ -68,26 +68,17 @@ class Warp:
         """
         far = self._far(window)
         if labels is not None and outside is None:
-            outside = self._without(far, labels)
-        if labels is not None and not _fits(outside, labels.dtype):
-            labels = labels.long()  # everywhere, since windows of one image want one dtype
+            outside = label_outside(far, labels, 2)
+        if labels is not None and outside is not None:
+            labels = with_label(labels, outside)  # everywhere, since windows of one image want one dtype
         planes = None if labels is None else labels.reshape(-1, *labels.shape[-2:])
         view = self._gathered if self._placement is None else self._copied
         made, marks = view(part_CHW, planes, box, window)
         if far is not None:
-            fill = _rounded(torch.tensor(self.fill, dtype=torch.float64).view(-1, 1, 1), made.dtype)
+            fill = rounded(torch.tensor(self.fill, dtype=torch.float64).view(-1, 1, 1), made.dtype)
             made = torch.where(far, fill, made) if self.border == "constant" else made
             marks = None if marks is None else torch.where(far, torch.tensor(outside, dtype=marks.dtype), marks)
         return made, None if labels is None or marks is None else marks.reshape(*labels.shape[:-2], *size_of(window))
-
-    def _without(self, far: Tensor | None, labels: Tensor) -> int:
-        """The label of what is outside of the image for a task without a label that does not count."""
-        if far is not None and labels.ndim == 2:
-            raise ValueError(
-                f"{int(far.sum())} of {far.numel()} pixels are outside of the image, and the task has no label for pixels that "
-                "do not count; give the task an attribute ignore_index, or leave out what moves pixels in from outside"
-            )
-        return 0
 
     @property
     def _placement(self) -> Placement | None:
@@ -107,16 +98,6 @@ class Warp:
             far[within(window, block)] = (y < -0.5) | (y >= height - 0.5) | (x < -0.5) | (x >= width - 0.5)
         return torch.from_numpy(far) if far.any() else None
 
-    def _shown_of(self, span: Span, extent: int) -> Interval:
-        """The pixels of the image that show a span of pixels, of which some may be outside."""
-        low, high = span
-        if self.border in ("constant", "edge") or (low >= 0 and high <= extent - 1):
-            return Interval(int(np.clip(low, 0, extent - 1)), int(np.clip(high, 0, extent - 1)) + 1)
-        if high - low >= 2 * extent:
-            return Interval(0, extent)
-        shown = _folded(np.arange(low, high + 1), extent, self.border)
-        return Interval(int(shown.min()), int(shown.max()) + 1)
-
     def _tapped(self, span: Span) -> Span:
         """The pixels that are read for positions in a span; the nearest one, for labels, is among those of an interpolation."""
         if self.interpolation == "nearest":
@@ -135,11 +116,11 @@ class Warp:
             run, extent = window[placement.of[axis]], self.map.source[axis]
             asked = placement.sign[axis] * np.arange(run.start, run.stop) + placement.start[axis]
             inside = not len(asked) or (asked.min() >= 0 and asked.max() < extent)
-            shown = asked if inside else _folded(asked.astype(np.float64), extent, self.border)
+            shown = asked if inside else folded(asked.astype(np.float64), extent, self.border)
             places.append(shown.astype(np.int64) - box[axis].start)
 
         def copied(planes: Tensor) -> Tensor:
-            found = _selected(_selected(planes, places[0], -2), places[1], -1)
+            found = selected(selected(planes, places[0], -2), places[1], -1)
             return (found.transpose(-1, -2) if placement.of == (1, 0) else found).contiguous()
 
         return copied(part_CHW), None if labels is None else copied(labels)
@@ -160,7 +141,7 @@ class Warp:
                 values = self._nearest(part, at, inner)
             else:
                 values = self._sampled(part, at, inner, block)
-            made[..., *place] = _rounded(values, made.dtype)
+            made[..., *place] = rounded(values, made.dtype)
             if labels is not None and marks is not None:
                 marks[..., *place] = self._nearest(labels[..., *within(box, inner)].contiguous(), at, inner)
         return made, marks
@@ -169,7 +150,7 @@ class Warp:
         """The positions within the image that are shown at positions outside of it."""
         if self.border == "constant":
             return at
-        return _folded(at[0], self.map.source[0], self.border), _folded(at[1], self.map.source[1], self.border)
+        return folded(at[0], self.map.source[0], self.border), folded(at[1], self.map.source[1], self.border)
 
     def _nearest(self, part: Tensor, at: tuple[Array, Array], inner: Box) -> Tensor:
         rows, columns = (_clipped(np.floor(one + 0.5), run) for one, run in zip(at, inner, strict=True))
@@ -243,45 +224,10 @@ def _taken(part: Tensor, places: Tensor) -> Tensor:
     return torch.stack([torch.take(plane, places) for plane in part])
 
 
-def _folded(at: Array, extent: int, border: Border) -> Array:
-    """Positions within the image that are shown at positions outside of it."""
-    last = extent - 1
-    if border in ("constant", "edge") or extent == 1:
-        return np.clip(at, 0, last)
-    if border == "reflect":
-        around = np.mod(at, 2 * last)
-        return np.where(around > last, 2 * last - around, around)
-    around = np.mod(at + 0.5, 2 * extent)
-    return np.clip(np.where(around > extent, 2 * extent - around, around) - 0.5, 0, last)
-
-
 def _ends(placement: Placement, axis: int, window: Box) -> Span:
     run = window[placement.of[axis]]
     ends = [placement.sign[axis] * pixel + placement.start[axis] for pixel in (run.start, run.stop - 1)]
     return float(min(ends)), float(max(ends))
-
-
-def _selected(planes: Tensor, places: Array, dim: int) -> Tensor:
-    """The pixels at these places of a dim: a view or a flip where they run in a row."""
-    count, steps = len(places), np.diff(places)
-    if count and (steps == 1).all():
-        return planes.narrow(dim, int(places[0]), count)
-    if count and (steps == -1).all():
-        return planes.narrow(dim, int(places[-1]), count).flip(dim)
-    return planes.index_select(dim, torch.from_numpy(places))
-
-
-def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """As a dtype, rounded to the nearest whole number, and to its range, where that is one of integers."""
-    if dtype.is_floating_point or values.dtype == dtype:
-        return values.to(dtype)
-    limits = torch.iinfo(dtype)
-    return values.round().clamp(limits.min, limits.max).to(dtype)
-
-
-def _fits(number: int, dtype: torch.dtype) -> bool:
-    limits = torch.iinfo(dtype)
-    return limits.min <= number <= limits.max
 
 
 def _blocks(window: Box, side: int = BLOCK_PX) -> list[Box]:

@@ -20,11 +20,16 @@ from widefield.config import ModelConfig
 
 @dataclass(frozen=True)
 class Request:
-    """What a recipe asks of a model.  pretrained: whether weights are to be loaded.  reasons: gets what was done, in words."""
+    """What a recipe asks of a model.
+
+    dims: of the images' pixels, where known.  pretrained: whether weights are to be loaded.  reasons: gets what was done, in
+    words.
+    """
 
     config: ModelConfig
     in_channels: int
     num_classes: int
+    dims: int | None = None
     pretrained: bool = False
     reasons: list[str] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""MONAI's networks, as `monai/UNet`: for images of two dims, or `spatial_dims: 3`.
+"""MONAI's networks, as `monai/UNet`: for images, or for volumes where the data has them or with `spatial_dims: 3`.
 
 It has no weights in a cache of its own; set model.weights.
 """
@@ -36,7 +36,7 @@ def build(name: str, request: Request) -> nn.Module:
         raise ValueError(f"monai/{name} has no weights in a cache; set model.weights to a file, and leave model.pretrained out")
     kind = kinds[name]
     accepted = _arguments(kind)
-    shape = {"spatial_dims": 2, "in_channels": request.in_channels} | DEFAULTS
+    shape = {"spatial_dims": request.dims or 2, "in_channels": request.in_channels} | DEFAULTS
     sizes = {key: value for key, value in shape.items() if key in accepted}
     sizes[next(key for key in CLASSES if key in accepted)] = request.num_classes
     model = request.call(kind, **sizes)

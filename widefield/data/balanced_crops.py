@@ -1,0 +1,57 @@
+"""Where are the crops that are centred on a pixel of a drawn class?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from widefield.data.added_transforms import ClassBalancedCrop
+from widefield.data.sources import Source
+from widefield.data.spatial.class_pixels import ClassPixels, class_pixels_of
+
+_KEEP_INDEXED = 4096
+"""Images whose class pixels are remembered, some kilobytes each."""
+
+
+class BalancedCrops:
+    """Draws them, and remembers the class pixels of images by their number."""
+
+    def __init__(self, num_classes: int) -> None:
+        self._num_classes = num_classes
+        self._known: dict[int, ClassPixels] = {}
+
+    def corner(
+        self,
+        crop: ClassBalancedCrop,
+        source: Source,
+        seed: int,
+        *,
+        extents: Sequence[int],
+        moved: Callable[[tuple[int, ...]], Sequence[float]],
+        index: int | None = None,
+    ) -> list[int]:
+        """The first pixel of a crop along each dim of an image of `extents`, which is the source after the moves so far.
+
+        moved: where a pixel of the source is in that image.  index: of the source in its split, under which it is remembered.
+        """
+        generator = np.random.default_rng(seed)
+        pixel = None
+        if generator.random() < crop.share:
+            pixel = self._pixels(source, index).draw(crop.classes, source.labels, generator)
+        center, corner = None if pixel is None else moved(pixel), []
+        for axis, (side, extent) in enumerate(zip(crop.sides(len(extents)), extents, strict=True)):
+            anywhere = int(generator.integers(0, max(0, extent - side) + 1))
+            start = anywhere if center is None else int(np.floor(center[axis] + 0.5)) - side // 2
+            corner.append(min(max(start, 0), extent - side) if extent >= side else (extent - side) // 2)
+        return corner
+
+    def _pixels(self, source: Source, index: int | None) -> ClassPixels:
+        if index is not None and index in self._known:
+            return self._known[index]
+        found = class_pixels_of(source.size, source.labels, num_classes=self._num_classes)
+        if index is not None:
+            if len(self._known) >= _KEEP_INDEXED:
+                self._known.pop(next(iter(self._known)))
+            self._known[index] = found
+        return found

@@ -1,0 +1,80 @@
+"""Does the dataset fit the recipe: its task, its transforms, its normalization?"""
+
+from __future__ import annotations
+
+import math
+
+from widefield.config import RunConfig
+from widefield.data import Dataset, Labels
+from widefield.data.map_style import MapStyle
+from widefield.data.transform_checks import check_transforms
+from widefield.tasks import Task, labels_of
+from widefield.training.given import Given
+
+
+def check_data(config: RunConfig, dataset: Dataset, task: Task, given: Given, *, cut: bool) -> list[str]:
+    """Sentences on transforms that make reading slower.  ValueError: data that does not fit the recipe."""
+    _check_channels(config, dataset)
+    _check_labels(config, dataset, task)
+    _check_classes(config, dataset, given)
+    return list(check_transforms(config.data, dataset, ignore=getattr(task, "ignore_index", None), cut=cut))
+
+
+def _check_channels(config: RunConfig, dataset: Dataset) -> None:
+    for name, values in (("mean", config.data.mean), ("std", config.data.std)):
+        if values is not None and len(values) not in (1, dataset.channels):
+            raise ValueError(
+                f"data.{name} has {len(values)} numbers and the images have {dataset.channels} channels; give one per channel"
+            )
+    if config.data.std is None and not all(1e-6 <= value < math.inf for value in dataset.std):
+        raise ValueError(
+            f"data.name={config.data.name} says that pixels, scaled to 0..1, have the standard deviations {dataset.std}, and "
+            "they are divided by these; set data.std to numbers above 0, as [1] for a channel that is the same everywhere"
+        )
+
+
+def _check_classes(config: RunConfig, dataset: Dataset, given: Given) -> None:
+    """ValueError: one class only, of which there is nothing to learn.  A user's own task may have another use for it."""
+    if len(dataset.classes) == 1 and given.task is None and config.task.name in ("classification", "segmentation"):
+        raise ValueError(
+            f"data.name={config.data.name} has one class only, '{dataset.classes[0]}', which every answer would be; "
+            f"task.name={config.task.name} tells classes apart, so give it two or more"
+        )
+
+
+def _check_labels(config: RunConfig, dataset: Dataset, task: Task) -> None:
+    """ValueError: labels of another kind than the task's, or mixing of images whose pixels have labels."""
+    name, learns = config.data.name, labels_of(task)
+    if learns != dataset.labels:
+        cure = f"set task.name={_TASK_FOR[dataset.labels]}" if dataset.labels in _TASK_FOR else "take a task that learns these"
+        raise ValueError(
+            f"task.name={config.task.name} learns {_LABELS_IN_WORDS[learns]} and data.name={name} has "
+            f"{_LABELS_IN_WORDS[dataset.labels]}; {cure}, or take other data"
+        )
+    if not dataset.pixels:
+        return
+    for field_name in ("mixup", "cutmix"):
+        if share := getattr(config.data, field_name):
+            raise ValueError(
+                f"data.{field_name}={share:g} mixes images of {_LABELS_IN_WORDS['class']} and data.name={name} has "
+                f"{_LABELS_IN_WORDS[dataset.labels]}; "
+                f"set data.{field_name}=0"
+            )
+
+
+_LABELS_IN_WORDS: dict[Labels, str] = {
+    "class": "one class number per image",
+    "classes": "any number of classes per image",
+    "values": "numbers per image",
+    "pixels": "one per pixel",
+    "layers": "any number of classes per pixel",
+}
+_TASK_FOR: dict[Labels, str] = {"class": "classification", "pixels": "segmentation"}
+
+
+def why_scaled(config: RunConfig, dataset: Dataset) -> str | None:
+    """The reason for the normalization of a user's own datasets, which have no mean and std."""
+    if not isinstance(dataset.train, MapStyle) or config.data.mean is not None or config.data.std is not None:
+        return None
+    how = "taken as the dataset gives them" if dataset.floating else "scaled to 0..1"
+    return f"data.mean={dataset.mean}, data.std={dataset.std}: pixels are {how}, for nothing else was asked"
