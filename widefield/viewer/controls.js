@@ -213,8 +213,8 @@ function flicker() {
 
 function move(rows, columns) {
   const pane = panes()[0];
-  at[pane.rows] = clamp(at[pane.rows] + (rows * pane.height) / scale(pane.rows), 0, scene.extents[pane.rows]);
-  at[pane.columns] = clamp(at[pane.columns] + (columns * pane.width) / scale(pane.columns), 0, scene.extents[pane.columns]);
+  at[pane.rows] = clamp(at[pane.rows] + (rows * pane.height) / scale(pane.rows) * sign(pane.rows), 0, scene.extents[pane.rows]);
+  at[pane.columns] = clamp(at[pane.columns] + (columns * pane.width) / scale(pane.columns) * sign(pane.columns), 0, scene.extents[pane.columns]);
   refresh();
 }
 
@@ -276,7 +276,7 @@ canvas.onpointermove = (event) => {
   if (before) {
     const other = [...fingers].find(([id]) => id !== event.pointerId), pane = before.pane;
     for (const [axis, by] of [[pane.columns, now.x - before.x], [pane.rows, now.y - before.y]]) {
-      at[axis] = clamp(at[axis] - by / scale(axis) / fingers.size, 0, scene.extents[axis]);
+      at[axis] = clamp(at[axis] - by / scale(axis) * sign(axis) / fingers.size, 0, scene.extents[axis]);
     }
     if (other) {
       const apart = (one) => Math.max(1, Math.hypot(one.x - other[1].x, one.y - other[1].y));

@@ -22,16 +22,20 @@ SAMPLE_PX, SAMPLE_WINDOWS = 256, (8, 8, 8)
 class Display:
     """bands: one, or three as red, green and blue, from 0 on.  low, high: of each, what is black and what is white.
 
-    alpha: the band of transparency, if there is one.
+    alpha: the band of transparency, if there is one.  palette: (numbers, 3 or 4), of which the pixels are numbers, if they are;
+    the bands are those of the colours then.
     """
 
     bands: tuple[int, ...]
     low: tuple[float, ...]
     high: tuple[float, ...]
     alpha: int | None = None
+    palette: Array | None = None
 
     def sums(self, pixels: Array, valid: Array | None) -> tuple[Array, Array]:
         """The values of the shown bands, float64, 0 where a pixel holds nothing; and 1 where it holds something, else 0."""
+        if self.palette is not None:
+            pixels = np.moveaxis(self.palette[np.minimum(pixels[0], len(self.palette) - 1)], -1, 0)
         shown = pixels[list(self.bands)].astype(np.float64)
         holds = np.isfinite(shown).all(0)
         if valid is not None:
@@ -47,7 +51,9 @@ class Display:
         return np.where(counts > 0, np.floor(255 * np.clip((mean - low) / span, 0, 1) + 0.5), 0).astype(np.uint8)
 
     def in_words(self) -> str:
-        """As `bands 4, 3, 2 from 12 to 3,000`, counted from 1."""
+        """As `bands 4, 3, 2 from 12 to 3000`, counted from 1."""
+        if self.palette is not None:
+            return "the colours of its palette"
         which = f"band{'s' if len(self.bands) > 1 else ''} {', '.join(str(band + 1) for band in self.bands)}"
         ranges = dict.fromkeys(f"{low:.6g} to {high:.6g}" for low, high in zip(self.low, self.high, strict=True))
         return f"{which} from {', '.join(ranges)}"
@@ -59,6 +65,9 @@ def display_of(image: ImageFile, bands: Sequence[int] | None, limits: tuple[floa
     ValueError: the image has no such band.
     """
     info = image.info
+    if info.palette and bands is None and limits is None:
+        table = np.array(info.palette, dtype=np.uint8)
+        return Display((0, 1, 2), (0.0,) * 3, (255.0,) * 3, 3 if table.shape[1] == 4 else None, table)
     alpha = info.channels - 1 if info.colours in ("LA", "RGBA") else None
     chosen = _bands(image, bands)
     if limits is not None:

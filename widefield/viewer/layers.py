@@ -28,7 +28,7 @@ def grid_of(scene: Scene, plane: int) -> Grid:
 class Layers:
     """The layers of the slices of one plane.
 
-    Nodes have `image`, the sums of its bands, and `holds`, of how many pixels; the page's numbers of the labels; `wrong`, how many
+    Nodes have `image`, the sums of its bands, and `holds`, of how many; the page's numbers of the labels; `wrong`, how many
     pixels differ; and `probability`, its sums.
     """
 

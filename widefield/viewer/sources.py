@@ -47,13 +47,19 @@ def folder_of_predictions(path: Path) -> Path | None:
 def named_sources(images: Sequence[Path], labels: Mapping[str, Path], probabilities: Path | None) -> Found:
     """Images, with labels that are files for one image, or folders in which each image's has its stem.
 
+    A prediction in a folder that `widefield predict` wrote has the classes' names from there.
+
     ValueError: several images and one file, or a folder without any.
     """
     if probabilities is not None and len(images) > 1:
         raise ValueError(f"--probabilities {probabilities} is one file and there are {len(images)} images; name one of them")
     sources = [Source(image.name, image, _labels_of(image, labels, len(images)), probabilities) for image in images]
     _check_found(sources, labels)
-    return Found(sources)
+    beside = labels.get("prediction", Path()).parent
+    if "prediction" not in labels or not (beside / TABLE).is_file():
+        return Found(sources)
+    tree = _read(beside)
+    return Found(sources, _classes(tree), _space(beside, tree.get("run")))
 
 
 def predicted_sources(folder: Path, labels: Mapping[str, Path]) -> Found:
@@ -69,8 +75,7 @@ def predicted_sources(folder: Path, labels: Mapping[str, Path]) -> Found:
         )
     sources = [_predicted(folder, row, labels, len(rows)) for row in rows]
     _check_found(sources, {name: path for name, path in labels.items() if name != "prediction"})
-    classes = [str(name) for name in tree.get("classes") or []]
-    return Found(sources, classes, _space(folder, tree.get("run")))
+    return Found(sources, _classes(tree), _space(folder, tree.get("run")))
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -81,6 +86,11 @@ def _read(folder: Path) -> dict[str, Any]:
     if not isinstance(tree, dict) or not isinstance(tree.get("predictions"), list):
         raise ValueError(f"{folder / TABLE} has no list of predictions, as `widefield predict` writes it; predict again")
     return tree
+
+
+def _classes(tree: Mapping[str, Any]) -> list[str]:
+    found = tree.get("classes")
+    return [str(name) for name in found] if isinstance(found, list) else []
 
 
 def _predicted(folder: Path, row: Mapping[str, Any], labels: Mapping[str, Path], count: int) -> Source:

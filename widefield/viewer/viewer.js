@@ -79,6 +79,17 @@ function unit(axis) {
 
 const scale = (axis) => zoom * unit(axis);
 
+// Where an axis of a volume leads, as L (left), P (behind) and I (below) in RAS, and whether it is mirrored on the screen:
+// patients are shown upright, from the front or from their right.
+const OPPOSITE = { R: "L", L: "R", A: "P", P: "A", S: "I", I: "S" };
+function leads(axis) {
+  const column = axis - (4 - scene.affine.length), lines = scene.affine.slice(0, -1).map((line) => line[column]);
+  if (scene.extents[0] < 2 || !lines.length || ![...scene.world].every((letter) => letter in OPPOSITE)) return "";
+  const most = lines.reduce((best, value, index) => (Math.abs(value) > Math.abs(lines[best]) ? index : best), 0);
+  return lines[most] > 0 ? scene.world[most] : OPPOSITE[scene.world[most]];
+}
+const sign = (axis) => ("RAS".includes(leads(axis) || "-") ? -1 : 1);
+
 function panes() {
   const titled = (title, layers, which) => ({ title, layers, ...facts(which) });
   let found = [titled("", shown, plane)];
@@ -94,13 +105,15 @@ function panes() {
 // Where a position on an axis is on the screen, as a whole number, so that tiles meet without a seam.
 function edge(pane, axis, position) {
   const [start, length] = axis === pane.columns ? [pane.left, pane.width] : [pane.top, pane.height];
-  return start + Math.round((position - at[axis]) * scale(axis) + length / 2);
+  return start + Math.round((position - at[axis]) * scale(axis) * sign(axis) + length / 2);
 }
+
+const edges = (pane, axis, start, stop) => [start, stop].map((one) => edge(pane, axis, one)).sort((a, b) => a - b);
 
 function positionAt(pane, x, y) {
   const found = [...at];
-  found[pane.columns] += (x - pane.left - pane.width / 2) / scale(pane.columns);
-  found[pane.rows] += (y - pane.top - pane.height / 2) / scale(pane.rows);
+  found[pane.columns] += (x - pane.left - pane.width / 2) / scale(pane.columns) * sign(pane.columns);
+  found[pane.rows] += (y - pane.top - pane.height / 2) / scale(pane.rows) * sign(pane.rows);
   return found;
 }
 
@@ -144,13 +157,14 @@ function draw() {
     pen.rect(pane.left, pane.top, pane.width, pane.height);
     pen.clip();
     pen.beginPath();
-    const [top, left] = [pane.rows, pane.columns].map((axis) => edge(pane, axis, 0));
-    pen.rect(left, top, edge(pane, pane.columns, scene.extents[pane.columns]) - left, edge(pane, pane.rows, scene.extents[pane.rows]) - top);
+    const [[top, bottom], [left, right]] = [pane.rows, pane.columns].map((axis) => edges(pane, axis, 0, scene.extents[axis]));
+    pen.rect(left, top, right - left, bottom - top);
     pen.clip();
     for (const name of NAMES) if (pane.layers.has(name)) drawLayer(pane, name);
     if (cuts) drawCuts(pane);
     pen.restore();
     if (all) drawCross(pane);
+    drawLetters(pane);
   }
   dropTiles();
   showStatus();
@@ -178,8 +192,8 @@ function drawTile(pane, name, level, row, column) {
     return Math.min(TILE, Math.ceil(extent / 2 ** level) - index * TILE);
   });
   const starts = [row, column].map((index) => index * TILE * 2 ** level);
-  const left = edge(pane, pane.columns, starts[1]), right = edge(pane, pane.columns, starts[1] + size[1] * 2 ** level);
-  const top = edge(pane, pane.rows, starts[0]), bottom = edge(pane, pane.rows, starts[0] + size[0] * 2 ** level);
+  const [left, right] = edges(pane, pane.columns, starts[1], starts[1] + size[1] * 2 ** level);
+  const [top, bottom] = edges(pane, pane.rows, starts[0], starts[0] + size[0] * 2 ** level);
   for (let up = 0; level + up < pane.levels; up++) {
     const [theirRow, theirColumn] = [row >> up, column >> up];
     const key = keyOf(name, pane, level + up, theirRow, theirColumn);
@@ -190,7 +204,10 @@ function drawTile(pane, name, level, row, column) {
       Math.min(TILE, Math.ceil(scene.extents[axis] / 2 ** (level + up)) - index * TILE));
     const picture = name === "image" ? tile.picture : painted(tile, wide, high, tables[layerOf(name)], version);
     const part = (index) => ((index * TILE) / 2 ** up) % TILE;
+    const [across, down] = [sign(pane.columns), sign(pane.rows)];
+    pen.setTransform(across, 0, 0, down, across < 0 ? left + right : 0, down < 0 ? top + bottom : 0);
     pen.drawImage(picture, part(column), part(row), size[1] / 2 ** up, size[0] / 2 ** up, left, top, right - left, bottom - top);
+    pen.setTransform(1, 0, 0, 1, 0, 0);
     return;
   }
 }
@@ -209,6 +226,21 @@ function drawCross(pane) {
   pen.fillRect(pane.left, edge(pane, pane.rows, at[pane.rows]), pane.width, 1);
   pen.fillRect(edge(pane, pane.columns, at[pane.columns]), pane.top, 1, pane.height);
   pen.globalAlpha = 1;
+}
+
+// The letters of a volume's directions, at the sides of a pane.
+function drawLetters(pane) {
+  const middle = [pane.left + pane.width / 2, pane.top + pane.height / 2], size = 14 * ratio();
+  pen.font = `600 ${size}px system-ui, sans-serif`;
+  pen.textAlign = "center";
+  pen.fillStyle = "#fffc";
+  for (const [axis, [first, last]] of [
+    [pane.columns, [[pane.left + size, middle[1]], [pane.left + pane.width - size, middle[1]]]],
+    [pane.rows, [[middle[0], pane.top + 2 * size], [middle[0], pane.top + pane.height - 3 * size]]],
+  ]) {
+    const high = leads(axis), ends = sign(axis) < 0 ? [high, OPPOSITE[high]] : [OPPOSITE[high], high];
+    if (high) [first, last].forEach((place, index) => pen.fillText(ends[index], ...place));
+  }
 }
 
 function recolour() {
