@@ -12,7 +12,7 @@ from widefield.refusal import printable
 
 if TYPE_CHECKING:
     from widefield.viewer.folder import Written
-    from widefield.viewer.sources import Found
+    from widefield.viewer.sources import ScenesFound
 
 ORDER = 75
 SUMMARY = "write a page that shows images and their labels at any zoom"
@@ -72,7 +72,7 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _found(options: Namespace) -> tuple[Found, Path]:
+def _found(options: Namespace) -> tuple[ScenesFound, Path]:
     """The files that are meant, and the folder of the page.  ValueError: they are no images, or are named amiss."""
     from widefield.viewer.sources import check_names, folder_of_predictions, named_sources, predicted_sources
 

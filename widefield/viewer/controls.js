@@ -168,7 +168,7 @@ function showStatus() {
 const nameOf = (value) => (value ? (scene.legend.find((one) => one.number === value - 1) || { name: value - 1 }).name : "no class");
 
 function worldOf(pixel) {
-  const index = pixel.slice(3 - (scene.affine.length - 1 || scene.spacing.length || 3)), spacing = scene.spacing;
+  const spacing = scene.spacing, index = pixel.slice(3 - (scene.affine.length ? scene.affine.length - 1 : spacing.length || 3));
   const digits = spacing.length ? clamp(Math.ceil(1 - Math.log10(Math.min(...spacing))), 0, 9) : 3;
   const unitName = { um: "µm", deg: "°" }[scene.unit] || scene.unit;
   if (scene.affine.length) {
@@ -232,7 +232,7 @@ function zoomAtCentre(factor) {
 
 const ACTIONS = {
   closer: () => zoomAtCentre(1.5), farther: () => zoomAtCentre(1 / 1.5), fit: () => { fit(); refresh(); },
-  pixels: () => zoomAtCentre(1 / zoom), flicker, beside: () => { if (LABELS.every(has)) { beside = !beside; all = false; refresh(); } },
+  pixels: () => { zoom = 1; refresh(); }, flicker, beside: () => { if (LABELS.every(has)) { beside = !beside; all = false; refresh(); } },
   cuts: () => { cuts = !cuts; refresh(); }, panel: () => { byId("panel").classList.toggle("closed"); resize(); refresh(); },
 };
 const KEYS = {
@@ -242,13 +242,15 @@ const KEYS = {
 };
 
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || (event.target.matches("input[type=range], select") && event.key !== " ")) return;
+  const typed = event.key === " " ? "button, a, input, select" : "input[type=range], select"; // these have keys of their own
+  if (event.ctrlKey || event.metaKey || event.altKey || (event.target.matches && event.target.matches(typed))) return;
   const action = KEYS[event.key] || (NAMES[event.key - 1] && (() => toggle(NAMES[event.key - 1])));
   if (!action) return;
   event.preventDefault();
   action();
 });
 document.querySelectorAll("[data-do]").forEach((button) => { button.onclick = () => { ACTIONS[button.dataset.do](); canvas.focus(); }; });
+byId("panel").addEventListener("click", (event) => { if (event.detail && !event.target.matches("select")) canvas.focus(); });
 byId("opacity").oninput = (event) => { opacity = event.target.value / 100; refresh(); };
 byId("slice").oninput = (event) => { at[all ? 0 : plane] = Number(event.target.value) + 0.5; refresh(); };
 byId("scenes").onchange = (event) => { openScene(Number(event.target.value)); fit(); refresh(); };

@@ -14,7 +14,7 @@ from widefield.viewer.settings import Settings
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ViewerCost:
     """tiles: the most files of tiles there will be; those of one number have none.  size: about their bytes."""
 
     tiles: int
@@ -30,15 +30,15 @@ def tiles_of(scene: Scene, settings: Settings, level: int) -> int:
     return len(scene.layers) * sum(slices * grid.tiles(min(level, grid.levels - 1)) for slices, grid in grids)
 
 
-def estimate(scenes: Sequence[Scene], settings: Settings, each: float, output: Path) -> Estimate:
+def estimate(scenes: Sequence[Scene], settings: Settings, each: float, output: Path) -> ViewerCost:
     """What a viewer of these scenes will cost.  each: the bytes of a tile.
 
     ValueError: there are more than `settings.most_tiles`, or the disk has less space.
     """
 
-    def at(level: int) -> Estimate:
+    def at(level: int) -> ViewerCost:
         tiles = sum(tiles_of(scene, settings, level) for scene in scenes)
-        return Estimate(tiles, round(each * tiles))
+        return ViewerCost(tiles, round(each * tiles))
 
     found, room = at(settings.level), shutil.disk_usage(_existing(output)).free
     if found.tiles > settings.most_tiles:
@@ -55,7 +55,7 @@ def estimate(scenes: Sequence[Scene], settings: Settings, each: float, output: P
     return found
 
 
-def _less(at: Callable[[int], Estimate], scenes: Sequence[Scene], settings: Settings) -> str:
+def _less(at: Callable[[int], ViewerCost], scenes: Sequence[Scene], settings: Settings) -> str:
     """What to write for fewer tiles: the least coarse level that is allowed."""
     levels = range(settings.level + 1, max(grid_of(scene, 0).levels for scene in scenes))
     found = next((level for level in levels if at(level).tiles <= settings.most_tiles), None)

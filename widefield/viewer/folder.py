@@ -12,8 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from widefield.viewer.estimate import Estimate, estimate, tiles_of
-from widefield.viewer.layers import Layers
+from widefield.viewer.estimate import ViewerCost, estimate, tiles_of
+from widefield.viewer.layers import SceneLayers
 from widefield.viewer.pyramid import TILE
 from widefield.viewer.scene_writer import SceneWriter, tile_bytes
 from widefield.viewer.scenes import Scene
@@ -51,9 +51,9 @@ class Viewer:
         level = self.settings.level
         return sum(tiles_of(scene, self.settings, level) // len(scene.layers) for scene in self.scenes)
 
-    def estimate(self, output: Path) -> Estimate:
+    def estimate(self, output: Path) -> ViewerCost:
         """What it will cost in a folder.  ValueError: that is too much, or the scenes do not fit the settings."""
-        sampled = [tile_bytes(Layers(scene, self.settings)) for scene in self.scenes[:SAMPLED]]
+        sampled = [tile_bytes(SceneLayers(scene, self.settings)) for scene in self.scenes[:SAMPLED]]
         return estimate(self.scenes, self.settings, sum(sampled) / len(sampled), output)
 
     def write(self, output: Path, done: Callable[[], None] = lambda: None) -> Written:
@@ -66,7 +66,7 @@ class Viewer:
             files, known = TileFiles(folder / "tiles"), []
             for number, scene in enumerate(self.scenes):
                 name = "overview.png" if len(self.scenes) == 1 else f"overview-{number}.png"
-                known.append(SceneWriter(Layers(scene, self.settings), number).write(files, folder / name, done))
+                known.append(SceneWriter(SceneLayers(scene, self.settings), number).write(files, folder / name, done))
                 scene.close()
             tree = {"tile": TILE, "same": files.same, "scenes": known}
             (folder / DATA).write_text(f"{MARK}const WIDEFIELD = {json.dumps(tree)};\n", encoding="ascii")

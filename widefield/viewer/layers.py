@@ -11,21 +11,21 @@ import numpy as np
 from widefield.geometry.interval import Interval
 from widefield.viewer.display import Display, display_of
 from widefield.viewer.label_numbers import Numbers, numbers_of
-from widefield.viewer.pyramid import Array, Grid, Node, Place, walk
+from widefield.viewer.pyramid import Array, Node, Place, TileGrid, walk
 from widefield.viewer.reading import RegionReader, axes_of
 from widefield.viewer.scenes import LABELS, Scene
 from widefield.viewer.settings import Settings
-from widefield.viewer.tile_files import Content, Picture
+from widefield.viewer.tile_files import Content, PictureTile
 
 
-def grid_of(scene: Scene, plane: int) -> Grid:
+def grid_of(scene: Scene, plane: int) -> TileGrid:
     """The tiles of the slices of a plane."""
     rows, columns = axes_of(plane)
-    return Grid(scene.extents[rows], scene.extents[columns])
+    return TileGrid(scene.extents[rows], scene.extents[columns])
 
 
 @dataclass
-class Layers:
+class SceneLayers:
     """The layers of the slices of one plane.
 
     Nodes have `image`, the sums of its bands, and `holds`, of how many; the page's numbers of the labels; `wrong`, how many
@@ -46,12 +46,12 @@ class Layers:
         return numbers_of(self.scene.labels.values(), len(self.settings.classes), self.settings.ignored)
 
     @cached_property
-    def grid(self) -> Grid:
+    def grid(self) -> TileGrid:
         return grid_of(self.scene, self.plane)
 
-    def on(self, plane: int) -> Layers:
+    def on(self, plane: int) -> SceneLayers:
         """The layers of another plane, shown alike."""
-        other = Layers(self.scene, self.settings, plane)
+        other = SceneLayers(self.scene, self.settings, plane)
         other.display, other.numbers = self.display, self.numbers
         return other
 
@@ -91,7 +91,7 @@ class Layers:
         The share of wrong pixels, and each probability, of the pixels that one covers: 255 is 1.  A share is 0 only if none is
         wrong, so that what is thin does not vanish.
         """
-        yield "image", Picture(self.display.as_bytes(node["image"], node["holds"]), node["holds"])
+        yield "image", PictureTile(self.display.as_bytes(node["image"], node["holds"]), node["holds"])
         for name in LABELS:
             if name in node:
                 yield name, node[name]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from widefield.viewer.pyramid import Array, Grid, Place
+from widefield.viewer.pyramid import Array, Place, TileGrid
 
 MOST_PX = 2048
 """The longest side of the picture."""
@@ -36,7 +36,7 @@ def arrangement(panels: int, height: int, width: int) -> tuple[int, float]:
     return columns, scale(columns)
 
 
-def overview_level(panels: int, grid: Grid) -> int:
+def overview_level(panels: int, grid: TileGrid) -> int:
     """The finest level at which all panels fit.  The coarsest does: up to four fit in two columns."""
     _, scale = arrangement(panels, grid.height, grid.width)
     return min(grid.levels - 1, max(0, math.ceil(-math.log2(scale))))
@@ -46,7 +46,7 @@ def overview_level(panels: int, grid: Grid) -> int:
 class Panels:
     """Pictures of one slice, put together from tiles.  level: of these.  pixels: by name, (H, W, 3) uint8."""
 
-    grid: Grid
+    grid: TileGrid
     level: int
     pixels: dict[str, Array] = field(default_factory=dict)
 

@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Grid:
+class TileGrid:
     """The tiles of one slice.  height, width: its pixels in the file."""
 
     height: int
@@ -42,7 +42,7 @@ class Grid:
     def levels(self) -> int:
         """How many there are, until one tile has all of it.
 
-        >>> Grid(512, 300).levels, Grid(513, 300).levels, Grid(16384, 16384).levels
+        >>> TileGrid(512, 300).levels, TileGrid(513, 300).levels, TileGrid(16384, 16384).levels
         (1, 2, 6)
         """
         return 1 + max(0, math.ceil(math.log2(max(self.height, self.width) / TILE)))
@@ -50,7 +50,7 @@ class Grid:
     def size_at(self, level: int) -> tuple[int, int]:
         """The pixels of a level.
 
-        >>> Grid(1025, 7).size_at(1), Grid(1025, 7).size_at(2)
+        >>> TileGrid(1025, 7).size_at(1), TileGrid(1025, 7).size_at(2)
         ((513, 4), (257, 2))
         """
         return -(-self.height // 2**level), -(-self.width // 2**level)
@@ -63,7 +63,7 @@ class Grid:
     def tiles(self, start: int = 0) -> int:
         """How many tiles there are from a level on.
 
-        >>> Grid(16384, 16384).tiles(), Grid(16384, 16384).tiles(1)
+        >>> TileGrid(16384, 16384).tiles(), TileGrid(16384, 16384).tiles(1)
         (1365, 341)
         """
         return sum(math.prod(self.tiles_at(level)) for level in range(start, self.levels))
@@ -85,7 +85,7 @@ def _covered(run: Interval, level: int, extent: int) -> Array:
     return np.minimum(starts + 2**level, extent) - starts
 
 
-def walk(grid: Grid, read: Callable[[Place], Node], labels: frozenset[str]) -> Iterator[tuple[Place, Node]]:
+def walk(grid: TileGrid, read: Callable[[Place], Node], labels: frozenset[str]) -> Iterator[tuple[Place, Node]]:
     """Every tile of every level with its node, each after the four that it covers.
 
     read: the node of a tile of level 0, which is called once for each, neighbours after one another.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from widefield.geometry.interval import natural_cut
-from widefield.viewer.layers import Layers
+from widefield.viewer.layers import SceneLayers
 from widefield.viewer.overview import Panels, coloured, draw, marked, overview_level
 from widefield.viewer.pyramid import Node, Place
 from widefield.viewer.reading import axes_of
@@ -27,7 +27,7 @@ SHOWN = ("image", *LABELS, "disagreement")
 class SceneWriter:
     """layers: of plane 0.  number: the scene's among those of the page."""
 
-    layers: Layers
+    layers: SceneLayers
     number: int
     tally: Tally = field(init=False)
     best: tuple[float, Panels | None] = (-math.inf, None)
@@ -46,7 +46,7 @@ class SceneWriter:
         self._draw(overview)
         return self._facts(planes, overview.name)
 
-    def _write_slice(self, layers: Layers, at: int, files: TileFiles, done: Callable[[], None]) -> None:
+    def _write_slice(self, layers: SceneLayers, at: int, files: TileFiles, done: Callable[[], None]) -> None:
         names = [name for name in layers.scene.layers if name in SHOWN]
         panels = Panels(layers.grid, overview_level(len(names), layers.grid))
         before, start = self.tally.wrong, min(layers.settings.level, layers.grid.levels - 1)
@@ -66,7 +66,7 @@ class SceneWriter:
             score = self.tally.wrong - before if self.tally.wrong else middle - layers.scene.extents[0]
             self.best = max(self.best, (score, panels), key=lambda one: one[0])
 
-    def _add_panels(self, panels: Panels, layers: Layers, place: Place, node: Node) -> None:
+    def _add_panels(self, panels: Panels, layers: SceneLayers, place: Place, node: Node) -> None:
         picture = layers.display.as_bytes(node["image"], node["holds"])
         image = np.broadcast_to(picture, (3, *picture.shape[1:])).transpose(1, 2, 0)
         panels.add("image", place, image)
@@ -86,7 +86,7 @@ class SceneWriter:
 
     # ------------------------------------------------------------------------------------------ what the page knows
 
-    def _facts(self, planes: list[Layers], overview: str) -> dict[str, Any]:
+    def _facts(self, planes: list[SceneLayers], overview: str) -> dict[str, Any]:
         scene, settings, info = self.layers.scene, self.layers.settings, self.layers.scene.image.info
         tally, numbers = self.tally, self.layers.numbers
         return {
@@ -99,7 +99,7 @@ class SceneWriter:
             "legend": tally.legend(settings.classes, list(settings.colours)) if scene.labels or settings.classes else [],
         }  # fmt: skip
 
-    def _plane(self, layers: Layers) -> dict[str, Any]:
+    def _plane(self, layers: SceneLayers) -> dict[str, Any]:
         rows, columns = axes_of(layers.plane)
         start = min(layers.settings.level, layers.grid.levels - 1)
         return {"plane": layers.plane, "rows": rows, "columns": columns, "start": start, "levels": layers.grid.levels}
@@ -117,7 +117,7 @@ def _name_of(world: str) -> str:
     return world.split('"')[1] if world.count('"') > 1 else world
 
 
-def tile_bytes(layers: Layers) -> float:
+def tile_bytes(layers: SceneLayers) -> float:
     """Of a tile on average, of those in the middle of the first and of the middle slice: an estimate."""
     rows, columns = layers.grid.tiles_at(0)
     place = Place(0, rows // 2, columns // 2)

@@ -21,7 +21,7 @@ ENDINGS = ("", "_mask", "_masks", "_label", "_labels", "_seg", "_gt")
 
 
 @dataclass(frozen=True)
-class Source:
+class SceneFiles:
     """name: in the page.  labels: files by name, of LABELS."""
 
     name: str
@@ -31,10 +31,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Found:
+class ScenesFound:
     """classes: their names; none where nothing has names.  space: into how many tiles the run cut an image, along each dim."""
 
-    sources: list[Source]
+    sources: list[SceneFiles]
     classes: list[str] = field(default_factory=list)
     space: list[int] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ def folder_of_predictions(path: Path) -> Path | None:
     return next((folder for folder in (path, path / "predictions") if (folder / TABLE).is_file()), None)
 
 
-def named_sources(images: Sequence[Path], labels: Mapping[str, Path], probabilities: Path | None) -> Found:
+def named_sources(images: Sequence[Path], labels: Mapping[str, Path], probabilities: Path | None) -> ScenesFound:
     """Images, with labels that are files for one image, or folders in which each image's has its stem.
 
     A prediction in a folder that `widefield predict` wrote has the classes' names from there.
@@ -53,16 +53,16 @@ def named_sources(images: Sequence[Path], labels: Mapping[str, Path], probabilit
     """
     if probabilities is not None and len(images) > 1:
         raise ValueError(f"--probabilities {probabilities} is one file and there are {len(images)} images; name one of them")
-    sources = [Source(image.name, image, _labels_of(image, labels, len(images)), probabilities) for image in images]
+    sources = [SceneFiles(image.name, image, _labels_of(image, labels, len(images)), probabilities) for image in images]
     _check_found(sources, labels)
     beside = labels.get("prediction", Path()).parent
     if "prediction" not in labels or not (beside / TABLE).is_file():
-        return Found(sources)
+        return ScenesFound(sources)
     tree = _read(beside)
-    return Found(sources, _classes(tree), _space(beside, tree.get("run")))
+    return ScenesFound(sources, _classes(tree), _space(beside, tree.get("run")))
 
 
-def predicted_sources(folder: Path, labels: Mapping[str, Path]) -> Found:
+def predicted_sources(folder: Path, labels: Mapping[str, Path]) -> ScenesFound:
     """What a folder of predictions has, with further labels, as the truth, from files or folders.
 
     ValueError: it has no labels of pixels, or its images are not where they were.
@@ -75,7 +75,7 @@ def predicted_sources(folder: Path, labels: Mapping[str, Path]) -> Found:
         )
     sources = [_predicted(folder, row, labels, len(rows)) for row in rows]
     _check_found(sources, {name: path for name, path in labels.items() if name != "prediction"})
-    return Found(sources, _classes(tree), _space(folder, tree.get("run")))
+    return ScenesFound(sources, _classes(tree), _space(folder, tree.get("run")))
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _classes(tree: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in found] if isinstance(found, list) else []
 
 
-def _predicted(folder: Path, row: Mapping[str, Any], labels: Mapping[str, Path], count: int) -> Source:
+def _predicted(folder: Path, row: Mapping[str, Any], labels: Mapping[str, Path], count: int) -> SceneFiles:
     image = Path(str(row.get("input")))
     if not image.exists():
         raise ValueError(
@@ -104,7 +104,7 @@ def _predicted(folder: Path, row: Mapping[str, Any], labels: Mapping[str, Path],
     name = prediction.relative_to(folder).with_name(stem_of(prediction))
     likely = folder / "probabilities" / name.with_name(f"{name.name}.npy")
     found = {"prediction": prediction, **_labels_of(image, labels, count, name)}
-    return Source(str(name), image, found, likely if likely.is_file() else None)
+    return SceneFiles(str(name), image, found, likely if likely.is_file() else None)
 
 
 def _below(folder: Path, label: str) -> Path:
@@ -155,7 +155,7 @@ def stem_of(path: Path) -> str:
     return name[: -len(max(fits, key=len))] if fits else path.stem
 
 
-def _check_found(sources: Sequence[Source], labels: Mapping[str, Path]) -> None:
+def _check_found(sources: Sequence[SceneFiles], labels: Mapping[str, Path]) -> None:
     for key, path in labels.items():
         if not any(key in source.labels for source in sources):
             stem = stem_of(sources[0].image)

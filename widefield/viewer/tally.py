@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from widefield.viewer.label_numbers import Numbers
-from widefield.viewer.pyramid import TILE, Array, Grid, Place
+from widefield.viewer.pyramid import TILE, Array, Place, TileGrid
 
 WORST = 12
 """How many windows are listed."""
@@ -57,7 +57,7 @@ class Tally:
         if wrong and wrong > self._windows.get(key, {"wrong": 0})["wrong"]:
             self._windows[key] = {"slice": at, "row": place.row, "column": place.column, "wrong": wrong, "of": compared}
 
-    def worst(self, grid: Grid) -> list[dict[str, Any]]:
+    def worst(self, grid: TileGrid) -> list[dict[str, Any]]:
         """The windows with most wrong pixels: slice, x and y of the centre, wrong, of."""
         found = sorted(self._windows.values(), key=lambda one: (-one["wrong"], one["slice"], one["row"], one["column"]))
         rows = []

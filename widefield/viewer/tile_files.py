@@ -22,20 +22,20 @@ NOTHING = -1
 
 
 @dataclass(frozen=True)
-class Picture:
+class PictureTile:
     """shown: (1 or 3, H, W) uint8.  holds: (H, W), 0 where a pixel holds nothing, which is transparent."""
 
     shown: Array
     holds: Array
 
 
-Content = Picture | Array
+Content = PictureTile | Array
 """Of a tile: a picture, or numbers (H, W) of uint8 or uint16."""
 
 
 def number_of(content: Content) -> int | None:
     """The number that a tile has everywhere; None where it needs a file."""
-    if isinstance(content, Picture):
+    if isinstance(content, PictureTile):
         return None if content.holds.any() else NOTHING
     first = int(content.flat[0])
     return first if (content == first).all() else None
@@ -43,7 +43,7 @@ def number_of(content: Content) -> int | None:
 
 def encoded(key: str, content: Content) -> bytes:
     """The file of a tile.  key: its name for the page."""
-    return _picture(content) if isinstance(content, Picture) else _script(key, content)
+    return _picture(content) if isinstance(content, PictureTile) else _script(key, content)
 
 
 def picture_suffix(bands: int) -> str:
@@ -51,7 +51,7 @@ def picture_suffix(bands: int) -> str:
     return "webp" if bands == 3 and features.check("webp") else "png"
 
 
-def _picture(content: Picture) -> bytes:
+def _picture(content: PictureTile) -> bytes:
     bands = list(content.shown)
     if not content.holds.all():
         bands.append(np.where(content.holds, 255, 0).astype(np.uint8))
@@ -89,7 +89,7 @@ class TileFiles:
         if number is not None:
             self.same[key] = number
             return
-        suffix = picture_suffix(len(content.shown)) if isinstance(content, Picture) else "js"
+        suffix = picture_suffix(len(content.shown)) if isinstance(content, PictureTile) else "js"
         path, plain = self.folder / f"{key}.{suffix}", encoded(key, content)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(plain)

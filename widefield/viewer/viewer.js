@@ -80,7 +80,7 @@ function unit(axis) {
 const scale = (axis) => zoom * unit(axis);
 
 // Where an axis of a volume leads, as L (left), P (behind) and I (below) in RAS, and whether it is mirrored on the screen:
-// patients are shown upright, from the front or from their right.
+// patients are shown upright, from the front or from their left.
 const OPPOSITE = { R: "L", L: "R", A: "P", P: "A", S: "I", I: "S" };
 function leads(axis) {
   const column = axis - (4 - scene.affine.length), lines = scene.affine.slice(0, -1).map((line) => line[column]);
