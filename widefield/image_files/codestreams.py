@@ -43,7 +43,7 @@ _CLEAR, _END, _FIRST_ENTRY = 256, 257, 258
 """Codes of TIFF 6.0, section 13, of 9 to 12 bits: the table begins anew, the data ends, and the first that the table adds."""
 _PLACES = np.arange(4097 - _FIRST_ENTRY)
 """Of the codes between two clear codes; with each but the first the table grows by an entry, up to 4,096."""
-_WIDTHS = 9 + sum((_PLACES >= size - _FIRST_ENTRY + 1).astype(np.int64) for size in (511, 1023, 2047))
+_WIDTHS = 9 + np.searchsorted(np.array([511, 1023, 2047]) - _FIRST_ENTRY, _PLACES - 1, side="right")
 _STARTS = np.concatenate([[0], np.cumsum(_WIDTHS)[:-1]])
 _LARGEST = np.concatenate([[255], _FIRST_ENTRY + _PLACES[:-1]])
 
