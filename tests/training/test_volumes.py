@@ -1,0 +1,151 @@
+"""Do volumes train under every plan to the numbers of one rank: losses of 20 steps, weights, and every voxel evaluated once?"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from command import losses
+from ranks import on_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+from widefield.comm.mesh import AgreedError, World
+from widefield.config import parse_config
+from widefield.data.map_style import dataset_of
+from widefield.run import train
+from widefield.training.given import NOTHING, Given
+
+CONFIG = """
+model: {name: unet, options: {widths: [4, 6], shrink: [[1, 2, 2]]}}
+data: {name: volume, batch_size: 2, workers: 0}
+task: {name: segmentation, loss: dice_cross_entropy, metrics: [dice_cases, surface]}
+optimizer: {name: sgd, lr: 0.5}
+schedule: {name: constant, length: 20step}
+evaluate: {every: 20step}
+precision: float64
+log: {tensorboard: false}
+"""
+SIZE = (9, 13, 11)
+FLIPS = ["RandomHorizontalFlip", "RandomVerticalFlip", "RandomDepthFlip"]
+BUILT_IN = ["data.options={size: [10, 22, 17], volumes: [6, 3], vessels: 1, blobs: 1}", f"data.augment={json.dumps(FLIPS)}"]
+CROPS = [{"RandomCrop": {"size": list(SIZE), "pad_if_needed": True}}, {"ColorJitter": {"brightness": 0.2}}]
+BALANCED = [{"ClassBalancedCrop": {"size": list(SIZE), "share": 0.5}}]
+OWN = ["data.evaluate_batch_size=1", "data.read_evaluate=[]"]
+KINDS = {
+    "built in": ("uint8", BUILT_IN),
+    "own int16": ("int16", [*OWN, f"data.read={json.dumps(CROPS)}", f"data.augment={json.dumps(FLIPS)}", "data.std=[0.01]"]),
+    "own floats": ("float32", [*OWN, f"data.read={json.dumps(BALANCED)}", "data.augment=[GaussianNoise]"]),
+}
+PLANS = {
+    "copies": (2, ["mesh.replicate=2"]),
+    "planes": (2, ["mesh.replicate=1", "mesh.space=[2,1,1]"]),
+    "rows": (2, ["mesh.replicate=1", "mesh.space=[1,2,1]"]),
+    "stream": (1, ["mesh.replicate=1", "stream.tiles=[2,2,2]"]),
+    "planes, streamed": (2, ["mesh.replicate=1", "mesh.space=[2,1,1]", "stream.tiles=[1,2,2]"]),
+}
+
+
+@dataclass(frozen=True)
+class OwnVolumes:
+    """Noise of odd sizes that differ from volume to volume; brighter voxels have higher class numbers."""
+
+    count: int
+    dtype: str
+    classes = ("dark", "grey", "bright")
+    spacing = (2.5, 1.0, 0.5)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        size = (7 + 2 * (index % 3), 11 + 2 * (index % 4), 9 + 2 * (index % 5))
+        labels = torch.randint(0, 3, size, dtype=torch.uint8, generator=generator)
+        bright = labels.double() / 3 + 0.3 * torch.rand(size, generator=generator, dtype=torch.float64)
+        values = {"int16": -900 + 1800 * bright, "float32": bright, "uint8": 255 * bright, "uint16": 60_000 * bright}[self.dtype]
+        return values[None].to(getattr(torch, self.dtype)), labels
+
+
+def given(kind: str) -> Given:
+    if kind == "built in":
+        return NOTHING
+    dtype, _ = KINDS[kind]
+    return Given(data=partial(dataset_of, OwnVolumes(6, dtype), OwnVolumes(3, dtype)))
+
+
+def go(mesh, folder: Path, kind: str, settings: list[str]) -> str:
+    config = parse_config(CONFIG, [*KINDS[kind][1], *settings])
+    return train(config, folder, mesh.world, given(kind)).reason
+
+
+def trained(folder: Path, kind: str, ranks: int, settings: list[str]) -> Path:
+    if ranks == 1:
+        config = parse_config(CONFIG, [*KINDS[kind][1], *settings])
+        assert train(config, folder, World(), given(kind)).reason == "complete"
+    else:
+        assert on_ranks(ranks, go, folder, kind, settings) == ["complete"] * ranks
+    return folder
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def whole(request, tmp_path_factory) -> tuple[str, Path]:
+    kind = request.param
+    return kind, trained(tmp_path_factory.mktemp("whole") / "run", kind, 1, ["mesh.replicate=1"])
+
+
+def evaluation(folder: Path) -> dict:
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def numbers(column: list[float | None]) -> list[float]:
+    return [math.nan if value is None else value for value in column]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_losses_of_20_steps_are_those_of_one_rank(whole, plan, tmp_path):
+    kind, folder = whole
+    ranks, settings = PLANS[plan]
+    other = trained(tmp_path / "run", kind, ranks, settings)
+    assert len(losses(folder)) == 20 and losses(folder)[0] > losses(folder)[-1]
+    assert losses(other) == pytest.approx(losses(folder), rel=1e-8, abs=0)
+    ours, theirs = (load_file(one / "weights.safetensors") for one in (folder, other))
+    for name, weight in ours.items():
+        torch.testing.assert_close(theirs[name], weight, rtol=1e-6, atol=1e-9)  # 20 steps amplify rounding of 1e-16
+    one, two = evaluation(folder), evaluation(other)
+    assert two["confusion"] == one["confusion"] and list(two["columns"]) == list(one["columns"])
+    for name, column in one["columns"].items():
+        assert numbers(two["columns"][name]) == pytest.approx(numbers(column), rel=1e-9, nan_ok=True)
+
+
+def test_every_voxel_is_evaluated_once_and_the_classes_are_told_apart(whole):
+    kind, folder = whole
+    told = evaluation(folder)
+    voxels = 3 * 10 * 22 * 17 if kind == "built in" else sum(OwnVolumes(3, "uint8")[i][1].numel() for i in range(3))
+    assert sum(map(sum, told["confusion"])) == voxels and (told["images"], told["of"], told["duplicates"]) == (3, 3, 0)
+    assert sum(sum(column) > 0 for column in zip(*told["confusion"], strict=True)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["mesh.space=[1,1]"], None),
+        (["stream.tiles=[2,2]"], "stream.tiles=[2, 2] has 2 numbers and images have 3 dims; give one number per dim"),
+        (["model.options={dims: 2}"], "model.name=unet convolves over 2 dims and the data has volumes (C, D, H, W); take unet"),
+        (["model.name=smp/Unet", "model.options={encoder_name: resnet18}"], "model.name=smp/Unet convolves over 2 dims"),
+        (["data.cutmix=1"], "data.cutmix=1 mixes images of one class number per image"),
+    ],
+)
+def test_what_is_for_images_is_refused_for_volumes(settings, told, tmp_path):
+    config = parse_config(CONFIG, [*BUILT_IN, "mesh.replicate=1", *settings])
+    if told is None:
+        assert train(config, tmp_path / "run", World()).reason == "complete"
+        return
+    with pytest.raises(AgreedError) as caught:
+        train(config, tmp_path / "run", World())
+    assert told in str(caught.value)
