@@ -68,7 +68,9 @@ class OwnVolumes:
         size = (7 + 2 * (index % 3), 11 + 2 * (index % 4), 9 + 2 * (index % 5))
         labels = torch.randint(0, 3, size, dtype=torch.uint8, generator=generator)
         bright = labels.double() / 3 + 0.3 * torch.rand(size, generator=generator, dtype=torch.float64)
-        values = {"int16": -900 + 1800 * bright, "float32": bright, "uint8": 255 * bright, "uint16": 60_000 * bright}[self.dtype]
+        values = {"int16": -900 + 1800 * bright, "float32": bright, "uint8": 255 * bright, "uint16": 60_000 * bright}[
+            self.dtype
+        ]
         return values[None].to(getattr(torch, self.dtype)), labels
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from widefield.data.image import SUFFIXES
+from widefield.data.windowed_files import name_of_image
 from widefield.image_files import is_image_file
 
 
@@ -108,9 +109,9 @@ def _listed(word: str, lefts: list[Left]) -> Iterator[tuple[Path, Path]]:
 
 def _distinct(names: Sequence[Path], places: Sequence[Path]) -> list[Path]:
     """Distinct names: without suffix where no other has the same stem; from the common folder where that does not do."""
-    stems = Counter(name.with_suffix("") for name in names)
+    stems = Counter(map(name_of_image, names))
     tries: list[Callable[[], list[Path]]] = [
-        lambda: [name.with_suffix("") if stems[name.with_suffix("")] == 1 else name for name in names],
+        lambda: [name_of_image(name) if stems[name_of_image(name)] == 1 else name for name in names],
         lambda: list(names),
         lambda: [place.relative_to(os.path.commonpath([one.parent for one in places])) for place in places],
     ]
