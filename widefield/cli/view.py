@@ -24,6 +24,7 @@ differ.  It opens from disk, and needs no server and no network.
   widefield view answers --labels truth=masks/      and the truth, in files of the images' stems
   widefield view scene.tif --labels prediction=answers/scene.tif --labels truth=labels.tif
   widefield view scene.tif --bands 4,3,2 --level 1
+  widefield view scans/ --labels truth=masks/       images in a folder
 
 Images are read by window and never as a whole.  overview.png in the folder shows all at one look.
 """
@@ -31,7 +32,7 @@ Images are read by window and never as a whole.  overview.png in the folder show
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("files", nargs="+", metavar="FILE", help="an image; or one folder: of predictions, or of a run that has these")
+    add("files", nargs="+", metavar="FILE", help="images, or folders of them; or one folder of predictions, or their run's")
     labels = "truth or prediction: a file of class numbers, or a folder with a file for each image"
     add("--labels", action="append", default=[], type=_named, metavar="NAME=PATH", help=labels)
     add("--probabilities", type=given_text, metavar="FILE", help="a .npy file of (classes, height, width)")
@@ -74,17 +75,21 @@ def run(options: Namespace) -> int:
 
 def _found(options: Namespace) -> tuple[ScenesFound, Path]:
     """The files that are meant, and the folder of the page.  ValueError: they are no images, or are named amiss."""
+    from widefield.prediction.inputs import find_inputs
     from widefield.viewer.sources import check_names, folder_of_predictions, named_sources, predicted_sources
 
     labels = {name: Path(path) for name, path in options.labels}
     check_names(labels)
-    files = [Path(file) for file in options.files]
-    folder = folder_of_predictions(files[0])
+    folder = folder_of_predictions(Path(options.files[0]))
     if folder is None:
+        images, lefts = find_inputs(options.files)
+        if lefts:
+            raise ValueError(f"{lefts[0].path} is left out: {lefts[0].reason}; mend the name, or leave it out")
+        named = {image.path: image.name for image in images}
         likely = Path(options.probabilities) if options.probabilities else None
-        return named_sources(files, labels, likely), Path(options.output or "viewer")
-    if len(files) > 1:
-        raise ValueError(f"{files[0]} is a folder of predictions and {files[1]} is another word; give a command for each")
+        return named_sources(named, labels, likely), Path(options.output or "viewer")
+    if len(options.files) > 1:
+        raise ValueError(f"{folder} is a folder of predictions, and {options.files[1]} is named too; give a command for each")
     return predicted_sources(folder, labels), Path(options.output) if options.output else folder / "viewer"
 
 

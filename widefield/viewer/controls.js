@@ -301,7 +301,7 @@ canvas.addEventListener("wheel", (event) => {
 
 addEventListener("resize", () => { resize(); refresh(); });
 addEventListener("hashchange", readFragment);
-byId("scenes").append(...WIDEFIELD.scenes.map((one, index) => element("option", one.name, { value: index })));
+byId("scenes").append(...WIDEFIELD.scenes.map((one, index) => element("option", one.name + (one.compared ? `, ${percent(one.wrong / one.compared)} wrong` : ""), { value: index })));
 if (innerWidth <= 760) byId("panel").classList.add("closed");
 rested = true;
 readFragment();

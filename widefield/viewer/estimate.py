@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from widefield.quantity import bytes_text, count_of
-from widefield.viewer.layers import grid_of
+from widefield.viewer.layers import SceneLayers, grid_of
+from widefield.viewer.pyramid import TILE, Place, TileGrid
+from widefield.viewer.reading import spread
 from widefield.viewer.scenes import Scene
 from widefield.viewer.settings import Settings
+from widefield.viewer.tile_files import encoded, number_of
 
 
 @dataclass(frozen=True)
@@ -26,19 +31,46 @@ class ViewerCost:
 
 def tiles_of(scene: Scene, settings: Settings, level: int) -> int:
     """How many tiles a scene has, from a level on."""
-    grids = [(scene.extents[plane], grid_of(scene, plane)) for plane in settings.planes_of(scene)]
-    return len(scene.layers) * sum(slices * grid.tiles(min(level, grid.levels - 1)) for slices, grid in grids)
+    return len(scene.layers) * sum(slices * grid.tiles(level) for slices, grid in _grids(scene, settings))
+
+
+def pixels_of(scene: Scene, settings: Settings, level: int) -> int:
+    """How many pixels these have."""
+    return len(scene.layers) * sum(slices * grid.pixels(level) for slices, grid in _grids(scene, settings))
+
+
+def _grids(scene: Scene, settings: Settings) -> list[tuple[int, TileGrid]]:
+    """Of each plane: how many slices it has, and the tiles of one."""
+    return [(scene.extents[plane], grid_of(scene, plane)) for plane in settings.planes_of(scene)]
+
+
+def bytes_per_pixel(layers: SceneLayers) -> float:
+    """Of a layer's tiles on average, by those of some places and slices, which are made for it.
+
+    ImageFileError: a file cannot be read.  ValueError: it does not fit the settings.
+    """
+    rows, columns = (
+        {(run.start + run.stop) // (2 * TILE) for run in spread(extent, TILE, 2)} for extent in layers.grid.size_at(0)
+    )
+    slices = [run.start for run in spread(layers.scene.extents[0], 1, 3)][:2]
+    size = pixels = 0
+    for at, row, column in product(slices, sorted(rows), sorted(columns)):
+        place = Place(0, row, column)
+        for _, content in layers.contents(place, layers.node(at, place)):
+            size += len(encoded("", content)) if number_of(content) is None else 0
+            pixels += math.prod(map(len, layers.grid.window(place)))
+    return size / pixels
 
 
 def estimate(scenes: Sequence[Scene], settings: Settings, each: float, output: Path) -> ViewerCost:
-    """What a viewer of these scenes will cost.  each: the bytes of a tile.
+    """What a viewer of these scenes will cost.  each: the bytes of a pixel of a layer.
 
     ValueError: there are more than `settings.most_tiles`, or the disk has less space.
     """
 
     def at(level: int) -> ViewerCost:
-        tiles = sum(tiles_of(scene, settings, level) for scene in scenes)
-        return ViewerCost(tiles, round(each * tiles))
+        tiles, pixels = (sum(count(scene, settings, level) for scene in scenes) for count in (tiles_of, pixels_of))
+        return ViewerCost(tiles, round(each * pixels))
 
     found, room = at(settings.level), shutil.disk_usage(_existing(output)).free
     if found.tiles > settings.most_tiles:
@@ -61,7 +93,9 @@ def _less(at: Callable[[int], ViewerCost], scenes: Sequence[Scene], settings: Se
     found = next((level for level in levels if at(level).tiles <= settings.most_tiles), None)
     if found is not None:
         return f"add --level {found} (pixels of {2**found} x {2**found}: {at(found)})"
-    return "add --first N for the first N images" if len(scenes) > 1 else "leave out layers"
+    if len(scenes) > 1:
+        return "add --first N for the first N images"
+    return "leave --planes out" if settings.planes else "leave layers out"
 
 
 def _existing(path: Path) -> Path:

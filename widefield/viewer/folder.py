@@ -12,10 +12,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from widefield.viewer.estimate import ViewerCost, estimate, tiles_of
+from widefield.viewer.estimate import ViewerCost, bytes_per_pixel, estimate, tiles_of
 from widefield.viewer.layers import SceneLayers
 from widefield.viewer.pyramid import TILE
-from widefield.viewer.scene_writer import SceneWriter, tile_bytes
+from widefield.viewer.scene_writer import SceneWriter
 from widefield.viewer.scenes import Scene
 from widefield.viewer.settings import Settings
 from widefield.viewer.tile_files import TileFiles
@@ -25,7 +25,7 @@ MARK = "// written by widefield view\n"
 DATA = "data.js"
 FILES = ("index.html", "viewer.css", "tiles.js", "viewer.js", "controls.js")
 SAMPLED = 4
-"""From how many scenes tiles are made, to estimate the bytes of all."""
+"""Of how many scenes some tiles are made, to estimate the bytes of all."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Viewer:
 
     def estimate(self, output: Path) -> ViewerCost:
         """What it will cost in a folder.  ValueError: that is too much, or the scenes do not fit the settings."""
-        sampled = [tile_bytes(SceneLayers(scene, self.settings)) for scene in self.scenes[:SAMPLED]]
+        sampled = [bytes_per_pixel(SceneLayers(scene, self.settings)) for scene in self.scenes[:SAMPLED]]
         return estimate(self.scenes, self.settings, sum(sampled) / len(sampled), output)
 
     def write(self, output: Path, done: Callable[[], None] = lambda: None) -> Written:

@@ -61,12 +61,20 @@ class TileGrid:
         return -(-height // TILE), -(-width // TILE)
 
     def tiles(self, start: int = 0) -> int:
-        """How many tiles there are from a level on.
+        """How many tiles there are from a level on, or of the last level.
 
-        >>> TileGrid(16384, 16384).tiles(), TileGrid(16384, 16384).tiles(1)
-        (1365, 341)
+        >>> [TileGrid(16384, 16384).tiles(start) for start in (0, 1, 9)]
+        [1365, 341, 1]
         """
-        return sum(math.prod(self.tiles_at(level)) for level in range(start, self.levels))
+        return sum(math.prod(self.tiles_at(level)) for level in range(min(start, self.levels - 1), self.levels))
+
+    def pixels(self, start: int = 0) -> int:
+        """How many pixels these have.
+
+        >>> TileGrid(1024, 513).pixels(), TileGrid(1024, 513).pixels(1)
+        (656896, 131584)
+        """
+        return sum(math.prod(self.size_at(level)) for level in range(min(start, self.levels - 1), self.levels))
 
     def window(self, place: Place) -> tuple[Interval, Interval]:
         """The rows and columns of a tile, in pixels of its level."""

@@ -17,7 +17,7 @@ from widefield.viewer.pyramid import Node, Place
 from widefield.viewer.reading import axes_of
 from widefield.viewer.scenes import LABELS
 from widefield.viewer.tally import Tally
-from widefield.viewer.tile_files import TileFiles, encoded, number_of, picture_suffix
+from widefield.viewer.tile_files import TileFiles, picture_suffix
 
 SHOWN = ("image", *LABELS, "disagreement")
 """The layers that the overview has."""
@@ -115,12 +115,3 @@ class SceneWriter:
 def _name_of(world: str) -> str:
     """Of a coordinate system, as its text names it."""
     return world.split('"')[1] if world.count('"') > 1 else world
-
-
-def tile_bytes(layers: SceneLayers) -> float:
-    """Of a tile on average, of those in the middle of the first and of the middle slice: an estimate."""
-    rows, columns = layers.grid.tiles_at(0)
-    place = Place(0, rows // 2, columns // 2)
-    slices = sorted({0, layers.scene.extents[0] // 2})
-    found = [content for at in slices for _, content in layers.contents(place, layers.node(at, place))]
-    return sum(0 if number_of(content) is not None else len(encoded("", content)) for content in found) / len(found)

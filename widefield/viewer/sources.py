@@ -44,16 +44,20 @@ def folder_of_predictions(path: Path) -> Path | None:
     return next((folder for folder in (path, path / "predictions") if (folder / TABLE).is_file()), None)
 
 
-def named_sources(images: Sequence[Path], labels: Mapping[str, Path], probabilities: Path | None) -> ScenesFound:
+def named_sources(images: Mapping[Path, Path], labels: Mapping[str, Path], probabilities: Path | None) -> ScenesFound:
     """Images, with labels that are files for one image, or folders in which each image's has its stem.
 
-    A prediction in a folder that `widefield predict` wrote has the classes' names from there.
+    images: the relative path, without suffix, by which each is called.  A prediction in a folder that `widefield predict` wrote
+    has the classes' names from there.
 
     ValueError: several images and one file, or a folder without any.
     """
     if probabilities is not None and len(images) > 1:
         raise ValueError(f"--probabilities {probabilities} is one file and there are {len(images)} images; name one of them")
-    sources = [SceneFiles(image.name, image, _labels_of(image, labels, len(images)), probabilities) for image in images]
+    sources = [
+        SceneFiles(str(name), image, _labels_of(image, labels, len(images), name), probabilities)
+        for image, name in images.items()
+    ]
     _check_found(sources, labels)
     beside = labels.get("prediction", Path()).parent
     if "prediction" not in labels or not (beside / TABLE).is_file():
@@ -117,12 +121,12 @@ def _below(folder: Path, label: str) -> Path:
     return found
 
 
-def _labels_of(image: Path, labels: Mapping[str, Path], count: int, name: Path | None = None) -> dict[str, Path]:
-    """name: of the answer, with the folders that it is in."""
+def _labels_of(image: Path, labels: Mapping[str, Path], count: int, name: Path) -> dict[str, Path]:
+    """name: what the image is called, with the folders that it is in."""
     found = {}
     for key, path in labels.items():
         if path.is_dir() and not is_image_file(path):
-            own = _of_stem(path, [*([name] if name is not None else []), Path(stem_of(image))])
+            own = _of_stem(path, [name, Path(stem_of(image))])
             found |= {} if own is None else {key: own}
         elif count > 1:
             raise ValueError(
