@@ -53,7 +53,7 @@ def evaluate(
     """Evaluate `model` on this rank's `batches` of a split of `samples` images.  Every rank calls it; all get the same result.
 
     worst: how many mistakes to return.  together: passes of the model are collective, so every rank has equally many batches.
-    extra_metrics: metrics besides the task's own.  classes: their names.  spacing_of: of an image by its number, for distances.
+    extra_metrics: besides the task's own.  classes: their names.  spacing_of: of an image by its number, for distances.
     Counts are exactly those of one rank.  AgreedError, on every rank: an image cannot be read (unless it is skipped).
     """
     start, training = time.monotonic(), [(module, module.training) for module in model.modules()]
@@ -72,10 +72,15 @@ def evaluate(
         output = output if is_per_pixel(task) else whole(output)
         if batch.samples:
             seen.add(batch, output, target, task=task, worst=worst, mesh=mesh)
-    for module, flag in training:  # not model.train(): the user may keep layers in evaluation mode
-        module.training = flag
+    _restore(training)
     mesh.agree(problem)
     return _total(task, seen, mesh, worst, time.monotonic() - start, list(classes))
+
+
+def _restore(training: list[tuple[nn.Module, bool]]) -> None:
+    """Put back the modes; not by model.train(): the user may keep layers in evaluation mode."""
+    for module, flag in training:
+        module.training = flag
 
 
 def _is_over(batch: Batch, mesh: Mesh, *, together: bool) -> bool:
