@@ -162,10 +162,6 @@ def test_mistakes_have_the_same_pictures_where_images_are_cut(tmp_path):
             assert torch.equal(read_image(tmp_path / name / file, 1), read_image(tmp_path / "whole" / file, 1))
 
 
-def test_a_volume_has_no_picture():
-    assert small_thumbnail_of(Batch(torch.zeros(1, 1, 4, 4, 4), torch.zeros(1), torch.tensor([0])), 0) is None
-
-
 def test_pictures_with_labels_show_three_channels_too():
     image, labels = image_of(5, 90, 80), torch.zeros(1, 90, 80, dtype=torch.int64)
     (piece,) = thumbnails_of(Batch(image.unsqueeze(0), labels, torch.tensor([0])), labels, labels, ignore=255)

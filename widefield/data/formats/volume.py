@@ -44,7 +44,7 @@ Place = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class Layout:
+class VolumeLayout:
     """Voxels of a volume, their lengths, and the probabilities of a vessel between two nodes and of a blob in a cell."""
 
     size: tuple[int, int, int]
@@ -102,7 +102,7 @@ class Volumes:
     split: str
     count: int
     seed: int
-    layout: Layout
+    layout: VolumeLayout
 
     def __len__(self) -> int:
         return self.count
@@ -131,7 +131,7 @@ class Volumes:
         return torch.from_numpy(image).unsqueeze(0), torch.from_numpy(label)
 
 
-def _rendered(layout: Layout, key: int, window: Box) -> tuple[Array, Array]:
+def _rendered(layout: VolumeLayout, key: int, window: Box) -> tuple[Array, Array]:
     """The voxels of a window, and their classes."""
     shape = [len(run) for run in window]
     image, light, label = _background(layout, key, window), np.zeros(shape, np.float32), np.zeros(shape, np.uint8)
@@ -163,7 +163,7 @@ def _positions(box: Box, spacing: Place) -> list[Array]:
 # ---------------------------------------------------------------------------------------------- what there is
 
 
-def _cells(layout: Layout, window: Box) -> list[Array]:
+def _cells(layout: VolumeLayout, window: Box) -> list[Array]:
     """Along each axis, the cells whose things may reach into a window, tubes to the next cells among them, and one more."""
     reach = max(RADIUS[1], BLOB[1]) + EDGE
     found = []
@@ -173,7 +173,7 @@ def _cells(layout: Layout, window: Box) -> list[Array]:
     return found
 
 
-def _tubes(layout: Layout, key: int, window: Box) -> Iterator[Tube]:
+def _tubes(layout: VolumeLayout, key: int, window: Box) -> Iterator[Tube]:
     """From the node of each cell to that of the next one along each axis, where there is a vessel."""
     cells = _cells(layout, window)
     places = np.stack([_within_cells(key, cells, axis) for axis in range(3)], axis=-1)
@@ -186,7 +186,7 @@ def _tubes(layout: Layout, key: int, window: Box) -> Iterator[Tube]:
                 yield Tube((tuple(ends[0].tolist()), tuple(ends[1].tolist())), thick, bright)
 
 
-def _blobs(layout: Layout, key: int, window: Box) -> Iterator[Blob]:
+def _blobs(layout: VolumeLayout, key: int, window: Box) -> Iterator[Blob]:
     cells = _cells(layout, window)
     centers = np.stack([_within_cells(key, cells, 20 + axis) for axis in range(3)], axis=-1)
     axes = np.stack([BLOB[0] + (BLOB[1] - BLOB[0]) * _chances(key, cells, 23 + axis) for axis in range(3)], axis=-1)
@@ -211,7 +211,7 @@ def _chances(key: int, at: list[Array], purpose: int) -> Array:
     return _hashes(key, at, purpose) / 2.0**32
 
 
-def _background(layout: Layout, key: int, window: Box) -> Array:
+def _background(layout: VolumeLayout, key: int, window: Box) -> Array:
     """Voxels between 16 and 111 of 255: a coarse grain, linear between points, and a fine one of single voxels.
 
     In integers, so that the bits of a voxel do not depend on the window.
@@ -263,7 +263,7 @@ def open_dataset(
         if not 0 <= chance <= 1:
             raise ValueError(f"data.options.{name} is {chance!r}; a probability from 0 to 1 is wanted")
     lengths = (float(spacing[0]), float(spacing[1]), float(spacing[2]))
-    layout = Layout((size[0], size[1], size[2]), lengths, float(vessels), float(blobs))
+    layout = VolumeLayout((size[0], size[1], size[2]), lengths, float(vessels), float(blobs))
     train, evaluate = (Volumes(split, count, seed, layout) for split, count in zip(("train", "evaluate"), volumes, strict=True))
     # mean and standard deviation of the voxels of the 32 training volumes that the defaults make
     return Dataset(train, evaluate, CLASSES, 1, MEAN, STD, in_memory=False, labels="pixels", dims=3)
