@@ -67,8 +67,8 @@ def test_files_of_volumes_get_files_of_labels(run, files, tmp_path, capsys):
         image = torch.from_numpy(image if number else image[None])
         assert labels.shape == tuple(image.shape[1:]) and labels.dtype == np.uint8
         assert np.array_equal(labels, answered(run, image).numpy()) and len(np.unique(labels)) >= 2
-    rows = list(csv.DictReader((tmp_path / "out/predictions.csv").open()))
-    assert [Path(row["path"]).name for row in rows] == ["0.npy", "1.npy", "2.npy"]
+    rows = list(csv.DictReader((tmp_path / "out/predictions.csv").read_text().splitlines()))
+    assert [Path(row["input"]).name for row in rows] == ["0.npy", "1.npy", "2.npy"]
     assert main(["predict", str(run), str(files), "--output", str(tmp_path / "out")]) == 0
     assert "3 answered" in capsys.readouterr().out
 
