@@ -42,3 +42,7 @@ def image_alone(image, labels):
 
 def left_half(image):
     return image[..., : image.shape[2] // 2]
+
+
+def first_planes(image, labels):
+    return image[:, :6], labels[..., :6, :, :]

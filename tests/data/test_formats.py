@@ -62,8 +62,10 @@ def test_every_format_gives_its_images_with_a_class_and_a_name(tmp_path, name, s
     assert len(dataset.mean) == len(dataset.std) == dataset.channels
     for images in (dataset.train, dataset.evaluate):
         read = [images.read(index) for index in range(len(images))]
-        assert all(image.dtype == dataset.dtype and len(image) == dataset.channels for image, _ in read)
-        assert {image.ndim for image, _ in read} <= {3, 4}
+        assert all(
+            image.dtype == dataset.dtype and image.ndim == 1 + dataset.dims and len(image) == dataset.channels
+            for image, _ in read
+        )
         found = {label for _, labels in read for label in torch.as_tensor(labels).unique().tolist()}
         assert found - {255} == set(range(classes))  # 255: of pixels that do not count
         assert all(isinstance(labels, int) != dataset.pixels for _, labels in read)

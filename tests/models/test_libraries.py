@@ -208,3 +208,30 @@ def test_what_a_library_does_not_have_is_refused(name, keys, told):
 def test_a_library_that_is_not_installed_says_how_to_install_it(monkeypatch, library, module):
     monkeypatch.setitem(sys.modules, module, None)
     assert f"which is not installed; pip install 'widefield[{library}]'" in refusal(f"{library}/UNet")
+
+
+# ---------------------------------------------------------------------------------------------- volumes
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "channels"),
+    [("monai/UNet", {}, 2), ("monai/SegResNet", {"init_filters": 8}, 1), ("torchvision/r3d_18", {}, 1)],
+)
+def test_networks_of_libraries_are_built_for_volumes_where_the_data_has_them(name, options, channels):
+    config = ModelConfig(name=name, options=options)
+    model = build(config, in_channels=channels, num_classes=4, dims=3).eval()
+    found = model(torch.zeros(1, channels, 8, 32, 16))
+    assert found.shape == ((1, 4) if "torchvision" in name else (1, 4, 8, 32, 16))
+
+
+@pytest.mark.parametrize("name", ["timm/resnet18", "torchvision/resnet18", "smp/Unet"])
+def test_networks_for_images_are_refused_for_volumes_in_words(name):
+    with pytest.raises(ValueError, match=f"model.name={name} convolves over 2 dims and the data has volumes .*, as monai/UNet"):
+        build(ModelConfig(name=name), in_channels=1, num_classes=4, dims=3)
+
+
+@pytest.mark.parametrize("name", ["monai/UNet", "unet", "torchvision/r3d_18"])
+def test_networks_for_volumes_are_refused_for_images_in_words(name):
+    options = {"monai/UNet": {"spatial_dims": 3}, "unet": {"dims": 3}}.get(name, {})
+    with pytest.raises(ValueError, match=r"convolves over 3 dims and the data has images \(C, H, W\); set model.options.dims"):
+        build(ModelConfig(name=name, options=options), in_channels=1, num_classes=4, dims=2)

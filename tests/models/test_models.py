@@ -169,3 +169,44 @@ def test_a_users_callable_must_take_the_options_and_give_a_module(own):
 def test_timm_that_is_not_installed_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     assert re.search(r"needs timm, which is not installed; pip install 'widefield\[timm\]'", refusal("timm/resnet18"))
+
+
+# ---------------------------------------------------------------------------------------------- volumes
+
+
+def test_a_unet_of_volumes_is_that_of_images_plane_by_plane():
+    """Where kernels see one plane alone and planes are not pooled; the weights are those of the images' network."""
+    torch.manual_seed(0)
+    flat = made("unet", widths=[4, 8]).double().eval()
+    deep = made("unet", widths=[4, 8], dims=3, shrink=[[1, 2, 2]]).double().eval()
+    weights = deep.state_dict()
+    for name, weight in flat.state_dict().items():
+        if weight.ndim == 4:
+            weights[name] = torch.zeros_like(weights[name])
+            weights[name][:, :, weights[name].shape[2] // 2] = weight
+        else:
+            weights[name] = weight
+    deep.load_state_dict(weights)
+    volume = torch.randn(1, 3, 5, 14, 11, dtype=torch.float64)
+    wanted = torch.stack([flat(volume[:, :, plane]) for plane in range(5)], dim=2)
+    torch.testing.assert_close(deep(volume), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"dims": 4}, "model.options.dims is 4; it is 2 for images, or 3 for volumes"),
+        ({"shrink": [2]}, "model.options.shrink is [2]; for 3 further levels and 2 dims write 3 of a whole"),
+        ({"widths": [4, 8], "shrink": [[2, 2, 2]]}, "for 1 further levels and 2 dims write 1"),
+        ({"widths": [4, 8], "shrink": [0]}, "model.options.shrink is [0]; for 1 further levels"),
+    ],
+)  # fmt: skip
+def test_dims_and_factors_that_no_unet_has_are_refused(options, told):
+    assert told in refusal("unet", **options)
+
+
+def test_the_dims_of_the_data_are_given_to_those_that_take_them():
+    for name, size in (("unet", (2, 1, 5, 9, 7)), ("resnet", (2, 1, 5, 9, 7))):
+        model = build(ModelConfig(name=name, options={"widths": [4, 6]}), in_channels=1, num_classes=3, dims=3)
+        assert model(torch.zeros(size)).shape[:2] == (2, 3)
+    assert refusal("resnet", dims=5) == "model.options.dims is 5; it is 2 for images, or 3 for volumes"

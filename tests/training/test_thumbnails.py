@@ -162,13 +162,6 @@ def test_mistakes_have_the_same_pictures_where_images_are_cut(tmp_path):
             assert torch.equal(read_image(tmp_path / name / file, 1), read_image(tmp_path / "whole" / file, 1))
 
 
-def test_a_volume_is_shown_by_its_middle_slice():
-    volume = torch.zeros(1, 1, 5, 4, 4)
-    volume[0, 0, 2] = 1
-    thumbnail = small_thumbnail_of(Batch(volume, torch.zeros(1), torch.tensor([0])), 0)
-    assert thumbnail.image.shape == (1, 4, 4) and (thumbnail.image == thumbnail.image.max()).all()
-
-
 def test_pictures_with_labels_show_three_channels_too():
     image, labels = image_of(5, 90, 80), torch.zeros(1, 90, 80, dtype=torch.int64)
     (piece,) = thumbnails_of(Batch(image.unsqueeze(0), labels, torch.tensor([0])), labels, labels, ignore=255)

@@ -68,9 +68,7 @@ class OwnVolumes:
         size = (7 + 2 * (index % 3), 11 + 2 * (index % 4), 9 + 2 * (index % 5))
         labels = torch.randint(0, 3, size, dtype=torch.uint8, generator=generator)
         bright = labels.double() / 3 + 0.3 * torch.rand(size, generator=generator, dtype=torch.float64)
-        values = {"int16": -900 + 1800 * bright, "float32": bright, "uint8": 255 * bright, "uint16": 60_000 * bright}[
-            self.dtype
-        ]
+        values = -900 + 1800 * bright if self.dtype == "int16" else bright
         return values[None].to(getattr(torch, self.dtype)), labels
 
 
@@ -128,7 +126,7 @@ def test_losses_of_20_steps_are_those_of_one_rank(whole, plan, tmp_path):
 def test_every_voxel_is_evaluated_once_and_the_classes_are_told_apart(whole):
     kind, folder = whole
     told = evaluation(folder)
-    voxels = 3 * 10 * 22 * 17 if kind == "built in" else sum(OwnVolumes(3, "uint8")[i][1].numel() for i in range(3))
+    voxels = 3 * 10 * 22 * 17 if kind == "built in" else sum(OwnVolumes(3, "float32")[i][1].numel() for i in range(3))
     assert sum(map(sum, told["confusion"])) == voxels and (told["images"], told["of"], told["duplicates"]) == (3, 3, 0)
     assert sum(sum(column) > 0 for column in zip(*told["confusion"], strict=True)) >= 2
 
@@ -136,7 +134,6 @@ def test_every_voxel_is_evaluated_once_and_the_classes_are_told_apart(whole):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["mesh.space=[1,1]"], None),
         (["stream.tiles=[2,2]"], "stream.tiles=[2, 2] has 2 numbers and images have 3 dims; give one number per dim"),
         (["model.options={dims: 2}"], "model.name=unet convolves over 2 dims and the data has volumes (C, D, H, W); take unet"),
         (["model.name=smp/Unet", "model.options={encoder_name: resnet18}"], "model.name=smp/Unet convolves over 2 dims"),
@@ -145,9 +142,18 @@ def test_every_voxel_is_evaluated_once_and_the_classes_are_told_apart(whole):
 )
 def test_what_is_for_images_is_refused_for_volumes(settings, told, tmp_path):
     config = parse_config(CONFIG, [*BUILT_IN, "mesh.replicate=1", *settings])
-    if told is None:
-        assert train(config, tmp_path / "run", World()).reason == "complete"
-        return
     with pytest.raises(AgreedError) as caught:
         train(config, tmp_path / "run", World())
     assert told in str(caught.value)
+
+
+def refused(mesh, folder: Path) -> str:
+    with pytest.raises(AgreedError) as caught:
+        go(mesh, folder, "built in", ["mesh.replicate=1", "mesh.space=[2,1]"])
+    return str(caught.value)
+
+
+def test_a_mesh_for_images_is_refused_for_volumes_on_every_rank(tmp_path):
+    told = on_ranks(2, refused, tmp_path / "run")
+    assert told[0] == told[1] and "mesh.space=[2, 1] has 2 sizes and images have 3 dims" in told[0]
+    assert "as [2, 1, 1]" in told[0]

@@ -67,15 +67,15 @@ def _views(sample: Mapping[str, Any]) -> list[_View]:
         down, across = (dim for dim in range(3) if dim != axis)
         depth = int(sample["size"][0])
         what = f"largest along the {AXES[axis]}" if view["view"] in AXES else f"plane {depth // 2:,} of {depth:,}"
-        lengths = (spacing[down], spacing[across])
-        found.append(_View(sample["id"], view, (down, across), sample["size"], lengths, f"{what}; {_caption(sample)}", what))
+        caption = what if found else f"{_caption(sample, 'voxels')}; {what}"
+        found.append(_View(sample["id"], view, (down, across), sample["size"], (spacing[down], spacing[across]), caption, what))
     return found
 
 
-def _caption(sample: Mapping[str, Any]) -> str:
+def _caption(sample: Mapping[str, Any], unit: str = "pixels") -> str:
     right = f"{100 * sample['right'] / sample['counted']:.2f} % of" if sample["counted"] else "none of"
     size = " x ".join(f"{extent:,}" for extent in sample["size"])
-    return f"{size} px, {right} {sample['counted']:,} counted pixels right"
+    return f"{size} {'px' if unit == 'pixels' else unit}, {right} {sample['counted']:,} counted {unit} right"
 
 
 def _sample(folder: Path, view: _View, evaluation: Mapping[str, Any], space: Sequence[int]) -> dict[str, Any] | None:

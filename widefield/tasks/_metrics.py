@@ -38,15 +38,14 @@ ADD_UP = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 class RecipeMetric:
     """A metric with its name in evaluations.
 
-    make: returns a new one.  of_cases: from the number of images and their spacing, a new metric of each image by itself;
-        `make` is None then.
+    make: returns a new one.  of_cases: from the number of images, a new metric of each image by itself; `make` is None then.
     gathers: whether ranks gather the answers of all samples for it, and do not add up sums.  factor: of its value, 100 of a
     share that is in percent as the task's own.
     """
 
     name: str
     make: Callable[[], Metric] | None = None
-    of_cases: Callable[[int, SpacingOf | None], CaseMetric] | None = None
+    of_cases: Callable[[int], CaseMetric] | None = None
     gathers: bool = False
     factor: int = 1
 
@@ -65,20 +64,23 @@ def names() -> list[tuple[str, str]]:
     return own + [(name, kind.__module__.partition(".functional")[0].rpartition(".")[0]) for name, kind in _KNOWN.items()]
 
 
-def metrics_of(config: TaskConfig, task: Task, *, num_classes: int, cut: bool) -> list[RecipeMetric]:
+def metrics_of(
+    config: TaskConfig, task: Task, *, num_classes: int, cut: bool, spacing_of: SpacingOf | None = None
+) -> list[RecipeMetric]:
     """The metrics that `task.metrics` lists.  cut: whether ranks share images, so that each updates with its tile.
 
+    spacing_of: the lengths of a pixel of an image by its number, for distances.
     ValueError: an unknown name or argument, two metrics of one name, a callable that returns no metric, values that are no
     numbers.  NotImplementedError: a metric that would depend on the number of ranks.
     """
-    found = [_one(entry, task, num_classes) for entry in config.metrics]
+    found = [_one(entry, task, num_classes, spacing_of) for entry in config.metrics]
     taken = set(values_of(task.metrics(), *example_of(task, num_classes), name="the task's metrics")) if found else set()
     for metric in found:
         if metric.name in taken:
             raise ValueError(f"task.metrics: there are two metrics of the name '{metric.name}'; leave one out")
         taken.add(metric.name)
         if metric.of_cases is not None:
-            metric.of_cases(1, None)  # refuses wrong arguments
+            metric.of_cases(1)  # refuses wrong arguments
             continue
         _try(metric, task, num_classes, cut=cut)
     return [replace(metric, gathers=_gathers(metric)) for metric in found]
@@ -117,7 +119,7 @@ def _gathers(metric: RecipeMetric) -> bool:
     return metric.make is not None and dim_zero_cat in metric.make()._reductions.values()
 
 
-def _one(entry: Any, task: Task, num_classes: int) -> RecipeMetric:
+def _one(entry: Any, task: Task, num_classes: int, spacing_of: SpacingOf | None) -> RecipeMetric:
     if isinstance(entry, str):
         entry = {entry: {}}
     if not isinstance(entry, dict) or len(entry) != 1 or not isinstance(next(iter(entry.values())), dict | None):
@@ -130,7 +132,8 @@ def _one(entry: Any, task: Task, num_classes: int) -> RecipeMetric:
         name, options = "top", {"k": int(ranked[1])} | options
     labels, ignore = labels_of(task), getattr(task, "ignore_index", None)
     if name in CASES_OF and labels in ("pixels", "layers"):
-        return RecipeMetric(name, of_cases=partial(_of_cases, name, num_classes, ignore, labels == "layers", options))
+        of_cases = partial(_of_cases, name, num_classes, ignore, labels == "layers", options, spacing_of)
+        return RecipeMetric(name, of_cases=of_cases)
     make = code_named(name, key="task.metrics") if is_code(name) else _known(name, labels)
     sizes = {"num_classes": num_classes, "num_labels": num_classes, "num_outputs": num_classes, "ignore_index": ignore}
     given = {key: sizes[key] for key in takes(make, *sizes) if sizes[key] is not None}
@@ -157,8 +160,8 @@ def _of_cases(
     ignore: int | None,
     layered: bool,
     options: dict[str, Any],
-    cases: int,
     spacing_of: SpacingOf | None,
+    cases: int,
 ) -> CaseMetric:
     try:
         return CASES_OF[name](CaseSizes(classes, cases, ignore, layered, spacing_of), **options)

@@ -148,7 +148,7 @@ def assemble(
     dataset = scaled.dataset
     task, why_balanced = task_of(config, given, dataset, mesh)
     slower = check_data(config, dataset, task, given, cut=bool(mesh.grid.sizes))
-    metrics = metrics_of(config.task, task, num_classes=len(dataset.classes), cut=bool(mesh.grid.sizes))
+    metrics = _metrics(config, task, dataset, cut=bool(mesh.grid.sizes))
     workers, why_workers = _choose_workers(config, dataset, mesh)
     channels_last, why_format = _choose_format(config, arithmetic, dims=dataset.dims)
     if config.deterministic:
@@ -166,6 +166,11 @@ def assemble(
         config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given,
         scaled.statistics,
     )  # fmt: skip
+
+
+def _metrics(config: RunConfig, task: Task, dataset: Dataset, *, cut: bool) -> list[RecipeMetric]:
+    spacing = partial(spacing_of, dataset.evaluate) if dataset.dims == 3 else None
+    return metrics_of(config.task, task, num_classes=len(dataset.classes), cut=cut, spacing_of=spacing)
 
 
 def _opened(config: RunConfig, mesh: Mesh, given: Given, stored: Dataset | None) -> Scaled:
@@ -296,7 +301,6 @@ def evaluate_parts(parts: Parts, model: nn.Module, *, batches: int | None = None
         together=together,
         extra_metrics=parts.metrics,
         classes=parts.dataset.classes,
-        spacing_of=partial(spacing_of, parts.dataset.evaluate) if parts.dataset.dims == 3 else None,
     )
 
 

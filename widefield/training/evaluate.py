@@ -21,7 +21,7 @@ from widefield.data.device import Preparation
 from widefield.data.loader import Batch
 from widefield.quantity import count_of
 from widefield.tasks import Task, is_per_pixel, labels_of
-from widefield.tasks._cases import CaseMetric, SpacingOf
+from widefield.tasks._cases import CaseMetric
 from widefield.tasks._metrics import RecipeMetric, columns_of, numbers_of
 from widefield.tasks._torchmetrics import Metric, MetricCollection, dim_zero_sum
 from widefield.tiled.api import tile_of, whole
@@ -48,16 +48,15 @@ def evaluate(
     together: bool = False,
     extra_metrics: Sequence[RecipeMetric] = (),
     classes: Sequence[str] = (),
-    spacing_of: SpacingOf | None = None,
 ) -> Evaluation:
     """Evaluate `model` on this rank's `batches` of a split of `samples` images.  Every rank calls it; all get the same result.
 
     worst: how many mistakes to return.  together: passes of the model are collective, so every rank has equally many batches.
-    extra_metrics: besides the task's own.  classes: their names.  spacing_of: of an image by its number, for distances.
+    extra_metrics: metrics besides the task's own.  classes: their names.
     Counts are exactly those of one rank.  AgreedError, on every rank: an image cannot be read (unless it is skipped).
     """
     start, training = time.monotonic(), [(module, module.training) for module in model.modules()]
-    seen, problem = _Counts.empty(task.metrics(), samples, mesh, extra_metrics, spacing_of), None
+    seen, problem = _Counts.empty(task.metrics(), samples, mesh, extra_metrics), None
     model.eval()
     for batch in batches:
         seen.skipped += batch.skipped if seen.first else []
@@ -72,15 +71,10 @@ def evaluate(
         output = output if is_per_pixel(task) else whole(output)
         if batch.samples:
             seen.add(batch, output, target, task=task, worst=worst, mesh=mesh)
-    _restore(training)
+    for module, flag in training:  # not model.train(): the user may keep layers in evaluation mode
+        module.training = flag
     mesh.agree(problem)
     return _total(task, seen, mesh, worst, time.monotonic() - start, list(classes))
-
-
-def _restore(training: list[tuple[nn.Module, bool]]) -> None:
-    """Put back the modes; not by model.train(): the user may keep layers in evaluation mode."""
-    for module, flag in training:
-        module.training = flag
 
 
 def _is_over(batch: Batch, mesh: Mesh, *, together: bool) -> bool:
@@ -116,18 +110,11 @@ class _Counts:
     """Those of each image by itself."""
 
     @classmethod
-    def empty(
-        cls,
-        metrics: MetricCollection,
-        samples: int,
-        mesh: Mesh,
-        extra_metrics: Sequence[RecipeMetric] = (),
-        spacing_of: SpacingOf | None = None,
-    ) -> _Counts:
+    def empty(cls, metrics: MetricCollection, samples: int, mesh: Mesh, extra_metrics: Sequence[RecipeMetric] = ()) -> _Counts:
         losses = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         tally = torch.zeros(samples, dtype=torch.int64)
         made = [(metric, metric.made().to(mesh.device)) for metric in extra_metrics if metric.of_cases is None]
-        cases = [metric.of_cases(samples, spacing_of) for metric in extra_metrics if metric.of_cases is not None]
+        cases = [metric.of_cases(samples) for metric in extra_metrics if metric.of_cases is not None]
         first, counts = mesh.is_first_of_copy, mesh.is_first_of_tile
         return cls(metrics.to(mesh.device), tally, losses, first, counts, extra_metrics=made, cases=cases)
 
