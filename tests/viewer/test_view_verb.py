@@ -84,6 +84,16 @@ def test_images_are_named_with_their_labels(project, capsys):
     assert [one["name"] for one in scene["legend"]] == ["x", "y", "z"] and scene["cuts"] == [[], [], [36]]
 
 
+def test_one_of_several_images_in_a_file_is_named_with_it(project, capsys):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(project / "scan.h5", "w") as file:
+        file["raw/left"], file["raw/right"], file["labels"] = PIXELS[0], PIXELS[1], TRUTH[1]
+    said(capsys, "scan.h5#/raw/right", "--labels", "truth=scan.h5#/labels", "--output", "page")
+    assert data(project / "page")["scenes"][0]["name"] == "scan.h5#/raw/right"
+    for name, pixels in (("image", PIXELS[1]), ("truth", TRUTH[1] + 1)):
+        assert np.array_equal(level(project / "page", name, 0, (60, 70)), pixels)
+
+
 def test_a_folder_of_images_has_labels_by_stem(project, capsys):
     said(capsys, "scans", "--labels", "truth=masks", "--output", "page")
     assert [scene["name"] for scene in data(project / "page")["scenes"]] == ["a/one", "two"]
@@ -185,7 +195,12 @@ def test_stems_have_no_suffix_of_two_parts():
 @pytest.mark.long
 def test_what_a_run_predicts_is_shown(tmp_path):
     """By the commands as a user gives them: the folder is what `predict` writes."""
-    short = ["data.options={pages: [8, 2], size: [96, 96]}", "schedule.length=1ep", "schedule.warmup=0ep", "schedule.name=constant"]
+    short = [
+        "data.options={pages: [8, 2], size: [96, 96]}",
+        "schedule.length=1ep",
+        "schedule.warmup=0ep",
+        "schedule.name=constant",
+    ]
     run("train", RECIPES / "page.yaml", "--run", tmp_path / "run", "mesh.space=[2,1]", *short)
     Image.fromarray(RNG.integers(0, 256, (70, 90), dtype=np.uint8)).save(tmp_path / "scan.png")
     run("predict", tmp_path / "run", tmp_path / "scan.png", "--probabilities")
