@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_files.test_formats import each_case, pixels_of
 from PIL import Image
 from viewer.pages import data, level, shown, write
 
 from widefield.image_files import open_image
 from widefield.image_files.image_file import ImageFileError
+from widefield.naming import load
 from widefield.viewer import Viewer, open_scene
 from widefield.viewer.display import display_of
 from widefield.viewer.folder import FILES, check_place
@@ -155,6 +157,25 @@ def test_transparent_pixels_are_transparent(tmp_path):
     found = level(tmp_path / "page", "image", 0, (30, 40))
     assert np.array_equal(found[10:, :, :3], pixels[10:, :, :3])
     assert (found[:10, :, 3] == 0).all() and (found[10:, :, 3] == 255).all()
+
+
+@each_case
+def test_images_of_every_format_are_shown_as_they_are_read(tmp_path, name, file, shape, dtype):
+    path = tmp_path / file
+    load("widefield.image_files.formats", name).write_example(path, pixels_of(shape, dtype))
+    with open_image(path) as image:
+        pixels, valid, info = image.read(), image.valid(), image.info
+    bands = [1, 1, 1] if info.palette else [1]
+    Viewer([open_scene("a", path, {})], shown(bands=bands, limits=(0, 255))).write(tmp_path / "page")
+    depth, *size = scene_of(tmp_path / "page")["extents"]
+    values = pixels[0].reshape(depth, *size).astype(float)
+    holds = np.isfinite(values) & (True if valid is None else valid.reshape(values.shape))
+    for at in range(depth):
+        seen = level(tmp_path / "page", "image", 0, tuple(size), at=f"0-{at}")
+        grey, alpha = (seen[..., 0], seen[..., -1]) if seen.ndim == 3 and seen.shape[2] % 2 == 0 else (seen, None)
+        grey = grey[..., 0] if grey.ndim == 3 else grey
+        assert np.array_equal(holds[at], np.ones_like(holds[at]) if alpha is None else alpha > 0)
+        assert np.array_equal(grey[holds[at]], np.floor(np.clip(values[at], 0, 255) + 0.5)[holds[at]])
 
 
 # ---------------------------------------------------------------------------------------------- the overview

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import RECIPES, run
 from PIL import Image
 from viewer.pages import data, level
 
@@ -81,6 +82,16 @@ def test_images_are_named_with_their_labels(project, capsys):
     said(capsys, "scans/two.png", *labels, "--classes", "x,y,z", "--space", "1x2", "--output", "page")
     (scene,) = data(project / "page")["scenes"]
     assert [one["name"] for one in scene["legend"]] == ["x", "y", "z"] and scene["cuts"] == [[], [], [36]]
+
+
+def test_one_of_several_images_in_a_file_is_named_with_it(project, capsys):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(project / "scan.h5", "w") as file:
+        file["raw/left"], file["raw/right"], file["labels"] = PIXELS[0], PIXELS[1], TRUTH[1]
+    said(capsys, "scan.h5#/raw/right", "--labels", "truth=scan.h5#/labels", "--output", "page")
+    assert data(project / "page")["scenes"][0]["name"] == "scan.h5#/raw/right"
+    for name, pixels in (("image", PIXELS[1]), ("truth", TRUTH[1] + 1)):
+        assert np.array_equal(level(project / "page", name, 0, (60, 70)), pixels)
 
 
 def test_a_folder_of_images_has_labels_by_stem(project, capsys):
@@ -179,3 +190,23 @@ def test_two_files_of_one_stem_are_refused(project, capsys):
 def test_stems_have_no_suffix_of_two_parts():
     names = ("a.tif", "case.nii.gz", "b.c.ome.zarr", "scan.jpg.png", "plain")
     assert [stem_of(Path(name)) for name in names] == ["a", "case", "b.c.ome", "scan.jpg", "plain"]
+
+
+@pytest.mark.long
+def test_what_a_run_predicts_is_shown(tmp_path):
+    """By the commands as a user gives them: the folder is what `predict` writes."""
+    short = [
+        "data.options={pages: [8, 2], size: [96, 96]}",
+        "schedule.length=1ep",
+        "schedule.warmup=0ep",
+        "schedule.name=constant",
+    ]
+    run("train", RECIPES / "page.yaml", "--run", tmp_path / "run", "mesh.space=[2,1]", *short)
+    Image.fromarray(RNG.integers(0, 256, (70, 90), dtype=np.uint8)).save(tmp_path / "scan.png")
+    run("predict", tmp_path / "run", tmp_path / "scan.png", "--probabilities")
+    assert "1 image, at most 13 tiles" in run("view", tmp_path / "run")
+    page = tmp_path / "run" / "predictions" / "viewer"
+    (scene,) = data(page)["scenes"]
+    assert len(scene["layers"]) == 2 + 11 and scene["cuts"] == [[], [36], []]
+    with Image.open(tmp_path / "run" / "predictions" / "scan.png") as labels:
+        assert np.array_equal(level(page, "prediction", 0, (70, 90)), np.asarray(labels).astype(int) + 1)

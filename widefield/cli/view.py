@@ -75,22 +75,29 @@ def run(options: Namespace) -> int:
 
 def _found(options: Namespace) -> tuple[ScenesFound, Path]:
     """The files that are meant, and the folder of the page.  ValueError: they are no images, or are named amiss."""
-    from widefield.prediction.inputs import find_inputs
     from widefield.viewer.sources import check_names, folder_of_predictions, named_sources, predicted_sources
 
     labels = {name: Path(path) for name, path in options.labels}
     check_names(labels)
     folder = folder_of_predictions(Path(options.files[0]))
     if folder is None:
-        images, lefts = find_inputs(options.files)
-        if lefts:
-            raise ValueError(f"{lefts[0].path} is left out: {lefts[0].reason}; mend the name, or leave it out")
-        named = {image.path: image.name for image in images}
         likely = Path(options.probabilities) if options.probabilities else None
-        return named_sources(named, labels, likely), Path(options.output or "viewer")
+        return named_sources(_images(options.files), labels, likely), Path(options.output or "viewer")
     if len(options.files) > 1:
         raise ValueError(f"{folder} is a folder of predictions, and {options.files[1]} is named too; give a command for each")
     return predicted_sources(folder, labels), Path(options.output) if options.output else folder / "viewer"
+
+
+def _images(words: list[str]) -> dict[Path, Path]:
+    """The images that words mean, each with the relative path by which it is called.  ValueError: a word means none."""
+    from widefield.prediction.inputs import find_inputs
+
+    inside = [word for word in words if Path(word.partition("#/")[0]).is_file() and "#/" in word]  # as scan.h5#/raw
+    others = [word for word in words if word not in inside]
+    images, lefts = find_inputs(others) if others else ([], [])
+    if lefts:
+        raise ValueError(f"{lefts[0].path} is left out: {lefts[0].reason}; mend the name, or leave it out")
+    return {Path(word): Path(word) for word in inside} | {image.path: image.name for image in images}
 
 
 def _print(written: Written, *, left: int) -> None:

@@ -109,10 +109,10 @@ function showControls() {
   slice.max = scene.extents[axis] - 1;
   slice.value = Math.floor(at[axis]);
   byId("at").textContent = `${counted(Math.floor(at[axis]))} of ${counted(scene.extents[axis])}`;
-  byId("titles").replaceChildren(...(canvas.width >= canvas.height ? panes() : panes().slice(0, 1)).map((pane) => {
-    const place = element("span");
-    if (pane.title) place.append(element("b", pane.title));
-    return place;
+  byId("titles").replaceChildren(...panes().filter((pane) => pane.title).map((pane) => {
+    const title = element("b", pane.title);
+    Object.assign(title.style, { left: `${pane.left / ratio()}px`, top: `${pane.top / ratio()}px` });
+    return title;
   }));
   showScale();
 }

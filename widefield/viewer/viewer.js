@@ -165,6 +165,9 @@ function draw() {
     pen.restore();
     if (all) drawCross(pane);
     drawLetters(pane);
+    pen.fillStyle = "#5c6168"; // between panes
+    if (pane.left) pen.fillRect(pane.left, pane.top, ratio(), pane.height);
+    if (pane.top) pen.fillRect(pane.left, pane.top, pane.width, ratio());
   }
   dropTiles();
   showStatus();
@@ -233,13 +236,16 @@ function drawLetters(pane) {
   const middle = [pane.left + pane.width / 2, pane.top + pane.height / 2], size = 14 * ratio();
   pen.font = `600 ${size}px system-ui, sans-serif`;
   pen.textAlign = "center";
-  pen.fillStyle = "#fffc";
+  pen.strokeStyle = "#000";
+  pen.lineWidth = 3 * ratio();
+  pen.fillStyle = "#fff";
+  const top = pane.top + (pane.title ? 4 : 2) * size, bottom = pane.top + pane.height - byId("bottom").offsetHeight * ratio();
   for (const [axis, [first, last]] of [
     [pane.columns, [[pane.left + size, middle[1]], [pane.left + pane.width - size, middle[1]]]],
-    [pane.rows, [[middle[0], pane.top + 2 * size], [middle[0], pane.top + pane.height - 3 * size]]],
+    [pane.rows, [[middle[0], top], [middle[0], bottom]]],
   ]) {
     const high = leads(axis), ends = sign(axis) < 0 ? [high, OPPOSITE[high]] : [OPPOSITE[high], high];
-    if (high) [first, last].forEach((place, index) => pen.fillText(ends[index], ...place));
+    if (high) [first, last].forEach((place, index) => { pen.strokeText(ends[index], ...place); pen.fillText(ends[index], ...place); });
   }
 }
 
