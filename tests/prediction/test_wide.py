@@ -34,8 +34,9 @@ def test_shares_of_classes_are_those_of_the_whole(run, scene, whole, tmp_path):
 
 
 def _on_ranks(mesh, run: Path, scenes: list[Path], output: Path, overrides: list[str]) -> Predicted:
-    patched(pytest.MonkeyPatch())
-    return predict_files(run, scenes, overrides, mesh.world, output=output, weights=str(run / "drawn.safetensors"))
+    with pytest.MonkeyPatch.context() as patch:  # the ranks serve other tests afterwards
+        patched(patch)
+        return predict_files(run, scenes, overrides, mesh.world, output=output, weights=str(run / "drawn.safetensors"))
 
 
 @pytest.mark.parametrize(

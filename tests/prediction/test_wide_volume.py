@@ -58,8 +58,9 @@ def nifti_of(pixels: np.ndarray, path: Path) -> Path:
 
 
 def _on_ranks(mesh, run: Path, volume: Path, output: Path, overrides: list[str]) -> Predicted:
-    patched(pytest.MonkeyPatch())
-    return predict_files(run, [volume], overrides, mesh.world, output=output)
+    with pytest.MonkeyPatch.context() as patch:  # the ranks serve other tests afterwards
+        patched(patch)
+        return predict_files(run, [volume], overrides, mesh.world, output=output)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,8 @@ def test_images_of_every_format_are_shown_as_they_are_read(tmp_path, name, file,
     depth, *size = scene_of(tmp_path / "page")["extents"]
     values = pixels[0].reshape(depth, *size).astype(float)
     holds = np.isfinite(values) & (True if valid is None else valid.reshape(values.shape))
+    if info.colours in ("LA", "RGBA"):
+        holds &= pixels[-1].reshape(values.shape) > 0
     for at in range(depth):
         seen = level(tmp_path / "page", "image", 0, tuple(size), at=f"0-{at}")
         grey, alpha = (seen[..., 0], seen[..., -1]) if seen.ndim == 3 and seen.shape[2] % 2 == 0 else (seen, None)

@@ -43,7 +43,7 @@ from widefield.training.terminal import ImageProgress
 T = TypeVar("T")
 WIDE_PIXELS = 2**26
 """From so many on, an image that can be read by window is; one that has a place in the world is in any case."""
-TILE = {2: 1024, 3: 96}
+TILE = {2: 1024, 3: 128}
 """Pixels of a tile's side, by the dims of the image, where neither the recipe nor the command says how it is cut."""
 BAND_BYTES = 2**24
 """Of labels that are counted at once."""
