@@ -24,7 +24,7 @@ import widefield as wf
 from widefield.comm import halo
 from widefield.geometry.interval import even_cut, parts_of
 from widefield.geometry.layout import Cut, layout_of
-from widefield.models.unet import UNet
+from widefield.models import unet
 from widefield.parallel.inactive import inactive
 from widefield.parallel.parallelize import share_states
 from widefield.parallel.strategies import _shared_forward
@@ -302,7 +302,7 @@ class Levels(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = UNet(3, 2, widths=[4, 6, 8], norm="batch")
+        self.net = unet.build(3, 2, widths=[4, 6, 8])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x + 0.1 * torch.rand_like(x))
