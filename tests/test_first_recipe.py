@@ -106,11 +106,11 @@ def test_pretrained_weights_are_taken_where_they_are_at_hand(tmp_path, monkeypat
 def test_the_batch_fits_the_memory(tmp_path, monkeypatch):
     look = look_at(photos(tmp_path / "photos", size=(24, 20)))
     config = parse_config("model: {name: resnet}\ndata: {name: a}").model
-    kept = choices._kept_bytes(look, config, (24, 20))
+    kept = choices.kept_bytes(look, config, (24, 20))
     assert 24 * 20 * 16 * 4 * 2 < kept < 24 * 20 * 16 * 4 * 100
-    monkeypatch.setattr(choices, "_free_bytes", lambda: 2 * 2.5 * kept)
+    monkeypatch.setattr(choices, "free_bytes", lambda: 2 * 2.5 * kept)
     assert choices._batch(look, config, (24, 20), is_pixels=False)[0].value == 2
-    monkeypatch.setattr(choices, "_free_bytes", lambda: kept)
+    monkeypatch.setattr(choices, "free_bytes", lambda: kept)
     assert [one.key for one in choices._batch(look, config, (24, 20), is_pixels=True)] == ["data.batch_size", "stream.memory"]
 
 

@@ -1,4 +1,4 @@
-"""`widefield data`: what is in the data of a recipe, or in a folder or table."""
+"""`widefield data`: what is in the data of a recipe, or in a folder or table; and built-in volumes as files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from widefield.cli._arguments import given_text
+
 if TYPE_CHECKING:
     from widefield.config import DataConfig
     from widefield.data import Dataset
     from widefield.data.statistics import SplitStatistics
 
 ORDER = 7
-SUMMARY = "print statistics of images and labels"
+SUMMARY = "print statistics of images and labels; write built-in volumes to files"
 HELP = """\
 Print what the images to train on are: sizes, dtypes, percentiles, mean and
 standard deviation of each channel, and how often each class occurs.
@@ -21,16 +23,49 @@ Every image is read once.
   widefield data stats recipes/page.yaml
   widefield data stats cells/
   widefield data stats table.csv
+
+Write the volumes of a recipe, as the built-in ones, as a folder of nnU-Net: NIfTI files in imagesTr and
+labelsTr, those to evaluate in imagesTs and labelsTs, and dataset.json.
+
+  widefield data write volume data.options.size=[24,64,64] --output Dataset001_Vessels
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("what", choices=["stats"], metavar="stats")
+    parser.add_argument("what", choices=["stats", "write"], metavar="stats|write")
     parser.add_argument("source", metavar="RECIPE|PATH", help="a recipe, or a folder or table of images")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument(
+        "--output", type=given_text, metavar="DIR", help="of write: a folder that is not there yet, or is empty"
+    )
+    parser.add_argument(
+        "--fingerprint",
+        action="store_true",
+        help="of stats: write dataset_fingerprint.json and nnUNetPlans.json into a folder of nnU-Net",
+    )
 
 
 def run(options: Namespace) -> int:
+    """ValueError: an option of the other action."""
+    if options.what == "write":
+        if options.output is None or options.fingerprint:
+            raise ValueError("data write makes a folder of files: name it, as --output scans, and leave --fingerprint out")
+        return _write(options)
+    if options.output is not None:
+        raise ValueError("--output is of data write, and data stats prints; leave it out")
+    return _stats(options)
+
+
+def _write(options: Namespace) -> int:
+    from widefield.data import open_dataset
+    from widefield.data.nnunet_writer import write_nnunet
+
+    dataset = open_dataset(_config_of(options.source, options.overrides))
+    print(write_nnunet(dataset, Path(options.output)))
+    return 0
+
+
+def _stats(options: Namespace) -> int:
     from widefield.data import open_dataset
     from widefield.data.statistics import statistics_of
     from widefield.training.terminal import ImageProgress
@@ -43,6 +78,10 @@ def run(options: Namespace) -> int:
     found = statistics_of(dataset.train, **kind, skip=skip, done=progress.add)
     progress.close()
     print(*_lines(dataset, found), sep="\n")
+    if options.fingerprint:
+        from widefield.first_recipe.nnunet_files import write_fingerprint
+
+        print(*(f"written to {path}" for path in write_fingerprint(Path(options.source), config)), sep="\n")
     return 0
 
 
@@ -123,6 +162,7 @@ def _class_lines(dataset: Dataset, found: SplitStatistics) -> list[str]:
 
 
 CASES: list[tuple[list[str], dict[str, Any] | str]] = [
-    (["stats", "cells"], {"what": "stats", "source": "cells", "overrides": []}),
+    (["stats", "cells"], {"what": "stats", "source": "cells", "overrides": [], "fingerprint": False}),
+    (["write", "volume", "--output", "scans"], {"what": "write", "source": "volume", "output": "scans"}),
     (["count", "cells"], "invalid choice"),
 ]

@@ -23,8 +23,9 @@ class IntensityConfig(Section):
     """Of the `window` of pixel values that become 0 to 1; pixels outside are clipped.  For CT, in Hounsfield units."""
     width: Annotated[float, Field(gt=0)] | None = None
     """Of that window."""
-    area: Literal["all", "nonzero"] = "all"
-    """The pixels of an image that `image` takes mean and deviation of."""
+    area: Literal["all", "nonzero", "foreground"] = "all"
+    """The pixels that statistics are of: `nonzero` ones, with `image`; those of any class but the first, with `zscore` and
+    `percentiles`, as nnU-Net has it for CT: `{name: zscore, percentiles: [0.5, 99.5], area: foreground}`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -54,8 +55,10 @@ class IntensityConfig(Section):
             raise ValueError(f"percentiles are of name=percentiles and zscore, and name is {self.name}; leave them out")
         if self.percentiles is not None and self.percentiles[0] >= self.percentiles[1]:
             raise ValueError(f"percentiles are {self.percentiles}; the lower one comes first")
-        if self.area != "all" and self.name != "image":
-            raise ValueError(f"area is of name=image and name is {self.name}; leave it out")
+        areas = {"image": ("all", "nonzero"), "zscore": ("all", "foreground"), "percentiles": ("all", "foreground")}
+        if self.area not in areas.get(self.name, ("all",)):
+            fit = [name for name, some in areas.items() if self.area in some]
+            raise ValueError(f"area={self.area} is of name={' and '.join(fit)} and name is {self.name}; leave it out")
         return self
 
     @property

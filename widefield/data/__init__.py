@@ -14,6 +14,7 @@ from torch import Tensor
 from widefield.config import DataConfig
 from widefield.config.field_types import Labels as Labels
 from widefield.data.intensity import Intensity
+from widefield.data.spatial.resampling import Resampling
 from widefield.geometry import Interval
 from widefield.naming import load
 from widefield.own_code import call, code_named, is_code, refuse_object
@@ -77,6 +78,10 @@ class Dataset:
     """What was found, on one line, for the log."""
     dims: int = 2
     """Along how many dims images have pixels: 2, or 3 of volumes."""
+    resampling: Resampling | None = None
+    """The grid that images were brought to, and that predicted ones are."""
+    channel_files: int = 0
+    """Of how many files an image is, CASE_0000 and so on, one per channel; 0: of one, of any name."""
 
     @property
     def pixels(self) -> bool:

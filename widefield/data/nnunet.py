@@ -46,6 +46,18 @@ def nnunet_pairs(folder: Path) -> tuple[list[Pair], Labels, Callable[[Pair], Tar
     return pairs, "layers", *_regions(labels, ignored, folder)
 
 
+def channel_names(folder: Path) -> list[str]:
+    """The names of the channels, in their order; in the first version of nnU-Net they were modalities.
+
+    ValueError: dataset.json cannot be read.
+    """
+    about = _read(folder / "dataset.json")
+    named = about.get("channel_names", about.get("modality", {}))
+    if not isinstance(named, dict) or not all(str(number).isdigit() for number in named):
+        raise ValueError(f'{folder}/dataset.json has channel_names {named!r}; write them as {{"0": "CT"}}')
+    return [str(named[number]) for number in sorted(named, key=int)]
+
+
 def sides_of_cases(folder: Path, cases: Sequence[str], fold: int | None) -> dict[str, str] | None:
     """The side, train or val, of each case in a fold of splits_final.json; without a word for a case that is in neither.
 

@@ -16,6 +16,7 @@ from widefield.data.image import read_image, shape_and_dtype_of, size_of
 from widefield.data.splits import Item, split_items
 from widefield.data.windowed_files import windowed
 from widefield.geometry import Interval
+from widefield.image_files.image_file import ImageFileError
 
 DTYPES = ("uint8", "uint16", "int16", "float32")
 
@@ -155,12 +156,30 @@ def dataset_of_records(
         more += [f"{sides.left_out} of the test split left out"] if sides.left_out else []
     else:
         parts = [list(train), list(records)]
+    if dtype is None and _has_several_dtypes(parts):
+        dtype = "float32"
+        more += ["of several dtypes, read as float32"]
     kind = kind_of_files(parts[0][0].files, channels, dtype)
     mean, std = normalization_of(kind)
     one, other = (_images(part, kind) for part in parts)
     about = {"labels": labels, "dtype": kind.dtype, "dims": kind.dims}
     found = Dataset(one, other, classes, kind.channels, mean, std, in_memory=False, **about)
     return replace(found, about=_described(found, source, more))
+
+
+def _has_several_dtypes(parts: Sequence[Sequence[FileRecord]]) -> bool:
+    """Whether volumes have pixels of several dtypes, as those of several scanners; from their headers."""
+    files = (file for part in parts for record in part for file in record.files)
+    dtypes = set()
+    for file in files:
+        try:
+            image = windowed(file)
+        except (OSError, ImageFileError):  # whoever reads it says so
+            continue
+        if image is None or len(image.info.size) != 3 or image.info.size[0] == 1:
+            return False
+        dtypes.add(image.info.dtype)
+    return len(dtypes) > 1
 
 
 def _images(records: Sequence[FileRecord], kind: PixelKind) -> Images:

@@ -82,6 +82,7 @@ def statistics_of(
     dtype: torch.dtype,
     labels: Labels,
     percents: Sequence[float] = (),
+    foreground: int | None = None,
     rank: int = 0,
     ranks: int = 1,
     gather: Gather = lambda value: [value],
@@ -90,16 +91,20 @@ def statistics_of(
 ) -> SplitStatistics:
     """SplitStatistics of all images.  Every rank calls it, and reads every `ranks`-th image.
 
-    labels: the kind of targets.  percents: further percentiles.  skip: leave unreadable images out.
-    done: called after each image.
+    labels: the kind of targets.  percents: further percentiles.  foreground: the number of classes, where only pixels of
+        classes other than the first count, or of any class where a pixel may have several; None: all pixels.
+    skip: leave unreadable images out.  done: called after each image.
     Cost: reading each image once, twice of floating-point pixels; a message of 0.5 MB per rank and channel.
     ValueError, on every rank: an image that cannot be read, has other channels or dtype, or no image has a finite pixel.
     """
+    if foreground is not None and labels not in ("pixels", "layers"):
+        raise ValueError("pixels of the foreground have classes, and here images have labels; set data.intensity.area=all")
     numbers = range(rank, len(images), ranks)
     seen = _Seen(np.zeros((channels, 0 if dtype.is_floating_point else _bins(dtype)), dtype=np.int64))
     try:
         for index, image, target in _read(images, numbers, seen, skip=skip):
-            _add(seen, index, image, channels=channels, dtype=dtype, name=images.name_of(index))
+            _check_kind(image, channels=channels, dtype=dtype, name=images.name_of(index))
+            _add(seen, index, image, _counted(image, target, foreground), dtype)
             seen.labels.update(label_counts(target, labels))
             done()
     except ValueError as error:
@@ -107,7 +112,8 @@ def statistics_of(
     every = _agreed(gather(seen))
     wanted = sorted({*PERCENTS, *percents})
     if dtype.is_floating_point:
-        found = _of_floats(every, images, numbers, wanted, gather, channels=channels, skip=skip)
+        found = _of_floats(every, images, numbers, wanted, gather, channels=channels, skip=skip,
+                           foreground=foreground)  # fmt: skip
     else:
         total = sum((one.histogram for one in every), np.zeros_like(seen.histogram))
         found = [_of_histogram(row, int(limits_of(dtype)[0]), wanted) for row in total]
@@ -141,7 +147,17 @@ def _read(images: Images, numbers: Sequence[int], seen: _Seen, *, skip: bool) ->
         yield index, image, target
 
 
-def _add(seen: _Seen, index: int, image: Tensor, *, channels: int, dtype: torch.dtype, name: str) -> None:
+def _counted(image: Tensor, target: int | Tensor, foreground: int | None) -> Tensor:
+    """The pixels (C, N) that count."""
+    if foreground is None:
+        return image.flatten(1)
+    assert isinstance(target, Tensor)
+    inside = (target > 0) & (target < foreground) if target.ndim < image.ndim else (target > 0).any(0)
+    return image[:, inside]
+
+
+def _check_kind(image: Tensor, *, channels: int, dtype: torch.dtype, name: str) -> None:
+    """ValueError: the image is not as the others."""
     if (
         len(image) != channels
         or image.is_floating_point() != dtype.is_floating_point
@@ -151,14 +167,18 @@ def _add(seen: _Seen, index: int, image: Tensor, *, channels: int, dtype: torch.
             f"{name} has {len(image)} channels of {image.dtype} and the images have {channels} of {dtype}; let all have "
             "the same"
         )
+
+
+def _add(seen: _Seen, index: int, image: Tensor, pixels: Tensor, dtype: torch.dtype) -> None:
+    """pixels: (C, N), those that count."""
     seen.sizes[tuple(image.shape[1:])] += 1
     seen.dtypes[str(image.dtype).removeprefix("torch.")] += 1
     if image.is_floating_point():
-        seen.parts[index] = [_moments(channel) for channel in image]
+        seen.parts[index] = [_moments(channel) for channel in pixels]
         return
     low = int(limits_of(dtype)[0])
-    for row, channel in zip(seen.histogram, image, strict=True):
-        row += np.bincount(channel.flatten().to(torch.int32).numpy() - low, minlength=len(row))
+    for row, channel in zip(seen.histogram, pixels, strict=True):
+        row += np.bincount(channel.to(torch.int32).numpy() - low, minlength=len(row))
 
 
 def _of_histogram(row: Array, low: int, percents: Sequence[float]) -> ChannelStatistics:
@@ -201,15 +221,16 @@ def _moments(channel: Tensor) -> tuple[int, float, float, float, float]:
 
 def _of_floats(
     every: list[_Seen], images: Images, numbers: Sequence[int], percents: Sequence[float], gather: Gather,
-    *, channels: int, skip: bool,
+    *, channels: int, skip: bool, foreground: int | None,
 ) -> list[ChannelStatistics]:  # fmt: skip
     parts = {index: part for one in every for index, part in one.parts.items()}
     merged = [_merged([parts[index][channel] for index in sorted(parts)]) for channel in range(channels)]
     seen = _Seen(np.zeros((channels, BINS), dtype=np.int64))
     try:
-        for _, image, _ in _read(images, numbers, seen, skip=skip):
-            for row, channel, (_, _, _, low, high) in zip(seen.histogram, image, merged, strict=True):
-                values = channel.to(torch.float64).flatten()
+        for _, image, target in _read(images, numbers, seen, skip=skip):
+            pixels = _counted(image, target, foreground)
+            for row, channel, (_, _, _, low, high) in zip(seen.histogram, pixels, merged, strict=True):
+                values = channel.to(torch.float64)
                 place = (values[values.isfinite()] - low) * (BINS / (high - low) if high > low else 0.0)
                 row += np.bincount(place.long().clamp(0, BINS - 1).numpy(), minlength=BINS)
     except ValueError as error:

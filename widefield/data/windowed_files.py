@@ -7,6 +7,7 @@ tifffile is not installed.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,19 @@ def size_of(image: ImageFile) -> tuple[int, ...]:
 
 def _is_slice(image: ImageFile) -> bool:
     return len(image.info.size) == 3 and image.info.size[0] == 1
+
+
+def apart(path: Path, other: Path) -> tuple[float, float] | None:
+    """How far the pixels of two files of one size lie apart in the world, at most, and the smallest length of a pixel.
+
+    None: one of them has no place in the world, or theirs is another one.  OSError, ImageFileError: one cannot be opened.
+    """
+    images = windowed(path, numbers=True), windowed(other, numbers=True)
+    if images[0] is None or images[1] is None:
+        return None
+    one, two = (image.info for image in images if image is not None)
+    if not one.affine or not two.affine or one.world != two.world or one.size != two.size:
+        return None
+    corners = np.array([[*corner, 1.0] for corner in itertools.product(*((0, extent - 1) for extent in one.size))])
+    distances = np.linalg.norm(corners @ (np.array(one.affine) - np.array(two.affine)).T, axis=1)
+    return float(distances.max()), min(one.spacing)

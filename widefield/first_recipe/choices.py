@@ -30,6 +30,8 @@ PRETRAINED = ("resnet50", "resnet34", "resnet18")
 """Networks of torchvision whose weights are looked for in its cache."""
 PATIENCE = 10
 """Epochs without a better evaluation after which a run ends."""
+LEAST_PX = 32
+"""And on no fewer along a dim, since networks halve it some times."""
 MEASURED_PX = 512 * 512
 """Memory is measured on no more pixels than these, and is in proportion to them."""
 
@@ -53,16 +55,21 @@ def choices_for(look: Look) -> list[RecipeEntry]:
     config = ModelConfig(**{choice.key.partition(".")[2]: choice.value for choice in model})
     batch, *stream = _batch(look, config, size, is_pixels=is_pixels)
     pretrained = bool(config.pretrained)
-    learning = [*_task(look), *_optimizer(pretrained), *_schedule(look, pretrained)]
-    return [*model, *_data(look), batch, *transforms, *learning, *stream]
+    learning = [*task_of(look), *optimizer_of(pretrained), *schedule_of(look, pretrained)]
+    return [*model, *data_of(look), batch, *transforms, *learning, *stream]
 
 
-def _data(look: Look) -> Iterator[RecipeEntry]:
+def data_of(look: Look) -> Iterator[RecipeEntry]:
     yield RecipeEntry("data.name", look.data.name)
     yield RecipeEntry("data.path", look.data.path)
     if look.data.hold_out:
         share, count = look.data.hold_out, len(look.dataset.evaluate)
         yield RecipeEntry("data.hold_out", share, f"there is no split to evaluate on, so {count:,} images are held out")
+    if look.data.fold is not None:
+        count = len(look.dataset.evaluate)
+        yield RecipeEntry(
+            "data.fold", look.data.fold, f"of splits_final.json, with {count:,} to evaluate; others are 1, 2, ..."
+        )
 
 
 def _transforms(look: Look) -> tuple[list[RecipeEntry], tuple[int, ...]]:
@@ -121,9 +128,9 @@ def _weights_at_hand() -> str | None:
 
 def _batch(look: Look, config: ModelConfig, size: tuple[int, ...], *, is_pixels: bool) -> list[RecipeEntry]:
     """The batch size, and tiles in time where not even one image fits."""
-    count, kept, free = len(look.dataset.train), _kept_bytes(look, config, size), _free_bytes()
+    count, kept, free = len(look.dataset.train), kept_bytes(look, config, size), free_bytes()
     fits = int(free / 2 / kept)
-    memory = f"an image keeps some {_in_words(kept)} for the backward, and {_in_words(free)} are free"
+    memory = f"an image keeps some {in_words(kept)} for the backward, and {in_words(free)} are free"
     if is_pixels and not look.same_size:
         batch = RecipeEntry("data.batch_size", 1, f"images are of different sizes; {memory}")
     else:
@@ -138,12 +145,13 @@ def _batch(look: Look, config: ModelConfig, size: tuple[int, ...], *, is_pixels:
     ]
 
 
-def _kept_bytes(look: Look, config: ModelConfig, size: tuple[int, ...]) -> float:
+def kept_bytes(look: Look, config: ModelConfig, size: tuple[int, ...]) -> float:
     """The bytes that the forward of an image of `size` keeps for the backward, in float32, twice: gradients are as large."""
-    untrained = config.model_copy(update={"pretrained": None})
-    model = build(untrained, in_channels=look.dataset.channels, num_classes=len(look.dataset.classes))
-    shrink = min(1.0, math.sqrt(MEASURED_PX / math.prod(size)))
-    image = torch.zeros(1, look.dataset.channels, *(max(1, round(extent * shrink)) for extent in size))
+    untrained, dims = config.model_copy(update={"pretrained": None}), len(size)
+    model = build(untrained, in_channels=look.dataset.channels, num_classes=len(look.dataset.classes), dims=dims)
+    share = min(1.0, (MEASURED_PX / math.prod(size)) ** (1 / dims))
+    measured = [max(min(extent, LEAST_PX), round(extent * share)) for extent in size]
+    image = torch.zeros(1, look.dataset.channels, *measured)
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -155,24 +163,24 @@ def _kept_bytes(look: Look, config: ModelConfig, size: tuple[int, ...]) -> float
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = model.train()(image)
     assert output is not None  # alive until here, and with it all that it keeps
-    return 2 * sum(size for place, size in kept.items() if place not in own) / shrink**2 or 1.0
+    return 2 * sum(size for place, size in kept.items() if place not in own) * math.prod(size) / math.prod(measured) or 1.0
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Free memory of the GPU, or of this machine where there is none."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     return free_host_bytes()
 
 
-def _in_words(count: float) -> str:
+def in_words(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 # ---------------------------------------------------------------------------------------------- task, optimizer, schedule
 
 
-def _task(look: Look) -> Iterator[RecipeEntry]:
+def task_of(look: Look) -> Iterator[RecipeEntry]:
     labels, counts = look.dataset.labels, look.counts
     yield RecipeEntry("task.name", TASKS[labels], _classes_in_words(look))
     if labels == "pixels":
@@ -191,7 +199,7 @@ def _classes_in_words(look: Look) -> str:
     return f"{len(names)} classes, {unit}: {', '.join(each[:8])}{', ...' if len(each) > 8 else ''}"
 
 
-def _optimizer(pretrained: bool) -> Iterator[RecipeEntry]:
+def optimizer_of(pretrained: bool) -> Iterator[RecipeEntry]:
     yield RecipeEntry("optimizer.name", "adamw", "needs little tuning")
     yield RecipeEntry(
         "optimizer.lr", 3e-4 if pretrained else 1e-3, "small, for the weights are good already" if pretrained else ""
@@ -199,7 +207,7 @@ def _optimizer(pretrained: bool) -> Iterator[RecipeEntry]:
     yield RecipeEntry("optimizer.weight_decay", 0.05)
 
 
-def _schedule(look: Look, pretrained: bool) -> Iterator[RecipeEntry]:
+def schedule_of(look: Look, pretrained: bool) -> Iterator[RecipeEntry]:
     count = len(look.dataset.train)
     seen, least, most = (8_000, 5, 30) if pretrained else (20_000, 10, 100)
     epochs = min(most, max(least, round(seen / count)))

@@ -15,9 +15,10 @@ from widefield.config import DataConfig
 from widefield.data import Dataset, open_dataset
 from widefield.data.counts import label_counts
 from widefield.data.image import SUFFIXES
+from widefield.data.nnunet import SPLITS
 
-LOOKED_AT = 64
-"""How many images are read, evenly over the training split."""
+LOOKED_AT = {2: 64, 3: 8}
+"""How many images, or volumes, are read, evenly over the training split."""
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 PAIRS = (("images", "masks"), ("images", "labels"), ("images", "annotations"), ("imagesTr", "labelsTr"))
 """Folders of images with their masks, in the folder itself or in train/."""
@@ -30,7 +31,7 @@ class Look:
     """What was found.
 
     shapes: (C, H, W) of the images that were read.  counts: samples of each class or, of masks, pixels; [] of values.
-    counted: the number of samples that `counts` are of.
+    counted: the number of samples that `counts` are of.  least: of the pixels that were read.
     """
 
     data: DataConfig
@@ -39,6 +40,7 @@ class Look:
     dtype: torch.dtype
     counts: list[int]
     counted: int
+    least: float = 0.0
 
     @property
     def same_size(self) -> bool:
@@ -56,13 +58,15 @@ def look_at(folder: Path) -> Look:
     name, path = format_of(folder)
     data, dataset = _opened(name, str(path))
     images = dataset.train
-    chosen = sorted({place * len(images) // LOOKED_AT for place in range(LOOKED_AT)})
+    most = LOOKED_AT[dataset.dims]
+    chosen = sorted({place * len(images) // most for place in range(most)})
     read = [images.read(index) for index in chosen]
     shapes = [tuple(image.shape) for image, _ in read]
     every = dataset.labels == "class" and hasattr(images, "target_of")
     targets = [images.target_of(index) for index in range(len(images))] if every else [target for _, target in read]
     counts = _counts(targets, dataset)
-    return Look(data, dataset, shapes, read[0][0].dtype, counts, len(targets))
+    least = min(image.to(torch.float64).min().item() for image, _ in read)
+    return Look(data, dataset, shapes, read[0][0].dtype, counts, len(targets), least)
 
 
 def format_of(folder: Path) -> tuple[str, Path]:
@@ -100,11 +104,13 @@ def _has_images(folder: Path) -> bool:
 
 
 def _opened(name: str, path: str) -> tuple[DataConfig, Dataset]:
-    """The dataset, with a fifth held out (a tenth of many) where it has no evaluation split of its own."""
+    """The dataset, with a fifth held out (a tenth of many) where it has no evaluation split of its own, or nnU-Net's folds."""
+    config = DataConfig(name=name, path=path, fold=0 if (Path(path) / SPLITS).is_file() else None)
     try:
-        config = DataConfig(name=name, path=path)
         return config, open_dataset(config)
     except ValueError:
+        if config.fold is not None:
+            raise
         config = DataConfig(name=name, path=path, hold_out=0.2)
         dataset = open_dataset(config)
     if len(dataset.train) > 8000:

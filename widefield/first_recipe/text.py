@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from widefield.config import parse_config
-from widefield.first_recipe.choices import RecipeEntry, choices_for
+from widefield.first_recipe import choices, volumes
+from widefield.first_recipe.choices import RecipeEntry
 from widefield.first_recipe.look import Look, look_at
 
 
@@ -22,9 +23,10 @@ def recipe_for(folder: str | Path, *, name: str = "") -> str:
     ValueError: nothing that can be trained on; and what the format finds wrong with its files.
     """
     look = look_at(Path(folder))
-    choices = choices_for(look)
+    is_volumes = look.dataset.dims == 3
+    entries = volumes.choices_for(look) if is_volumes else choices.choices_for(look)
     lines = [*_head(look, Path(folder), name)]
-    for section, group in groupby(choices, key=lambda choice: choice.key.partition(".")[0]):
+    for section, group in groupby(entries, key=lambda entry: entry.key.partition(".")[0]):
         lines += [f"{section}:", *(line for choice in group for line in _lines_of(choice))]
     text = "\n".join(lines) + "\n"
     parse_config(text, name="the first recipe")  # a recipe that is refused would be our own mistake
@@ -48,11 +50,14 @@ def write_recipe(folder: str | Path, path: str | Path) -> str:
 def _head(look: Look, folder: Path, name: str) -> list[str]:
     dataset = look.dataset
     sizes = sorted({shape[1:] for shape in look.shapes})
-    size = " x ".join(map(str, sizes[0])) + " px" if len(sizes) == 1 else f"{len(sizes)} sizes"
-    counts = f"{len(dataset.train):,} images to train on and {len(dataset.evaluate):,} to evaluate"
+    is_volumes = dataset.dims == 3
+    noun, unit = ("volumes", "voxels") if is_volumes else ("images", "px")
+    size = " x ".join(map(str, sizes[0])) + f" {unit}" if len(sizes) == 1 else f"{len(sizes)} sizes"
+    size += f", {volumes.spacing_in_words(volumes.volumes_of(look))}" if is_volumes else ""
+    counts = f"{len(dataset.train):,} {noun} to train on and {len(dataset.evaluate):,} to evaluate"
     return [
         f"# Written for {folder}: {counts}, of {size},",
-        f"# {dataset.channels} channels, {str(look.dtype).removeprefix('torch.')} ({len(look.shapes)} images were read).  "
+        f"# {dataset.channels} channels, {str(look.dtype).removeprefix('torch.')} ({len(look.shapes)} {noun} were read).  "
         "Every value is a first guess; change what you know better.",
         "#",
         f"#   widefield train {name or 'RECIPE'}",

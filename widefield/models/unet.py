@@ -27,10 +27,12 @@ def _norm(kind: str, channels: int, dims: int) -> nn.Module:
     return BATCH_NORM[dims](channels) if kind == "batch" else nn.GroupNorm(math.gcd(GROUPS, channels), channels)
 
 
-def _double(in_channels: int, channels: int, norm: str, dims: int) -> nn.Sequential:
+def _double(in_channels: int, channels: int, norm: str, kernel: Sequence[int]) -> nn.Sequential:
+    """kernel: odd sizes along each dim."""
     layers: list[nn.Module] = []
+    dims, padding = len(kernel), tuple(side // 2 for side in kernel)
     for start in (in_channels, channels):
-        conv = CONV[dims](start, channels, 3, padding=1, bias=False)
+        conv = CONV[dims](start, channels, tuple(kernel), padding=padding, bias=False)
         layers += [conv, _norm(norm, channels, dims), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers)
 
@@ -45,15 +47,19 @@ class UNet(nn.Module):
         norm: str,
         dims: int,
         shrink: Sequence[Sequence[int]],
+        kernels: Sequence[Sequence[int]],
     ) -> None:
         super().__init__()
-        starts = [in_channels, *widths]
-        self.down = nn.ModuleList(_double(start, width, norm, dims) for start, width in zip(starts, widths, strict=False))
+        starts = [in_channels, *widths[:-1]]
+        self.down = nn.ModuleList(
+            _double(start, width, norm, kernel) for start, width, kernel in zip(starts, widths, kernels, strict=True)
+        )
         self.pools = nn.ModuleList(MAX_POOL[dims](tuple(factors)) for factors in shrink)
         deep = list(reversed(widths))
         pairs = list(zip(deep, deep[1:], strict=False))
         self.narrow = nn.ModuleList(CONV[dims](below, here, 1) for below, here in pairs)
-        self.up = nn.ModuleList(_double(2 * here, here, norm, dims) for _, here in pairs)
+        upwards = list(reversed(kernels))[1:]
+        self.up = nn.ModuleList(_double(2 * here, here, norm, kernel) for (_, here), kernel in zip(pairs, upwards, strict=True))
         self.head = CONV[dims](widths[0], num_classes, 1)
         self.mode = _LINEAR[dims]
 
@@ -79,6 +85,7 @@ def build(
     norm: str = "batch",
     dims: int = 2,
     shrink: Factors | None = None,
+    kernels: Factors | None = None,
 ) -> nn.Module:
     """widths: channels of each level, from the image's size downwards.
 
@@ -86,6 +93,7 @@ def build(
     dims: 2 for images, 3 for volumes; of a recipe without it, those of the data.
     shrink: by what each further level divides the image, a number, or one for each dim, as [[1, 2, 2], 2] for volumes whose
         planes lie far apart; None: by 2.
+    kernels: the sizes of each level's convolutions likewise, odd ones, as [[1, 3, 3], 3, 3]; None: 3.
     """
     check_counts(widths=widths)
     if norm not in ("batch", "group"):
@@ -94,7 +102,21 @@ def build(
         )
     check_dims(dims)
     factors = _factors([2] * (len(widths) - 1) if shrink is None else shrink, levels=len(widths) - 1, dims=dims)
-    return UNet(in_channels, num_classes, widths=widths, norm=norm, dims=dims, shrink=factors)
+    sizes = _kernels([3] * len(widths) if kernels is None else kernels, levels=len(widths), dims=dims)
+    return UNet(in_channels, num_classes, widths=widths, norm=norm, dims=dims, shrink=factors, kernels=sizes)
+
+
+def _kernels(kernels: Factors, *, levels: int, dims: int) -> list[list[int]]:
+    """ValueError: not one odd size, or one for each dim, for each level."""
+    found = [list(one) if isinstance(one, Sequence) else [one] * dims for one in kernels]
+    if len(found) != levels or any(
+        len(one) != dims or any(type(k) is not int or k < 1 or k % 2 == 0 for k in one) for one in found
+    ):
+        raise ValueError(
+            f"model.options.kernels is {kernels!r}; for {levels} levels and {dims} dims write {levels} of an odd number, or of "
+            f"{dims} of them, as {[[1, *[3] * (dims - 1)]] * levels}"
+        )
+    return found
 
 
 def _factors(shrink: Factors, *, levels: int, dims: int) -> list[list[int]]:
@@ -111,6 +133,7 @@ def _factors(shrink: Factors, *, levels: int, dims: int) -> list[list[int]]:
 CASES = [
     ({"widths": [4, 8, 16]}, torch.Size((1, 3, 21, 18)), torch.Size((1, 10, 21, 18))),
     ({"widths": [4, 6, 16], "norm": "group"}, torch.Size((1, 3, 21, 18)), torch.Size((1, 10, 21, 18))),
+    ({"widths": [4, 8], "kernels": [[1, 3], 5]}, torch.Size((1, 3, 21, 18)), torch.Size((1, 10, 21, 18))),
     ({"widths": [4, 8, 8], "dims": 3, "shrink": [[1, 2, 2], 2]}, torch.Size((1, 1, 5, 9, 14)), torch.Size((1, 10, 5, 9, 14))),
 ]
 """(options, image shape, output shape for 10 classes)."""

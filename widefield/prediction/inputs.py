@@ -22,11 +22,13 @@ class Input:
     """An image file.  name: the relative path, without a suffix where that is clear, under which its answers are filed.
 
     suffix: of the file of its pixels' labels; other than .png, where it is predicted by window.
+    files: of a case with a file per channel, all of them, `path` first; empty of others.
     """
 
     path: Path
     name: Path
     suffix: str = ".png"
+    files: tuple[Path, ...] = ()
 
     @property
     def is_wide(self) -> bool:

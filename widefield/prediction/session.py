@@ -27,6 +27,7 @@ from widefield.data.transforms import seed_of
 from widefield.inference import loaded_on_ranks
 from widefield.parallel.parallelize import evaluates_together
 from widefield.prediction.answers import Answer, Asker
+from widefield.prediction.cases import by_case
 from widefield.prediction.filing import Filing
 from widefield.prediction.inputs import Input, Left, find_inputs
 from widefield.prediction.journal import PLACE
@@ -129,6 +130,9 @@ def predict_files(
         mesh, output = parts.mesh, output or (run / "predictions" if parts.dataset.pixels else None)
         mesh.together(lambda: (wishes.check(parts), transforms_of(parts)))
         images, lefts = mesh.together(lambda: find_inputs(words, beside=output))
+        if parts.dataset.channel_files:
+            images, more = by_case(images, parts.dataset.channel_files)
+            lefts = [*lefts, *more]
         images = mesh.gather_objects([_as_wide(image, parts) for image in images] if mesh.is_main else None)[0]
         kept = [key for key in overrides if not key.startswith(("mesh", "stream", "sharding", "pipeline"))]
         about = {"weights": chosen.sha256, "overrides": kept, "top": wishes.top, "flips": wishes.flips}
@@ -179,7 +183,10 @@ def predict_objects(parts: Parts, images: Sequence[Any], wishes: Wishes) -> list
 
 @dataclass(frozen=True)
 class _Asked:
-    """An image that is asked about.  thing: a path or an object.  file: where it is one of a command's inputs."""
+    """An image that is asked about.  thing: a path, the paths of a case, or an object.
+
+    file: where it is one of a command's inputs.
+    """
 
     number: int
     path: str
@@ -210,7 +217,7 @@ class _Session:
         mesh, filing = self.parts.mesh, self.filing
         earlier = {} if filing is None else {number: filing.earlier(image) for number, image in enumerate(images)}
         asked = [
-            _Asked(number, str(image.path), image.path, image)
+            _Asked(number, str(image.path), image.files if len(image.files) > 1 else image.path, image)
             for number, image in enumerate(images)
             if earlier.get(number) is None
         ]
@@ -323,6 +330,13 @@ class _Session:
 def _pixels_of(image: Any, path: str, *, parts: Parts) -> Tensor:
     """An image as a tensor.  ValueError: the run was trained on images with other channels or another dtype."""
     dataset = parts.dataset
+    if dataset.resampling is not None:
+        raise ValueError(
+            f"{path} is taken as it is, and this run brings images to a spacing of {dataset.resampling.in_words()}; predict a "
+            "file that tells its spacing, as NIfTI, with --output"
+        )
+    if isinstance(image, tuple):
+        return _checked(torch.cat([read_image(file, 1, dataset.dtype, dims=dataset.dims) for file in image]), path, dataset)
     if isinstance(image, str | Path):
         if dataset.floating and not shape_and_dtype_of(image, dims=dataset.dims)[1].is_floating_point:
             raise ValueError(

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from widefield.data.image import colours, read_image
+from widefield.data.image import colours
 from widefield.data.intensity import moments_of_bands
 from widefield.data.windowed_files import size_of
 from widefield.geometry import Interval
@@ -33,6 +34,7 @@ from widefield.prediction.answers import Answer
 from widefield.prediction.inputs import Input
 from widefield.prediction.raw_labels import RawLabels
 from widefield.prediction.transformed import ignore_label
+from widefield.prediction.wide_source import WideSource
 from widefield.refusal import is_ours
 from widefield.streaming.api import stream, stream_to
 from widefield.streaming.storage.windowed_image import WindowedImage
@@ -62,6 +64,8 @@ def wide_file(path: Path, parts: Parts) -> ImageFile | None:
     except (ImageFileError, OSError):
         return None
     info = image.info
+    if parts.dataset.resampling is not None:
+        return image
     if len(size_of(image)) != len(parts.dataset.evaluate.shape) - 1:  # type: ignore[attr-defined]  # slices, or a volume of them
         return None
     is_large = info.by_window and math.prod(info.size) >= WIDE_PIXELS
@@ -109,10 +113,11 @@ class WideAsker:
         image = self._agreed(lambda: open_image(asked.path))
         raw = self._raw(image, asked.name)
         self._agreed(lambda: self.check(image))
-        self._agreed(lambda: raw.begin(self._fingerprint(image)) if mesh.is_first_of_copy else None)
+        source = self._agreed(lambda: WideSource.of(image, asked.files or (asked.path,), self.parts.dataset))
+        self._agreed(lambda: raw.begin(self._fingerprint(image, source)) if mesh.is_first_of_copy else None)
         self._agreed(raw.open)
         try:
-            self._fill(raw, image)
+            self._fill(raw, image, source)
         except (ValueError, OSError, RuntimeError) as error:
             if mesh.copy_group is not None:  # other ranks may wait in a message
                 raise
@@ -157,9 +162,8 @@ class WideAsker:
         label = ignore_label(self.parts)
         return label if label is not None and label >= 0 else int(np.iinfo(self._dtype).max)
 
-    def _fingerprint(self, image: ImageFile) -> dict[str, Any]:
-        about = image.path.stat()
-        stamp = [about.st_size, about.st_mtime_ns]
+    def _fingerprint(self, image: ImageFile, source: WideSource) -> dict[str, Any]:
+        stamp = [number for file in source.files for number in (file.stat().st_size, file.stat().st_mtime_ns)]
         return {**self.about, "stamp": stamp, "reader": image.info.reader, "tiles": self._tiles_in_words(image)}
 
     def _tiles_in_words(self, image: ImageFile) -> str:
@@ -173,11 +177,12 @@ class WideAsker:
         spread = self.parts.mesh.plan.space or [1] * len(size)
         return [max(1, -(-extent // (TILE[len(size)] * ranks))) for extent, ranks in zip(size, spread, strict=True)]
 
-    def _fill(self, raw: RawLabels, image: ImageFile) -> None:
+    def _fill(self, raw: RawLabels, image: ImageFile, source: WideSource) -> None:
         """Write this rank's windows of the labels, those that are not written yet."""
         asked, parts = self.parts.config.stream, self.parts
         settings: dict[str, Any] = {"tiles": self._tiles(image)} if asked is None else asked.model_dump(exclude_defaults=True)
-        labelled = _Labelled(parts.model, parts.task.answers, self._dtype).eval()
+        output = None if source.map.is_identity else raw.size
+        labelled = _Labelled(parts.model, parts.task.answers, self._dtype, output).eval()
         streamed = stream(labelled, **settings)
         tiles = settings.get("tiles")
         progress = ImageProgress(math.prod(tiles), noun="tiles") if parts.mesh.is_main and tiles else None
@@ -191,29 +196,28 @@ class WideAsker:
                 progress.add()
 
         with torch.no_grad(), parts.arithmetic.autocast():
-            stream_to(write, streamed, self._reader(image), is_written=raw.has)
+            stream_to(write, streamed, self._reader(source), is_written=raw.has)
         if progress is not None:
             progress.close()
 
-    def _reader(self, image: ImageFile) -> WindowedImage:
+    def _reader(self, source: WideSource) -> WindowedImage:
         """The image as the network gets it, by window."""
         parts, dataset, mesh = self.parts, self.parts.dataset, self.parts.mesh
         preparation = parts.preparation(train=False)
-        moments = None if dataset.intensity.each_image is None else self._moments(image)
+        moments = None if dataset.intensity.each_image is None else self._moments(source)
 
         def read(window: tuple[slice, ...]) -> Tensor:
-            box = tuple(Interval(one.start, one.stop) for one in window[2:])
-            pixels = read_image(image.path, dataset.channels, dataset.dtype, window=box, dims=len(box))
+            pixels = source.read(tuple(Interval(one.start, one.stop) for one in window[2:]))
             return preparation.scaled(pixels[None].to(mesh.device), moments)[:, window[1]]
 
-        shape = torch.Size((1, dataset.channels, *size_of(image)))
+        shape = torch.Size((1, dataset.channels, *source.size))
         return WindowedImage(read, shape, parts.arithmetic.dtype, mesh.device, mesh.grid)
 
-    def _moments(self, image: ImageFile) -> Tensor:
+    def _moments(self, source: WideSource) -> Tensor:
         """(1, C, 2): mean and deviation of the whole image."""
-        dataset, area = self.parts.dataset, self.parts.dataset.intensity.each_image
+        area = self.parts.dataset.intensity.each_image
         assert area is not None
-        bands = partial(_bands_of, image, dataset.channels, dataset.dtype)
+        bands = partial(_bands_of, source)
         return moments_of_bands(bands, area)[None]
 
     # ------------------------------------------------------------------------------------------ the file
@@ -251,11 +255,17 @@ class WideAsker:
 
 
 class _Labelled(nn.Module):
-    """A network, and the class numbers of its outputs, so that no output of several channels is needed as a whole."""
+    """A network, and the class numbers of its outputs, so that no output of several channels is needed as a whole.
 
-    def __init__(self, network: nn.Module, answers: Callable[[Tensor], Tensor], dtype: str) -> None:
+    size: of the labels, where the network gets the image on another grid: its outputs are interpolated (linear, edge to edge)
+        to this one before the classes are chosen.  None: that of the image.
+    """
+
+    def __init__(
+        self, network: nn.Module, answers: Callable[[Tensor], Tensor], dtype: str, size: tuple[int, ...] | None = None
+    ) -> None:
         super().__init__()
-        self.network, self._answers, self._dtype = network, answers, getattr(torch, dtype)
+        self.network, self._answers, self._dtype, self._size = network, answers, getattr(torch, dtype), size
 
     def forward(self, image: Tensor) -> Tensor:
         output = self.network(image)
@@ -264,7 +274,11 @@ class _Labelled(nn.Module):
                 f"the model answers for {tuple(output.shape[2:])} pixels of an image of {tuple(image.shape[2:])}; take a model "
                 "that keeps the image's size"
             )
-        return self._answers(output.to(torch.promote_types(output.dtype, torch.float32))).to(self._dtype)
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
+        if self._size is not None:
+            mode = "bilinear" if len(self._size) == 2 else "trilinear"
+            output = F.interpolate(output, size=self._size, mode=mode, align_corners=False)
+        return self._answers(output).to(self._dtype)
 
 
 def _reason(error: Exception) -> str:
@@ -272,10 +286,9 @@ def _reason(error: Exception) -> str:
     return text if is_ours(error) or isinstance(error, OSError) else f"the model fails for it: {type(error).__name__}: {text}"
 
 
-def _bands_of(image: ImageFile, channels: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The image, some rows or slices at a time."""
-    for slab in _slabs_of(size_of(image), channels * dtype.itemsize):
-        yield read_image(image.path, channels, dtype, window=slab, dims=len(slab))
+def _bands_of(source: WideSource) -> Iterator[Tensor]:
+    """The image as the network gets it, some rows or slices at a time."""
+    return map(source.read, _slabs_of(source.size, source.channels * source.dtype.itemsize))
 
 
 def _slabs_of(size: tuple[int, ...], pixel_bytes: int) -> Iterator[Box]:

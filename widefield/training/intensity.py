@@ -45,6 +45,7 @@ def with_intensity(config: DataConfig, dataset: Dataset, mesh: Mesh, *, stored: 
         dtype=dataset.dtype,
         labels=dataset.labels,
         percents=asked.percentiles or (),
+        foreground=len(dataset.classes) if asked.area == "foreground" else None,
         rank=mesh.rank,
         ranks=mesh.size,
         gather=mesh.gather_objects,
@@ -62,7 +63,7 @@ def with_intensity(config: DataConfig, dataset: Dataset, mesh: Mesh, *, stored: 
 def _without_statistics(config: DataConfig) -> Intensity:
     asked = config.intensity
     if asked.name == "image":
-        return Intensity(each_image=asked.area)
+        return Intensity(each_image="nonzero" if asked.area == "nonzero" else "all")
     if asked.name == "values":
         return Intensity((0.0,), (1.0,))
     assert asked.center is not None and asked.width is not None
@@ -78,10 +79,13 @@ def _ends(asked: IntensityConfig) -> list[float] | None:
 def _statistics_in_words(asked: IntensityConfig) -> str:
     """As `zscore`, or `percentiles 0.5 and 99.5`."""
     ends = _ends(asked)
+    area = " of the foreground" if asked.area == "foreground" else ""
     if ends is None:
-        return asked.name
+        return f"{asked.name}{area}"
     between = " and ".join(f"{end:.12g}" for end in ends)
-    return f"percentiles {between}" if asked.name == "percentiles" else f"{asked.name} between percentiles {between}"
+    return (
+        f"percentiles {between}{area}" if asked.name == "percentiles" else f"{asked.name} between percentiles {between}{area}"
+    )
 
 
 def _of_statistics(config: DataConfig, statistics: SplitStatistics) -> Intensity:

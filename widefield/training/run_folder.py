@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from widefield.config import RunConfig, read_config
 from widefield.data import Dataset, Labels
 from widefield.data.intensity import OF_VALUES, Intensity
+from widefield.data.spatial.resampling import Resampling
 from widefield.data.statistics import SplitStatistics
 from widefield.models._weights import load_state, read_tensors
 from widefield.naming import did_you_mean
@@ -199,6 +200,8 @@ def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[
         "dtype": str(dataset.dtype).removeprefix("torch."),
         "pixels": dataset.intensity.formula(dataset.dtype),
         "intensity": dataset.intensity.to_tree(),
+        "resampling": None if dataset.resampling is None else dataset.resampling.to_tree(),
+        "channel_files": dataset.channel_files,
         "mean": mean,
         "std": std,
     }
@@ -226,12 +229,15 @@ def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
         mean, std = ([float(value) for value in values[name]] for name in ("mean", "std"))
         labels, dtype = _labels_of(values), _dtype_of(values)
         intensity = Intensity.from_tree(values["intensity"]) if "intensity" in values else Intensity()
+        grid, channel_files = values.get("resampling"), int(values.get("channel_files", 0))
+        resampling = None if grid is None else Resampling.from_tree(grid)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}); take it from where the run was trained"
         ) from None
     none = NoImages(shape)
-    return Dataset(none, none, classes, shape[0], mean, std, True, labels, dtype, intensity, dims=dims)
+    about = {"dims": dims, "resampling": resampling, "channel_files": channel_files}
+    return Dataset(none, none, classes, shape[0], mean, std, True, labels, dtype, intensity, **about)
 
 
 def _dims_of(shape: list[int]) -> int:

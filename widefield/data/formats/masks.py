@@ -3,7 +3,7 @@
 data/images  data/masks          and data.hold_out or data.fold; also labels/ or annotations/ in place of masks/
 data/train/images  data/train/masks  data/val/images  data/val/masks          or images/train, masks/train ...
 data/masks/CLASS                 one folder per class, for pixels with any number of classes
-data/imagesTr  data/labelsTr  data/dataset.json                               of nnU-Net, with 2-D files; splits_final.json too
+data/imagesTr  data/labelsTr  data/dataset.json                               of nnU-Net; splits_final.json too
 table.csv                        with the columns image and mask, or several columns of masks, one per class
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from widefield.data.mask_layouts import Folders, Pair, classes_of_folders, find_
 from widefield.data.masks import LOSSY, Coding, Layers, Mask, mask_size
 from widefield.data.nnunet import is_nnunet, nnunet_pairs, sides_of_cases
 from widefield.data.records import FileRecord, Target, dataset_of_records
+from widefield.data.resampled import with_spacing
 from widefield.data.splits import Item, group_in
 from widefield.data.table_records import check_images, columns_of, record_of_row
 from widefield.data.tables import read_table
+from widefield.data.windowed_files import apart
 
 
 def open_dataset(
@@ -44,6 +47,8 @@ def open_dataset(
     root: str | None = None,
     channels: int | None = None,
     dtype: str | None = None,
+    spacing: str | Sequence[float] | None = None,
+    interpolation: str = "linear",
 ) -> Dataset:
     """classes: names; names with their numbers in masks, or colours; or a file of them; None: as found in masks.
 
@@ -53,18 +58,23 @@ def open_dataset(
     group: of folders, a regular expression whose match in a name is the group; of a table, a column.
     mask, image, split, fold, weight, root: of a table, as in manifest.py; several masks are one per class.
     channels, dtype: of all images; None: those of the first one.
+    spacing: bring all images to one, a length per dim in the files' unit, or "median"; labels by the nearest pixel.
+    interpolation: of pixels then, "linear" or "cubic".
     ValueError, which names the file: folders, partners, sizes, numbers or classes that do not fit.
     """
     if missing not in ("stop", "skip", "empty"):
         raise ValueError(f"data.options.missing is {missing!r}; it is stop, skip or empty")
     source = _existing(config.path)
+    if spacing is None and interpolation != "linear":
+        raise ValueError(f"data.options.interpolation is {interpolation!r} and spacing is not set; set it, or leave this out")
+    on_grid = (lambda found: found) if spacing is None else partial(with_spacing, spacing=spacing, order=interpolation)
     finish = partial(_dataset, config, source, classes=classes, ignore=ignore, channels=channels, dtype=dtype)
     if source.is_file():
         columns = {"image": image, "split": split, "fold": fold, "group": group, "weight": weight}
-        return _of_table(finish, source, columns, mask, root)
+        return on_grid(_of_table(finish, source, columns, mask, root))
     if is_nnunet(source):
-        return _of_nnunet(config, source, group, channels=channels, dtype=dtype)
-    return _of_folders(finish, source, ending, missing, group)
+        return on_grid(_of_nnunet(config, source, group, channels=channels, dtype=dtype))
+    return on_grid(_of_folders(finish, source, ending, missing, group))
 
 
 def _of_nnunet(config: DataConfig, folder: Path, group: str | None, **kind: Any) -> Dataset:
@@ -73,7 +83,8 @@ def _of_nnunet(config: DataConfig, folder: Path, group: str | None, **kind: Any)
     if sides is not None:
         pairs, config = [one for one in pairs if one.name in sides], config.model_copy(update={"fold": None})
     records = _checked([_record(one, make(one), group, sides and sides[one.name]) for one in pairs], pairs)
-    return dataset_of_records(records, config, source=str(folder), classes=names, labels=labels, **kind)
+    found = dataset_of_records(records, config, source=str(folder), classes=names, labels=labels, **kind)
+    return replace(found, channel_files=len(pairs[0].images))
 
 
 def _existing(path: str | None) -> Path:
@@ -185,7 +196,10 @@ def _checked(records: list[FileRecord], pairs: Sequence[Pair]) -> list[FileRecor
             other = size if file is None else mask_size(file) if file in one.masks else size_of(file)
             if other != size:
                 sizes = [" x ".join(map(str, pair)) for pair in (other, size)]
-                return f"{file} is {sizes[0]} pixels and {one.images[0]} is {sizes[1]} (height x width); mend one of them"
+                axes = "depth x height x width" if len(size) == 3 else "height x width"
+                return f"{file} is {sizes[0]} pixels and {one.images[0]} is {sizes[1]} ({axes}); mend one of them"
+            if file is not None and (problem := _misplaced(file, one.images[0])):
+                return problem
         return None
 
     with ThreadPoolExecutor(8) as pool:
@@ -193,6 +207,17 @@ def _checked(records: list[FileRecord], pairs: Sequence[Pair]) -> list[FileRecor
     if problem is not None:
         raise ValueError(problem)
     return records
+
+
+def _misplaced(file: Path, image: Path) -> str | None:
+    """What is wrong where pixels of a file lie elsewhere in the world than those of its image, as where one is mirrored."""
+    found = apart(file, image)
+    if found is None or found[0] <= found[1] / 2:
+        return None
+    return (
+        f"{file} lies up to {found[0]:.6g} away from {image} (by the affine of both headers), and a pixel is {found[1]:.6g}: "
+        "they may be turned, moved or of another spacing; save one on the grid of the other"
+    )
 
 
 def _of_table(

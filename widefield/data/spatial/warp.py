@@ -173,17 +173,17 @@ class Warp:
 
     def _interpolated(self, part: Tensor, at: tuple[Array, Array], inner: Box) -> Tensor:
         (rows, down), (columns, across) = (
-            _taps(one, run, part.dtype, self.interpolation) for one, run in zip(at, inner, strict=True)
+            taps(one, run, part.dtype, self.interpolation) for one, run in zip(at, inner, strict=True)
         )
         if self.map.is_separable:
-            lines = _blended([part.index_select(-2, row.flatten()) for row in rows], down)
-            return _blended([lines.index_select(-1, column.flatten()) for column in columns], across)
+            lines = blended([part.index_select(-2, row.flatten()) for row in rows], down)
+            return blended([lines.index_select(-1, column.flatten()) for column in columns], across)
         starts = [row * len(inner[1]) for row in rows]
-        return _blended([_blended([_taken(part, row + column) for column in columns], across) for row in starts], down)
+        return blended([blended([_taken(part, row + column) for column in columns], across) for row in starts], down)
 
 
-def _taps(at: Array, run: Interval, dtype: torch.dtype, interpolation: Interpolation) -> tuple[list[Tensor], list[Tensor]]:
-    """Along one axis: the pixels around positions, counted from the run's start, and their weights; see `_blended`."""
+def taps(at: Array, run: Interval, dtype: torch.dtype, interpolation: Interpolation) -> tuple[list[Tensor], list[Tensor]]:
+    """Along one axis: the pixels around positions, counted from the run's start, and their weights; see `blended`."""
     before = np.floor(at)
     t = torch.from_numpy(at - before).to(dtype)
     first, last = _TAPS[interpolation]
@@ -191,7 +191,7 @@ def _taps(at: Array, run: Interval, dtype: torch.dtype, interpolation: Interpola
     return places, [t] if interpolation == "bilinear" else _cubic(t)
 
 
-def _blended(values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def blended(values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Of two values a + (b - a) t, which keeps a constant as it is; of four the sum of weighted values, in their order."""
     if len(values) == 2:
         return (values[1] - values[0]).mul_(weights[0]).add_(values[0])

@@ -1,0 +1,173 @@
+"""nnU-Net's folders: equal losses under every plan on a common spacing, and predictions that lie on the files.
+
+The whole program is: read the files of a case, resample all of it, scale, run the net, interpolate its outputs to the grid of the
+files, take the greatest.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import nnunet_folder
+import numpy as np
+import pytest
+import torch
+from command import losses
+from ranks import on_ranks
+from torch.nn import functional as F
+
+from widefield.cli import main
+from widefield.comm.mesh import World
+from widefield.config import parse_config
+from widefield.geometry.box import full_box
+from widefield.inference import single_rank
+from widefield.prediction.session import Predicted, predict_files
+from widefield.run import train
+from widefield.training.run_folder import read_model
+
+nibabel = pytest.importorskip("nibabel")
+CONFIG = """
+model: {name: unet, options: {widths: [4, 6], shrink: [[1, 2, 2]], kernels: [[1, 3, 3], 3]}}
+data:
+  name: masks
+  options: {spacing: [2.2, 1.1, 0.9]}
+  hold_out: 0.34
+  batch_size: 2
+  evaluate_batch_size: 1
+  workers: 0
+  intensity: image
+  read: [{ClassBalancedCrop: {size: [6, 12, 10], share: 0.5}}]
+  augment: [RandomHorizontalFlip, RandomDepthFlip]
+task: {name: segmentation, loss: dice_cross_entropy, metrics: [dice_cases, surface]}
+optimizer: {name: sgd, lr: 0.5}
+schedule: {name: constant, length: 20step}
+evaluate: {every: 20step}
+precision: float64
+log: {tensorboard: false}
+"""
+PLANS = {
+    "copies": (2, ["mesh.replicate=2"]),
+    "planes": (2, ["mesh.replicate=1", "mesh.space=[2,1,1]"]),
+    "stream": (1, ["mesh.replicate=1", "stream.tiles=[2,2,2]"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return nnunet_folder.write(tmp_path_factory.mktemp("nnunet") / "Dataset001_Parts")
+
+
+def go(mesh, data: Path, run: Path, settings: list[str]) -> str:
+    return train(parse_config(CONFIG, [f"data.path={data}", *settings]), run, mesh.world).reason
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert train(parse_config(CONFIG, [f"data.path={folder}", "mesh.replicate=1"]), run, World()).reason == "complete"
+    return run
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_losses_on_a_common_spacing_are_those_of_one_rank(plan, folder, whole, tmp_path):
+    ranks, settings = PLANS[plan]
+    if ranks == 1:
+        assert train(parse_config(CONFIG, [f"data.path={folder}", *settings]), tmp_path / "run", World()).reason == "complete"
+    else:
+        assert on_ranks(ranks, go, folder, tmp_path / "run", settings) == ["complete"] * ranks
+    assert len(losses(whole)) == 20 and losses(whole)[-1] < losses(whole)[0]
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-8, abs=0)
+    ours, theirs = (json.loads((run / "evaluation.json").read_text()) for run in (whole, tmp_path / "run"))
+    assert ours["confusion"] == theirs["confusion"]
+    for name, column in ours["columns"].items():
+        assert theirs["columns"][name] == pytest.approx(column, rel=1e-9, nan_ok=True)
+
+
+def test_a_run_knows_its_grid_and_its_files(whole):
+    stored = read_model(whole)
+    assert stored.resampling is not None and stored.resampling.spacing == (2.2, 1.1, 0.9) and stored.channel_files == 2
+
+
+def case(folder: Path, number: int) -> list[Path]:
+    return [folder / f"imagesTs/case_{number}_{channel:04}.nii.gz" for channel in range(2)]
+
+
+def by_hand(run: Path, files: list[Path]) -> np.ndarray:
+    """The whole program in float64."""
+    parts, _ = single_rank(run, None, [])
+    arrays = [np.asarray(nibabel.load(file).dataobj).T for file in files]
+    image = torch.from_numpy(np.stack(arrays).astype(np.float32))
+    spacing = [float(length) for length in nibabel.load(files[0]).header.get_zooms()[::-1]]
+    map = read_model(run).resampling.map_of(image.shape[1:], spacing)
+    assert map.output != map.source
+    seen = map.pixels(image, full_box(map.source), full_box(map.output)).double()
+    flat = seen.flatten(1)
+    seen = (seen - flat.mean(1)[:, None, None, None]) / flat.std(1, correction=0)[:, None, None, None]
+    with torch.no_grad():
+        output = parts.model.eval()(seen[None])
+        return F.interpolate(output, size=map.source, mode="trilinear", align_corners=False)[0].argmax(0).numpy()
+
+
+def on_these_ranks(mesh, run: Path, data: Path, output: Path, overrides: list[str]) -> Predicted:
+    return predict_files(run, [data / "imagesTs"], overrides, mesh.world, output=output)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [(1, []), (1, ["stream.tiles=[2,3,2]"]), (2, ["mesh.space=[2,1,1]"]), (2, ["mesh.space=[1,2,1]", "stream.tiles=[2,1,2]"]),
+     (2, ["mesh.replicate=2"])], ids=str,
+)  # fmt: skip
+def test_predictions_lie_on_the_files_and_are_those_of_the_whole(ranks, overrides, folder, whole, tmp_path):
+    found = on_ranks(ranks, on_these_ranks, whole, folder, tmp_path / "out", overrides)
+    assert not found[0].lefts and len(found[0].answers) == 3
+    for number in range(6, 9):
+        files = case(folder, number)
+        labels, image = nibabel.load(tmp_path / f"out/case_{number}.nii.gz"), nibabel.load(files[0])
+        assert np.array_equal(np.asarray(labels.dataobj).T, by_hand(whole, files))
+        assert np.array_equal(labels.affine, image.affine) and labels.shape == image.shape
+        assert labels.header.get_zooms() == image.header.get_zooms()
+    assert len(np.unique(np.asarray(labels.dataobj))) > 1, "too easy"
+
+
+def test_files_that_are_of_no_case_are_left_out_in_words(folder, whole, tmp_path):
+    place = tmp_path / "scans"
+    image, _ = nnunet_folder.volume(6)
+    for name in ("odd", "alone_0000", "small_0000"):
+        nnunet_folder.save(image.astype(np.float32), place / f"{name}.nii.gz", (2.0, 1.0, 1.0))
+    nnunet_folder.save(image[1:].astype(np.float32), place / "small_0001.nii.gz", (2.0, 1.0, 1.0))
+    found = predict_files(whole, [place, *case(folder, 6)], [], World(), output=tmp_path / "out")
+    told = {Path(left.path).name: left.reason for left in found.lefts}
+    assert "names end in _0000 to _0001; rename it" in told["odd.nii.gz"]
+    assert "its case 'alone' lacks the file alone_0001 of channel 1; add it" in told["alone_0000.nii.gz"]
+    assert "small_0001.nii.gz is 1 x 8 x 22 x 17 and" in told["small_0000.nii.gz"] and len(found.answers) == 1
+
+
+def test_what_tells_no_spacing_is_left_out_in_words(folder, whole, tmp_path):
+    for channel in range(2):
+        np.save(tmp_path / f"case_{channel:04}.npy", np.zeros((1, 9, 9, 9), dtype=np.float32))
+    found = predict_files(whole, [tmp_path, *case(folder, 6)], [], World(), output=tmp_path / "out")
+    assert [Path(left.path).name for left in found.lefts] == ["case_0000.npy"]
+    assert "this run brings images to" in found.lefts[0].reason and "spacing of 2.2 x 1.1 x 0.9" in found.lefts[0].reason
+
+
+# ---------------------------------------------------------------------------------------------- from a folder to predictions
+
+
+@pytest.mark.long
+def test_a_folder_trains_and_predicts_with_a_command_each(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    size = "data.options={size: [12, 32, 32], volumes: [8, 2], vessels: 0.7, blobs: 0.6}"
+    assert main(["data", "write", "volume", size, "--output", "Dataset002_Vessels"]) == 0
+    keys = ["schedule.length=40ep", "mesh.replicate=1", "data.workers=0", "log.tensorboard=false", "optimizer.lr=0.005"]
+    assert main(["train", "Dataset002_Vessels/", *keys, "evaluate.every=20ep", "--run", "run"]) == 0
+    metrics = json.loads(Path("run/evaluation.json").read_text())["metrics"]
+    print(metrics)
+    assert metrics["dice"] > 70
+    assert main(["evaluate", "run"]) == 0
+    assert main(["predict", "run", "Dataset002_Vessels/imagesTs", "--output", "answers"]) == 0
+    capsys.readouterr()
+    for number in range(2):
+        found, truth = (nibabel.load(f"{of}/case_{number:03}.nii.gz") for of in ("answers", "Dataset002_Vessels/labelsTs"))
+        assert np.array_equal(found.affine, truth.affine) and found.header.get_zooms() == (1.0, 1.0, 2.0)
+        assert (np.asarray(found.dataobj) == np.asarray(truth.dataobj)).mean() > 0.85
