@@ -96,7 +96,8 @@ def test_a_fingerprint_and_a_plan_are_written_and_the_plan_is_read(of_ct, capsys
     assert told["spacings"] == [[2.0, 1.0, 1.0]] * 2 and told["shapes_after_crop"] == [[9, 22, 17]] * 2
     config = parse_config("model: {name: a}\ntask: {name: a}\ndata: {name: masks, hold_out: 0.34}", [f"data.path={of_ct}"]).data
     images = open_dataset(config).train
-    inside = np.concatenate([(lambda image, marks: image[0][marks > 0])(*images.read(index)).numpy() for index in range(2)])
+    pairs = [images.read(index) for index in range(2)]
+    inside = np.concatenate([image[0][marks > 0].numpy() for image, marks in pairs])
     found = told["foreground_intensity_properties_per_channel"]["0"]
     wanted = {"mean": inside.mean(), "std": inside.std(), "min": inside.min(), "max": inside.max(), "median": np.median(inside),
               "percentile_00_5": np.percentile(inside, 0.5), "percentile_99_5": np.percentile(inside, 99.5)}  # fmt: skip
@@ -106,7 +107,8 @@ def test_a_fingerprint_and_a_plan_are_written_and_the_plan_is_read(of_ct, capsys
     after = recipe_for(of_ct)
     config = parse_config(after)
     assert "of nnUNetPlans.json" in after and {**config.model.options, "norm": "group"} == before.model.options
-    assert config.data.read[0]["ClassBalancedCrop"]["size"] == plan["patch_size"] and config.data.intensity.area == "foreground"
+    assert config.data.read[0]["ClassBalancedCrop"]["size"] == plan["patch_size"]
+    assert config.data.intensity.area == "foreground"
     assert main(["data", "stats", str(of_ct), "data.hold_out=0.34", "--fingerprint"]) == 2
     assert "dataset_fingerprint.json is there already, and is not overwritten" in capsys.readouterr().err
 
@@ -114,7 +116,8 @@ def test_a_fingerprint_and_a_plan_are_written_and_the_plan_is_read(of_ct, capsys
 def plan_file(**changes) -> dict:
     """As nnU-Net v2.2 writes it, with axes in another order: width, height, depth."""
     about = {
-        "batch_size": 3, "patch_size": [16, 20, 8], "spacing": [0.8, 1.0, 2.5], "normalization_schemes": ["ZScoreNormalization"] * 2,
+        "batch_size": 3, "patch_size": [16, 20, 8], "spacing": [0.8, 1.0, 2.5],
+        "normalization_schemes": ["ZScoreNormalization"] * 2,
         "pool_op_kernel_sizes": [[1, 1, 1], [2, 2, 1], [2, 2, 2]], "conv_kernel_sizes": [[3, 3, 1], [3, 3, 3], [3, 3, 3]],
         "UNet_base_num_features": 16, "unet_max_num_features": 320,
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """nnU-Net's folders: equal losses under every plan on a common spacing, and predictions that lie on the files.
 
-The whole program is: read the files of a case, resample all of it, scale, run the net, interpolate its outputs to the grid of the
+The whole program: read the files of a case, resample all of it, scale, run the net, interpolate its outputs to the grid of the
 files, take the greatest.
 """
 

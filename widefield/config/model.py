@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from widefield.config.field_types import Options
 from widefield.section import Section
@@ -39,6 +39,9 @@ class ModelConfig(Section):
     listed."""
     auxiliary: Annotated[float, Field(ge=0)] | None = None
     """Weight of the losses of a model's auxiliary heads; null builds the model without them."""
+    deep_supervision: bool = False
+    """Compare the outputs of coarser levels with labels too, in training, with weights of 1, 1/2, 1/4, ... over their sum: of
+    `unet`, of MONAI's DynUNet, SegResNetDS and SegResNetDS2, and of your own, where it returns a list, the finest first."""
     freeze: Patterns = []
     """Modules or parameters that do not learn, by name or pattern, as ["stem*", "layer1"]."""
     unfreeze: Annotated[dict[Epoch, Patterns | str], BeforeValidator(_whole_numbers)] = {}
@@ -50,3 +53,13 @@ class ModelConfig(Section):
     """Memory format of images and weights; chosen by the device where null."""
     compile: bool = False
     """Compile the model with torch.compile."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_heads(self) -> ModelConfig:
+        if self.deep_supervision and self.auxiliary is not None:
+            raise ValueError(
+                f"deep_supervision has weights of its own, and auxiliary is {self.auxiliary:g}; leave one of them out"
+            )
+        if "deep_supervision" in self.options:
+            raise ValueError("options has deep_supervision, and its losses need model.deep_supervision=true; set that instead")
+        return self

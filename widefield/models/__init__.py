@@ -16,7 +16,7 @@ from widefield.config import ModelConfig
 from widefield.models._libraries import Request, called
 from widefield.models._of_dims import refuse_other_dims
 from widefield.models._output import keep_main_output as keep_main_output
-from widefield.models._output import refuse_auxiliary
+from widefield.models._output import refuse_auxiliary, refuse_deep_supervision
 from widefield.models._weights import load_weights_file as load_weights_file
 from widefield.naming import did_you_mean, load, names_in
 from widefield.own_code import code_named, is_code, refuse_object, takes
@@ -45,6 +45,8 @@ def build(
     refuse_object(config.name, key="model.name", keyword="model")
     library, slash, _ = config.name.partition("/")
     if slash and not is_code(config.name):
+        if library != "monai":
+            refuse_deep_supervision(config)
         request = Request(config, in_channels, num_classes, dims, pretrained, [] if reasons is None else reasons)
         model = _of_library(config, library, request)
     else:
@@ -91,7 +93,14 @@ def _without_library(config: ModelConfig, shape: dict[str, int], known: dict[str
         return _users_own(config, shape | known)
     build_ours = load("widefield.models", config.name).build
     refuse_auxiliary(config)
-    return called(build_ours, config, shape | {key: known[key] for key in takes(build_ours, *known)})
+    levels = takes(build_ours, "deep_supervision") if config.deep_supervision else []
+    if not levels:
+        refuse_deep_supervision(config)
+    given = shape | {key: known[key] for key in takes(build_ours, *known)} | dict.fromkeys(levels, True)
+    model = called(build_ours, config, given)
+    if levels:
+        keep_main_output(model, auxiliary=True)
+    return model
 
 
 def _users_own(config: ModelConfig, shape: dict[str, int]) -> nn.Module:
@@ -101,6 +110,6 @@ def _users_own(config: ModelConfig, shape: dict[str, int]) -> nn.Module:
     model = called(build, config, given)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{config.name} gave a {type(model).__name__}; a torch.nn.Module is wanted")
-    if config.auxiliary is not None:
+    if config.auxiliary is not None or config.deep_supervision:
         keep_main_output(model, auxiliary=True)
     return model

@@ -17,18 +17,32 @@ class MainOutput(Wrapping):
     The model stays the same object with another class, so its parameters keep their names.
     """
 
-    COPIED: ClassVar[tuple[str, ...]] = ("_widefield_auxiliary",)
+    COPIED: ClassVar[tuple[str, ...]] = ("_widefield_auxiliary", "_widefield_stacked")
     _widefield_auxiliary: bool
+    _widefield_stacked: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        outputs = outputs_of(super().forward(*args, **kwargs))
+        found = super().forward(*args, **kwargs)
+        outputs = found.unbind(1) if self.training and self._widefield_stacked else outputs_of(found)
         return outputs if self.training and self._widefield_auxiliary and len(outputs) > 1 else outputs[0]
 
 
-def keep_main_output(model: nn.Module, *, auxiliary: bool) -> None:
-    """Make `model` give its main output, in place.  auxiliary: and in training those of its auxiliary heads."""
+def keep_main_output(model: nn.Module, *, auxiliary: bool, stacked: bool = False) -> None:
+    """Make `model` give its main output, in place.  auxiliary: and in training those of its auxiliary heads.
+
+    stacked: in training it gives (B, outputs, C, *pixels), as MONAI's DynUNet.
+    """
     wrap_class(model, MainOutput)
-    model._widefield_auxiliary = auxiliary
+    model._widefield_auxiliary, model._widefield_stacked = auxiliary, stacked
+
+
+def refuse_deep_supervision(config: ModelConfig) -> None:
+    """ValueError: the recipe asks for the outputs of coarser levels, of a model that has none."""
+    if config.deep_supervision:
+        raise ValueError(
+            f"{config.name} gives no outputs of coarser levels and model.deep_supervision is true; leave it out, or take unet, "
+            "monai/DynUNet or monai/SegResNetDS"
+        )
 
 
 def refuse_auxiliary(config: ModelConfig) -> None:

@@ -48,6 +48,7 @@ class UNet(nn.Module):
         dims: int,
         shrink: Sequence[Sequence[int]],
         kernels: Sequence[Sequence[int]],
+        deep_supervision: bool = False,
     ) -> None:
         super().__init__()
         starts = [in_channels, *widths[:-1]]
@@ -61,20 +62,27 @@ class UNet(nn.Module):
         upwards = list(reversed(kernels))[1:]
         self.up = nn.ModuleList(_double(2 * here, here, norm, kernel) for (_, here), kernel in zip(pairs, upwards, strict=True))
         self.head = CONV[dims](widths[0], num_classes, 1)
+        coarser = deep[1:-1] if deep_supervision else []
+        self.coarser_heads = nn.ModuleList(CONV[dims](width, num_classes, 1) for width in coarser)
         self.mode = _LINEAR[dims]
 
-    def forward(self, image: Tensor) -> Tensor:
-        """From images (B, C, H, W), or volumes (B, C, D, H, W), to (B, num_classes, *pixels)."""
+    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
+        """From images (B, C, H, W), or volumes (B, C, D, H, W), to (B, num_classes, *pixels).
+
+        In training with deep supervision, a list of these: of the image's size, of the next level's, and so on.
+        """
         first, *further = self.down
         skips = [first(image)]
         for pool, down in zip(self.pools, further, strict=True):
             skips.append(down(pool(skips[-1])))
-        x = skips.pop()
-        for narrow, up in zip(self.narrow, self.up, strict=True):
+        x, coarser = skips.pop(), []
+        for level, (narrow, up) in enumerate(zip(self.narrow, self.up, strict=True)):
             skip = skips.pop()
             x = F.interpolate(narrow(x), size=skip.shape[2:], mode=self.mode, align_corners=False)
             x = up(torch.cat([skip, x], dim=1))
-        return self.head(x)
+            if self.training and level < len(self.coarser_heads):
+                coarser.append(self.coarser_heads[level](x))
+        return [self.head(x), *reversed(coarser)] if coarser else self.head(x)
 
 
 def build(
@@ -86,6 +94,7 @@ def build(
     dims: int = 2,
     shrink: Factors | None = None,
     kernels: Factors | None = None,
+    deep_supervision: bool = False,
 ) -> nn.Module:
     """widths: channels of each level, from the image's size downwards.
 
@@ -94,6 +103,7 @@ def build(
     shrink: by what each further level divides the image, a number, or one for each dim, as [[1, 2, 2], 2] for volumes whose
         planes lie far apart; None: by 2.
     kernels: the sizes of each level's convolutions likewise, odd ones, as [[1, 3, 3], 3, 3]; None: 3.
+    deep_supervision: set by model.deep_supervision; levels between the first and the deepest have heads of their own.
     """
     check_counts(widths=widths)
     if norm not in ("batch", "group"):
@@ -101,9 +111,15 @@ def build(
             f"model.options.norm is {norm!r}{did_you_mean(str(norm), ['batch', 'group'])} It can be batch or group"
         )
     check_dims(dims)
+    if deep_supervision and len(widths) < 3:
+        raise ValueError(
+            f"model.deep_supervision needs levels between the first and the deepest, and model.options.widths has {len(widths)}; "
+            "give three or more"
+        )
     factors = _factors([2] * (len(widths) - 1) if shrink is None else shrink, levels=len(widths) - 1, dims=dims)
     sizes = _kernels([3] * len(widths) if kernels is None else kernels, levels=len(widths), dims=dims)
-    return UNet(in_channels, num_classes, widths=widths, norm=norm, dims=dims, shrink=factors, kernels=sizes)
+    return UNet(in_channels, num_classes, widths=widths, norm=norm, dims=dims, shrink=factors, kernels=sizes,
+                deep_supervision=deep_supervision)  # fmt: skip
 
 
 def _kernels(kernels: Factors, *, levels: int, dims: int) -> list[list[int]]:

@@ -26,7 +26,7 @@ def built_model(
     if model is None:
         shape = {"in_channels": dataset.channels, "num_classes": len(dataset.classes), "dims": dataset.dims}
         model = models.build(asked, **shape, pretrained=initial, reasons=reasons)
-    elif asked.auxiliary is not None:
+    elif asked.auxiliary is not None or asked.deep_supervision:
         models.keep_main_output(model, auxiliary=True)
     model.to(mesh.device, arithmetic.dtype)
     gathers = mesh.plan.shard > 1 and mesh.plan.sharding.zero > 1

@@ -49,6 +49,7 @@ from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
 from widefield.training.best import Best
 from widefield.training.freezing import Freezing
+from widefield.training.heads import has_heads, loss_of_heads
 from widefield.training.schedule import Schedule
 
 
@@ -222,26 +223,21 @@ class Learner:
 
     def _loss_of(self, output: Any, target: Tensor) -> Tensor:
         """The task's loss sum, computed in float32 or wider, outside of autocast; with those of auxiliary heads, if any."""
-        if self._has_heads(output):
-            return self._of_heads([self._loss_of(one, target) for one in output])
+        if has_heads(self.config.model, output):
+            sums = not getattr(self.task, "counts_images", False)
+            return loss_of_heads(self.config.model, output, target, self._loss_of, sums=sums)
         if isinstance(output, Tensor):
             output = output.to(torch.promote_types(output.dtype, torch.float32))
         return self.task.loss_sum(output, target)
-
-    def _has_heads(self, output: Any) -> bool:
-        return self.config.model.auxiliary is not None and isinstance(output, tuple)
-
-    def _of_heads(self, losses: list[Tensor]) -> Tensor:
-        """The loss of the main output, and those of auxiliary heads with their weight."""
-        return losses[0] + (self.config.model.auxiliary or 0.0) * sum(losses[1:])
 
     def _loss_of_all(self, output: Any, target: Tensor, *, samples: int) -> Tensor:
         """The loss of this pass's samples on all copies times their number, the same on every rank; see the module's docstring.
 
         samples: how many of them this copy has; of a dummy batch 0, and its sums are multiplied by 0.
         """
-        if self._has_heads(output):
-            return self._of_heads([self._loss_of_all(one, target, samples=samples) for one in output])
+        if has_heads(self.config.model, output):
+            of_all = partial(self._loss_of_all, samples=samples)
+            return loss_of_heads(self.config.model, output, target, of_all, sums=False)
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         own = whole(self.task.sums(output, target)).double() * float(samples > 0)
         parts = torch.cat([own.detach().flatten(), own.new_full((1,), samples)])

@@ -12,13 +12,17 @@ import torch
 from torch import nn
 
 from widefield.models._libraries import Request
-from widefield.models._output import keep_main_output, refuse_auxiliary
+from widefield.models._output import keep_main_output, refuse_auxiliary, refuse_deep_supervision
 from widefield.naming import did_you_mean
 
 CLASSES = ("out_channels", "num_classes")
 """The arguments that are the number of classes, in this order."""
 DEFAULTS = {"channels": (16, 32, 64, 128), "strides": (2, 2, 2)}
 """For networks such as UNet, which have no widths of their own; each stride halves the image."""
+LEVELS = ("SegResNetDS", "SegResNetDS2")
+"""Those of them whose outputs are of coarser and coarser levels; `dsdepth` of them."""
+DEPTH = 4
+"""How many levels they have where the recipe does not say it."""
 SEVERAL_OUTPUTS = ("BasicUNetPlusPlus", "SegResNetDS", "SegResNetDS2", "SegResNetVAE")
 """Networks that give a list; its first is the main output."""
 
@@ -39,10 +43,18 @@ def build(name: str, request: Request) -> nn.Module:
     shape = {"spatial_dims": request.dims or 2, "in_channels": request.in_channels} | DEFAULTS
     sizes = {key: value for key, value in shape.items() if key in accepted}
     sizes[next(key for key in CLASSES if key in accepted)] = request.num_classes
+    deep, stacked = request.config.deep_supervision, "deep_supervision" in accepted
+    if deep and stacked:
+        sizes["deep_supervision"] = True
+    elif deep and name in LEVELS:
+        sizes["dsdepth"] = DEPTH
+    else:
+        refuse_deep_supervision(request.config)
     model = request.call(kind, **sizes)
-    several = name in SEVERAL_OUTPUTS
-    if several:
-        keep_main_output(model, auxiliary=request.config.auxiliary is not None)
+    if name in SEVERAL_OUTPUTS or deep:
+        if stacked:
+            refuse_auxiliary(request.config)
+        keep_main_output(model, auxiliary=request.config.auxiliary is not None or deep, stacked=deep and stacked)
     else:
         refuse_auxiliary(request.config)
     return model
