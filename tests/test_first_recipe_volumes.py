@@ -75,8 +75,8 @@ def test_volumes_that_do_not_fit_are_trained_in_patches(folder, monkeypatch):
 
 def test_splits_final_gives_the_fold(folder, tmp_path):
     path = folder / "splits_final.json"
-    sides = [{"train": [f"case_{n}" for n in range(6) if n % 2 != fold], "val": [f"case_{n}" for n in range(6) if n % 2 == fold]}
-             for fold in range(2)]  # fmt: skip
+    halves = [[f"case_{number}" for number in range(6) if number % 2 == half] for half in range(2)]
+    sides = [{"train": halves[1 - fold], "val": halves[fold]} for fold in range(2)]
     path.write_text(json.dumps(sides))
     try:
         config = parse_config(recipe_for(folder))

@@ -20,7 +20,8 @@ from widefield.training.heads import labels_for, weights_of
 SIZE = (11, 18, 13)
 SETTINGS = [
     "mesh.space=[]", "mesh.replicate=1", f"data.options={{size: {list(SIZE)}, volumes: [4, 2], vessels: 1, blobs: 1}}",
-    "data.workers=0", "data.batch_size=2", "precision=float64", "optimizer.name=sgd", "optimizer.lr=0.1", "schedule.length=2step",
+    "data.workers=0", "data.batch_size=2", "precision=float64", "optimizer.name=sgd", "optimizer.lr=0.1",
+    "schedule.length=2step",
     "schedule.name=constant", "schedule.warmup=0step", "optimizer.weight_decay=0", "data.augment=[]", "task.metrics=[]",
 ]  # fmt: skip
 UNET = ["model.options={widths: [4, 4, 6, 6], shrink: [[1, 2, 2], 2, 2]}", "model.deep_supervision=true"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from widefield.data import masks
 from widefield.data.pixel_files import SUFFIXES
 from widefield.data.windowed_files import name_of_image
-from widefield.image_files import is_image_file
+from widefield.image_files import is_image_file, is_series
 from widefield.naming import did_you_mean
 
 IMAGES = ("images", "image", "imgs", "img", "JPEGImages")
@@ -74,12 +74,21 @@ def _within(root: Path, names: Sequence[str]) -> Folders | None:
     return Folders(one, other) if one and other else None
 
 
-def files_below(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
-    """Files by their path without suffix, relative to the folder, sorted.  ValueError: two have the same, or there is none."""
+def files_below(folder: Path, suffixes: Sequence[str], series: Callable[[str], bool] = lambda stem: False) -> dict[str, Path]:
+    """Files by their path without suffix, relative to the folder, sorted.
+
+    series: whether a folder of that path, relative to the folder, is one volume where it has DICOM slices.
+    ValueError: two have the same path, or there is none.
+    """
     found: dict[str, Path] = {}
     for place, folders, names in os.walk(folder, followlinks=False):
         images = [name for name in folders if is_image_file(Path(name))]  # as scene.zarr
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in images]
+        for name in folders:
+            whole = Path(place, name)
+            if series(whole.relative_to(folder).as_posix()) and is_series(whole):
+                found[whole.relative_to(folder).as_posix()] = whole
+        taken = [path.name for path in found.values() if path.parent == Path(place)]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in (*images, *taken)]
         for name in (*names, *images):
             file = Path(place, name)
             if name.startswith(".") or not name.lower().endswith(tuple(suffixes)):
@@ -101,11 +110,12 @@ def pair(folders: Folders, *, ending: str | None, missing: str) -> tuple[list[Pa
     ending: of the stems of masks, as _mask; None: any of the usual ones, or none.  missing: "stop", or "skip" such images.
     ValueError: an image without mask, a mask without image, or two for one.
     """
-    images = files_below(folders.images, SUFFIXES)
     labels = files_below(folders.masks, (*masks.SUFFIXES, *masks.LOSSY))
+    endings = ("", *ENDINGS) if ending is None else (ending,)
+    images = files_below(folders.images, SUFFIXES, lambda stem: any(stem + one in labels for one in endings))
     pairs, used, skipped = [], set(), 0
     for stem, image in images.items():
-        stems = [stem + one for one in (("", *ENDINGS) if ending is None else (ending,)) if stem + one in labels]
+        stems = [stem + one for one in endings if stem + one in labels]
         if len(stems) > 1:
             raise ValueError(f"{image} has two masks, {labels[stems[0]]} and {labels[stems[1]]}; set data.options.ending")
         if not stems:

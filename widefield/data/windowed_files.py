@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from widefield.geometry import Interval
-from widefield.image_files import ImageFile, is_image_file, opened_image, stem_of
+from widefield.image_files import ImageFile, is_image_file, is_series, opened_image, stem_of
 
 Array = np.ndarray[Any, Any]
 PLAIN = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp", ".npy")
@@ -50,7 +50,7 @@ def windowed(path: Path, *, numbers: bool = False) -> ImageFile | None:
     if suffix in _TIFF:
         if importlib.util.find_spec("tifffile") is None or _mode_of(path) not in (_NUMBERS if numbers else _LIKE_TIFFFILE):
             return None
-    elif suffix in PLAIN or not is_image_file(path):
+    elif suffix in PLAIN or not (is_image_file(path) or is_series(path)):
         return None
     return opened_image(path)
 

@@ -9,5 +9,6 @@ from widefield.image_files.info import ImageInfo as ImageInfo
 from widefield.image_files.info import Level as Level
 from widefield.image_files.opened import opened_image as opened_image
 from widefield.image_files.opening import is_image_file as is_image_file
+from widefield.image_files.opening import is_series as is_series
 from widefield.image_files.opening import open_image as open_image
 from widefield.image_files.opening import stem_of as stem_of

@@ -82,6 +82,16 @@ def is_image_file(path: Path) -> bool:
     return any(name.endswith(suffix) for name in (text, text.partition("#/")[0]) for suffix in suffixes())
 
 
+def is_series(path: Path) -> bool:
+    """Whether a folder holds the slices of a DICOM series, by its first files; its name says nothing."""
+    if not path.is_dir() or is_image_file(path):
+        return False
+    try:
+        return bool(_module("dicom").claims(path, b""))
+    except OSError:
+        return False
+
+
 def stem_of(path: Path) -> str:
     """The name without the suffix of a format, of several the longest.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from widefield.data.image import SUFFIXES
 from widefield.data.windowed_files import name_of_image
-from widefield.image_files import is_image_file
+from widefield.image_files import is_image_file, is_series
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,18 @@ class Left:
     reason: str
 
 
-def find_inputs(words: Sequence[str | Path], *, beside: Path | None = None) -> tuple[list[Input], list[Left]]:
+def find_inputs(
+    words: Sequence[str | Path], *, beside: Path | None = None, volumes: bool = False
+) -> tuple[list[Input], list[Left]]:
     """The files that `words` mean, each once, in their order, and the words that mean none.
 
-    beside: a folder whose files are no inputs, where the answers go.
+    beside: a folder whose files are no inputs, where the answers go.  volumes: whether a folder of DICOM slices is one input.
     ValueError: the words mean no file at all.
     """
     lefts: list[Left] = []
     found: dict[Path, tuple[Path, Path]] = {}
     for word in words:
-        for path, name in _meant_by(str(word), lefts, is_list=True):
+        for path, name in _meant_by(str(word), lefts, is_list=True, volumes=volumes):
             place = path.resolve()
             if beside is None or not place.is_relative_to(beside.resolve()):
                 found.setdefault(place, (path, name))
@@ -67,19 +69,19 @@ def _nothing(lefts: Sequence[Left]) -> str:
     return f"no image was found{':' if why else ''}{why}\nname files, folders, patterns in quotes, or a list as @list.txt"
 
 
-def _meant_by(word: str, lefts: list[Left], *, is_list: bool) -> Iterator[tuple[Path, Path]]:
+def _meant_by(word: str, lefts: list[Left], *, is_list: bool, volumes: bool) -> Iterator[tuple[Path, Path]]:
     path = Path(word)
-    if path.is_dir() and is_image_file(path):  # as scene.zarr
+    if path.is_dir() and _is_image_folder(path, volumes):
         yield path, Path(path.name)
     elif path.is_dir():
-        files = sorted(_images_below(path))
+        files = sorted(_images_below(path, volumes))
         if not files:
             lefts.append(Left(word, f"the folder has no image ({', '.join(SUFFIXES)})"))
         yield from ((file, file.relative_to(path)) for file in files)
     elif path.exists():
         yield path, Path(path.name)
     elif is_list and word.startswith("@"):
-        yield from _listed(word, lefts)
+        yield from _listed(word, lefts, volumes)
     elif glob.has_magic(word):
         files = sorted(Path(file) for file in glob.glob(word, recursive=True) if os.path.isfile(file))
         if not files:
@@ -90,23 +92,28 @@ def _meant_by(word: str, lefts: list[Left], *, is_list: bool) -> Iterator[tuple[
         lefts.append(Left(word, "there is no such file or folder"))
 
 
-def _images_below(folder: Path) -> Iterator[Path]:
+def _is_image_folder(path: Path, volumes: bool) -> bool:
+    """As scene.zarr, or a folder of DICOM slices."""
+    return is_image_file(path) or (volumes and is_series(path))
+
+
+def _images_below(folder: Path, volumes: bool) -> Iterator[Path]:
     """The images in a folder and in those in it, but for what is inside of a folder that is an image."""
     for path in folder.iterdir():
-        if path.is_dir() and not is_image_file(path):
-            yield from _images_below(path)
+        if path.is_dir() and not _is_image_folder(path, volumes):
+            yield from _images_below(path, volumes)
         elif path.is_dir() or path.suffix.lower() in SUFFIXES or is_image_file(path):
             yield path
 
 
-def _listed(word: str, lefts: list[Left]) -> Iterator[tuple[Path, Path]]:
+def _listed(word: str, lefts: list[Left], volumes: bool) -> Iterator[tuple[Path, Path]]:
     """What the lines of a list mean, seen from the working folder.  ValueError: it cannot be read."""
     try:
         lines = Path(word[1:]).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the list {word[1:]} cannot be read as text ({error}); name a file with a path per line") from None
     for line in filter(None, map(str.strip, lines)):
-        yield from _meant_by(line, lefts, is_list=False)
+        yield from _meant_by(line, lefts, is_list=False, volumes=volumes)
 
 
 def _distinct(names: Sequence[Path], places: Sequence[Path]) -> list[Path]:

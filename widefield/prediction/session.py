@@ -129,7 +129,7 @@ def predict_files(
     with loaded_on_ranks(run, overrides, world, weights=weights, trust=trust, given=given) as (parts, chosen):
         mesh, output = parts.mesh, output or (run / "predictions" if parts.dataset.pixels else None)
         mesh.together(lambda: (wishes.check(parts), transforms_of(parts)))
-        images, lefts = mesh.together(lambda: find_inputs(words, beside=output))
+        images, lefts = mesh.together(lambda: find_inputs(words, beside=output, volumes=parts.dataset.dims == 3))
         if parts.dataset.channel_files:
             images, more = by_case(images, parts.dataset.channel_files)
             lefts = [*lefts, *more]

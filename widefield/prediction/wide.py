@@ -26,7 +26,7 @@ from widefield.data.intensity import moments_of_bands
 from widefield.data.windowed_files import size_of
 from widefield.geometry import Interval
 from widefield.geometry.box import Box, full_box
-from widefield.image_files import ImageFile, is_image_file, open_image
+from widefield.image_files import ImageFile, is_image_file, is_series, open_image
 from widefield.image_files.image_file import Array, ImageFileError
 from widefield.image_files.label_image import LabelImage
 from widefield.image_files.opening import has_placed_labels, label_format_of
@@ -57,7 +57,7 @@ class LeftOutError(ValueError):
 
 def wide_file(path: Path, parts: Parts) -> ImageFile | None:
     """The image, opened, where its labels are to be written by window; None: it is read as a whole, and errors show there."""
-    if labels_of(parts.task) != "pixels" or not is_image_file(path):
+    if labels_of(parts.task) != "pixels" or not (is_image_file(path) or is_series(path)):
         return None
     try:
         image = open_image(path)
