@@ -69,6 +69,42 @@ def found_on(mesh: Mesh, dtype: torch.dtype):
     ).to_tree()
 
 
+@dataclass(frozen=True)
+class Labelled(Numbers):
+    """The same with the classes 0 to 2 and 255 of pixels, or two classes that may both be there."""
+
+    layers: bool = False
+
+    def read(self, index: int):
+        image, _ = super().read(index)
+        random = np.random.default_rng(100 + index)
+        marks = random.integers(0, 2, image.shape) if self.layers else random.choice([0, 1, 2, 255], image.shape[1:])
+        return image, torch.from_numpy(marks.astype(np.uint8))
+
+
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32], ids=str)
+def test_pixels_of_the_foreground_alone_may_count(dtype, layers):
+    images, labels = Labelled(dtype, layers=layers), "layers" if layers else "pixels"
+    found = statistics_of(images, channels=2, dtype=dtype, labels=labels, foreground=2 if layers else 3).channels
+    pairs = [images.read(index) for index in range(7)]
+    inside = [marks.any(0) if layers else (marks > 0) & (marks < 3) for _, marks in pairs]
+    for number, channel in enumerate(found):
+        values = np.concatenate(
+            [image[number][where].double().numpy() for (image, _), where in zip(pairs, inside, strict=True)]
+        )
+        values = values[np.isfinite(values)]
+        assert channel.pixels == len(values) and channel.mean == pytest.approx(values.mean(), rel=1e-12)
+        assert channel.std == pytest.approx(values.std(), rel=1e-12)
+        error = np.ptp(values) / 65536 if dtype.is_floating_point else 1e-9
+        assert channel.percentiles[99.5] == pytest.approx(np.percentile(values, 99.5), abs=error)
+
+
+def test_a_foreground_of_labels_of_images_is_refused():
+    with pytest.raises(ValueError, match=r"pixels of the foreground have classes.*set data.intensity.area=all"):
+        statistics_of(Numbers(torch.uint8), channels=2, dtype=torch.uint8, labels="class", foreground=2)
+
+
 @pytest.mark.parametrize("dtype", [*LIMITS, torch.float32], ids=str)
 def test_statistics_are_numpys_of_all_pixels(dtype):
     images = Numbers(dtype)
@@ -287,7 +323,8 @@ def test_a_channel_that_is_the_same_everywhere_is_refused():
     ({"name": "range", "width": 3.0}, "it is of name=window and name is range"),
     ({"name": "image", "percentiles": [1.0, 9.0]}, "percentiles are of name=percentiles and zscore"),
     ({"percentiles": [9.0, 1.0]}, "the lower one comes first"),
-    ({"name": "range", "area": "nonzero"}, "area is of name=image"),
+    ({"name": "range", "area": "nonzero"}, "area=nonzero is of name=image and name is range"),
+    ({"name": "image", "area": "foreground"}, "area=foreground is of name=zscore and percentiles and name is image"),
 ])  # fmt: skip
 def test_intensities_that_do_not_fit_are_refused(asked, told):
     with pytest.raises(ValidationError, match=told):

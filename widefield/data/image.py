@@ -34,7 +34,7 @@ def read_image(
 
     channels, dtype: to convert to; None: those of the file.  Grey becomes RGB and 8-bit RGB becomes grey; alpha is left out
     where it is not asked for.  uint8 becomes uint16 times 257, which has the same place in the range.
-        Whole numbers of volumes become floating-point ones of the same value.
+        Whole numbers of volumes become floating-point ones of the same value, and such ones whole numbers.
     narrow: let 16 bits become 8 by their upper 8 bits.  window: of the pixels, as rows and columns, read alone where the format
         has windows.  dims: of what a .npy file has, 3 for a volume; other files say it themselves.
     BadImageError: the file is missing, damaged or no image, does not become what is asked for without loss, or may hold a
@@ -110,6 +110,8 @@ def _converted(array: Array, dtype: torch.dtype | None, *, narrow: bool) -> Arra
         return array.astype(wanted)
     if own.kind in "iu" and own.itemsize <= 2 and wanted.kind == "f" and wanted.itemsize >= 4 and array.ndim == 4:
         return array.astype(wanted)  # voxels are numbers of a scale, as Hounsfield's, whatever their dtype
+    if own.kind == "f" and wanted.kind in "iu" and array.ndim == 4 and _fits(array, wanted):
+        return array.astype(wanted)  # as DICOM's numbers after a slope of 1
     if (own, wanted) == (np.uint8, np.uint16):
         return array.astype(np.uint16) * np.uint16(257)
     if (own, wanted) == (np.uint16, np.uint8) and narrow:
@@ -120,6 +122,12 @@ def _converted(array: Array, dtype: torch.dtype | None, *, narrow: bool) -> Arra
         f"its pixels are {own} and those of the others {wanted}, and they do not become these without loss; save all files "
         f"with one dtype, or set data.options.dtype={'uint16' if own == np.uint16 and wanted == np.uint8 else own}"
     )
+
+
+def _fits(array: Array, wanted: np.dtype) -> bool:
+    """Whether floating-point numbers are whole ones of a dtype's range."""
+    limits = np.iinfo(wanted)
+    return bool(((array >= limits.min) & (array <= limits.max) & (array == np.floor(array))).all())
 
 
 def own_name(dtype: torch.dtype) -> str:

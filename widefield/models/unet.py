@@ -113,8 +113,8 @@ def build(
     check_dims(dims)
     if deep_supervision and len(widths) < 3:
         raise ValueError(
-            f"model.deep_supervision needs levels between the first and the deepest, and model.options.widths has {len(widths)}; "
-            "give three or more"
+            "model.deep_supervision needs levels between the first and the deepest, and model.options.widths has "
+            f"{len(widths)}; give three or more"
         )
     factors = _factors([2] * (len(widths) - 1) if shrink is None else shrink, levels=len(widths) - 1, dims=dims)
     sizes = _kernels([3] * len(widths) if kernels is None else kernels, levels=len(widths), dims=dims)

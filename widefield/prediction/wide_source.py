@@ -60,7 +60,7 @@ def grid_of(image: ImageFile, dataset: Dataset) -> GridMap:
         return GridMap(size, size)
     if len(spacing) != len(size) or not all(length > 0 for length in spacing):
         raise ValueError(
-            f"{image.path} tells no spacing, and this run brings images to one of {dataset.resampling.in_words()}; save it in "
-            "a format that tells it, as NIfTI"
+            f"{image.path} tells no spacing, and this run brings images to a spacing of "
+            f"{dataset.resampling.in_words()}; save it in a format that tells it, as NIfTI"
         )
     return dataset.resampling.map_of(size, spacing)
