@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from widefield.cli import main
 from widefield.config import parse_config
 from widefield.data import open_dataset
-from widefield.first_recipe import recipe_for, volumes
+from widefield.first_recipe import recipe_for, volume_plan, volumes
 from widefield.models import build
 
 pytest.importorskip("nibabel")
@@ -33,6 +34,10 @@ def of_ct(tmp_path) -> Path:
         nnunet_folder.save(image.astype(np.int16) * 8 - 1000, folder / f"imagesTr/case_{number}_0000.nii.gz", (2.0, 1.0, 1.0))
         nnunet_folder.save(labels, folder / f"labelsTr/case_{number}.nii.gz", (2.0, 1.0, 1.0))
     return folder
+
+
+def test_rules_of_spacings_and_levels_are_those_of_their_examples():
+    assert doctest.testmod(volume_plan).failed == 0 and doctest.testmod(volume_plan).attempted >= 3
 
 
 def test_volumes_of_several_spacings_are_brought_to_one_with_the_reasons(folder):

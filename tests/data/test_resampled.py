@@ -23,7 +23,7 @@ PAIRS = [((7, 9, 11), (11, 6, 14)), ((5, 8, 8), (5, 16, 3)), ((1, 6, 2), (4, 1, 
 
 def image_of(size: tuple[int, ...], dtype: torch.dtype = torch.float64) -> torch.Tensor:
     values = torch.randn((2, *size), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return values if dtype.is_floating_point else (values * 300).to(dtype)
+    return (values if dtype.is_floating_point else values * 300).to(dtype)
 
 
 def by_torch(image: torch.Tensor, output: tuple[int, ...], order: str) -> torch.Tensor:

@@ -88,7 +88,7 @@ def test_pixels_of_the_foreground_alone_may_count(dtype, layers):
     images, labels = Labelled(dtype, layers=layers), "layers" if layers else "pixels"
     found = statistics_of(images, channels=2, dtype=dtype, labels=labels, foreground=2 if layers else 3).channels
     pairs = [images.read(index) for index in range(7)]
-    inside = [marks.any(0) if layers else (marks > 0) & (marks < 3) for _, marks in pairs]
+    inside = [(marks > 0).any(0) if layers else (marks > 0) & (marks < 3) for _, marks in pairs]
     for number, channel in enumerate(found):
         values = np.concatenate(
             [image[number][where].double().numpy() for (image, _), where in zip(pairs, inside, strict=True)]

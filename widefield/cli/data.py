@@ -79,7 +79,7 @@ def _stats(options: Namespace) -> int:
     progress.close()
     print(*_lines(dataset, found), sep="\n")
     if options.fingerprint:
-        from widefield.first_recipe.nnunet_files import write_fingerprint
+        from widefield.first_recipe.fingerprint import write_fingerprint
 
         print(*(f"written to {path}" for path in write_fingerprint(Path(options.source), config)), sep="\n")
     return 0

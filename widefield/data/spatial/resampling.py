@@ -46,7 +46,8 @@ class GridMap:
         found = []
         for axis, (run, extent) in enumerate(zip(window, self.source, strict=True)):
             if extent == self.output[axis]:
-                found.append(run if len(run) else Interval(0, 1))
+                first = min(run.start, extent - 1)
+                found.append(Interval(first, max(first + 1, run.stop)))
                 continue
             first, last = np.floor(self._positions(axis, Interval(run.start, max(run.start + 1, run.stop))))[[0, -1]]
             low, high = np.clip([first - before, last + behind], 0, extent - 1)
