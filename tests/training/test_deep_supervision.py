@@ -35,10 +35,10 @@ MONAI = {
     "DynUNet": "{kernel_size: [[1, 3, 3], 3, 3], strides: [1, [1, 2, 2], 2], upsample_kernel_size: [[1, 2, 2], 2], "
     "filters: [4, 6, 8]}",
     "SegResNet": "{init_filters: 8, blocks_down: [1, 1], blocks_up: [1]}",
-    "BasicUNet": "{features: [4, 4, 6, 6, 8, 4]}",
     "AttentionUnet": "{channels: [4, 6, 8], strides: [2, 2]}",
     "SegResNetDS": "{init_filters: 8, blocks_down: [1, 1, 1]}",
 }
+LONG = [*((name, False) for name in MONAI if name != "UNet"), ("SegResNetDS", True)]
 BOTH = {"planes": PLANS["planes"], "stream": PLANS["stream"]}
 
 
@@ -96,7 +96,9 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
     return by_plain_torch([*SETTINGS, *UNET, *CROSS_ENTROPY])
 
 
-@pytest.mark.parametrize("name", ["one", *PLANS])
+@pytest.mark.parametrize(
+    "name", ["one", "planes", "stream", *(pytest.param(name, marks=pytest.mark.long) for name in ("copies", "channel", "rows"))]
+)
 def test_coarser_levels_are_compared_with_the_nearest_labels_under_every_plan(name, plain):
     assert_equal(on_plan(name, [*SETTINGS, *UNET, *CROSS_ENTROPY]), plain)
 
@@ -129,12 +131,12 @@ def test_weights_are_halved_from_level_to_level_and_labels_may_be_layers():
 # ---------------------------------------------------------------------------------------------- MONAI
 
 
-@pytest.mark.parametrize("deep", [False, True], ids=["", "deep"])
-@pytest.mark.parametrize("network", MONAI)
+@pytest.mark.parametrize(
+    ("network", "deep"),
+    [("UNet", False), ("DynUNet", True), *(pytest.param(name, deep, marks=pytest.mark.long) for name, deep in LONG)],
+)
 def test_networks_of_monai_train_on_tiles_and_in_a_stream_as_on_one_rank(network, deep):
     pytest.importorskip("monai")
-    if deep and network not in ("DynUNet", "SegResNetDS"):
-        pytest.skip("it has one output")
     size = "data.options={size: [8, 16, 16], volumes: [4, 2], vessels: 1, blobs: 1}"
     settings = [*SETTINGS, size, f"model.name=monai/{network}", f"model.options={MONAI[network]}"]
     settings += [f"model.deep_supervision={str(deep).lower()}", "optimizer.lr=0.01"]

@@ -74,7 +74,7 @@ def numbers(column: list[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in column]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [pytest.param("copies", marks=pytest.mark.long), "planes", "stream"])
 def test_losses_on_a_common_spacing_are_those_of_one_rank(plan, folder, whole, tmp_path):
     ranks, settings = PLANS[plan]
     if ranks == 1:
@@ -120,8 +120,9 @@ def on_these_ranks(mesh, run: Path, data: Path, output: Path, overrides: list[st
 
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [(1, []), (1, ["stream.tiles=[2,3,2]"]), (2, ["mesh.space=[2,1,1]"]), (2, ["mesh.space=[1,2,1]", "stream.tiles=[2,1,2]"]),
-     (2, ["mesh.replicate=2"])], ids=str,
+    [(1, []), (1, ["stream.tiles=[2,3,2]"]), (2, ["mesh.space=[2,1,1]"]),
+     pytest.param(2, ["mesh.space=[1,2,1]", "stream.tiles=[2,1,2]"], marks=pytest.mark.long),
+     pytest.param(2, ["mesh.replicate=2"], marks=pytest.mark.long)], ids=str,
 )  # fmt: skip
 def test_predictions_lie_on_the_files_and_are_those_of_the_whole(ranks, overrides, folder, whole, tmp_path):
     found = on_ranks(ranks, on_these_ranks, whole, folder, tmp_path / "out", overrides)
@@ -162,17 +163,16 @@ def test_what_tells_no_spacing_is_left_out_in_words(folder, whole, tmp_path):
 @pytest.mark.long
 def test_a_folder_trains_and_predicts_with_a_command_each(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    size = "data.options={size: [12, 32, 32], volumes: [8, 2], vessels: 0.7, blobs: 0.6}"
+    size = "data.options={size: [12, 32, 32], volumes: [8, 2], vessels: 0, blobs: 0.8}"
     assert main(["data", "write", "volume", size, "--output", "Dataset002_Vessels"]) == 0
-    keys = ["schedule.length=40ep", "mesh.replicate=1", "data.workers=0", "log.tensorboard=false", "optimizer.lr=0.005"]
-    assert main(["train", "Dataset002_Vessels/", *keys, "evaluate.every=20ep", "--run", "run"]) == 0
+    keys = ["schedule.length=16ep", "mesh.replicate=1", "data.workers=0", "log.tensorboard=false", "optimizer.lr=0.01"]
+    assert main(["train", "Dataset002_Vessels/", *keys, "evaluate.every=8ep", "--run", "run"]) == 0
     metrics = json.loads(Path("run/evaluation.json").read_text())["metrics"]
-    print(metrics)
-    assert metrics["dice"] > 70
+    assert metrics["dice"] > 85  # of background and blobs
     assert main(["evaluate", "run"]) == 0
     assert main(["predict", "run", "Dataset002_Vessels/imagesTs", "--output", "answers"]) == 0
     capsys.readouterr()
     for number in range(2):
         found, truth = (nibabel.load(f"{of}/case_{number:03}.nii.gz") for of in ("answers", "Dataset002_Vessels/labelsTs"))
         assert np.array_equal(found.affine, truth.affine) and found.header.get_zooms() == (1.0, 1.0, 2.0)
-        assert (np.asarray(found.dataobj) == np.asarray(truth.dataobj)).mean() > 0.85
+        assert (np.asarray(found.dataobj) == np.asarray(truth.dataobj)).mean() > 0.95
