@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from widefield.data.statistics import SplitStatistics
 
 ORDER = 7
-SUMMARY = "print statistics of images and labels; write built-in volumes to files"
+SUMMARY = "print statistics of images and labels"
 HELP = """\
 Print what the images to train on are: sizes, dtypes, percentiles, mean and
 standard deviation of each channel, and how often each class occurs.

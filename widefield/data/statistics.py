@@ -97,8 +97,7 @@ def statistics_of(
     Cost: reading each image once, twice of floating-point pixels; a message of 0.5 MB per rank and channel.
     ValueError, on every rank: an image that cannot be read, has other channels or dtype, or no image has a finite pixel.
     """
-    if foreground is not None and labels not in ("pixels", "layers"):
-        raise ValueError("pixels of the foreground have classes, and here images have labels; set data.intensity.area=all")
+    _check_foreground(foreground, labels)
     numbers = range(rank, len(images), ranks)
     seen = _Seen(np.zeros((channels, 0 if dtype.is_floating_point else _bins(dtype)), dtype=np.int64))
     try:
@@ -115,11 +114,15 @@ def statistics_of(
         found = _of_floats(every, images, numbers, wanted, gather, channels=channels, skip=skip,
                            foreground=foreground)  # fmt: skip
     else:
-        total = sum((one.histogram for one in every), np.zeros_like(seen.histogram))
-        found = [_of_histogram(row, int(limits_of(dtype)[0]), wanted) for row in total]
+        found = _of_integers(every, dtype, wanted)
     sizes, dtypes, labels = (sum((getattr(one, name) for one in every), Counter()) for name in ("sizes", "dtypes", "labels"))
     skipped = [name for one in every for name in one.skipped]
     return SplitStatistics(sum(sizes.values()), found, dict(sizes), dict(dtypes), dict(sorted(labels.items())), skipped)
+
+
+def _check_foreground(foreground: int | None, labels: Labels) -> None:
+    if foreground is not None and labels not in ("pixels", "layers"):
+        raise ValueError("pixels of the foreground have classes, and here images have labels; set data.intensity.area=all")
 
 
 def _agreed(every: list[_Seen]) -> list[_Seen]:
@@ -179,6 +182,11 @@ def _add(seen: _Seen, index: int, image: Tensor, pixels: Tensor, dtype: torch.dt
     low = int(limits_of(dtype)[0])
     for row, channel in zip(seen.histogram, pixels, strict=True):
         row += np.bincount(channel.to(torch.int32).numpy() - low, minlength=len(row))
+
+
+def _of_integers(every: list[_Seen], dtype: torch.dtype, percents: Sequence[float]) -> list[ChannelStatistics]:
+    total = sum((one.histogram for one in every[1:]), every[0].histogram)
+    return [_of_histogram(row, int(limits_of(dtype)[0]), percents) for row in total]
 
 
 def _of_histogram(row: Array, low: int, percents: Sequence[float]) -> ChannelStatistics:

@@ -16,7 +16,7 @@ from widefield.data.nnunet import is_nnunet
 from widefield.data.statistics import statistics_of
 from widefield.first_recipe.look import look_at
 from widefield.first_recipe.nnunet_plans import PLANS, plans_tree
-from widefield.first_recipe.volumes import Volumes, plan_of, volumes_of
+from widefield.first_recipe.volumes import FoundVolumes, plan_of, volumes_of
 
 FINGERPRINT = "dataset_fingerprint.json"
 
@@ -56,7 +56,7 @@ def write_fingerprint(folder: Path, config: DataConfig) -> list[Path]:
     return paths
 
 
-def _fingerprint(found: Volumes, properties: dict[str, Any]) -> dict[str, Any]:
+def _fingerprint(found: FoundVolumes, properties: dict[str, Any]) -> dict[str, Any]:
     return {
         "spacings": [list(one) for one in found.spacings or []],
         "shapes_after_crop": [list(size) for size in found.sizes],

@@ -40,7 +40,7 @@ FLIPS = ["RandomHorizontalFlip", "RandomVerticalFlip", "RandomDepthFlip"]
 
 
 @dataclass(frozen=True)
-class Volumes:
+class FoundVolumes:
     """sizes, spacings: of the volumes to train on, as they are; spacings None where a file tells none.
 
     median: of the spacings, or 1 where they are not known.  names: of the channels, "" where they are not known.
@@ -62,7 +62,7 @@ class Volumes:
         return [grid.map_of(size, own).output for size, own in zip(self.sizes, self.spacings, strict=True)]
 
 
-def volumes_of(look: Look) -> Volumes:
+def volumes_of(look: Look) -> FoundVolumes:
     """From the headers of all volumes to train on."""
     images, folder = look.dataset.train, Path(look.data.path or "")
     spacings = [spacing_of(images, index) for index in range(len(images))]
@@ -70,10 +70,10 @@ def volumes_of(look: Look) -> Volumes:
     known = [one for one in spacings if one is not None and all(length > 0 for length in one)]
     names = channel_names(folder) if is_nnunet(folder) else []
     names = names if len(names) == look.dataset.channels else [""] * look.dataset.channels
-    return Volumes(sizes, known if len(known) == len(spacings) else None, names)
+    return FoundVolumes(sizes, known if len(known) == len(spacings) else None, names)
 
 
-def plan_of(look: Look, found: Volumes) -> VolumePlan:
+def plan_of(look: Look, found: FoundVolumes) -> VolumePlan:
     """The plan for a folder, without nnUNetPlans.json."""
     spacing = None if found.spacings is None else common_spacing(found.spacings, found.sizes)
     sizes, unit = found.resampled(spacing), spacing or found.median
@@ -143,7 +143,7 @@ def _model(plan: VolumePlan, source: str) -> Iterator[RecipeEntry]:
     yield RecipeEntry("model.options", options, why)
 
 
-def _data(look: Look, found: Volumes, plan: VolumePlan, source: str) -> Iterator[RecipeEntry]:
+def _data(look: Look, found: FoundVolumes, plan: VolumePlan, source: str) -> Iterator[RecipeEntry]:
     yield from choices.data_of(look)
     if plan.spacing is not None:
         yield RecipeEntry("data.options", {"spacing": list(plan.spacing)}, source or _why_spacing(found))
@@ -161,7 +161,7 @@ def _data(look: Look, found: Volumes, plan: VolumePlan, source: str) -> Iterator
     yield RecipeEntry("data.augment", FLIPS, "of volume and labels as one; delete those of axes whose ends mean something")
 
 
-def _why_spacing(found: Volumes) -> str:
+def _why_spacing(found: FoundVolumes) -> str:
     assert found.spacings is not None
     least, most = (" x ".join(f"{end(one):g}" for one in zip(*found.spacings, strict=True)) for end in (min, max))
     return (
@@ -170,7 +170,7 @@ def _why_spacing(found: Volumes) -> str:
     )
 
 
-def _intensity(plan: VolumePlan, found: Volumes) -> tuple[Any, str]:
+def _intensity(plan: VolumePlan, found: FoundVolumes) -> tuple[Any, str]:
     """The value, and its reason."""
     schemes, names = set(plan.schemes), ", ".join(name or "no name" for name in found.names)
     if schemes == {"CTNormalization"}:
@@ -184,7 +184,7 @@ def _intensity(plan: VolumePlan, found: Volumes) -> tuple[Any, str]:
     return "image", f"channels: {names}; each volume has the mean 0 and the deviation 1{mixed}"
 
 
-def _task(look: Look, found: Volumes) -> Iterator[RecipeEntry]:
+def _task(look: Look, found: FoundVolumes) -> Iterator[RecipeEntry]:
     for entry in choices.task_of(look):
         yield RecipeEntry(entry.key, entry.value, entry.reason.replace("pixels", "voxels"))
     if look.dataset.labels in ("pixels", "layers"):
@@ -192,7 +192,7 @@ def _task(look: Look, found: Volumes) -> Iterator[RecipeEntry]:
         yield RecipeEntry("task.metrics", ["dice_cases", "surface"], f"means over volumes; distances of surfaces in {unit}")
 
 
-def spacing_in_words(found: Volumes) -> str:
+def spacing_in_words(found: FoundVolumes) -> str:
     """As `spacing 2.5 x 1 x 1`, or a range."""
     if found.spacings is None:
         return "without spacing"

@@ -58,16 +58,12 @@ def open_dataset(
     group: of folders, a regular expression whose match in a name is the group; of a table, a column.
     mask, image, split, fold, weight, root: of a table, as in manifest.py; several masks are one per class.
     channels, dtype: of all images; None: those of the first one.
-    spacing: bring all images to one, a length per dim in the files' unit, or "median"; labels by the nearest pixel.
-    interpolation: of pixels then, "linear" or "cubic".
+    spacing: bring all images to one, a length per dim in the files' unit, or "median".  interpolation: "linear" or "cubic".
     ValueError, which names the file: folders, partners, sizes, numbers or classes that do not fit.
     """
     if missing not in ("stop", "skip", "empty"):
         raise ValueError(f"data.options.missing is {missing!r}; it is stop, skip or empty")
-    source = _existing(config.path)
-    if spacing is None and interpolation != "linear":
-        raise ValueError(f"data.options.interpolation is {interpolation!r} and spacing is not set; set it, or leave this out")
-    on_grid = (lambda found: found) if spacing is None else partial(with_spacing, spacing=spacing, order=interpolation)
+    source, on_grid = _existing(config.path), partial(_on_grid, spacing=spacing, order=interpolation)
     finish = partial(_dataset, config, source, classes=classes, ignore=ignore, channels=channels, dtype=dtype)
     if source.is_file():
         columns = {"image": image, "split": split, "fold": fold, "group": group, "weight": weight}
@@ -75,6 +71,13 @@ def open_dataset(
     if is_nnunet(source):
         return on_grid(_of_nnunet(config, source, group, channels=channels, dtype=dtype))
     return on_grid(_of_folders(finish, source, ending, missing, group))
+
+
+def _on_grid(dataset: Dataset, *, spacing: Any, order: str) -> Dataset:
+    """ValueError: an interpolation without a spacing, and what `with_spacing` refuses."""
+    if spacing is None and order != "linear":
+        raise ValueError(f"data.options.interpolation is {order!r} and spacing is not set; set it, or leave this out")
+    return dataset if spacing is None else with_spacing(dataset, spacing, order)
 
 
 def _of_nnunet(config: DataConfig, folder: Path, group: str | None, **kind: Any) -> Dataset:
