@@ -23,6 +23,8 @@ from widefield.comm.mesh import World
 from widefield.config import parse_config
 from widefield.geometry.box import full_box
 from widefield.inference import single_rank
+from widefield.prediction.cases import by_case
+from widefield.prediction.inputs import Input
 from widefield.prediction.session import Predicted, predict_files
 from widefield.run import train
 from widefield.training.run_folder import read_model
@@ -147,6 +149,15 @@ def test_files_that_are_of_no_case_are_left_out_in_words(folder, whole, tmp_path
     assert "names end in _0000 to _0001; rename it" in told["odd.nii.gz"]
     assert "its case 'alone' lacks the file alone_0001 of channel 1; add it" in told["alone_0000.nii.gz"]
     assert "small_0001.nii.gz is 1 x 8 x 22 x 17 and" in told["small_0000.nii.gz"] and len(found.answers) == 1
+
+
+def test_where_a_case_is_one_file_others_are_cases_too(tmp_path):
+    inputs = [Input(tmp_path / f"{name}.nii.gz", Path(name)) for name in ("a_0000", "b", "c_2021", "d_0001")]
+    found, lefts = by_case(inputs, 1)
+    assert [str(one.name) for one in found] == ["a", "b", "c_2021", "d_0001"] and not lefts
+    assert [one.files for one in found] == [(one.path,) for one in inputs]
+    found, lefts = by_case([*inputs[:2], inputs[3]], 2)
+    assert not found and len(lefts) == 3
 
 
 def test_what_tells_no_spacing_is_left_out_in_words(folder, whole, tmp_path):

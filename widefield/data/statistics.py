@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,8 @@ def statistics_of(
     """SplitStatistics of all images.  Every rank calls it, and reads every `ranks`-th image.
 
     labels: the kind of targets.  percents: further percentiles.  foreground: the number of classes, where only pixels of
-        classes other than the first count, or of any class where a pixel may have several; None: all pixels.
-    skip: leave unreadable images out.  done: called after each image.
+        classes other than the first count, or of any class where a pixel may have several.  skip: leave unreadable images out.
+    done: called after each image.
     Cost: reading each image once, twice of floating-point pixels; a message of 0.5 MB per rank and channel.
     ValueError, on every rank: an image that cannot be read, has other channels or dtype, or no image has a finite pixel.
     """
@@ -110,14 +111,16 @@ def statistics_of(
         seen.problem = str(error)
     every = _agreed(gather(seen))
     wanted = sorted({*PERCENTS, *percents})
-    if dtype.is_floating_point:
-        found = _of_floats(every, images, numbers, wanted, gather, channels=channels, skip=skip,
-                           foreground=foreground)  # fmt: skip
-    else:
-        found = _of_integers(every, dtype, wanted)
+    floats = partial(_of_floats, every, images, numbers, wanted, gather, channels=channels, skip=skip)
+    found = floats(foreground=foreground) if dtype.is_floating_point else _of_integers(every, dtype, wanted)
+    return _joined(every, found)
+
+
+def _joined(every: list[_Seen], channels: list[ChannelStatistics]) -> SplitStatistics:
+    """What all ranks have seen."""
     sizes, dtypes, labels = (sum((getattr(one, name) for one in every), Counter()) for name in ("sizes", "dtypes", "labels"))
     skipped = [name for one in every for name in one.skipped]
-    return SplitStatistics(sum(sizes.values()), found, dict(sizes), dict(dtypes), dict(sorted(labels.items())), skipped)
+    return SplitStatistics(sum(sizes.values()), channels, dict(sizes), dict(dtypes), dict(sorted(labels.items())), skipped)
 
 
 def _check_foreground(foreground: int | None, labels: Labels) -> None:
