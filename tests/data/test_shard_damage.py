@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from shard_files import opened, png, samples, tar
 
-from widefield.config import parse_config
+from widefield.config import DataConfig, parse_config
 from widefield.data import BadImageError
 from widefield.data.shards import open_shards
+from widefield.data.shards.dividing import divided, mark_of
 from widefield.data.shards.index import make_index
 from widefield.data.shards.index_files import shard_at
 from widefield.data.shards.patterns import expanded, shards_of
+from widefield.data.splits import Item, split_items
 from widefield.training.balance import check_sampling
 
 
@@ -225,7 +227,8 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, content):
         with pytest.raises(BadImageError) as caught:
             images.read(index)
         told = str(caught.value)
-        assert told.startswith(f"cannot read the image {path}/{name} ({len(content)} bytes; ") and "/tmp/widefield-" not in told
+        assert f"{path}/{name}" in told and "/tmp/widefield-" not in told
+        assert name == "y.tif" or told.startswith(f"cannot read the image {path}/{name} ({len(content)} bytes; ")
         assert "object at" not in told
 
 
@@ -330,6 +333,36 @@ def test_a_test_split_is_left_out_where_there_is_another(tmp_path):
     assert "1 shards of the test split left out" in opened(tmp_path).about
     (tmp_path / "val/0.tar").unlink()
     assert len(opened(tmp_path).evaluate) == 4
+
+
+@pytest.mark.parametrize(
+    "config", [{"hold_out": 0.01}, {"hold_out": 0.3}, {"hold_out": 0.95}, *({"fold": n} for n in range(5))], ids=str
+)
+@pytest.mark.parametrize("has_classes", [True, False])
+def test_sides_in_arrays_are_those_of_lists_of_names(config, has_classes):
+    """Classes of 2 to 41 samples, whose numbers are in another order than their names."""
+    config = DataConfig(name="webdataset", **config)
+    names = [f"{number % 5}.tar/{number:05}" for number in range(100)]
+    classes = ["9", "10", "owl", "cat"]
+    strata = np.array([0, 0, *[1] * 3, *[2] * 54, *[3] * 41])[np.random.default_rng(0).permutation(100)]
+    items = [Item(name, classes[number] if has_classes else None) for name, number in zip(names, strata.tolist(), strict=True)]
+    wanted = split_items(items, config, source="here")
+    marks = np.array([mark_of(name) for name in names])
+    train, evaluate = divided(marks, strata if has_classes else None, classes, config)
+    assert (train.tolist(), evaluate.tolist()) == (wanted.train, wanted.evaluate)
+
+
+@pytest.mark.parametrize("config", [{}, {"hold_out": 0.5, "fold": 0}, {"fold": 7}, {"fold": 0, "folds": 40}])
+def test_sides_that_cannot_be_made_are_left_to_what_says_why(config):
+    marks = np.array([mark_of(str(number)) for number in range(20)])
+    config = DataConfig(name="webdataset", **config)
+    assert divided(marks, None, [], config) is None
+    assert divided(marks, np.array([0] * 19 + [1]), ["a", "b"], DataConfig(name="webdataset", hold_out=0.5)) is None
+
+
+def test_a_class_of_one_sample_cannot_be_divided(tmp_path):
+    members = [*samples([0, 3, 6]), ("x.png", png(0)), ("x.cls", b"1")]
+    assert "a.tar/x is its class's only image, so none can be held out" in of(tmp_path, members)
 
 
 def test_groups_are_not_divided(tmp_path):

@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 from itertools import islice
 from pathlib import Path
@@ -73,7 +71,7 @@ def both(tmp_path_factory) -> tuple[Path, Path]:
 
 def test_the_examples_in_the_docstrings_hold():
     results = [doctest.testmod(module) for module in (tar_members, patterns, member_kinds, labels)]
-    assert sum(result.failed for result in results) == 0 and sum(result.attempted for result in results) == 7
+    assert sum(result.failed for result in results) == 0 and sum(result.attempted for result in results) == 6
 
 
 # ---------------------------------------------------------------------------------------------- as a folder
@@ -110,7 +108,7 @@ def test_a_run_resumed_amid_an_epoch_reads_what_was_left(both, options):
 
 
 EXACT = ["precision=float64", "model.name=resnet", "model.options={widths: [4, 8], blocks: 1}", "data.batch_size=4",
-         "optimizer.lr=0.01", "schedule.length=20step", "schedule.warmup=2step",
+         "optimizer.lr=0.01", "schedule.length=60step", "evaluate.every=60step",
          "data.augment=[RandomHorizontalFlip]"]  # fmt: skip
 
 
@@ -125,18 +123,15 @@ def test_losses_are_those_of_a_folder_on_any_ranks_and_after_a_stop(both, tmp_pa
     run(*recipe("imagefolder", both[0], "data.workers=0"), "--run", tmp_path / "folder")
     run(*recipe("webdataset", both[1], "data.workers=1"), "--run", tmp_path / "shards")
     wanted = losses(tmp_path / "folder")
-    assert len(wanted) == 20 and losses(tmp_path / "shards") == wanted
-    run(*recipe("webdataset", both[1], "data.workers=2", "mesh.replicate=3"), "--run", tmp_path / "three")
-    assert losses(tmp_path / "three") == pytest.approx(wanted, rel=0, abs=1e-10)
-    longer = recipe("webdataset", both[1], "data.workers=1", "schedule.length=400step", "evaluate.every=400step")
-    run(*longer, "--run", tmp_path / "whole")
-    process = start(*longer, "--run", tmp_path / "stopped")
-    wait_for_step(process, tmp_path / "stopped", 5)
+    assert len(wanted) == 60 and losses(tmp_path / "shards") == wanted
+    three = [*recipe("webdataset", both[1], "data.workers=1", "mesh.replicate=3"), "--run", tmp_path / "three"]
+    process = start(*three)
+    wait_for_step(process, tmp_path / "three", 5)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
-    assert 5 <= len(losses(tmp_path / "stopped")) < 400
-    run(*longer, "--run", tmp_path / "stopped")
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    process.communicate(timeout=60)
+    assert 5 <= len(losses(tmp_path / "three")) < 60
+    run(*three)
+    assert losses(tmp_path / "three") == pytest.approx(wanted, rel=0, abs=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------- pixels and labels
@@ -263,7 +258,7 @@ def test_an_index_is_made_once_and_again_when_the_shard_changes(tmp_path, monkey
     path = tar(tmp_path / "a.tar", samples(range(6)))
     first = content(opened(path, hold_out=0.5).train)
     assert content(opened(path, hold_out=0.5).train) == first and len(made) == 1
-    assert sorted(file.name[:12] for file in (tmp_path / ".widefield").iterdir())[0] == "a.tar.index"
+    assert sorted(file.suffix for file in (tmp_path / ".widefield").iterdir()) == [".index", ".labels"]
     tar(path, samples(range(10, 16)))
     assert content(opened(path, hold_out=0.5).train) != first and len(made) == 2
     index = tmp_path / ".widefield/a.tar.index"
@@ -335,6 +330,7 @@ def test_handles_stay_with_their_process(both):
 
 def test_threads_read_at_the_same_time_while_handles_come_and_go(both, monkeypatch):
     monkeypatch.setattr(open_shards, "MOST_OPEN", 1)
+    open_shards._open.clear()
     images = opened(both[1]).train
     wanted, wrong = content(images), []
 
@@ -350,18 +346,21 @@ def test_threads_read_at_the_same_time_while_handles_come_and_go(both, monkeypat
     assert wrong == [] and len(open_shards._open) == 1
 
 
-MAKE = "import sys; from pathlib import Path; from widefield.data.shards.indexing import indexed; \
-print(sum(len(index) for _, index in indexed(sorted(Path(sys.argv[1]).glob('*.tar')))))"
+def _index(folder: Path, queue) -> None:
+    queue.put(sum(len(index) for _, index in indexing.indexed(sorted(folder.glob("*.tar")))))
 
 
-@pytest.mark.long
 def test_processes_that_index_at_the_same_time_all_get_whole_indexes(tmp_path):
     for number in range(12):
-        tar(tmp_path / f"{number:02}.tar", samples(range(number * 40, number * 40 + 40)))
-    running = [
-        subprocess.Popen([sys.executable, "-c", MAKE, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    assert [process.communicate()[0].strip() for process in running] == ["480"] * 3
+        tar(tmp_path / f"{number:02}.tar", samples(range(number * 20, number * 20 + 20)))
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    running = [context.Process(target=_index, args=(tmp_path, queue)) for _ in range(3)]
+    for process in running:
+        process.start()
+    assert [queue.get() for _ in running] == [240] * 3
+    for process in running:
+        process.join()
     assert sorted(file.suffix for file in (tmp_path / ".widefield").iterdir()) == [".index"] * 12
 
 
@@ -390,12 +389,10 @@ def test_blocks_do_not_cross_shards(both):
 
 
 def test_inspect_says_what_is_in_a_shard(tmp_path, capsys):
-    path = tar(tmp_path / "a.tar", [*samples(range(5)), ("README", b"hello")])
+    path = tar(tmp_path / "a.tar", [*samples(range(5), classes=2), ("README", b"hello")])
     assert main(["inspect", str(path)]) == 0
     told = capsys.readouterr().out
-    assert (
-        "5: 000000, 000001 to 000004" in told and "png 5 of " in told and "cls 5 of 5 bytes" in told.replace("5 B", "5 bytes")
-    )
+    assert "5: 000000, 000001 to 000004" in told and "png 5 of " in told and "cls 5 of 5 bytes" in told, told
     assert "1 files that belong to no sample" in told and "7 x 9, 3 channels of uint8" in told and "not yet" in told
     assert not (tmp_path / ".widefield").exists()
     opened(path, hold_out=0.5)
@@ -410,8 +407,8 @@ def test_statistics_of_a_folder_of_shards_of_one_and_of_a_pattern(both, tmp_path
     assert "14 images to train on, uint8, 7 x 9" in told and "ant" in told
     assert main(["data", "stats", str(both[1] / "train-{0000..0002}.tar")]) == 0
     assert "12 images to train on" in capsys.readouterr().out
-    assert main(["data", "stats", str(both[1] / "train-0000.tar"), f"options={{val: {both[1]}/val-0000.tar}}"]) == 0
-    assert "5 images to train on" in capsys.readouterr().out
+    assert main(["data", "stats", str(both[1] / "train-*.tar"), "options={val: val-0000.tar}"]) == 0
+    assert "14 images to train on" in capsys.readouterr().out
 
 
 def test_a_folder_of_shards_gets_a_first_recipe(both, tmp_path):

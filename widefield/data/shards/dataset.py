@@ -18,6 +18,7 @@ from widefield.data.records import PixelKind, check_kind, described, kind_of_fir
 from widefield.data.shards.classes import classes_of, values_of
 from widefield.data.shards.columns import Column, Indexed, column_of, extensions_in
 from widefield.data.shards.decoding import image_in, numbers_in_mask
+from widefield.data.shards.dividing import divided
 from widefield.data.shards.images import (
     BlockedShardImages,
     OneClass,
@@ -165,7 +166,7 @@ def _sides(
 ) -> tuple[Array, Array]:
     """The samples on each side, in order.
 
-    Where no shards say it, names are hashed: shard and key, which takes some 500 bytes per sample while it lasts.
+    Where no shards say it, hashes of names do: of the shard and the key.  With groups, names are read and kept for that long.
     """
     total = sum(len(index) for _, index in shards)
     if train is not None and group is not None:
@@ -175,6 +176,11 @@ def _sides(
         )
     if train is not None:
         return np.arange(train), np.arange(train, total)
+    if group is None and len({shard.path.name for shard, _ in shards}) == len(shards):
+        marks = np.concatenate([index.marks for _, index in shards])
+        found = divided(marks, labelled.strata, labelled.names, config)
+        if found is not None:
+            return found
     keys = ((shard.path.name, index.key(sample)) for shard, index in shards for sample in range(len(index)))
     strata = repeat(None) if labelled.strata is None else (labelled.names[number] for number in labelled.strata.tolist())
     items = [Item(f"{name}/{key}", stratum, group_in(key, group)) for (name, key), stratum in zip(keys, strata, strict=False)]

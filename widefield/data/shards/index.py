@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from widefield.data.shards.dividing import mark_of
 from widefield.data.shards.tar_members import key_and_extension, members_of
 
 Array = np.ndarray[Any, Any]
@@ -24,6 +25,7 @@ class ShardIndex:
     first: (samples + 1,) int64, at which member each sample begins.
     extension: (members,) int16, which of `extensions` each has.  header, start, size: (members,) int64, see TarMember.
     keys: (bytes,) uint8, those of all samples, one after the other in UTF-8.  key_ends: (samples,) int64, where each ends.
+    marks: (samples,) int64, by which they are divided; see dividing.py.
     others: how many files are no member of a sample.
     """
 
@@ -34,6 +36,7 @@ class ShardIndex:
     size: Array
     keys: Array
     key_ends: Array
+    marks: Array
     extensions: tuple[str, ...]
     others: int
 
@@ -66,7 +69,7 @@ def make_index(path: Path) -> ShardIndex:
     ValueError, with the shard and the member: as `members_of`; two samples have one key, two members of a sample one extension;
     it has no samples.
     """
-    first, extension, places, ends = [0], [], [], [0]
+    first, extension, places, ends, marks = [0], [], [], [0], []
     keys, numbers, seen, others = bytearray(), dict[str, int](), dict[str, str](), 0
     current, own = None, dict[str, str]()
     for member in members_of(path):
@@ -80,6 +83,7 @@ def make_index(path: Path) -> ShardIndex:
             seen[current] = member.name
             keys += current.encode("utf-8", "surrogateescape")
             ends.append(len(keys))
+            marks.append(mark_of(f"{path.name}/{current}"))
             first.append(len(places))
         if found[1] in own:
             raise ValueError(f"{path}: the members {own[found[1]]} and {member.name} are one part of one sample; remove one")
@@ -93,7 +97,8 @@ def make_index(path: Path) -> ShardIndex:
     header, start, size = np.array(places, dtype=np.int64).T.copy()
     return ShardIndex(
         np.array([*first[1:], len(places)], dtype=np.int64), np.array(extension, dtype=np.int16), header, start, size,
-        np.frombuffer(bytes(keys), dtype=np.uint8), np.array(ends[1:], dtype=np.int64), tuple(numbers), others,
+        np.frombuffer(bytes(keys), dtype=np.uint8), np.array(ends[1:], dtype=np.int64), np.array(marks, dtype=np.int64),
+        tuple(numbers), others,
     )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from widefield.data.shards.index_files import Shard, keep, kept, shard_at
 One, Made = TypeVar("One"), TypeVar("Made")
 THREADS = 8
 """Headers are small and far apart, so that most of the time is spent waiting for the disk."""
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Where launchers say which rank this is."""
 SECONDS = 10.0
 """Between two lines on how far it is, where they are not redrawn."""
 
@@ -38,7 +40,7 @@ def index_at(path: Path) -> tuple[Shard, ShardIndex]:
     return shard, made
 
 
-_ARRAYS = ("first", "extension", "header", "start", "size", "keys", "key_ends")
+_ARRAYS = ("first", "extension", "header", "start", "size", "keys", "key_ends", "marks")
 
 
 def is_indexed(shard: Shard) -> ShardIndex | None:
@@ -69,12 +71,12 @@ def for_each(these: Sequence[One], work: Callable[[One], Made], *, doing: str) -
 
 
 class _Progress:
-    """Lines on standard error, by the first rank of a machine alone, of what takes longer than a second."""
+    """Lines on standard error, by the first rank alone, of what takes longer than a second."""
 
     def __init__(self, doing: str, total: int) -> None:
         self._doing, self._total, self._done = doing, total, 0
         self._redraws = sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-        self._is_quiet = os.environ.get("LOCAL_RANK", "0") != "0"
+        self._is_quiet = next((os.environ[name] for name in _RANKS if name in os.environ), "0") != "0"
         self._next, self._shown = time.monotonic() + (1.0 if self._redraws else SECONDS), False
 
     def add(self, _: object) -> None:

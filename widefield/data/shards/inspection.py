@@ -49,7 +49,7 @@ def _extensions(index: ShardIndex) -> str:
     parts = []
     for number, count in counts.most_common(SHOWN):
         size = int(index.size[index.extension == number].sum())
-        parts.append(f"{index.extensions[number]} {count:,} of {bytes_text(size)}")
+        parts.append(f"{index.extensions[number]} {count:,} of {f'{size} bytes' if size < 1024 else bytes_text(size)}")
     return ", ".join(parts) + (" and more" if len(counts) > SHOWN else "")
 
 

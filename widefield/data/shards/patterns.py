@@ -81,7 +81,7 @@ def _paths(text: str, pattern: str, folder: Path, option: str) -> Iterator[Path]
     elif glob.has_magic(text) and not path.exists():
         some = sorted(Path(one) for one in glob.glob(os.path.join(glob.escape(str(folder)), text)))
         if not some:
-            raise ValueError(f"{option} is {pattern}, and no file in {folder} is of that name{_near(path)}")
+            raise ValueError(f"{option} is {pattern}, and no file in {path.parent} is of that name{_near(path)}")
         yield from some
     elif path.is_file():
         yield path
