@@ -23,7 +23,7 @@ from widefield.config import DataConfig, parse_config
 from widefield.data import Dataset, order
 from widefield.data.image import read_image
 from widefield.data.loader import load_batches, reader_of
-from widefield.data.order import Blocks, Steps, TrainSampler, order_of
+from widefield.data.order import ShuffleBlocks, Steps, TrainSampler, order_of
 from widefield.data.shards import index_files, indexing, labels, member_kinds, open_shards, patterns, tar_members
 from widefield.first_recipe import recipe_for
 from widefield.first_recipe.look import format_of
@@ -368,7 +368,7 @@ def test_processes_that_index_at_the_same_time_all_get_whole_indexes(tmp_path):
 
 
 def test_blocks_are_permuted_with_what_is_in_them_and_neighbours_stay_near():
-    blocks = Blocks(np.array([0, 8, 16, 21, 29, 37, 40]), mixed=2)
+    blocks = ShuffleBlocks(np.array([0, 8, 16, 21, 29, 37, 40]), mixed=2)
     first = order_of(3, 1, 40, blocks=blocks)
     assert torch.equal(first, order_of(3, 1, 40, blocks=blocks)) and sorted(first.tolist()) == list(range(40))
     assert not torch.equal(first, order_of(3, 2, 40, blocks=blocks))
@@ -376,7 +376,7 @@ def test_blocks_are_permuted_with_what_is_in_them_and_neighbours_stay_near():
     places = [np.flatnonzero(of == number) for number in range(1, 7)]
     assert max(int(np.ptp(place)) for place in places) < 16  # two blocks of 8
     assert any((np.diff(first[place].numpy()) < 0).any() for place in places)
-    every = order_of(3, 1, 40, blocks=Blocks(blocks.bounds, mixed=6))
+    every = order_of(3, 1, 40, blocks=ShuffleBlocks(blocks.bounds, mixed=6))
     assert sorted(every.tolist()) == list(range(40)) and doctest.testmod(order).failed == 0
 
 

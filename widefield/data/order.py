@@ -66,7 +66,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ShuffleBlocks:
     """Shuffling by blocks of neighbours, for files that are read fastest in succession.
 
     bounds: (blocks + 1,) int64, where each block of images begins, and where the last one ends.
@@ -77,7 +77,7 @@ class Blocks:
     mixed: int
 
 
-def order_of(seed: int, epoch: int, samples: int, weights: Tensor | None = None, blocks: Blocks | None = None) -> Tensor:
+def order_of(seed: int, epoch: int, samples: int, weights: Tensor | None = None, blocks: ShuffleBlocks | None = None) -> Tensor:
     """The order of an epoch: entry p is the image at position p.
 
     A permutation; with `weights`, (samples,) float64, as many images drawn with replacement in proportion to them.
@@ -92,7 +92,7 @@ def order_of(seed: int, epoch: int, samples: int, weights: Tensor | None = None,
     return torch.from_numpy(np.searchsorted(bounds, drawn, side="right").clip(max=int(weights.nonzero().max())))
 
 
-def _permuted_by_blocks(blocks: Blocks, generator: torch.Generator) -> Tensor:
+def _permuted_by_blocks(blocks: ShuffleBlocks, generator: torch.Generator) -> Tensor:
     order = torch.randperm(len(blocks.bounds) - 1, generator=generator).numpy()
     parts = []
     for first in range(0, len(order), blocks.mixed):
@@ -152,7 +152,7 @@ class TrainSampler(Sampler[list[Key]]):
         passes: int,
         multiple: int,
         weights: Tensor | None = None,
-        blocks: Blocks | None = None,
+        blocks: ShuffleBlocks | None = None,
     ) -> None:
         self.steps, self.seed, self.first, self.last, self.weights, self.blocks = steps, seed, first, last, weights, blocks
         self.share = {"rank": rank, "ranks": ranks, "passes": passes, "multiple": multiple}

@@ -13,7 +13,7 @@ from typing import Any
 
 from widefield.config import DataConfig
 from widefield.data import Dataset
-from widefield.data.shards.dataset import Chosen, dataset_of_shards
+from widefield.data.shards.dataset import ShardOptions, dataset_of_shards
 
 
 def open_dataset(
@@ -44,7 +44,7 @@ def open_dataset(
     channels: of all images; usual: 3, with masks those of the first image; None: of the first.  dtype: of all.
     ValueError, which names the shard and the member: what is wrong with them, or with the options.
     """
-    chosen = Chosen(image, label, labels, values, mask, classes, ignore, group, shuffle, channels, dtype)
+    chosen = ShardOptions(image, label, labels, values, mask, classes, ignore, group, shuffle, channels, dtype)
     return dataset_of_shards(config, train, val, chosen)
 
 

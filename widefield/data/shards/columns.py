@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 
 from widefield.data.shards.index import ShardIndex
-from widefield.data.shards.index_files import Shard
+from widefield.data.shards.index_files import ShardFile
 from widefield.data.shards.open_shards import StoredMember
 
 Array = np.ndarray[Any, Any]
-Indexed = tuple[Shard, ShardIndex]
+Indexed = tuple[ShardFile, ShardIndex]
 
 
 @dataclass(frozen=True)
-class Column:
+class MemberColumn:
     """A member of each sample.
 
     shard, extension: (samples,) int32 and int16, numbers in `shards` and `extensions`.
     header, start, size: (samples,) int64, see TarMember.
     """
 
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardFile, ...]
     extensions: tuple[str, ...]
     shard: Array
     extension: Array
@@ -39,7 +39,7 @@ class Column:
         place = (int(one[sample]) for one in (self.header, self.start, self.size))
         return StoredMember(self.shards[self.shard[sample]], *place, self.extensions[self.extension[sample]])
 
-    def taken(self, samples: Array) -> Column:
+    def taken(self, samples: Array) -> MemberColumn:
         """Those of some samples, in their order."""
         parts = {name: getattr(self, name)[samples] for name in ("shard", "extension", "header", "start", "size")}
         return replace(self, **parts)
@@ -50,7 +50,7 @@ def extensions_in(shards: Sequence[Indexed]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(extension for _, index in shards for extension in index.extensions))
 
 
-def column_of(shards: Sequence[Indexed], wanted: Callable[[str], bool], *, noun: str, option: str) -> Column:
+def column_of(shards: Sequence[Indexed], wanted: Callable[[str], bool], *, noun: str, option: str) -> MemberColumn:
     """Each sample's member of a wanted extension.
 
     noun: what the member is, and option: what names its extension, for errors.
@@ -70,11 +70,11 @@ def column_of(shards: Sequence[Indexed], wanted: Callable[[str], bool], *, noun:
         for name in ("header", "start", "size"):
             parts[name].append(getattr(index, name)[members])
     shard_of, extension, header, start, size = (np.concatenate(parts[name]) for name in parts)
-    return Column(tuple(shard for shard, _ in shards), names, shard_of, extension, header, start, size)
+    return MemberColumn(tuple(shard for shard, _ in shards), names, shard_of, extension, header, start, size)
 
 
 def _refusal(
-    shard: Shard, index: ShardIndex, sample: int, wanted: Callable[[str], bool], noun: str, option: str, *, count: int
+    shard: ShardFile, index: ShardIndex, sample: int, wanted: Callable[[str], bool], noun: str, option: str, *, count: int
 ) -> str:
     """count: of the samples of this shard that have none; 0: this one has several."""
     own = [

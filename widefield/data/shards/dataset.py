@@ -13,10 +13,10 @@ import numpy as np
 from widefield.config import DataConfig
 from widefield.data import Dataset, Labels
 from widefield.data.mask_classes import coding_of
-from widefield.data.order import Blocks
+from widefield.data.order import ShuffleBlocks
 from widefield.data.records import PixelKind, check_kind, described, kind_of_first, normalization_of
 from widefield.data.shards.classes import classes_of, values_of
-from widefield.data.shards.columns import Column, Indexed, column_of, extensions_in
+from widefield.data.shards.columns import Indexed, MemberColumn, column_of, extensions_in
 from widefield.data.shards.decoding import image_in, numbers_in_mask
 from widefield.data.shards.dividing import divided
 from widefield.data.shards.images import (
@@ -39,7 +39,7 @@ Names = Sequence[str] | str | None
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ShardOptions:
     """The options of the format: what members are, and how pixels are read; see formats/webdataset.py."""
 
     image: Names
@@ -56,7 +56,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class _Labelled:
+class _Targets:
     """What the targets are.  strata: the class of each sample where it has one."""
 
     kind: Labels
@@ -66,7 +66,7 @@ class _Labelled:
     more: tuple[str, ...] = ()
 
 
-def dataset_of_shards(config: DataConfig, train: Names, val: Names, chosen: Chosen) -> Dataset:
+def dataset_of_shards(config: DataConfig, train: Names, val: Names, chosen: ShardOptions) -> Dataset:
     """ValueError, which names the shard and the member: what is wrong with them, or with the options."""
     found = chosen_shards(config, train, val)
     shards = indexed([*found.train, *found.evaluate])
@@ -87,7 +87,7 @@ def dataset_of_shards(config: DataConfig, train: Names, val: Names, chosen: Chos
     return replace(made, about=described(made, config.path or str(train), more))
 
 
-def _image_test(chosen: Chosen) -> Callable[[str], bool]:
+def _image_test(chosen: ShardOptions) -> Callable[[str], bool]:
     """Whether an extension is that of the image."""
     if chosen.image is not None:
         return _one_of(chosen.image)
@@ -100,7 +100,7 @@ def _one_of(names: Names) -> Callable[[str], bool]:
     return lambda extension: extension in wanted
 
 
-def _kind(images: Column, first: int, labels: Labels, chosen: Chosen) -> PixelKind:
+def _kind(images: MemberColumn, first: int, labels: Labels, chosen: ShardOptions) -> PixelKind:
     """What images are read as, from the options and the first image to train on."""
     usual = None if labels in ("pixels", "layers") else 3
     channels: Any = usual if chosen.channels == "usual" else chosen.channels
@@ -112,7 +112,9 @@ def _kind(images: Column, first: int, labels: Labels, chosen: Chosen) -> PixelKi
 # ---------------------------------------------------------------------------------------------- targets
 
 
-def _labelled(shards: Sequence[Indexed], images: Column, chosen: Chosen, train: int | None, folder: Path) -> _Labelled:
+def _labelled(
+    shards: Sequence[Indexed], images: MemberColumn, chosen: ShardOptions, train: int | None, folder: Path
+) -> _Targets:
     """train: how many samples, the first ones, are to train on; None: it is not known yet."""
     given = {name: getattr(chosen, name) for name in ("label", "labels", "values", "mask")}
     some = [name for name, value in given.items() if value is not None]
@@ -133,20 +135,20 @@ def _labelled(shards: Sequence[Indexed], images: Column, chosen: Chosen, train: 
     words = words_of(shards, [field], several=what == "labels")
     names, numbers = classes_of(words, chosen.classes, train=train, name_of=images.member, folder=folder)
     if what == "label":
-        return _Labelled("class", OneClass(numbers[words.codes]), names, strata=numbers[words.codes])
+        return _Targets("class", OneClass(numbers[words.codes]), names, strata=numbers[words.codes])
     starts = np.concatenate([np.zeros(1, dtype=np.int64), words.ends[:-1]])
-    return _Labelled("classes", SomeClasses(numbers[words.codes], starts, words.ends, len(names)), names)
+    return _Targets("classes", SomeClasses(numbers[words.codes], starts, words.ends, len(names)), names)
 
 
-def _with_values(shards: Sequence[Indexed], images: Column, options: list[str]) -> _Labelled:
+def _with_values(shards: Sequence[Indexed], images: MemberColumn, options: list[str]) -> _Targets:
     if not options:
         raise ValueError("data.options.values is an empty list; name members or keys of JSON, as json.age")
     fields = [field_of(one, shards, option="data.options.values") for one in options]
     values = values_of(words_of(shards, fields, several=False), options, images.member)
-    return _Labelled("values", StoredValues(values), options)
+    return _Targets("values", StoredValues(values), options)
 
 
-def _masked(shards: Sequence[Indexed], chosen: Chosen, folder: Path) -> _Labelled:
+def _masked(shards: Sequence[Indexed], chosen: ShardOptions, folder: Path) -> _Targets:
     test = is_mask if chosen.mask is None else _one_of(chosen.mask)
     masks = column_of(shards, test, noun="mask", option="data.options.mask")
 
@@ -155,14 +157,14 @@ def _masked(shards: Sequence[Indexed], chosen: Chosen, folder: Path) -> _Labelle
         return set().union(*each)
 
     coding, why = coding_of(chosen.classes, chosen.ignore, numbers, folder=folder)
-    return _Labelled("pixels", StoredMasks(masks, coding), list(coding.names), more=(why,))
+    return _Targets("pixels", StoredMasks(masks, coding), list(coding.names), more=(why,))
 
 
 # ---------------------------------------------------------------------------------------------- sides and order
 
 
 def _sides(
-    config: DataConfig, shards: Sequence[Indexed], labelled: _Labelled, train: int | None, group: str | None
+    config: DataConfig, shards: Sequence[Indexed], labelled: _Targets, train: int | None, group: str | None
 ) -> tuple[Array, Array]:
     """The samples on each side, in order.
 
@@ -188,8 +190,8 @@ def _sides(
     return np.array(sides.train, dtype=np.int64), np.array(sides.evaluate, dtype=np.int64)
 
 
-def _blocks(images: Column, shuffle: dict[str, int] | None) -> Blocks | None:
-    """Blocks of samples that lie one behind the other in one shard."""
+def _blocks(images: MemberColumn, shuffle: dict[str, int] | None) -> ShuffleBlocks | None:
+    """ShuffleBlocks of samples that lie one behind the other in one shard."""
     if shuffle is None:
         return None
     odd = not isinstance(shuffle, dict) or set(shuffle) != {"block", "blocks"}
@@ -201,4 +203,4 @@ def _blocks(images: Column, shuffle: dict[str, int] | None) -> Blocks | None:
     ends = np.flatnonzero(np.diff(images.shard)) + 1
     runs = zip([0, *ends.tolist()], [*ends.tolist(), len(images)], strict=True)
     starts = [place for start, stop in runs for place in range(start, stop, shuffle["block"])]
-    return Blocks(np.array([*starts, len(images)], dtype=np.int64), shuffle["blocks"])
+    return ShuffleBlocks(np.array([*starts, len(images)], dtype=np.int64), shuffle["blocks"])

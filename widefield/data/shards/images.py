@@ -11,9 +11,9 @@ from torch import Tensor
 
 from widefield.data import BadImageError
 from widefield.data.masks import Coding
-from widefield.data.order import Blocks
+from widefield.data.order import ShuffleBlocks
 from widefield.data.records import PixelKind
-from widefield.data.shards.columns import Column
+from widefield.data.shards.columns import MemberColumn
 from widefield.data.shards.decoding import image_in, labels_in, spacing_in
 
 Array = np.ndarray[Any, Any]
@@ -77,7 +77,7 @@ class StoredValues:
 class StoredMasks:
     """The masks of samples, and which number in them is which class."""
 
-    masks: Column
+    masks: MemberColumn
     coding: Coding
 
     def of(self, sample: int) -> Tensor:
@@ -91,7 +91,7 @@ class StoredMasks:
 class ShardImages:
     """One split; see data.Images.  It holds places of bytes, and no handle: a worker opens shards for itself."""
 
-    images: Column
+    images: MemberColumn
     targets: StoredTargets
     kind: PixelKind
 
@@ -122,6 +122,6 @@ class ShardImages:
 
 @dataclass(frozen=True)
 class BlockedShardImages(ShardImages):
-    """Samples to train on that are shuffled by blocks; see order.Blocks."""
+    """Samples to train on that are shuffled by blocks; see order.ShuffleBlocks."""
 
-    blocks: Blocks
+    blocks: ShuffleBlocks

@@ -28,7 +28,7 @@ _DTYPES = ("int16", "int32", "int64", "uint8")
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """A shard as it was when it was opened.  ends: the hash of its two ends."""
 
     path: Path
@@ -41,7 +41,7 @@ class Shard:
         return {"size": self.size, "mtime_ns": self.mtime_ns, "ends": self.ends}
 
 
-def shard_at(path: Path) -> Shard:
+def shard_at(path: Path) -> ShardFile:
     """ValueError: it cannot be read, or is empty."""
     try:
         with path.open("rb") as file:
@@ -55,10 +55,10 @@ def shard_at(path: Path) -> Shard:
         ) from None
     if not about.st_size:
         raise ValueError(f"the shard {path} is empty (0 bytes); copy it again")
-    return Shard(path, about.st_size, about.st_mtime_ns, ends)
+    return ShardFile(path, about.st_size, about.st_mtime_ns, ends)
 
 
-def kept(shard: Shard, what: str) -> tuple[dict[str, Any], dict[str, Array]] | None:
+def kept(shard: ShardFile, what: str) -> tuple[dict[str, Any], dict[str, Array]] | None:
     """What `keep` kept of a shard under a name, facts and arrays; None: nothing, or of another state of the shard."""
     for place in _places(shard, what):
         try:
@@ -71,7 +71,7 @@ def kept(shard: Shard, what: str) -> tuple[dict[str, Any], dict[str, Array]] | N
     return None
 
 
-def keep(shard: Shard, what: str, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> Path | None:
+def keep(shard: ShardFile, what: str, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> Path | None:
     """Keep facts, as JSON, and arrays of a shard under a name; where, or None where no place can be written.
 
     arrays: of one dim, int16, int32, int64 or uint8.
@@ -103,7 +103,7 @@ def _parsed(content: bytes) -> tuple[dict[str, Any], dict[str, Array]] | None:
         return None
 
 
-def _places(shard: Shard, what: str) -> Iterator[Path]:
+def _places(shard: ShardFile, what: str) -> Iterator[Path]:
     whole = shard.path.resolve()
     yield whole.parent / ".widefield" / f"{whole.name}.{what}"
     with suppress(RuntimeError):  # of a user without a home

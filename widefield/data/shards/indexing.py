@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from widefield.data.shards.index import ShardIndex, make_index
-from widefield.data.shards.index_files import Shard, keep, kept, shard_at
+from widefield.data.shards.index_files import ShardFile, keep, kept, shard_at
 
 One, Made = TypeVar("One"), TypeVar("Made")
 THREADS = 8
@@ -22,12 +22,12 @@ SECONDS = 10.0
 """Between two lines on how far it is, where they are not redrawn."""
 
 
-def indexed(paths: Sequence[Path]) -> list[tuple[Shard, ShardIndex]]:
+def indexed(paths: Sequence[Path]) -> list[tuple[ShardFile, ShardIndex]]:
     """ValueError: of `make_index`, of the first shard that is wrong."""
     return for_each(paths, index_at, doing="indexing shards")
 
 
-def index_at(path: Path) -> tuple[Shard, ShardIndex]:
+def index_at(path: Path) -> tuple[ShardFile, ShardIndex]:
     """The kept index of a shard; else it is made, and kept if that can be."""
     shard = shard_at(path)
     if (found := is_indexed(shard)) is not None:
@@ -43,7 +43,7 @@ def index_at(path: Path) -> tuple[Shard, ShardIndex]:
 _ARRAYS = ("first", "extension", "header", "start", "size", "keys", "key_ends", "marks")
 
 
-def is_indexed(shard: Shard) -> ShardIndex | None:
+def is_indexed(shard: ShardFile) -> ShardIndex | None:
     """Its index where one of this state of the shard is kept."""
     found = kept(shard, "index")
     if found is None or set(found[1]) != set(_ARRAYS):

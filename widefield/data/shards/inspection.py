@@ -10,7 +10,7 @@ import numpy as np
 from widefield.data.shards.columns import column_of
 from widefield.data.shards.decoding import image_in
 from widefield.data.shards.index import ShardIndex, make_index
-from widefield.data.shards.index_files import Shard, shard_at
+from widefield.data.shards.index_files import ShardFile, shard_at
 from widefield.data.shards.indexing import is_indexed
 from widefield.data.shards.member_kinds import is_image, is_mask
 from widefield.quantity import bytes_text
@@ -53,7 +53,7 @@ def _extensions(index: ShardIndex) -> str:
     return ", ".join(parts) + (" and more" if len(counts) > SHOWN else "")
 
 
-def _image(shard: Shard, index: ShardIndex) -> str:
+def _image(shard: ShardFile, index: ShardIndex) -> str:
     """The first sample's, or why there is none."""
     try:
         column = column_of([(shard, index)], is_image, noun="image", option="data.options.image")

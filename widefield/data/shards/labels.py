@@ -17,7 +17,7 @@ import numpy as np
 
 from widefield.data.shards.columns import Indexed, extensions_in
 from widefield.data.shards.index import ShardIndex
-from widefield.data.shards.index_files import Shard, keep, kept
+from widefield.data.shards.index_files import ShardFile, keep, kept
 from widefield.data.shards.indexing import for_each
 from widefield.data.shards.open_shards import StoredMember
 
@@ -101,7 +101,7 @@ def _words_in(one: Indexed, *, fields: Sequence[LabelField], several: bool) -> L
     return made
 
 
-def _of_sample(shard: Shard, index: ShardIndex, sample: int, field: LabelField, several: bool) -> list[str]:
+def _of_sample(shard: ShardFile, index: ShardIndex, sample: int, field: LabelField, several: bool) -> list[str]:
     number = index.member(sample, field.extension)
     if number is None:
         raise ValueError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from widefield.data import BadImageError
-from widefield.data.shards.index_files import Shard
+from widefield.data.shards.index_files import ShardFile
 from widefield.data.shards.tar_members import member_at
 
 MOST_OPEN = 128
@@ -21,7 +21,7 @@ MOST_OPEN = 128
 class StoredMember:
     """A member of a shard.  Its text is its name, `train-0000.tar/007.jpg`, read from the shard when it is asked for."""
 
-    shard: Shard
+    shard: ShardFile
     header: int
     start: int
     size: int
@@ -75,11 +75,11 @@ class _Handle:
             os.close(self._descriptor)
 
 
-_open: OrderedDict[Shard, _Handle] = OrderedDict()
+_open: OrderedDict[ShardFile, _Handle] = OrderedDict()
 _lock = threading.Lock()
 
 
-def _opened(shard: Shard) -> _Handle:
+def _opened(shard: ShardFile) -> _Handle:
     """OSError: it cannot be opened.  ValueError: it is not what it was."""
     with _lock:
         if shard in _open:
