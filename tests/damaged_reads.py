@@ -1,9 +1,10 @@
 """Reads damaged copies of image files, one after the other, and says what became of each; see image_files/test_damage.py.
 
-    python tests/damaged_reads.py EXAMPLES FIRST
+    python tests/damaged_reads.py EXAMPLES FIRST SEED
 
 EXAMPLES: a folder with a folder for each example, which has the image as the one whose name is in `name.txt`.
 FIRST: the number of the first damage that is tried; a process that dies is started again behind what it died of.
+SEED: of where and how files are damaged.
 Each damage is a line "begin NUMBER WHAT" and then a line "end NUMBER OUTCOME".
 """
 
@@ -87,7 +88,7 @@ def outcome(path: Path, whole: np.ndarray, *, is_cut: bool) -> str:
     return "as before" if same else "read"
 
 
-def main(place: Path, first: int) -> None:
+def main(place: Path, first: int, seed: int) -> None:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
@@ -100,11 +101,11 @@ def main(place: Path, first: int) -> None:
         for kind_number, kind in enumerate(KINDS):
             at = number * len(KINDS) + kind_number
             if at >= first:
-                _try(folder, name, whole, kind, at)
+                _try(folder, name, whole, kind, at, seed)
 
 
-def _try(folder: Path, name: str, whole: np.ndarray, kind: str, at: int) -> None:
-    random = np.random.default_rng(at)
+def _try(folder: Path, name: str, whole: np.ndarray, kind: str, at: int, seed: int) -> None:
+    random = np.random.default_rng([seed, at])
     with tempfile.TemporaryDirectory() as place:
         shutil.copytree(folder, place, dirs_exist_ok=True)
         files = sorted(one for one in Path(place).rglob("*") if one.is_file() and one.name != "name.txt" and one.stat().st_size)
@@ -121,4 +122,4 @@ def _try(folder: Path, name: str, whole: np.ndarray, kind: str, at: int) -> None
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

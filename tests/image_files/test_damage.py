@@ -28,14 +28,13 @@ def examples(tmp_path_factory) -> Path:
     return place
 
 
-def read_all(place: Path) -> dict[str, str]:
+def read_all(place: Path, seed: int = 0, program: Path = PROGRAM) -> dict[str, str]:
     """What became of each damage, by what it was.  A process that dies is started again with the next one."""
     found: dict[str, str] = {}
     first, total = 0, len(CASES) * len(damaged_reads.KINDS)
     while first < total:
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), str(place), str(first)], capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, str(program), str(place), str(first), str(seed)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         began, ended = {}, {}
         for line in done.stdout.splitlines():
             word, number, rest = line.split(" ", 2)
@@ -55,3 +54,23 @@ def test_500_damaged_files_are_refused_by_name_or_read(examples):
     wrong = [f"{what}: {outcome}" for what, outcome in found.items() if outcome not in ("refused", "read", "as before")]
     assert not wrong, "\n".join(wrong)
     assert counts["refused"] > len(found) / 3  # so that it is known that the damage does reach the readers
+
+
+DIES = """
+import os, sys
+first = int(sys.argv[2])
+for at in range(first, max(first + 1, 666)):
+    print("begin", at, "this file is damaged", flush=True)
+    if at in (3, 665):
+        os.abort()
+    print("end", at, "refused", flush=True)
+"""
+
+
+def test_a_reader_that_dies_is_found_and_the_others_are_tried(tmp_path):
+    (tmp_path / "dies.py").write_text(DIES)
+    found = read_all(tmp_path, program=tmp_path / "dies.py")
+    assert {what for what, outcome in found.items() if outcome != "refused"} == {
+        "3: this file is damaged", "665: this file is damaged",
+    }  # fmt: skip
+    assert len(found) >= 666 and found["3: this file is damaged"] == "died with -6"
