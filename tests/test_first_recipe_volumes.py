@@ -78,7 +78,7 @@ def test_volumes_that_do_not_fit_are_trained_in_patches(folder, monkeypatch):
     assert "norm" not in config.model.options and size[1] >= size[0]
 
 
-def test_splits_final_gives_the_fold(folder, tmp_path):
+def test_splits_final_gives_the_fold(folder, capsys):
     path = folder / "splits_final.json"
     halves = [[f"case_{number}" for number in range(6) if number % 2 == half] for half in range(2)]
     sides = [{"train": halves[1 - fold], "val": halves[fold]} for fold in range(2)]
@@ -86,6 +86,7 @@ def test_splits_final_gives_the_fold(folder, tmp_path):
     try:
         config = parse_config(recipe_for(folder))
         assert (config.data.fold, config.data.hold_out) == (0, None) and len(open_dataset(config.data).evaluate) == 3
+        assert main(["data", "stats", str(folder)]) == 0 and "3 images to train on" in capsys.readouterr().out
     finally:
         path.unlink()
 
