@@ -11,7 +11,7 @@ import pytest
 from ranks import on_ranks
 from wide_scene import labels_in, patched, predicted
 
-from widefield.prediction import wide
+from widefield.prediction import wide, wide_source
 from widefield.prediction.raw_labels import RawLabels
 from widefield.prediction.session import Predicted, predict_files
 
@@ -155,11 +155,11 @@ def test_what_is_not_done_by_window_is_refused(run, scene, tmp_path, overrides, 
 def test_a_file_that_is_damaged_meanwhile_is_named(run, scene, tmp_path, monkeypatch):
     copy = tmp_path / "scene.npy"
     shutil.copy(scene, copy)
-    read = wide.read_image
+    read = wide_source.read_image
 
     def damaged(path, *given, **more):
         copy.write_bytes(b"\x93NUMPY")
         return read(path, *given, **more)
 
-    monkeypatch.setattr(wide, "read_image", damaged)
+    monkeypatch.setattr(wide_source, "read_image", damaged)
     assert str(copy) in reason(run, copy, tmp_path / "out")
