@@ -20,6 +20,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from widefield.data.windowed_files import PLAIN, read_box, size_of, windowed
 from widefield.geometry import Interval
 from widefield.geometry.box import slices
+from widefield.image_files.bytes_read import add_read
 from widefield.image_files.opening import suffixes
 
 Array = np.ndarray[Any, Any]
@@ -54,7 +55,9 @@ def read_pixels(path: Path, window: tuple[Interval, ...] | None = None, dims: in
         return Pixels(_sound(read_box(image_file, window)), image_file.info.colours)
     if path.suffix.lower() == ".npy":
         mapped = _mapped(path, dims)
-        return Pixels(_sound(mapped if window is None else mapped[:, *slices(window)]))
+        part = mapped if window is None else mapped[:, *slices(window)]
+        add_read(asked=part.nbytes, decoded=part.nbytes)
+        return Pixels(_sound(part))
     rows, columns = (slice(None),) * 2 if window is None else slices(window)
     with Image.open(path) as image:
         if image.format in _PROGRAMS:
@@ -65,7 +68,9 @@ def read_pixels(path: Path, window: tuple[Interval, ...] | None = None, dims: in
             whole = Pixels(_by_tifffile(path, image))
         else:
             whole = pixels_of(image, ImageOps.exif_transpose(image))
-    return Pixels(whole.array[:, rows, columns], whole.colours)
+    part = whole.array[:, rows, columns]
+    add_read(asked=part.nbytes, decoded=whole.array.nbytes)
+    return Pixels(part, whole.colours)
 
 
 def shape_of(path: Path, dims: int = 2) -> tuple[int, ...]:
