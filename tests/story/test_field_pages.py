@@ -1,4 +1,4 @@
-"""The guide's pages on fields, from a person's own files to predictions: every command, as it is on the page, with its recipes."""
+"""The guide's pages on fields, from a person's own files to predictions: every command and recipe as it is on the page."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -37,7 +38,9 @@ class PatchImages:
 
     def of_epoch(self, epoch: int) -> PatchImages:
         """The same patches at their places in another epoch."""
-        return PatchImages(self.images, self.places, pixels=self.pixels, ignore=self.ignore, epoch=epoch)
+        other = copy(self)
+        other.epoch = epoch
+        return other
 
     def __len__(self) -> int:
         return self._stops[-1] if self._stops else 0
