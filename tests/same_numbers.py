@@ -21,8 +21,8 @@ def numbers(column: list[float | None]) -> list[float]:
 
 
 def check_same_numbers(folder: Path, other: Path) -> None:
-    """folder: of 20 steps in float64 on one rank, which have learned something."""
-    assert len(losses(folder)) == 20 and sum(losses(folder)[:5]) > sum(losses(folder)[-5:])
+    """folder: of 20 steps in float64 on one rank."""
+    assert len(losses(folder)) == len(set(losses(folder))) == 20
     assert losses(other) == pytest.approx(losses(folder), rel=1e-8, abs=0)
     ours, theirs = (load_file(one / "weights.safetensors") for one in (folder, other))
     for name, weight in ours.items():

@@ -147,7 +147,7 @@ def test_random_patches_lie_inside_and_a_share_of_them_on_foreground():
         assert all(0 <= run.start and run.stop <= extent for run, extent in zip(box, size, strict=True))
         boxes.add(box)
         on += bool(square(patches.place_of(index)[0])[slices(box)].any())
-    assert len(boxes) > 100 and on > 150
+    assert len(boxes) > 100 and 120 < on < 200  # 158 expected, of a deviation of 9
     every = drawn(share=1.0, per_image=20)
     assert all(square(every.place_of(i)[0])[slices(every.box_of(i))].any() for i in range(40))
 

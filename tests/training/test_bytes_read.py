@@ -66,7 +66,6 @@ def most(rows: int, columns: int, *, halo: int = 0) -> int:
 
 KINDS = {
     "halves": ([], SIDE // 2, SIDE, 0),
-    "halves, read by a worker": (["data.workers=1"], SIDE // 2, SIDE, 0),
     "halves, rotated": (["data.augment=[{RandomRotation: {degrees: 3}}]"], SIDE // 2, SIDE, HALO),
     "halves of patches": (["data.patches={size: [40, 36], draw: cover}"], 20, 36, 0),
 }
@@ -81,8 +80,14 @@ def test_each_rank_reads_its_window_and_the_blocks_around(kind, scenes, tmp_path
     for of_rank in reads(tmp_path / "run"):
         assert of_rank["samples"] == samples and of_rank["epochs"] == record(tmp_path / "run", "step")[-1]["epoch"]
         assert 0 < of_rank["asked"] <= of_rank["decoded"] <= samples * most(rows, columns, halo=halo)
-    if kind.startswith("halves, read") or kind == "halves":
+    if kind == "halves":
         assert [of_rank["asked"] for of_rank in reads(tmp_path / "run")] == [samples * rows * columns * PIXEL] * 2
+
+
+def test_what_a_worker_reads_is_counted_by_its_rank(scenes, tmp_path):
+    train(config_of(scenes, ["data.workers=1", "mesh.replicate=1"]), tmp_path / "run", World())
+    (of_rank,) = reads(tmp_path / "run")
+    assert of_rank == {"asked": 6 * SIDE * SIDE * PIXEL, "decoded": 6 * SIDE * SIDE * PIXEL, "samples": 6, "epochs": 2.0}
 
 
 def test_the_report_has_a_line_for_each_rank(scenes, tmp_path):

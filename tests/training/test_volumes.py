@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import losses
 from ranks import on_ranks
 from same_numbers import check_same_numbers, evaluation
 from torch import Tensor
@@ -102,6 +103,7 @@ def test_losses_of_20_steps_are_those_of_one_rank(whole, plan, tmp_path):
     kind, folder = whole
     ranks, settings = PLANS[plan]
     other = trained(tmp_path / "run", kind, ranks, settings)
+    assert losses(folder)[0] > losses(folder)[-1]
     check_same_numbers(folder, other)
 
 

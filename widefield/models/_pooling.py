@@ -3,7 +3,7 @@
 What counts is a channel of 0 and 1 beside the image, as the tissue of a slide.  On the map a position counts by the share of it
 in the pixels that the position stands for.  An image of which nothing counts gives zeros.
 
-All of it are sums and maxima over positions, so that it is exact on tiles, in space and in time.
+All of it are sums over positions, so that it is exact on tiles, in space and in time.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class GatedAttentionPooling(nn.Module):
         score = self.score(torch.tanh(self.content(features)) * torch.sigmoid(self.gate(features)))
         if counts is not None:
             score = score.masked_fill(counts == 0, -torch.inf)
-        top = score.detach().amax(positions, keepdim=True).clamp(min=torch.finfo(score.dtype).min)  # where nothing counts
-        weight = torch.exp(score - top)
+        # any constant cancels out; unlike the maximum, this one is merged from the parts that tiles in time have
+        constant = score.detach().logsumexp(positions, keepdim=True)
+        weight = torch.exp(score - constant.clamp(min=torch.finfo(score.dtype).min))  # where nothing counts it is -inf
         weight = weight if counts is None else weight * counts
         return (features * weight).sum(positions) / weight.sum(positions).clamp(min=_LEAST)
 

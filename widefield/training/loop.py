@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -156,7 +157,7 @@ class Learner:
         self._check(loss_sum, count, passes)
         self.freezing.drop_gradients(self.model, epoch)
         self._update(scale=nominal / count)
-        self.reads.add(passes, epochs=len(self.steps.positions(self.step)) / self.steps.samples)
+        self.reads.add(passes, epochs=Fraction(len(self.steps.positions(self.step)), self.steps.samples))
         self.step += 1
         self.order = _chained(self.order, passes)
         if self.mesh.is_first_of_copy:

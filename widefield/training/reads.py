@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from widefield.data.batch import Batch
@@ -16,9 +17,9 @@ class Reads:
 
     read: BytesRead = field(default_factory=BytesRead)
     samples: int = 0
-    epochs: float = 0.0
+    epochs: Fraction = Fraction()
 
-    def add(self, passes: Sequence[Batch], *, epochs: float) -> None:
+    def add(self, passes: Sequence[Batch], *, epochs: Fraction) -> None:
         """Count the batches of a step, which is so much of an epoch."""
         self.epochs += epochs
         for batch in passes:
@@ -27,4 +28,4 @@ class Reads:
 
     def to_tree(self) -> dict[str, Any]:
         """For the record."""
-        return {"asked": self.read.asked, "decoded": self.read.decoded, "samples": self.samples, "epochs": self.epochs}
+        return {"asked": self.read.asked, "decoded": self.read.decoded, "samples": self.samples, "epochs": float(self.epochs)}
