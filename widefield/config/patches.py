@@ -13,7 +13,7 @@ _RANDOM_ALONE = ("per_image", "foreground", "classes")
 
 
 class PatchesConfig(Section):
-    size: Annotated[list[Positive], Field(min_length=2, max_length=3)]
+    size: Annotated[list[Positive], Field(min_length=2, max_length=3)] = [512, 512]
     """Height and width of a patch, or depth and these of volumes, in pixels."""
     draw: Literal["random", "cover"] = "random"
     """`random`: patches anywhere in an image, or on its foreground.  `cover`: all pixels of every image once an epoch, on a

@@ -148,39 +148,33 @@ def assemble(
     precision, why_precision = choose_precision(config.precision, mesh.device)
     arithmetic = arithmetic_of(precision, mesh.device)
     scaled = _opened(config, mesh, given, stored) if dataset is None else Scaled(dataset)
-    dataset = scaled.dataset
-    task, why_balanced = task_of(config, given, dataset, mesh)  # class weights are of whole images
-    drawn = sampled(config, dataset, mesh, ignore=getattr(task, "ignore_index", None))
+    task, why_balanced = task_of(config, given, scaled.dataset, mesh)  # class weights are of whole images
+    drawn = sampled(config, scaled.dataset, mesh, ignore=getattr(task, "ignore_index", None))
     dataset = drawn.dataset
     slower = check_data(config, dataset, task, given, cut=bool(mesh.grid.sizes))
     metrics = _metrics(config, task, dataset, cut=bool(mesh.grid.sizes))
     workers, why_workers = _choose_workers(config, dataset, mesh)
     channels_last, why_format = _choose_format(config, arithmetic, dims=dataset.dims)
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
-        torch.use_deterministic_algorithms(True)
+        _only_deterministic_algorithms()
     seed_everything(config.seed)
     model, why_weights = built_model(
         config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights
     )
     scaling = (*scaled.reasons, why_scaled(config, dataset))
-    found = (
-        dataset.about,
-        *drawn.reasons,
-        why_precision,
-        why_workers,
-        *scaling,
-        why_format,
-        why_balanced,
-        *why_weights,
-        *slower,
-    )
+    of_data = (dataset.about, *drawn.reasons)
+    found = (*of_data, why_precision, why_workers, *scaling, why_format, why_balanced, *why_weights, *slower)
     reasons = [reason for reason in found if reason is not None]
     window = window_of(mesh)
     return Parts(
         config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given,
         scaled.statistics, drawn.tissue,
     )  # fmt: skip
+
+
+def _only_deterministic_algorithms() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
+    torch.use_deterministic_algorithms(True)
 
 
 def _metrics(config: RunConfig, task: Task, dataset: Dataset, *, cut: bool) -> list[RecipeMetric]:
