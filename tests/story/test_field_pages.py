@@ -17,6 +17,8 @@ from widefield.image_files import open_image
 GUIDE = Path(__file__).parent.parent.parent / "docs/guide"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TUMOUR_PX = 40
+SHORT = ("schedule.length=2ep", "evaluate.every=2ep")
+"""The page's recipe of whole slides is longer; what is asked here is whether its three commands give the same."""
 
 
 def recipes_of(page: str, folder: Path) -> None:
@@ -74,16 +76,15 @@ def _key_of(number: int) -> int:
 @pytest.mark.alone
 def test_the_commands_of_pathology_lead_from_slides_to_a_classifier_and_maps(study):
     recipes_of("pathology.md", study)
-    said = {" ".join(words[:3]): run(*words, cwd=study) for words in commands_of("pathology.md")}
-    assert len(said) == 8
-    assert "data.tissue: " in said["train slides.yaml --run"]
+    said = [run(*words, *(SHORT if "slides.yaml" in words else ()), cwd=study) for words in commands_of("pathology.md")]
+    assert len(said) == 8 and "data.tissue: " in said[1]
     losses = [[line["loss"] for line in record(study / "runs" / name, "step")] for name in ("slides", "streamed", "shared")]
     assert len(losses[0]) == len(losses[1]) == len(losses[2]) > 0
     assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-4) and losses[2][0] == pytest.approx(losses[0][0], rel=1e-4)
     with (study / "answers/predictions.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 12
     maps = sorted((study / "maps").glob("r*"))
-    assert maps and record(study / "runs/regions", "evaluation")[-1]["metrics"]["dice"] > 60
+    assert len(maps) == 6 and record(study / "runs/regions", "evaluation")[-1]["metrics"]["dice"] > 80
     assert (study / "runs/slides/tissue.json").is_file() and record(study / "runs/slides", "read")
 
 
@@ -101,7 +102,7 @@ def cells(tmp_path_factory) -> Path:
         for row, column in random.integers(10, 120, (9, 2)):
             mask[(rows - row) ** 2 + (columns - column) ** 2 < 80] = 1
         noise = random.normal(0, 60, (2, 150, 131))
-        planes = (np.stack([400 + 900 * mask, 3000 + 200 * mask]) + noise).astype(np.uint16)
+        planes = (np.stack([400 + 900 * mask.astype(int), 3000 + 200 * mask.astype(int)]) + noise).astype(np.uint16)
         about = {"axes": "CYX", "Channel": {"Name": ["nuclei", "actin"]}, "PhysicalSizeX": 0.5, "PhysicalSizeY": 0.5}
         tifffile.imwrite(folder / f"images/{number}.ome.tif", planes, metadata=about, tile=(32, 32), photometric="minisblack")
         tifffile.imwrite(folder / f"masks/{number}.tif", mask, tile=(32, 32), photometric="minisblack")
