@@ -18,7 +18,7 @@ from typing import Any
 from widefield.config import DataConfig
 from widefield.data import Dataset, Labels
 from widefield.data.image import size_of
-from widefield.data.mask_classes import coding_of
+from widefield.data.mask_classes import coding_of, numbers_in
 from widefield.data.mask_layouts import Folders, Pair, classes_of_folders, find_folders, pair, pair_layers
 from widefield.data.masks import LOSSY, Coding, Layers, Mask, mask_size
 from widefield.data.nnunet import is_nnunet, nnunet_pairs, sides_of_cases
@@ -126,7 +126,9 @@ def _dataset(
         make: Callable[[Pair], Target] = _layers_of
     else:
         files = [mask for one in every for mask in one.masks if mask is not None]
-        coding, why = coding_of(classes, ignore, files, folder=source if source.is_dir() else source.parent)
+        coding, why = coding_of(
+            classes, ignore, partial(numbers_in, files), folder=source if source.is_dir() else source.parent
+        )
         names, more, make = list(coding.names), [*more, why], partial(_mask_of, coding)
     if train is not None:
         _refuse_split(config, source)
