@@ -33,7 +33,8 @@ Ask a run's model about image files: files, folders with all that is below them,
   widefield predict runs/0001 scans/ --output answers mesh.shard=2           two ranks share images and weights
 
 With --output, answers are in predictions.csv and predictions.json there, and where every pixel has a
-class there is a label image per image, with a palette; --overlays and --probabilities write more.
+class there is a label image per image, with a palette; --overlays, --probabilities and --outlines write
+more.  Large images, and those with a place in the world, are read and written by window.
 Without it, classes are printed, and label images go to the folder predictions of the run.
 
 The same command goes on where it was stopped.  A file that cannot be read is left out and named at the
@@ -50,9 +51,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=count, default=1, metavar="N", help="images of one size per pass (1)")
     flips = "answer with the mean over mirror images: left and right; of labels of pixels also up and down"
     parser.add_argument("--flips", action="store_true", help=flips)
-    likely = "write the classes' probabilities of every pixel, as .npy of float16 or as .png of 16 bits"
+    likely = "write the classes' probabilities of every pixel, as .npy of float16 or as .png of 16 bits; of images by window in"
+    likely += " their format, as float32 or 16 bits"
     parser.add_argument("--probabilities", nargs="?", const="npy", choices=("npy", "png"), help=likely)
     parser.add_argument("--overlays", action="store_true", help="write each image with the classes' colours over it")
+    parser.add_argument("--outlines", action="store_true", help="write the outlines of the labels as GeoJSON")
     parser.add_argument("--overwrite", action="store_true", help="replace the answers of an earlier command in DIR")
     add_weights(parser, default="best, where the run has them,")
 
@@ -73,7 +76,7 @@ def run(options: Namespace) -> int:
         return started
     from widefield.prediction.session import Wishes, predict_files
 
-    names = ("top", "batch_size", "flips", "probabilities", "overlays", "overwrite")
+    names = ("top", "batch_size", "flips", "probabilities", "overlays", "overwrite", "outlines")
     wishes = Wishes(**{name: getattr(options, name) for name in names})
     output, chosen = Path(options.output) if options.output else None, {"weights": options.weights, "trust": options.trust}
     found = predict_files(Path(options.run), words, keys, world, output=output, wishes=wishes, **chosen)
@@ -91,7 +94,7 @@ def _is_key(word: str) -> bool:
 def _as_a_rank(options: Namespace, words: list[str], keys: list[str]) -> list[str]:
     """The arguments of the command that every rank runs."""
     arguments = ["predict", options.run, *words, *keys, "--top", str(options.top), "--batch-size", str(options.batch_size)]
-    arguments += [f"--{name}" for name in ("flips", "overlays", "overwrite", "trust") if getattr(options, name)]
+    arguments += [f"--{name}" for name in ("flips", "overlays", "outlines", "overwrite", "trust") if getattr(options, name)]
     for name in ("output", "weights", "probabilities"):
         arguments += [f"--{name}={getattr(options, name)}"] if getattr(options, name) else []
     return arguments

@@ -45,6 +45,16 @@ class Answer:
     left_out: int = 0
 
 
+def mirrors_of(dims: int, most: int | None = None) -> list[tuple[int, ...]]:
+    """Which of an image's last dims are flipped in each pass: none first; all and each with each, or the first `most` of them.
+
+    >>> mirrors_of(2), mirrors_of(3, most=2)
+    ([(), (-1,), (-2,), (-2, -1)], [(), (-1,)])
+    """
+    ways = range(2**dims if most is None else most)
+    return [tuple(-1 - dim for dim in reversed(range(dims)) if way >> dim & 1) for way in ways]
+
+
 @dataclass(frozen=True)
 class Asker:
     """A function from images to answers.  Every rank of a copy of the model calls it with the same images.
@@ -73,11 +83,8 @@ class Asker:
     @cached_property
     def mirrors(self) -> list[tuple[int, ...]]:
         """Dims that are flipped, per pass: left and right; of labels of pixels all dims, and each with each."""
-        if not self.flips:
-            return [()]
         dims = self.parts.dataset.dims
-        ways = range(2**dims if self.pixels else 2)
-        return [tuple(-1 - dim for dim in reversed(range(dims)) if way >> dim & 1) for way in ways]
+        return mirrors_of(dims, most=2**dims if self.pixels else 2) if self.flips else [()]
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Transformed], paths: Sequence[str]) -> list[Answer]:

@@ -1,15 +1,13 @@
 """Labels of the pixels of an image that is read and written by window, so that neither is ever in memory as a whole.
 
 The model runs tile after tile as a stream, on each rank of the image's tiles in space, so the labels are those of the whole
-image: nothing is blended, and there are no seams.  They go to a plain file first (raw_labels.py), and at the end to one in the
-image's own format, with its place in the world.
+image: nothing is blended, and there are no seams.  They go to a plain file first (raw_labels.py), and probabilities with them;
+at the end to files in the image's own format, with its place in the world (wide_files.py).
 """
 
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,21 +16,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from widefield.data.image import colours, read_image
+from widefield.data.image import read_image
 from widefield.data.intensity import moments_of_bands
 from widefield.data.windowed_files import size_of
 from widefield.geometry import Interval
-from widefield.geometry.box import Box, full_box
 from widefield.image_files import ImageFile, is_image_file, open_image
 from widefield.image_files.image_file import Array, ImageFileError
-from widefield.image_files.label_image import LabelImage
 from widefield.image_files.opening import has_placed_labels, label_format_of
-from widefield.prediction.answers import Answer
+from widefield.prediction.answers import Answer, mirrors_of
 from widefield.prediction.inputs import Input
 from widefield.prediction.raw_labels import RawLabels
 from widefield.prediction.transformed import ignore_label
+from widefield.prediction.wide_files import WideFiles, nothing_of, slabs_of, steps_of
+from widefield.prediction.wide_network import Answering
+from widefield.prediction.wishes import PLAIN, Wishes
 from widefield.refusal import is_ours
 from widefield.streaming.api import stream, stream_to
 from widefield.streaming.storage.windowed_image import WindowedImage
@@ -45,8 +44,6 @@ WIDE_PIXELS = 2**26
 """From so many on, an image that can be read by window is; one that has a place in the world is in any case."""
 TILE = {2: 1024, 3: 128}
 """Pixels of a tile's side, by the dims of the image, where neither the recipe nor the command says how it is cut."""
-BAND_BYTES = 2**24
-"""Of labels that are counted at once."""
 
 
 class LeftOutError(ValueError):
@@ -75,7 +72,7 @@ def suffix_of(image: ImageFile) -> str:
 
 @dataclass(frozen=True)
 class WideAsker:
-    """A function from an open image to the file of its labels.  Every rank of a copy of the model calls it with the same one.
+    """A function from an open image to its files.  Every rank of a copy of the model calls it with the same one.
 
     folder: where labels are while they are made.  about: the weights and options, which make them what they are.
     """
@@ -83,6 +80,7 @@ class WideAsker:
     parts: Parts
     folder: Path
     about: Mapping[str, Any]
+    wishes: Wishes = PLAIN
 
     def check(self, image: ImageFile) -> None:
         """ValueError: the run's recipe, or the plan, wants the image as a whole."""
@@ -100,9 +98,10 @@ class WideAsker:
                 "does not do; leave it out, and set 'mesh.space=[2,1]' for two ranks"
             )
 
-    def __call__(self, asked: Input, output: Path) -> Answer:
-        """Write the labels of an image to `output`; returns the answer with this path, on the first rank of the copy complete.
+    def __call__(self, asked: Input, files: Mapping[str, Path]) -> Answer:
+        """Write the files of an image; returns the answer with the path of its labels, on the first rank of the copy complete.
 
+        files: by kind, as `Kinds.wide_files_of` has them.
         LeftOutError, on every rank of the copy: the image does not fit the run, it cannot be opened, or the disk refuses.
         """
         mesh = self.parts.mesh
@@ -118,9 +117,9 @@ class WideAsker:
                 raise
             raise LeftOutError(_reason(error)) from None
         self._agreed(lambda: None)  # all ranks have written theirs
-        counts = self._agreed(lambda: self._filed(raw, image, output) if mesh.is_first_of_copy else None)
+        counts = self._agreed(lambda: self._filed(raw, image, files) if mesh.is_first_of_copy else None)
         image.close()
-        return Answer(str(asked.path), [], []) if counts is None else self._answer(asked, output, counts)
+        return Answer(str(asked.path), [], []) if counts is None else self._answer(asked, files["labels"], counts)
 
     def _answer(self, asked: Input, output: Path, counts: Array) -> Answer:
         """counts: how many pixels have each number."""
@@ -145,7 +144,10 @@ class WideAsker:
     # ------------------------------------------------------------------------------------------ labels
 
     def _raw(self, image: ImageFile, name: Path) -> RawLabels:
-        return RawLabels(self.folder / "wide" / name, size_of(image), self._dtype, self.parts.mesh.rank)
+        kinds = {None: None, "npy": "float32", "png": "uint16"}
+        kind = kinds[self.wishes.probabilities]
+        likely = None if kind is None else (len(self.parts.dataset.classes), kind)
+        return RawLabels(self.folder / "wide" / name, size_of(image), self._dtype, self.parts.mesh.rank, likely)
 
     @property
     def _dtype(self) -> str:
@@ -175,18 +177,17 @@ class WideAsker:
 
     def _fill(self, raw: RawLabels, image: ImageFile) -> None:
         """Write this rank's windows of the labels, those that are not written yet."""
-        asked, parts = self.parts.config.stream, self.parts
+        asked, parts, wishes = self.parts.config.stream, self.parts, self.wishes
         settings: dict[str, Any] = {"tiles": self._tiles(image)} if asked is None else asked.model_dump(exclude_defaults=True)
-        labelled = _Labelled(parts.model, parts.task.answers, self._dtype).eval()
-        streamed = stream(labelled, **settings)
+        mirrors = mirrors_of(len(raw.size)) if wishes.flips else [()]
+        likely = wishes.probabilities is not None
+        answering = Answering(parts.model, parts.task.answers, self._dtype, mirrors, probabilities=likely).eval()
+        streamed = stream(answering, **settings)
         tiles = settings.get("tiles")
         progress = ImageProgress(math.prod(tiles), noun="tiles") if parts.mesh.is_main and tiles else None
 
         def write(window: tuple[slice, ...], tile: Tensor) -> None:
-            labels = tile[0].cpu().numpy()
-            valid = image.valid(_of_file(image, window[1:]))
-            valid = None if valid is None else valid.reshape(labels.shape)
-            raw.write(window, labels if valid is None else np.where(valid, labels, labels.dtype.type(self._nothing)))
+            self._write(raw, image, window[-len(raw.size) :], tile[0].cpu().numpy())
             if progress is not None:
                 progress.add()
 
@@ -194,6 +195,17 @@ class WideAsker:
             stream_to(write, streamed, self._reader(image), is_written=raw.has)
         if progress is not None:
             progress.close()
+
+    def _write(self, raw: RawLabels, image: ImageFile, window: tuple[slice, ...], found: Array) -> None:
+        """found: what `Answering` gives for the window: numbers, or probabilities and numbers."""
+        labels = found if raw.likely is None else found[-1].astype(self._dtype)
+        valid = image.valid(_of_file(image, window))
+        valid = None if valid is None else valid.reshape(labels.shape)
+        if raw.likely is not None and raw.probabilities is not None:
+            likely, dtype = steps_of(found[:-1], raw.likely[1]), raw.likely[1]
+            likely = likely if valid is None else np.where(valid, likely, np.array(nothing_of(dtype), dtype=dtype))
+            raw.probabilities.write(window, likely)
+        raw.write(window, labels if valid is None else np.where(valid, labels, labels.dtype.type(self._nothing)))
 
     def _reader(self, image: ImageFile) -> WindowedImage:
         """The image as the network gets it, by window."""
@@ -218,53 +230,16 @@ class WideAsker:
 
     # ------------------------------------------------------------------------------------------ the file
 
-    def _filed(self, raw: RawLabels, image: ImageFile, output: Path) -> Array:
-        """Make the file of the labels, whole or not at all, and give their place back; returns how many have each number."""
-        classes = tuple(self.parts.dataset.classes)
-        counts = np.zeros(2 ** (8 * np.dtype(self._dtype).itemsize), dtype=np.int64)
-        for slab in _slabs_of(raw.size, np.dtype(self._dtype).itemsize):
-            counts += np.bincount(raw.read(slab).ravel(), minlength=len(counts))
-        labels = LabelImage(
-            source=image.path,
-            like=image.info,
-            dtype=self._dtype,
-            classes=classes,
-            colours=tuple(colours(len(classes))),
-            nodata=self._nothing if counts[self._nothing] else None,
-            notes={"made": "labels of the whole image, tile after tile, nothing blended", **self._notes()},
-        )
-        output.parent.mkdir(parents=True, exist_ok=True)
-        beside = output.with_name(f".{output.stem}.part{output.suffix}")
-        _remove(beside)
-        try:
-            label_format_of(image).write_labels(beside, labels, partial(_read_as_file, raw))
-            _remove(output)
-            os.replace(beside, output)
-        except BaseException:
-            _remove(beside)
-            raise
+    def _filed(self, raw: RawLabels, image: ImageFile, files: Mapping[str, Path]) -> Array:
+        """Make the files, and give the plain ones' place back; returns how many pixels have each number."""
+        dataset = self.parts.dataset
+        kind = {"channels": dataset.channels, "dtype": dataset.dtype}
+        counts = WideFiles(files, image, tuple(dataset.classes), self._nothing, notes=self._notes(), **kind).write(raw)
         raw.end()
         return counts
 
     def _notes(self) -> dict[str, str]:
         return {key: str(value) for key, value in self.about.items() if key in ("run", "weights")}
-
-
-class _Labelled(nn.Module):
-    """A network, and the class numbers of its outputs, so that no output of several channels is needed as a whole."""
-
-    def __init__(self, network: nn.Module, answers: Callable[[Tensor], Tensor], dtype: str) -> None:
-        super().__init__()
-        self.network, self._answers, self._dtype = network, answers, getattr(torch, dtype)
-
-    def forward(self, image: Tensor) -> Tensor:
-        output = self.network(image)
-        if output.shape[2:] != image.shape[2:]:
-            raise ValueError(
-                f"the model answers for {tuple(output.shape[2:])} pixels of an image of {tuple(image.shape[2:])}; take a model "
-                "that keeps the image's size"
-            )
-        return self._answers(output.to(torch.promote_types(output.dtype, torch.float32))).to(self._dtype)
 
 
 def _reason(error: Exception) -> str:
@@ -274,29 +249,10 @@ def _reason(error: Exception) -> str:
 
 def _bands_of(image: ImageFile, channels: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """The image, some rows or slices at a time."""
-    for slab in _slabs_of(size_of(image), channels * dtype.itemsize):
+    for slab in slabs_of(size_of(image), channels * dtype.itemsize):
         yield read_image(image.path, channels, dtype, window=slab, dims=len(slab))
-
-
-def _slabs_of(size: tuple[int, ...], pixel_bytes: int) -> Iterator[Box]:
-    """Boxes that are whole but along the first dim."""
-    step = max(1, BAND_BYTES // max(1, math.prod(size[1:]) * pixel_bytes))
-    for start in range(0, size[0], step):
-        yield (Interval(start, min(size[0], start + step)), *full_box(size[1:]))
-
-
-def _read_as_file(raw: RawLabels, box: Box) -> Array:
-    """Labels in a box of the axes of the file, which may have the image as a volume of one slice."""
-    return raw.read(box[-len(raw.size) :]).reshape([len(one) for one in box])
 
 
 def _of_file(image: ImageFile, window: tuple[slice, ...]) -> tuple[slice, ...]:
     """The window of an image that its file has as a volume of one slice."""
     return (slice(0, 1), *window) if len(image.info.size) > len(window) else window
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
