@@ -43,6 +43,8 @@ class Answer:
     probabilities_of_pixels: Tensor | None = None
     """(K, *pixels) float16, where asked for."""
     left_out: int = 0
+    apart: dict[str, float] | None = None
+    """Of blended windows, where asked for: at how many `pixels`, and which `share`, labels are not the whole image's."""
 
 
 def mirrors_of(dims: int, most: int | None = None) -> list[tuple[int, ...]]:

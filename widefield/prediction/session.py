@@ -81,10 +81,11 @@ def predict_files(
         mesh, output = parts.mesh, output or (run / "predictions" if parts.dataset.pixels else None)
         mesh.together(lambda: (wishes.check(parts), transforms_of(parts)))
         images, lefts = mesh.together(lambda: find_inputs(words, beside=output))
-        images = mesh.gather_objects([_as_wide(image, parts) for image in images] if mesh.is_main else None)[0]
+        images = mesh.gather_objects([_as_wide(image, parts, wishes) for image in images] if mesh.is_main else None)[0]
         kept = [key for key in overrides if not key.startswith(("mesh", "stream", "sharding", "pipeline"))]
         about = {"weights": chosen.sha256, "overrides": kept, "top": wishes.top, "flips": wishes.flips}
         about |= {"probabilities": wishes.probabilities, "overlays": wishes.overlays, "outlines": wishes.outlines}
+        about |= {"sliding": wishes.sliding, "overlap": wishes.overlap, "compare": wishes.compare} if wishes.sliding else {}
         filing = None
         if output is not None:
             kinds = _kinds(parts, wishes) if parts.dataset.pixels else None
@@ -97,9 +98,9 @@ def predict_files(
         return Predicted(found, [*lefts, *more], output, chosen.text, earlier, ignore_label(parts))
 
 
-def _as_wide(image: Input, parts: Parts) -> Input:
+def _as_wide(image: Input, parts: Parts, wishes: Wishes) -> Input:
     """The image with the suffix of its labels, where it is predicted by window."""
-    opened = wide_file(image.path, parts)
+    opened = wide_file(image.path, parts, every=wishes.sliding is not None)
     return image if opened is None else replace(image, suffix=suffix_of(opened))
 
 
@@ -171,7 +172,11 @@ class _Session:
         progress = ImageProgress(len(asked), each=mesh.copies) if mesh.is_main else None
         done = (lambda: None) if progress is None else progress.add
         self._answer_wide([one for one in share if one.file is not None and one.file.is_wide], done)
-        self.answer([one for one in share if one.file is None or not one.file.is_wide], done=done)
+        whole = [one for one in share if one.file is None or not one.file.is_wide]
+        if self.wishes.sliding is not None:
+            self.lefts += [Left(one.path, "it is no image that --sliding can read by window; leave that out") for one in whole]
+            whole = []
+        self.answer(whole, done=done)
         if progress is not None:
             progress.close()
         found = mesh.gather_objects((self.answers, self.lefts) if mesh.is_first_of_copy else ({}, []))

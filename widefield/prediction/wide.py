@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from widefield.data.image import read_image
 from widefield.data.intensity import moments_of_bands
 from widefield.data.windowed_files import size_of
 from widefield.geometry import Interval
+from widefield.geometry.box import slices
 from widefield.image_files import ImageFile, is_image_file, open_image
 from widefield.image_files.image_file import Array, ImageFileError
 from widefield.image_files.opening import has_placed_labels, label_format_of
 from widefield.prediction.answers import Answer, mirrors_of
 from widefield.prediction.inputs import Input
 from widefield.prediction.raw_labels import RawLabels
+from widefield.prediction.sliding import SlidingWindows, blended
 from widefield.prediction.transformed import ignore_label
-from widefield.prediction.wide_files import WideFiles, nothing_of, slabs_of, steps_of
+from widefield.prediction.wide_files import Apart, WideFiles, apart_of, nothing_of, slabs_of, steps_of
 from widefield.prediction.wide_network import Answering
 from widefield.prediction.wishes import PLAIN, Wishes
 from widefield.refusal import is_ours
@@ -50,8 +52,11 @@ class LeftOutError(ValueError):
     """An image is left out, on every rank of a copy of the model; the text says why."""
 
 
-def wide_file(path: Path, parts: Parts) -> ImageFile | None:
-    """The image, opened, where its labels are to be written by window; None: it is read as a whole, and errors show there."""
+def wide_file(path: Path, parts: Parts, *, every: bool = False) -> ImageFile | None:
+    """The image, opened, where its labels are to be written by window; None: it is read as a whole, and errors show there.
+
+    every: whatever its size and place.
+    """
     if labels_of(parts.task) != "pixels" or not is_image_file(path):
         return None
     try:
@@ -62,7 +67,7 @@ def wide_file(path: Path, parts: Parts) -> ImageFile | None:
     if len(size_of(image)) != len(parts.dataset.evaluate.shape) - 1:  # type: ignore[attr-defined]  # slices, or a volume of them
         return None
     is_large = info.by_window and math.prod(info.size) >= WIDE_PIXELS
-    return image if info.affine or has_placed_labels(image) or is_large else None
+    return image if every or info.affine or has_placed_labels(image) or is_large else None
 
 
 def suffix_of(image: ImageFile) -> str:
@@ -106,20 +111,32 @@ class WideAsker:
         """
         mesh = self.parts.mesh
         image = self._agreed(lambda: open_image(asked.path))
-        raw = self._raw(image, asked.name)
         self._agreed(lambda: self.check(image))
-        self._agreed(lambda: raw.begin(self._fingerprint(image)) if mesh.is_first_of_copy else None)
+        sliding, wishes = self.wishes.sliding, self.wishes
+        raw = self._made(image, self._raw("wide", image, asked.name), sliding)
+        exact = self._made(image, self._raw("exact", image, asked.name, likely=False), None) if wishes.compare else None
+        counts, apart = self._agreed(lambda: self._filed(raw, exact, image, files) if mesh.is_first_of_copy else (None, None))
+        image.close()
+        if counts is None:
+            return Answer(str(asked.path), [], [])
+        return replace(self._answer(asked, files["labels"], counts), apart=apart)
+
+    def _made(self, image: ImageFile, raw: RawLabels, sliding: tuple[int, ...] | None) -> RawLabels:
+        """Labels in a plain file, by all ranks of the copy: blended ones of windows, or the whole image's."""
+        mesh = self.parts.mesh
+        self._agreed(lambda: raw.begin(self._fingerprint(image, sliding)) if mesh.is_first_of_copy else None)
         self._agreed(raw.open)
         try:
-            self._fill(raw, image)
+            if sliding is None:
+                self._fill(raw, image)
+            else:
+                self._fill_blended(raw, image, SlidingWindows(sliding, self.wishes.overlap))
         except (ValueError, OSError, RuntimeError) as error:
             if mesh.copy_group is not None:  # other ranks may wait in a message
                 raise
             raise LeftOutError(_reason(error)) from None
         self._agreed(lambda: None)  # all ranks have written theirs
-        counts = self._agreed(lambda: self._filed(raw, image, files) if mesh.is_first_of_copy else None)
-        image.close()
-        return Answer(str(asked.path), [], []) if counts is None else self._answer(asked, files["labels"], counts)
+        return raw
 
     def _answer(self, asked: Input, output: Path, counts: Array) -> Answer:
         """counts: how many pixels have each number."""
@@ -143,11 +160,11 @@ class WideAsker:
 
     # ------------------------------------------------------------------------------------------ labels
 
-    def _raw(self, image: ImageFile, name: Path) -> RawLabels:
+    def _raw(self, place: str, image: ImageFile, name: Path, *, likely: bool = True) -> RawLabels:
         kinds = {None: None, "npy": "float32", "png": "uint16"}
-        kind = kinds[self.wishes.probabilities]
-        likely = None if kind is None else (len(self.parts.dataset.classes), kind)
-        return RawLabels(self.folder / "wide" / name, size_of(image), self._dtype, self.parts.mesh.rank, likely)
+        kind = kinds[self.wishes.probabilities] if likely else None
+        planes = None if kind is None else (len(self.parts.dataset.classes), kind)
+        return RawLabels(self.folder / place / name, size_of(image), self._dtype, self.parts.mesh.rank, planes)
 
     @property
     def _dtype(self) -> str:
@@ -159,10 +176,11 @@ class WideAsker:
         label = ignore_label(self.parts)
         return label if label is not None and label >= 0 else int(np.iinfo(self._dtype).max)
 
-    def _fingerprint(self, image: ImageFile) -> dict[str, Any]:
+    def _fingerprint(self, image: ImageFile, sliding: tuple[int, ...] | None) -> dict[str, Any]:
         about = image.path.stat()
         stamp = [about.st_size, about.st_mtime_ns]
-        return {**self.about, "stamp": stamp, "reader": image.info.reader, "tiles": self._tiles_in_words(image)}
+        tiles = self._tiles_in_words(image) if sliding is None else "blended"  # whose blocks do not depend on ranks
+        return {**self.about, "stamp": stamp, "reader": image.info.reader, "tiles": tiles}
 
     def _tiles_in_words(self, image: ImageFile) -> str:
         """What the windows depend on."""
@@ -180,7 +198,7 @@ class WideAsker:
         asked, parts, wishes = self.parts.config.stream, self.parts, self.wishes
         settings: dict[str, Any] = {"tiles": self._tiles(image)} if asked is None else asked.model_dump(exclude_defaults=True)
         mirrors = mirrors_of(len(raw.size)) if wishes.flips else [()]
-        likely = wishes.probabilities is not None
+        likely = raw.likely is not None
         answering = Answering(parts.model, parts.task.answers, self._dtype, mirrors, probabilities=likely).eval()
         streamed = stream(answering, **settings)
         tiles = settings.get("tiles")
@@ -193,6 +211,23 @@ class WideAsker:
 
         with torch.no_grad(), parts.arithmetic.autocast():
             stream_to(write, streamed, self._reader(image), is_written=raw.has)
+        if progress is not None:
+            progress.close()
+
+    def _fill_blended(self, raw: RawLabels, image: ImageFile, windows: SlidingWindows) -> None:
+        """Write this rank's blocks of the labels, those that are not written yet; no message is sent."""
+        parts, mesh, reader = self.parts, self.parts.mesh, self._reader(image)
+        answering = Answering(nn.Identity(), parts.task.answers, self._dtype, probabilities=raw.likely is not None)
+        blocks = windows.blocks(raw.size)[mesh.grid.index :: max(1, mesh.grid.size)]
+        progress = ImageProgress(len(blocks), noun="blocks") if mesh.is_main else None
+        for block in blocks:
+            window = slices(block)
+            if not raw.has(window):
+                with torch.no_grad(), parts.arithmetic.autocast():
+                    found = answering(blended(parts.model, reader, block, windows))
+                self._write(raw, image, window, found[0].cpu().numpy())
+            if progress is not None:
+                progress.add()
         if progress is not None:
             progress.close()
 
@@ -230,16 +265,27 @@ class WideAsker:
 
     # ------------------------------------------------------------------------------------------ the file
 
-    def _filed(self, raw: RawLabels, image: ImageFile, files: Mapping[str, Path]) -> Array:
-        """Make the files, and give the plain ones' place back; returns how many pixels have each number."""
+    def _filed(
+        self, raw: RawLabels, exact: RawLabels | None, image: ImageFile, files: Mapping[str, Path]
+    ) -> tuple[Array, Apart | None]:
+        """Make the files, and give the plain ones' place back; returns how many pixels have each number.
+
+        exact: labels to compare with; also returned: at how many pixels they are others.
+        """
         dataset = self.parts.dataset
+        apart = None if exact is None else apart_of(raw, exact, self._nothing)
         kind = {"channels": dataset.channels, "dtype": dataset.dtype}
         counts = WideFiles(files, image, tuple(dataset.classes), self._nothing, notes=self._notes(), **kind).write(raw)
-        raw.end()
-        return counts
+        for one in (raw, exact):
+            if one is not None:
+                one.end()
+        return counts, apart
 
     def _notes(self) -> dict[str, str]:
-        return {key: str(value) for key, value in self.about.items() if key in ("run", "weights")}
+        sliding = self.wishes.sliding
+        words = "x".join(map(str, sliding or ()))
+        how = {} if sliding is None else {"made": f"windows of {words} pixels, overlap {self.wishes.overlap:g}, blended"}
+        return {key: str(value) for key, value in self.about.items() if key in ("run", "weights")} | how
 
 
 def _reason(error: Exception) -> str:

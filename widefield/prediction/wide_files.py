@@ -39,6 +39,8 @@ BAND_BYTES = 2**24
 OVERLAY_SIDE = 2048
 STEPS = 65534
 """Of probabilities of 16 bits: the number of a probability of 1; the next one is nodata."""
+Apart = dict[str, float]
+"""`pixels` and their `share`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,17 @@ class WideFiles:
         regions = traced(raw.read, (raw.size[0], raw.size[1]), keep=lambda numbers: numbers < count)
         legend = Legend(self.classes, tuple(colours(max(count, 2))))
         write_outlines(path, regions, legend, place_of(self.image.info))
+
+
+def apart_of(raw: RawLabels, exact: RawLabels, nothing: int) -> Apart:
+    """At how many pixels, of those with an answer, labels are others, and which share of them."""
+    others = total = 0
+    for slab in slabs_of(raw.size, np.dtype(raw.dtype).itemsize):
+        one, other = raw.read(slab), exact.read(slab)
+        counted = (one != nothing) | (other != nothing)
+        others += int(((one != other) & counted).sum())
+        total += int(counted.sum())
+    return {"pixels": others, "share": others / max(1, total)}
 
 
 def steps_of(likely: Array, dtype: str) -> Array:

@@ -15,6 +15,8 @@ class Wishes:
 
     flips: the mean over mirror images.  probabilities, overlays, outlines: further files, where pixels have labels.
     overwrite: replace the answers of an earlier command in the same folder.
+    sliding: blend the answers of windows of so many pixels, on every dim or on all alike.  overlap: the share of a window that
+    the next one covers too.  compare: say where labels are others than those of the whole image.
     """
 
     top: int = 3
@@ -24,6 +26,9 @@ class Wishes:
     overlays: bool = False
     overwrite: bool = False
     outlines: bool = False
+    sliding: tuple[int, ...] | None = None
+    overlap: float = 0.5
+    compare: bool = False
 
     def __post_init__(self) -> None:
         if self.top < 1:
@@ -32,6 +37,29 @@ class Wishes:
             raise ValueError(f"--batch-size is {self.batch_size}; write how many images to predict at once, 1 or more")
         if self.probabilities not in (None, "npy", "png"):
             raise ValueError(f"--probabilities is {self.probabilities}; write npy, or png for files of 16 bits")
+
+        if not 0 <= self.overlap < 1:
+            raise ValueError(
+                f"--overlap is {self.overlap:g}; write the share of a window that the next one covers too, 0 to 0.9"
+            )
+        if self.compare and self.sliding is None:
+            raise ValueError("--compare says how far --sliding is from the whole image's labels; give both, or leave it out")
+        if self.flips and self.sliding is not None:
+            raise ValueError("--flips takes the mean of the whole image's mirrors, and --sliding its windows; give one of them")
+
+    def _check_sliding(self, parts: Parts) -> None:
+        dims = parts.dataset.dims
+        if self.sliding is None:
+            return
+        if labels_of(parts.task) != "pixels":
+            raise ValueError(
+                "--sliding is for images in which each pixel has one class, and in this run it has not; leave it out"
+            )
+        if len(self.sliding) not in (1, dims):
+            raise ValueError(
+                f"--sliding has {len(self.sliding)} sizes and this run's images have {dims} dims; write one, or {dims} with x "
+                "between them"
+            )
 
     def check(self, parts: Parts) -> None:
         """ValueError: files of pixels are asked for where images have labels, or mirror images of values."""
@@ -52,6 +80,7 @@ class Wishes:
                 "--outlines writes where each class is, and in this run a pixel may have several; leave it out, and take the "
                 "files of each class"
             )
+        self._check_sliding(parts)
         if self.flips and labels_of(parts.task) == "values":
             raise ValueError("--flips takes the mean over mirror images, whose values may be others; leave it out")
 
