@@ -47,7 +47,7 @@ def scenes(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     made = open_dataset(DataConfig(name="scene", options={"size": [96, 128], "scenes": [5, 1], "feature_px": 16}))
     legend = Legend(("water", "forest", "field", "built"), ((0, 0, 0),) * 4)
-    place = Place(np.array(PLACE).reshape(2, 3)[[0, 1, 1]], rasterio.crs.CRS.from_epsg(32632).to_wkt())
+    place = Place(np.array([*np.reshape(PLACE, (2, 3)), [0, 0, 1]]), rasterio.crs.CRS.from_epsg(32632).to_wkt())
     for folder in ("images", "masks"):
         (tmp_path / "scenes" / folder).mkdir(parents=True)
     for number in range(5):

@@ -113,7 +113,7 @@ def _read_around(read: Callable[[Box], Array], size: tuple[int, int], rows: Inte
     labels = read((box, Interval(0, width)))
     around = np.full((len(rows) + 2, width + 2), -1, dtype=np.int32)
     top = box.start - rows.start + 1
-    around[top : top + len(box), 1:-1] = np.where(keep(labels), labels, -1)
+    around[top : top + len(box), 1:-1] = np.where(keep(labels), labels.astype(np.int32), np.int32(-1))
     return around
 
 
