@@ -11,7 +11,7 @@ import pytest
 from widefield.geometry.box import slices
 from widefield.image_files.info import ImageInfo, one_level
 from widefield.outlines.geojson import Legend, read_geojson, rings_in, write_outlines
-from widefield.outlines.place import LONGITUDE_LATITUDE, Place, name_of, place_of, transformed
+from widefield.outlines.place import LONGITUDE_LATITUDE, Georeference, name_of, place_of, transformed
 from widefield.outlines.tracing import traced
 
 LEGEND = Legend(("water", "forest", "road"), ((0, 0, 255), (0, 128, 0), (90, 90, 90)))
@@ -23,7 +23,7 @@ def labels() -> np.ndarray:
     return np.kron(np.random.default_rng(0).integers(0, 3, (8, 9)), np.ones((4, 3), int)).astype(np.uint8)
 
 
-def written(labels: np.ndarray, path: Path, place: Place | None = None) -> dict:
+def written(labels: np.ndarray, path: Path, place: Georeference | None = None) -> dict:
     write_outlines(path, traced(lambda box: labels[slices(box)], labels.shape, keep=lambda one: one < 3), LEGEND, place)
     return json.loads(path.read_text())
 
@@ -45,7 +45,7 @@ def area(ring: list[list[float]]) -> float:
 
 
 @pytest.mark.parametrize(
-    "place", [None, Place(MATRIX), Place(np.diag([2.0, 3.0, 1.0]))], ids=["pixels", "north up", "south up"]
+    "place", [None, Georeference(MATRIX), Georeference(np.diag([2.0, 3.0, 1.0]))], ids=["pixels", "north up", "south up"]
 )
 def test_outer_rings_are_counterclockwise_and_holes_clockwise(labels, tmp_path, place):
     """RFC 7946, 3.1.6."""
@@ -56,7 +56,7 @@ def test_outer_rings_are_counterclockwise_and_holes_clockwise(labels, tmp_path, 
 
 
 def test_a_place_without_a_system_says_so(labels, tmp_path):
-    assert written(labels, tmp_path / "a.geojson", Place(MATRIX))["crs"] is None
+    assert written(labels, tmp_path / "a.geojson", Georeference(MATRIX))["crs"] is None
     assert read_geojson(tmp_path / "a.geojson").system == ""
 
 
@@ -66,7 +66,7 @@ def test_rasterizing_by_rasterio_gives_the_labels_back(labels, tmp_path, code):
     from rasterio.features import rasterize
 
     world = rasterio.crs.CRS.from_user_input(code).to_wkt()
-    tree = written(labels, tmp_path / "a.geojson", Place(MATRIX, world))
+    tree = written(labels, tmp_path / "a.geojson", Georeference(MATRIX, world))
     shapes = [(feature["geometry"], feature["properties"]["number"]) for feature in tree["features"]]
     found = rasterize(shapes, labels.shape, fill=9, transform=rasterio.Affine(*MATRIX[:2].ravel()), dtype="uint8")
     assert np.array_equal(found, labels)
@@ -87,13 +87,13 @@ def test_the_place_of_an_image_is_that_of_corners():
 
 
 def test_what_is_written_is_read(labels, tmp_path):
-    written(labels, tmp_path / "a.geojson", Place(MATRIX))
+    written(labels, tmp_path / "a.geojson", Georeference(MATRIX))
     regions = list(traced(lambda box: labels[slices(box)], labels.shape, keep=lambda one: one < 3))
     found = list(rings_in(read_geojson(tmp_path / "a.geojson")))
     assert len(found) == len(regions)
     for region, (feature, rings) in zip(regions, found, strict=True):
         assert feature.properties["number"] == region.number and len(rings) == len(region.rings)
-        assert np.array_equal(rings[0][:-1][::-1], Place(MATRIX).to_world(region.rings[0].astype(float)))
+        assert np.array_equal(rings[0][:-1][::-1], Georeference(MATRIX).to_world(region.rings[0].astype(float)))
 
 
 SQUARE = [[0, 0], [1, 0], [1, 1], [0, 0]]

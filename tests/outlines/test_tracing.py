@@ -8,14 +8,14 @@ import pytest
 from widefield.geometry import Interval
 from widefield.geometry.box import slices
 from widefield.outlines.filling import filled, polygon
-from widefield.outlines.tracing import Region, traced
+from widefield.outlines.tracing import Outline, traced
 
 
-def regions_of(labels: np.ndarray, *, strip: int = 2**20, keep=lambda numbers: numbers != 9) -> list[Region]:
+def regions_of(labels: np.ndarray, *, strip: int = 2**20, keep=lambda numbers: numbers != 9) -> list[Outline]:
     return list(traced(lambda box: labels[slices(box)], labels.shape, keep=keep, strip_pixels=strip))
 
 
-def filled_again(regions: list[Region], size: tuple[int, int]) -> np.ndarray:
+def filled_again(regions: list[Outline], size: tuple[int, int]) -> np.ndarray:
     window = Interval(0, size[0]), Interval(0, size[1])
     return filled([polygon(one.number, one.rings) for one in regions], window, outside=9, dtype="uint8")
 

@@ -17,7 +17,7 @@ from widefield.config import DataConfig
 from widefield.data import open_dataset
 from widefield.geometry.box import slices
 from widefield.outlines.geojson import Legend, write_outlines
-from widefield.outlines.place import Place
+from widefield.outlines.place import Georeference
 from widefield.outlines.tracing import traced
 
 rasterio = pytest.importorskip("rasterio")
@@ -47,7 +47,7 @@ def scenes(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     made = open_dataset(DataConfig(name="scene", options={"size": [96, 128], "scenes": [5, 1], "feature_px": 16}))
     legend = Legend(("water", "forest", "field", "built"), ((0, 0, 0),) * 4)
-    place = Place(np.array([*np.reshape(PLACE, (2, 3)), [0, 0, 1]]), rasterio.crs.CRS.from_epsg(32632).to_wkt())
+    place = Georeference(np.array([*np.reshape(PLACE, (2, 3)), [0, 0, 1]]), rasterio.crs.CRS.from_epsg(32632).to_wkt())
     for folder in ("images", "masks"):
         (tmp_path / "scenes" / folder).mkdir(parents=True)
     for number in range(5):

@@ -25,7 +25,7 @@ from widefield.geometry import Interval
 from widefield.naming import did_you_mean
 from widefield.outlines.filling import Polygon, filled, polygon
 from widefield.outlines.geojson import Feature, VectorFile, read_geojson, rings_in
-from widefield.outlines.place import LONGITUDE_LATITUDE, Place, place_of, transformed
+from widefield.outlines.place import LONGITUDE_LATITUDE, Georeference, place_of, transformed
 
 SUFFIX = ".geojson"
 UNREAD = (".shp", ".gpkg", ".kml", ".gml", ".fgb", ".parquet")
@@ -148,7 +148,7 @@ def _polygons(file: Path, stamp: tuple[int, int], image: Path, classes: ClassesO
     return found
 
 
-def _in_pixels(ring: np.ndarray, vectors: VectorFile, feature: Feature, place: Place | None) -> np.ndarray:
+def _in_pixels(ring: np.ndarray, vectors: VectorFile, feature: Feature, place: Georeference | None) -> np.ndarray:
     """ValueError: the coordinates are not of the system that the file says, or have no place in the image's."""
     if place is None:
         return ring

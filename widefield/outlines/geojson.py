@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from widefield.outlines.place import LONGITUDE_LATITUDE, Place, name_of
-from widefield.outlines.tracing import Array, Region
+from widefield.outlines.place import LONGITUDE_LATITUDE, Georeference, name_of
+from widefield.outlines.tracing import Array, Outline
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Legend:
     colours: tuple[tuple[int, int, int], ...]
 
 
-def write_outlines(path: Path, regions: Iterable[Region], legend: Legend, place: Place | None = None) -> None:
+def write_outlines(path: Path, regions: Iterable[Outline], legend: Legend, place: Georeference | None = None) -> None:
     """Write a FeatureCollection with a Polygon for each region.  place: None: coordinates are pixels."""
     head: dict[str, Any] = {"type": "FeatureCollection"}
     name = None if place is None or not place.world else name_of(place.world)
@@ -42,7 +42,7 @@ def write_outlines(path: Path, regions: Iterable[Region], legend: Legend, place:
         file.write("\n]}\n")
 
 
-def _feature(region: Region, legend: Legend, place: Place | None) -> dict[str, Any]:
+def _feature(region: Outline, legend: Legend, place: Georeference | None) -> dict[str, Any]:
     name, colour = legend.names[region.number], list(legend.colours[region.number])
     about = {"objectType": "annotation", "classification": {"name": name, "color": colour}}
     rings = []

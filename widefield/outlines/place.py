@@ -15,7 +15,7 @@ LONGITUDE_LATITUDE = "urn:ogc:def:crs:OGC:1.3:CRS84"
 
 
 @dataclass(frozen=True)
-class Place:
+class Georeference:
     """matrix: 3 x 3, from (x, y, 1), pixels from the corner of the first one, to coordinates.  world: their system as WKT."""
 
     matrix: Array
@@ -34,14 +34,14 @@ class Place:
         return bool(np.linalg.det(self.matrix[:2, :2]) < 0)
 
 
-def place_of(info: ImageInfo) -> Place | None:
+def place_of(info: ImageInfo) -> Georeference | None:
     """Of an image with a place on the Earth, or in a plane; None: of any other, whose outlines are in pixels."""
     if len(info.affine) != 3:
         return None
     (down_x, right_x, x), (down_y, right_y, y) = info.affine[0], info.affine[1]
     corner = x - (down_x + right_x) / 2, y - (down_y + right_y) / 2
     matrix = np.array([[right_x, down_x, corner[0]], [right_y, down_y, corner[1]], [0.0, 0.0, 1.0]])
-    return Place(matrix, info.world)
+    return Georeference(matrix, info.world)
 
 
 def name_of(world: str) -> str | None:

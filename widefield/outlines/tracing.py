@@ -30,7 +30,7 @@ _SIDES = (((0, 5), (1, 4), "row"), ((1, 6), (2, 5), "column"), ((2, 7), (3, 6), 
 
 
 @dataclass(frozen=True)
-class Region:
+class Outline:
     """number: of its pixels.  rings: (N, 2) integers (x, y), the outer one first, then holes; none repeats its first point.
 
     By the numbers alone the outer ring is counterclockwise and holes are clockwise; on a screen, where y points down, it is the
@@ -57,7 +57,7 @@ class _Corners:
 
 def traced(
     read: Callable[[Box], Array], size: tuple[int, int], *, keep: Callable[[Array], Array], strip_pixels: int = STRIP_PIXELS
-) -> Iterator[Region]:
+) -> Iterator[Outline]:
     """The regions of labels of `size`, by their first pixel in reading order.
 
     read: the labels in a box.  keep: which numbers have outlines, elementwise; others lie outside.
@@ -77,7 +77,7 @@ def traced(
     for place in np.argsort(first[outer], kind="stable"):
         rings = by_region[breaks[place] : ends[place]]
         found = tuple(np.stack([x[starts[ring] : stops[ring]], y[starts[ring] : stops[ring]]], 1) for ring in rings)
-        yield Region(int(corners.number[first[outer[place]]]), found)
+        yield Outline(int(corners.number[first[outer[place]]]), found)
 
 
 # ---------------------------------------------------------------------------------------------- corners, strip by strip

@@ -111,8 +111,10 @@ class WideFiles:
         rows = []
         for slab in slabs_of(size_of(self.image), self.channels * 4, multiple=factor):
             pixels = read_image(self.image.path, self.channels, self.dtype, window=slab, dims=2)
-            mean = F.avg_pool2d(pixels.double()[None], factor, ceil_mode=True)[0] if factor > 1 else pixels
-            rows.append((mean if self.dtype.is_floating_point else mean.round()).to(self.dtype))
+            if factor > 1:
+                mean = F.avg_pool2d(pixels.double()[None], factor, ceil_mode=True)[0]
+                pixels = (mean if self.dtype.is_floating_point else mean.round()).to(self.dtype)
+            rows.append(pixels)
         return torch.cat(rows, 1)
 
     def _write_outlines(self, raw: RawLabels, path: Path) -> None:
