@@ -106,6 +106,14 @@ def _points(rings) -> list[tuple[float, float]]:
     return sorted({(float(x), float(y)) for ring in rings for x, y in ring})
 
 
+def test_more_corners_than_memory_should_hold_are_refused(monkeypatch):
+    monkeypatch.setattr("widefield.outlines.tracing.MOST_CORNERS", 1000)
+    with pytest.raises(
+        ValueError, match=r"of the first \d+ of 41 rows have [\d,]+ corners, and at most 1,000 are held in memory"
+    ):
+        regions_of(drawn("noise"), strip=200)
+
+
 def test_no_more_than_a_strip_is_read_at_a_time():
     labels, asked = drawn("noise"), []
 

@@ -19,7 +19,7 @@ from widefield.prediction import sliding
 from widefield.prediction.session import Predicted, predict_files
 from widefield.prediction.sliding import SlidingWindows, blended
 from widefield.prediction.wishes import Wishes
-from widefield.streaming.api import from_reader
+from widefield.streaming.storage.windowed_image import from_reader
 
 pytestmark = pytest.mark.usefixtures("always_wide")
 

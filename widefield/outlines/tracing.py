@@ -23,6 +23,8 @@ from widefield.geometry.box import Box
 Array = np.ndarray[Any, Any]
 STRIP_PIXELS = 2**20
 """That are looked at together."""
+MOST_CORNERS = 2**26
+"""Of all outlines, some 60 bytes each."""
 # the corners of a pixel, convex ones first: top left, top right, bottom right, bottom left
 _DOWN, _RIGHT = np.array([0, 0, 1, 1] * 2), np.array([0, 1, 1, 0] * 2)
 _SIDES = (((0, 5), (1, 4), "row"), ((1, 6), (2, 5), "column"), ((2, 7), (3, 6), "row"), ((3, 4), (0, 7), "column"))
@@ -61,6 +63,7 @@ def traced(
     """The regions of labels of `size`, by their first pixel in reading order.
 
     read: the labels in a box.  keep: which numbers have outlines, elementwise; others lie outside.
+    ValueError: there are more corners than MOST_CORNERS.
     """
     corners = _corners_of(read, size, keep, max(1, strip_pixels // max(1, size[1])))
     following = _following(corners, size)
@@ -88,7 +91,7 @@ def _corners_of(read: Callable[[Box], Array], size: tuple[int, int], keep: Calla
     height, width = size
     found: list[_Corners] = []
     links: list[Array] = []
-    count, above = 0, np.zeros(0, dtype=np.int64)
+    count, corners_so_far, above = 0, 0, np.zeros(0, dtype=np.int64)
     for start in range(0, height, rows):
         around = _read_around(read, size, Interval(start, min(height, start + rows)), keep)
         regions, new = _regions_in(around)
@@ -99,6 +102,12 @@ def _corners_of(read: Callable[[Box], Array], size: tuple[int, int], keep: Calla
             links.append(np.unique(np.stack([above[same], regions[0][same]]), axis=1))
         above = regions[-1].copy()
         found.append(_corners_in(around, regions, start))
+        corners_so_far += len(found[-1].kind)
+        if corners_so_far > MOST_CORNERS:
+            raise ValueError(
+                f"the outlines of the first {start + rows:,} of {height:,} rows have {corners_so_far:,} corners, and at most "
+                f"{MOST_CORNERS:,} are held in memory; leave --outlines out"
+            )
     joined = _joined(np.concatenate(links, axis=1) if links else np.zeros((2, 0), dtype=np.int64), count)
     fields = (np.concatenate([getattr(one, name) for one in found]) for name in ("kind", "x", "y", "region", "number"))
     corners = _Corners(*fields)

@@ -180,7 +180,10 @@ class WideAsker:
         about = image.path.stat()
         stamp = [about.st_size, about.st_mtime_ns]
         tiles = self._tiles_in_words(image) if sliding is None else "blended"  # whose blocks do not depend on ranks
-        return {**self.about, "stamp": stamp, "reader": image.info.reader, "tiles": tiles}
+        about_labels = {
+            key: value for key, value in self.about.items() if key not in ("top", "overlays", "outlines", "compare")
+        }
+        return {**about_labels, "stamp": stamp, "reader": image.info.reader, "tiles": tiles}
 
     def _tiles_in_words(self, image: ImageFile) -> str:
         """What the windows depend on."""
