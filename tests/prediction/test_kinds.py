@@ -89,3 +89,7 @@ def test_every_kind_of_labels_is_answered_and_filed(kind, tmp_path):
     for number, name in enumerate(("first", "second_one", "third")):
         with Image.open(tmp_path / f"out/0.{name}.png") as layer:
             assert np.array_equal(np.asarray(layer), (likely[0, number] > 0.5).numpy())
+    with pytest.raises(ValueError, match="--outlines writes where each class is, and in this run a pixel may have several"):
+        wf.predict(run, files, output=tmp_path / "outlines", outlines=True, **options)
+    with pytest.raises(ValueError, match="--sliding is for images in which each pixel has one class"):
+        predict_files(run, files, [], World(), output=tmp_path / "blended", wishes=Wishes(sliding=(4,)), given=Given(model=net))

@@ -115,12 +115,13 @@ def _read_feature(path: Path, number: int, tree: Mapping[str, Any]) -> Feature:
             f"feature {number} of {path} is {'without a geometry' if kind is None else f'a {kind}'}, and labels are made of "
             "polygons; remove it, or draw its area"
         )
-    parts = [geometry.get("coordinates")] if kind == "Polygon" else geometry.get("coordinates")
+    assert isinstance(geometry, dict)
+    parts: Any = [geometry.get("coordinates")] if kind == "Polygon" else geometry.get("coordinates")
     try:
-        polygons = tuple(tuple(_points(ring) for ring in part) for part in parts)
+        polygons = tuple(tuple(_points(ring) for ring in part) for part in parts or ())
     except (TypeError, ValueError) as error:
         raise ValueError(f"the coordinates of feature {number} of {path} are damaged ({error}); draw it again") from None
-    if not all(polygons):
+    if not polygons or not all(polygons):
         raise ValueError(f"feature {number} of {path} is a polygon without points; remove it")
     return Feature(number, properties if isinstance(properties, dict) else {}, polygons)
 

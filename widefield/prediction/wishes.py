@@ -69,12 +69,13 @@ class Wishes:
                 f"--{asked[0]} writes what the model says of every pixel, and this run's task has labels of images; leave it "
                 f"out. --top {len(parts.dataset.classes)} names all classes"
             )
-        if parts.dataset.dims == 3 and (self.overlays or self.outlines or self.probabilities == "png"):
-            asked = ["overlays"] * self.overlays + ["outlines"] * self.outlines + ["probabilities png"]
+        if parts.dataset.dims == 3 and (self.overlays or self.probabilities == "png"):
+            asked = ["overlays" if self.overlays else "probabilities png"]
             raise ValueError(
-                f"--{asked[0]} writes what is flat, and this run was trained on volumes; leave it out, or take "
-                "--probabilities npy"
+                f"--{asked[0]} writes pictures, and this run was trained on volumes; leave it out, or take --probabilities npy"
             )
+        if parts.dataset.dims == 3 and self.outlines:
+            raise ValueError("--outlines writes polygons, which are flat, and this run was trained on volumes; leave it out")
         if self.outlines and labels_of(parts.task) == "layers":
             raise ValueError(
                 "--outlines writes where each class is, and in this run a pixel may have several; leave it out, and take the "

@@ -26,5 +26,5 @@ def write_bands(path: Path, bands: BandImage, read: ReadBand) -> None:
     array = np.lib.format.open_memmap(path, mode="w+", dtype=bands.dtype, shape=(len(bands.names), *bands.size))
     for number in range(len(bands.names)):
         for box in bands.blocks(1024):
-            array[number, *slices(box)] = read(number, box)
+            array[number][slices(box)] = read(number, box)
     array.flush()

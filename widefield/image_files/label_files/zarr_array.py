@@ -75,7 +75,8 @@ def write_bands(path: Path, bands: BandImage, read: ReadBand) -> None:
         )  # fmt: skip
         for number in range(len(bands.names)):
             for box in bands.blocks(BLOCK, step):
-                array[number, *slices(box)] = bands.read_at(read, number, box, step)
+                index: tuple[Any, ...] = (number, *slices(box))
+                array[index] = bands.read_at(read, number, box, step)
     datasets = [_level(step, spacing) for step in range(count)]
     for transform in (one for level in datasets for one in level["coordinateTransformations"]):
         transform[transform["type"]].insert(0, 1.0 if transform["type"] == "scale" else 0.0)
