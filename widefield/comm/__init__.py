@@ -10,6 +10,7 @@
     failure.py         an error on one rank ends the run on all ranks, with its reason
     attempt.py         work that a rank may give up, without an end of the run
     stall_watch.py     which rank is missing when a step does not end
+    at_exit.py         threads of messages end before the interpreter does
     timeline.py        profiler traces, and how long a step's messages took
 
 Imports only geometry, plans and plain values.

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from widefield.comm import collectives, process_groups
+from widefield.comm.at_exit import settle_before_exit
 from widefield.comm.devices import RANKS_PER_GPU, backend_for, device_of, passes_the_host
 from widefield.comm.meeting import store_of_meeting
 from widefield.geometry.layout import Grid
@@ -313,6 +314,7 @@ def apart(mesh: Mesh) -> Mesh:
 
 def _with_groups(plan: Plan, world: World, device: torch.device, of_all: Callable[[], Any]) -> Mesh:
     """A mesh with new groups.  of_all: gives the group of all ranks."""
+    settle_before_exit()
     before = set(c10d_world.pg_map)
     everyone = of_all()
     devices = process_groups.device_mesh(plan, device, everyone)

@@ -53,11 +53,10 @@ def open_dataset(
     """classes: names; names with their numbers in masks, or colours; or a file of them; None: as found in masks.
 
     ignore: the number or colour of pixels that do not count; None: 255, where no class has it.
-    ending: of the stems of masks, as _mask; None: any of the usual ones.
-    missing: what to do with an image without mask: "stop", "skip" it, or "empty", of one folder per class: it has none of it.
+    ending: of the stems of masks, as _mask; None: any usual one.  missing: what an image without mask is: "stop", "skip" it, or
+        "empty", of one folder per class: it has none of it.
     group: of folders, a regular expression whose match in a name is the group; of a table, a column.
-    property, outside: of masks that are polygons: which property has the class, and what pixels in none are, "background" or
-        "ignore".
+    property, outside: of polygons: which property has the class, and what pixels in none are, "background" or "ignore".
     mask, image, split, fold, weight, root: of a table, as in manifest.py; several masks are one per class.
     channels, dtype: of all images; None: those of the first one.
     ValueError, which names the file: folders, partners, sizes, numbers or classes that do not fit.
@@ -65,8 +64,8 @@ def open_dataset(
     if missing not in ("stop", "skip", "empty"):
         raise ValueError(f"data.options.missing is {missing!r}; it is stop, skip or empty")
     source = _existing(config.path)
-    coding = Codings(classes, ignore, property, outside)
-    finish = partial(_dataset, config, source, codings=coding, channels=channels, dtype=dtype)
+    about = {"codings": Codings(classes, ignore, property, outside), "channels": channels, "dtype": dtype}
+    finish = partial(_dataset, config, source, **about)
     if source.is_file():
         columns = {"image": image, "split": split, "fold": fold, "group": group, "weight": weight}
         return _of_table(finish, source, columns, mask, root)
@@ -163,7 +162,7 @@ def _dataset(
     _check_lossy(every)
     labels: Labels = "layers" if names else "pixels"
     if names:
-        _check_layers(codings.classes, codings.ignore)
+        _check_layers(codings)
         make: Callable[[Pair], Target] = _layers_of
     else:
         files = [mask for one in every for mask in one.masks if mask is not None]
@@ -197,11 +196,11 @@ def _layers_of(one: Pair) -> Layers:
     return Layers(one.masks, size_of(one.images[0]))
 
 
-def _check_layers(classes: Any, ignore: Any) -> None:
-    if classes is not None or ignore is not None:
+def _check_layers(codings: Codings) -> None:
+    if codings != Codings(None, None, None, BACKGROUND):
         raise ValueError(
-            "data.options.classes and ignore are for masks with numbers of classes; here each class has masks of its own, and "
-            "the folders or columns are the classes; leave them out"
+            "data.options.classes, ignore, property and outside are for masks of several classes; here each class has masks of its "
+            "own, and the folders or columns are the classes; leave them out"
         )
 
 
