@@ -53,24 +53,22 @@ def open_dataset(
     """classes: names; names with their numbers in masks, or colours; or a file of them; None: as found in masks.
 
     ignore: the number or colour of pixels that do not count; None: 255, where no class has it.
-    ending: of the stems of masks, as _mask; None: any usual one.  missing: what an image without mask is: "stop", "skip" it, or
-        "empty", of one folder per class: it has none of it.
+    ending: of the stems of masks, as _mask; None: any usual one.
+    missing: what to do with an image without mask: "stop", "skip" it or, of one folder per class, take it as "empty".
     group: of folders, a regular expression whose match in a name is the group; of a table, a column.
     property, outside: of polygons: which property has the class, and what pixels in none are, "background" or "ignore".
-    mask, image, split, fold, weight, root: of a table, as in manifest.py; several masks are one per class.
-    channels, dtype: of all images; None: those of the first one.
+    mask, image, split, fold, weight, root: of a table, as in manifest.py; several masks are one per class.  channels, dtype: of
+        all images; None: those of the first one.
     ValueError, which names the file: folders, partners, sizes, numbers or classes that do not fit.
     """
-    if missing not in ("stop", "skip", "empty"):
-        raise ValueError(f"data.options.missing is {missing!r}; it is stop, skip or empty")
-    source = _existing(config.path)
-    about = {"codings": Codings(classes, ignore, property, outside), "channels": channels, "dtype": dtype}
-    finish = partial(_dataset, config, source, **about)
+    source = _existing(config.path, missing)
+    kind, coding = {"channels": channels, "dtype": dtype}, Codings(classes, ignore, property, outside)
+    finish = partial(_dataset, config, source, codings=coding, **kind)
+    columns = {"image": image, "split": split, "fold": fold, "group": group, "weight": weight}
     if source.is_file():
-        columns = {"image": image, "split": split, "fold": fold, "group": group, "weight": weight}
         return _of_table(finish, source, columns, mask, root)
     if is_nnunet(source):
-        return _of_nnunet(config, source, group, channels=channels, dtype=dtype)
+        return _of_nnunet(config, source, group, **kind)
     return _of_folders(finish, source, ending, missing, group)
 
 
@@ -83,7 +81,10 @@ def _of_nnunet(config: DataConfig, folder: Path, group: str | None, **kind: Any)
     return dataset_of_records(records, config, source=str(folder), classes=names, labels=labels, **kind)
 
 
-def _existing(path: str | None) -> Path:
+def _existing(path: str | None, missing: str) -> Path:
+    """The folder or table.  ValueError: there is none, or `missing` is none of its values."""
+    if missing not in ("stop", "skip", "empty"):
+        raise ValueError(f"data.options.missing is {missing!r}; it is stop, skip or empty")
     if path is None:
         raise ValueError("data.name=masks reads a folder or a table and data.path is not set; add data.path=DIR")
     if not Path(path).exists():
@@ -199,8 +200,8 @@ def _layers_of(one: Pair) -> Layers:
 def _check_layers(codings: Codings) -> None:
     if codings != Codings(None, None, None, BACKGROUND):
         raise ValueError(
-            "data.options.classes, ignore, property and outside are for masks of several classes; here each class has masks of its "
-            "own, and the folders or columns are the classes; leave them out"
+            "data.options.classes, ignore, property and outside are for masks of several classes; here each class has masks of "
+            "its own, and the folders or columns are the classes; leave them out"
         )
 
 
