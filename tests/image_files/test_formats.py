@@ -11,22 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_examples import CASES, FORMATS, pixels_of
 
 from widefield.geometry import Interval
 from widefield.image_files import open_image
 from widefield.image_files.image_file import ImageFile, ImageFileError
-from widefield.naming import load, names_in
+from widefield.naming import load
 
-FORMATS = names_in("widefield.image_files.formats")
-CASES = [(name, *case) for name in FORMATS for case in load("widefield.image_files.formats", name).CASES]
 each_case = pytest.mark.parametrize(("name", "file", "shape", "dtype"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
-
-
-def pixels_of(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Smooth in space, so that lossy codecs stay close, and different in each channel and row."""
-    grid = np.meshgrid(*(np.arange(extent) for extent in shape), indexing="ij")
-    values = sum((3 + 4 * number) * part for number, part in enumerate(grid)) % 251
-    return values.astype(dtype)
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,13 @@ Every image is read once.
   widefield data stats recipes/page.yaml
   widefield data stats cells/
   widefield data stats table.csv
+  widefield data stats 'train-{0000..0146}.tar'
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("what", choices=["stats"], metavar="stats")
-    parser.add_argument("source", metavar="RECIPE|PATH", help="a recipe, or a folder or table of images")
+    parser.add_argument("source", metavar="RECIPE|PATH", help="a recipe, or a folder, a table or tars of images")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
 
 
@@ -52,13 +53,14 @@ def _config_of(source: str, overrides: list[str]) -> DataConfig:
     from widefield.section import parse_section
 
     path = Path(source)
-    if path.suffix.lower() in (".yaml", ".yml") or not path.exists():
+    if path.suffix.lower() in (".yaml", ".yml") or not path.exists() and not source.endswith(".tar"):
         return read_config(source, overrides, builds=("data",)).data
     some = [override.removeprefix("data.") for override in overrides]
     keys = {override.partition("=")[0] for override in some}
     if "name" not in keys:
         some.append(f"name={_format_of(path)}")
-    if not keys & {"hold_out", "fold"} and _is_undivided(path):
+    says_split = any(one.startswith("options") and "val:" in one.replace("options.val=", "val:") for one in some)
+    if not keys & {"hold_out", "fold"} and not says_split and _is_undivided(path):
         some.append("hold_out=0.1")
     return parse_section(DataConfig, f"path: '{source}'", some, name=source)
 
@@ -66,8 +68,11 @@ def _config_of(source: str, overrides: list[str]) -> DataConfig:
 def _format_of(path: Path) -> str:
     from widefield.data.mask_layouts import find_folders
     from widefield.data.nnunet import is_nnunet
+    from widefield.data.shards.patterns import has_tars
     from widefield.data.tables import read_table
 
+    if path.name.endswith(".tar") or path.is_dir() and has_tars(path):
+        return "webdataset"
     if path.is_file():
         return "masks" if "mask" in read_table(path).columns else "manifest"
     if is_nnunet(path):
@@ -82,8 +87,12 @@ def _format_of(path: Path) -> str:
 def _is_undivided(path: Path) -> bool:
     """Whether nothing in a folder or table says what is evaluated, so that something has to be held out."""
     from widefield.data.mask_layouts import TRAIN, VAL
+    from widefield.data.shards.patterns import has_tars, shards_of, sides_by_name
     from widefield.data.tables import read_table
 
+    if path.name.endswith(".tar") or path.is_dir() and has_tars(path):
+        root = path if path.is_dir() else path.parent
+        return sides_by_name(shards_of(str(path), Path(), option="data.path"), root) is None
     if path.is_file():
         return not {"split", "fold"} & set(read_table(path).columns)
     places = [path, *(entry for entry in path.iterdir() if entry.is_dir())]

@@ -1,4 +1,4 @@
-"""`widefield inspect`: what is in image files, and what a window of them costs."""
+"""`widefield inspect`: what is in image files, and what a window of them costs; what is in tars of samples."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ ORDER = 8
 SUMMARY = "print what is in image files, and what a window of them costs"
 HELP = """\
 Print what image files are before anything is done with them: format, size, pixels, levels, blocks,
-place in the world, and whether a window can be read without the rest.
+place in the world, and whether a window can be read without the rest.  Of a tar: its samples and members.
 
   widefield inspect scene.tif
   widefield inspect scans/*.nii.gz volume.zarr
   widefield inspect scene.tif --window 512
+  widefield inspect train-0000.tar
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="FILE", help="an image file, or a folder that is one, as image.zarr")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="an image file, or a folder that is one, as image.zarr; a tar")
     parser.add_argument(
         "--window", type=int, default=1024, metavar="PX", help="the side of the window whose cost is told (1024)"
     )
 
 
 def run(options: Namespace) -> int:
-    from widefield.image_files import open_image
     from widefield.image_files.image_file import ImageFileError
 
     if options.window < 1:
@@ -43,12 +43,29 @@ def run(options: Namespace) -> int:
         if number:
             print()
         try:
-            with open_image(Path(file)) as image:
-                print(printable("\n".join(lines_of(image, options.window))))
-        except ImageFileError as error:
+            print(printable("\n".join(_lines(Path(file), options.window))))
+        except (ImageFileError, _ShardError) as error:
             print(printable(f"{file}\n  cannot be read: {error}"))
             wrong += 1
     return 1 if wrong else 0
+
+
+class _ShardError(ValueError):
+    """A tar cannot be read."""
+
+
+def _lines(file: Path, side: int) -> list[str]:
+    from widefield.image_files import open_image
+
+    if file.suffix.lower() == ".tar":
+        from widefield.data.shards.inspection import about_shard
+
+        try:
+            return about_shard(file)
+        except ValueError as error:
+            raise _ShardError(str(error)) from None
+    with open_image(file) as image:
+        return lines_of(image, side)
 
 
 def lines_of(image: ImageFile, side: int) -> list[str]:

@@ -40,8 +40,12 @@ def read_image(
     program (PostScript).
     """
     with _named(path):
-        pixels = _read(Path(path), window, dims)
-        return torch.from_numpy(np.ascontiguousarray(_converted(_with_channels(pixels, channels), dtype, narrow=narrow)))
+        return image_of(_read(Path(path), window, dims), channels, dtype, narrow=narrow)
+
+
+def image_of(pixels: Pixels, channels: int | None, dtype: torch.dtype | None, *, narrow: bool = False) -> Tensor:
+    """Pixels with the channels and the dtype that are asked for, as of `read_image`.  ValueError: not without loss."""
+    return torch.from_numpy(np.ascontiguousarray(_converted(_with_channels(pixels, channels), dtype, narrow=narrow)))
 
 
 def shape_and_dtype_of(path: str | Path, *, dims: int = 2) -> tuple[tuple[int, ...], torch.dtype]:

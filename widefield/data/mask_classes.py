@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,22 @@ MOST_FOUND = 256
 """Numbers in masks above this are taken for numbers of objects, unless classes are given."""
 
 
-def coding_of(given: Any, ignore: Any, masks: Sequence[Path], *, folder: Path) -> tuple[Coding, str]:
+def coding_of(given: Any, ignore: Any, numbers: Callable[[], set[int]], *, folder: Path) -> tuple[Coding, str]:
     """Which stored number means which class, and where that is known from, in words.
 
     given: None, a list of names (0, 1, ...), a mapping of names to numbers or to [red, green, blue], or the path of a file.
     ignore: the number or colour of pixels that do not count; None: 255, where no class has it.
-    masks: those that are read where the numbers are not given, or 255 might be a class.
+    numbers: reads the masks for the numbers in them, where these are not given, or 255 might be a class; see `numbers_in`.
     ValueError: classes or ignore of another form, or numbers in masks that need classes.
     """
     if isinstance(given, str):
         given = _classes_in(folder / given if not Path(given).is_file() else Path(given))
     ignored = None if ignore is None else _number_of("ignore", ignore)
     if given is None:
-        return _found(masks, ignored)
+        return _found(numbers(), ignored)
     if isinstance(given, Sequence):
         names = [str(name) for name in given]
-        if len(names) == 2 and ignore is None and numbers_in(masks) <= {0, 255}:
+        if len(names) == 2 and ignore is None and numbers() <= {0, 255}:
             return _coding({names[0]: 0, names[1]: 255}, None, False), "0 and 255 in masks are the two classes"
         return _coding(dict(zip(names, range(len(names)), strict=True)), ignored, False), "numbers in the order of the names"
     if not isinstance(given, Mapping) or not given:
@@ -70,9 +70,9 @@ def numbers_in(masks: Sequence[Path]) -> set[int]:
     return found
 
 
-def _found(masks: Sequence[Path], ignored: int | None) -> tuple[Coding, str]:
+def _found(numbers: set[int], ignored: int | None) -> tuple[Coding, str]:
     """Classes by the numbers in the masks."""
-    numbers = numbers_in(masks) - {ignored}
+    numbers = numbers - {ignored}  # type: ignore[arg-type]
     if numbers <= {0, 255} and len(numbers) == 2 and ignored is None:
         return _coding({"background": 0, "foreground": 255}, None, False), "0 and 255 in masks are background and foreground"
     highest = max(numbers - {255} if ignored is None else numbers, default=0)

@@ -1,7 +1,8 @@
 """Which samples each rank reads at each step.
 
-The order of an epoch is a permutation that depends on (seed, epoch) only or, where samples have weights, as many samples drawn
-with replacement, which depend on the weights too.  Step k of an epoch takes positions [k B, k B + B), the last step the rest.
+The order of an epoch is a permutation that depends on (seed, epoch) only and, where neighbours are read together, on the blocks
+of these; or, where samples have weights, as many samples drawn with replacement, which depend on the weights too.  Step k of an
+epoch takes positions [k B, k B + B), the last step the rest.
 This interval is cut evenly over passes, and each pass over ranks.  So ranks and workers change only who reads what.  No sample
 is dropped or repeated: a rank's part may be shorter than others, or empty.  For an empty part the rank reads a dummy image, so
 that it can join the collectives; it is marked as no sample (`Batch.samples` is 0).
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,17 +65,41 @@ class Key:
         return seed_of(seed, purpose, self.epoch, self.index, *([self.repeat] if self.repeat else []))
 
 
-def order_of(seed: int, epoch: int, samples: int, weights: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class ShuffleBlocks:
+    """Shuffling by blocks of neighbours, for files that are read fastest in succession.
+
+    bounds: (blocks + 1,) int64, where each block of images begins, and where the last one ends.
+    mixed: of how many blocks images are mixed; more are nearer to a permutation of all.
+    """
+
+    bounds: np.ndarray[Any, Any]
+    mixed: int
+
+
+def order_of(seed: int, epoch: int, samples: int, weights: Tensor | None = None, blocks: ShuffleBlocks | None = None) -> Tensor:
     """The order of an epoch: entry p is the image at position p.
 
     A permutation; with `weights`, (samples,) float64, as many images drawn with replacement in proportion to them.
+    With `blocks`, the blocks are permuted, and then the images of so many blocks that follow each other, so that images of one
+    block are never far apart.
     """
     generator = torch.Generator().manual_seed(seed_of(seed, "order", epoch))
     if weights is None:
-        return torch.randperm(samples, generator=generator)
+        return torch.randperm(samples, generator=generator) if blocks is None else _permuted_by_blocks(blocks, generator)
     bounds = weights.numpy().cumsum()
     drawn = torch.rand(samples, dtype=torch.float64, generator=generator).numpy() * bounds[-1]
     return torch.from_numpy(np.searchsorted(bounds, drawn, side="right").clip(max=int(weights.nonzero().max())))
+
+
+def _permuted_by_blocks(blocks: ShuffleBlocks, generator: torch.Generator) -> Tensor:
+    order = torch.randperm(len(blocks.bounds) - 1, generator=generator).numpy()
+    parts = []
+    for first in range(0, len(order), blocks.mixed):
+        some = order[first : first + blocks.mixed]
+        images = np.concatenate([np.arange(blocks.bounds[block], blocks.bounds[block + 1]) for block in some])
+        parts.append(torch.from_numpy(images)[torch.randperm(len(images), generator=generator)])
+    return torch.cat(parts)
 
 
 def repeats_in(order: Tensor) -> Tensor:
@@ -111,7 +137,7 @@ def _parts(run: Interval, parts: int, multiple: int) -> list[Interval]:
 class TrainSampler(Sampler[list[Key]]):
     """Yields a list of keys per pass, from step `first` to before `last` of the run, so prefetching crosses epochs.
 
-    weights: of samples drawn with replacement, see `order_of`.
+    weights: of samples drawn with replacement, blocks: of samples that are near each other, see `order_of`.
     """
 
     def __init__(
@@ -126,8 +152,9 @@ class TrainSampler(Sampler[list[Key]]):
         passes: int,
         multiple: int,
         weights: Tensor | None = None,
+        blocks: ShuffleBlocks | None = None,
     ) -> None:
-        self.steps, self.seed, self.first, self.last, self.weights = steps, seed, first, last, weights
+        self.steps, self.seed, self.first, self.last, self.weights, self.blocks = steps, seed, first, last, weights, blocks
         self.share = {"rank": rank, "ranks": ranks, "passes": passes, "multiple": multiple}
 
     def __len__(self) -> int:
@@ -138,7 +165,7 @@ class TrainSampler(Sampler[list[Key]]):
         for step in range(self.first, self.last):
             if self.steps.epoch_of(step) != epoch:
                 epoch = self.steps.epoch_of(step)
-                order = order_of(self.seed, epoch, self.steps.samples, self.weights)
+                order = order_of(self.seed, epoch, self.steps.samples, self.weights, self.blocks)
                 repeats = torch.zeros_like(order) if self.weights is None else repeats_in(order)
             positions = self.steps.positions(step)
             wholes = _parts(positions, self.share["passes"], self.share["multiple"])

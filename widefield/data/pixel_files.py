@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ SUFFIXES = (*PLAIN, *(suffix for suffix in suffixes() if suffix not in PLAIN))
 _PROGRAMS = ("EPS", "IPTC")
 """Formats that may hold PostScript, which is a program."""
 _DTYPES = ("uint8", "uint16", "int16", "float16", "float32", "float64")
+_IN_MEMORY, _FORMATS_IN_MEMORY = (".jpg", ".jpeg", ".png", ".webp", ".bmp"), ("JPEG", "MPO", "PNG", "WEBP", "BMP")
+"""Suffixes, and Pillow's formats, that are decoded from bytes in memory."""
 _BITS, _SAMPLE_FORMAT, _SAMPLES = 258, 339, 277
 """Tags of TIFF 6.0: BitsPerSample, SampleFormat (2 is signed) and SamplesPerPixel."""
 _ORIENTATION = 0x0112
@@ -53,7 +56,7 @@ def read_pixels(path: Path, window: tuple[Interval, ...] | None = None, dims: in
     if image_file is not None:
         return Pixels(_sound(read_box(image_file, window)), image_file.info.colours)
     if path.suffix.lower() == ".npy":
-        mapped = _mapped(path, dims)
+        mapped = _channels_first(_mapped(path), dims)
         return Pixels(_sound(mapped if window is None else mapped[:, *slices(window)]))
     rows, columns = (slice(None),) * 2 if window is None else slices(window)
     with Image.open(path) as image:
@@ -68,13 +71,31 @@ def read_pixels(path: Path, window: tuple[Interval, ...] | None = None, dims: in
     return Pixels(whole.array[:, rows, columns], whole.colours)
 
 
+def pixels_in(content: bytes, suffix: str) -> Pixels | None:
+    """The pixels of a file whose bytes these are, as `read_pixels` gives them of the file.  Raises as that does.
+
+    None: it is of a format that is read from a disk alone.  suffix: of the file's name, in small letters.
+    """
+    if suffix == ".npy":
+        return Pixels(_sound(_channels_first(np.lib.format.read_array(BytesIO(content), allow_pickle=False), 2)))
+    if suffix not in _IN_MEMORY:
+        return None
+    with Image.open(BytesIO(content)) as image:
+        if image.format not in _FORMATS_IN_MEMORY:
+            return None
+        bits = bits_of(image, content)
+        if bits > 8 and image.mode not in ("I", "F") and not image.mode.startswith("I;"):
+            raise ValueError(_too_wide(image, bits))
+        return pixels_of(image, ImageOps.exif_transpose(image))
+
+
 def shape_of(path: Path, dims: int = 2) -> tuple[int, ...]:
     """(C, H, W) of the file, from its header, or (C, D, H, W) of a volume; a palette counts as RGB.  dims: of a .npy file."""
     image_file = windowed(path)
     if image_file is not None:
         return (image_file.info.channels, *size_of(image_file))
     if path.suffix.lower() == ".npy":
-        return _mapped(path, dims).shape
+        return _channels_first(_mapped(path), dims).shape
     try:
         opened = Image.open(path)
     except UnidentifiedImageError as error:
@@ -90,9 +111,13 @@ def shape_of(path: Path, dims: int = 2) -> tuple[int, ...]:
         return len(_mode_of(image)), height, width
 
 
-def _mapped(path: Path, dims: int) -> Array:
-    """A .npy file as (C, *pixels), not read yet.  ValueError: another number of dims, or it is not known which are channels."""
-    array = np.lib.format.open_memmap(path, mode="r")  # unlike np.load it never unpickles
+def _mapped(path: Path) -> Array:
+    """What is in a .npy file, not read yet."""
+    return np.lib.format.open_memmap(path, mode="r")  # unlike np.load it never unpickles
+
+
+def _channels_first(array: Array, dims: int) -> Array:
+    """(C, *pixels) of what a .npy file has.  ValueError: another number of dims, or it is not known which are channels."""
     if dims == 3:
         if array.ndim not in (3, 4) or not array.size:
             raise ValueError(f"an array of shape {array.shape} is no volume; save (D, H, W) or (C, D, H, W)")
@@ -130,11 +155,10 @@ def fitting(array: Array) -> Array:
     )
 
 
-def bits_of(image: Image.Image, path: Path) -> int:
-    """Bits per channel in the file, which Pillow's mode does not say of colour images."""
+def bits_of(image: Image.Image, file: Path | bytes) -> int:
+    """Bits per channel in the file, which Pillow's mode does not say of colour images.  file: or what is in it."""
     if image.format == "PNG":
-        with path.open("rb") as file:  # width, height, then the depth: RFC 2083, 4.1.1
-            header = file.read(25)
+        header = file[:25] if isinstance(file, bytes) else _start_of(file, 25)
         return header[24] if len(header) > 24 else 8
     bits = getattr(image, "tag_v2", {}).get(_BITS, 8)
     return max(bits) if isinstance(bits, tuple) else int(bits)
@@ -175,10 +199,12 @@ def _by_tifffile(path: Path, image: Image.Image) -> Array:
     """(C, H, W) of a TIFF with more than 8 bits per colour.  ValueError: another format, or tifffile is not installed."""
     bits = bits_of(image, path)
     if image.format != "TIFF":
-        raise ValueError(
-            f"it is {image.mode} with {bits} bits per channel, of which Pillow reads 8; save it as TIFF or .npy, or with 8 bits"
-        )
+        raise ValueError(_too_wide(image, bits))
     return tiff_array(path, f"it has {bits} bits per channel in {image.mode}, of which Pillow reads 8")
+
+
+def _too_wide(image: Image.Image, bits: int) -> str:
+    return f"it is {image.mode} with {bits} bits per channel, of which Pillow reads 8; save it as TIFF or .npy, or with 8 bits"
 
 
 def tiff_array(path: Path, why: str) -> Array:
@@ -217,6 +243,6 @@ def is_tiff(path: Path) -> bool:
     return path.suffix.lower() in (".tif", ".tiff") and _start_of(path) in (b"II", b"MM")
 
 
-def _start_of(path: Path) -> bytes:
+def _start_of(path: Path, count: int = 2) -> bytes:
     with path.open("rb") as file:
-        return file.read(2)
+        return file.read(count)

@@ -160,7 +160,7 @@ def dataset_of_records(
     one, other = (_images(part, kind) for part in parts)
     about = {"labels": labels, "dtype": kind.dtype, "dims": kind.dims}
     found = Dataset(one, other, classes, kind.channels, mean, std, in_memory=False, **about)
-    return replace(found, about=_described(found, source, more))
+    return replace(found, about=described(found, source, more))
 
 
 def _images(records: Sequence[FileRecord], kind: PixelKind) -> Images:
@@ -181,18 +181,28 @@ def kind_of_files(files: Sequence[Path], channels: int | None, dtype: str | None
 
     ValueError: the options.  BadImageError: the first image cannot be read.
     """
+    check_kind(channels, dtype)
+    shape, found = shape_and_dtype_of(files[0])
+    if len(files) > 1 and channels not in (None, len(files)):
+        raise ValueError(f"data.options.channels is {channels} and images have {len(files)} files, one for each channel")
+    return kind_of_first(shape if len(files) == 1 else (len(files), *shape[1:]), found, channels, dtype)
+
+
+def kind_of_first(shape: Sequence[int], found: torch.dtype, channels: int | None, dtype: str | None) -> PixelKind:
+    """The same, of the (C, *pixels) and the dtype of the first image."""
+    own = shape[0] if channels is None else channels
+    return PixelKind(own, found if dtype is None else getattr(torch, dtype), narrow=dtype == "uint8", dims=len(shape) - 1)
+
+
+def check_kind(channels: int | None, dtype: str | None) -> None:
+    """ValueError: options that no image can be read as."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"data.options.dtype is {dtype!r}; it is one of {', '.join(DTYPES)}, or left out")
     if channels is not None and (type(channels) is not int or channels < 1):
         raise ValueError(f"data.options.channels is {channels!r}; give a number of channels, as 1 for grey or 3 for RGB")
-    shape, found = shape_and_dtype_of(files[0])
-    if len(files) > 1 and channels not in (None, len(files)):
-        raise ValueError(f"data.options.channels is {channels} and images have {len(files)} files, one for each channel")
-    own = len(files) if len(files) > 1 else shape[0] if channels is None else channels
-    return PixelKind(own, found if dtype is None else getattr(torch, dtype), narrow=dtype == "uint8", dims=len(shape) - 1)
 
 
-def _described(dataset: Dataset, source: str, more: Sequence[str]) -> str:
+def described(dataset: Dataset, source: str, more: Sequence[str]) -> str:
     """As `cells/: 40 images to train on, 10 to evaluate, uint16, 1 channel, 3 classes`."""
     kind = str(dataset.dtype).removeprefix("torch.")
     parts = [

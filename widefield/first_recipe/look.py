@@ -15,6 +15,7 @@ from widefield.config import DataConfig
 from widefield.data import Dataset, open_dataset
 from widefield.data.counts import label_counts
 from widefield.data.image import SUFFIXES
+from widefield.data.shards.patterns import has_tars
 
 LOOKED_AT = 64
 """How many images are read, evenly over the training split."""
@@ -66,9 +67,11 @@ def look_at(folder: Path) -> Look:
 
 
 def format_of(folder: Path) -> tuple[str, Path]:
-    """(the format, what it reads) of a folder.  ValueError: neither class folders, nor masks, nor a table."""
+    """(the format, what it reads) of a folder.  ValueError: neither class folders, nor masks, a table or tars."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; name a folder of images")
+    if has_tars(folder):
+        return "webdataset", folder
     places = (folder, folder / "train")
     if any((place / images).is_dir() and (place / masks).is_dir() for place in places for images, masks in PAIRS):
         return "masks", folder
@@ -81,8 +84,8 @@ def format_of(folder: Path) -> tuple[str, Path]:
     held = sorted(place.name + "/" * place.is_dir() for place in folder.iterdir())
     raise ValueError(
         f"{folder} has {', '.join(held[:5]) or 'nothing'}{' and more' if len(held) > 5 else ''}, and a folder to train on has "
-        f"class folders (CLASS/image.jpg, also in train/ and val/), images/ and masks/, or one table ({' or '.join(TABLES)}) "
-        "of images and their labels; sort the images into one of these"
+        f"class folders (CLASS/image.jpg, also in train/ and val/), images/ and masks/, one table ({' or '.join(TABLES)}) "
+        "of images and their labels, or tars of samples; sort the images into one of these"
     )
 
 

@@ -36,6 +36,14 @@ def opened_image(path: Path) -> ImageFile:
     return image
 
 
+def forget(path: Path) -> None:
+    """Close what is kept of a file, as before it is deleted."""
+    with _lock:
+        left = [_open.pop(key) for key in [key for key in _open if key[0] == str(path)]]
+    for old in left:
+        old.close()
+
+
 def _after_fork() -> None:
     """A lock that another thread held when the process was forked would be held for ever."""
     global _lock

@@ -282,6 +282,7 @@ def training_batches(parts: Parts, *, first: int, last: int, dummy_batch: Batch 
         passes=config.gradient.accumulate,
         multiple=2 if mixing else 1,  # mixup and cutmix mix pairs, which stay on one rank
         weights=sample_weights_of(config, parts.dataset, mesh, labels=labels_of(parts.task)),
+        blocks=getattr(parts.dataset.train, "blocks", None),
     )
     reader = parts.reader(train=True)
     return parts.agreed(reader, sampler, dummy_batch=dummy_batch or dummy_batch_of(reader, mesh))

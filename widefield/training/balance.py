@@ -127,7 +127,7 @@ def sample_weights_of(config: RunConfig, dataset: Dataset, mesh: Mesh, *, labels
 
 
 def check_sampling(config: RunConfig, dataset: Dataset, *, labels: str) -> None:
-    """ValueError: the data has no weights, or they are no numbers of 0 or more, or samples have no classes to balance."""
+    """ValueError: no weights, or no numbers of 0 or more; data that is read by blocks; samples have no classes to balance."""
     if config.data.sampling == "weights":
         if getattr(dataset.train, "weight_of", None) is None:
             raise ValueError(
@@ -135,6 +135,11 @@ def check_sampling(config: RunConfig, dataset: Dataset, *, labels: str) -> None:
                 "column of weights, or data.sampling=balanced"
             )
         _weights_of_samples(dataset)
+    if config.data.sampling is not None and getattr(dataset.train, "blocks", None) is not None:
+        raise ValueError(
+            f"data.sampling={config.data.sampling} draws samples from everywhere, and data.options.shuffle keeps neighbours "
+            "together; leave one of them out"
+        )
     if config.data.sampling == "balanced" and labels not in ("class", "classes"):
         cure = "or crops that are drawn by class" if labels in ("pixels", "layers") else "or data.sampling=weights"
         raise ValueError(

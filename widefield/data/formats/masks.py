@@ -20,7 +20,7 @@ from typing import Any
 from widefield.config import DataConfig
 from widefield.data import Dataset, Labels
 from widefield.data.image import size_of
-from widefield.data.mask_classes import coding_of
+from widefield.data.mask_classes import coding_of, numbers_in
 from widefield.data.mask_layouts import Folders, Pair, classes_of_folders, find_folders, pair, pair_layers
 from widefield.data.masks import LOSSY, Coding, Layers, Mask, mask_size
 from widefield.data.nnunet import is_nnunet, nnunet_pairs, sides_of_cases
@@ -131,7 +131,7 @@ class Codings:
             return list(polygons.names), why, partial(_polygons_of, polygons)
         if self.key is not None or self.outside != BACKGROUND:
             raise ValueError("data.options.property and outside are for masks that are polygons, as .geojson; leave them out")
-        coding, why = coding_of(self.classes, self.ignore, files, folder=folder)
+        coding, why = coding_of(self.classes, self.ignore, partial(numbers_in, files), folder=folder)
         return list(coding.names), why, partial(_mask_of, coding)
 
     def _check_polygons(self, files: Sequence[Path], vectors: Sequence[bool]) -> None:
