@@ -1,24 +1,30 @@
 """NumPy's .npy: (H, W), (D, H, W), (C, H, W), (H, W, C) or (C, D, H, W), of numbers or bools; mapped, not read.
 
-Which dims are channels: `dims_by_extents`.
+Which dims are channels: `dims_by_extents`.  Pages of the map count as this process's memory as long as they stay, and around a
+window they are whole rows of the image; so a window is copied a few megabytes at a time, and the pages are let go after each.
 """
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from widefield.geometry.box import Box
+from widefield.geometry.box import Box, size_of, slices
+from widefield.geometry.interval import Interval
 from widefield.image_files.image_file import Array, ImageFile
 from widefield.image_files.info import ImageInfo, one_level
-from widefield.image_files.stored_array import check_numbers, dims_by_extents
+from widefield.image_files.stored_array import ArrayDims, check_numbers, dims_by_extents
 
 NAME = "NumPy"
 SUFFIXES = (".npy",)
 EXTRA = ""
 PRIORITY = 0
 MAGIC = b"\x93NUMPY"
+PIECE_BYTES = 4 << 20
+"""Of the map, at once."""
 
 
 def claims(path: Path, start: bytes) -> bool:
@@ -48,7 +54,29 @@ class NumpyFile(ImageFile):
         """The map goes with the last array that refers to it."""
 
     def read_box(self, handle: Array, box: Box, level: int) -> Array:
-        return dims_by_extents(handle.shape).read(handle, box)
+        dims, starts = dims_by_extents(handle.shape), [interval.start for interval in box]
+        pixels = np.empty((dims.channels(handle.shape), *size_of(box)), dtype=handle.dtype)
+        for piece in _pieces(handle, dims, box):
+            place = tuple(Interval(one.start - start, one.stop - start) for one, start in zip(piece, starts, strict=True))
+            pixels[:, *slices(place)] = dims.read(handle, piece)
+            if isinstance(handle.base, mmap.mmap):
+                handle.base.madvise(mmap.MADV_DONTNEED)
+        return pixels
+
+
+def _pieces(array: Array, dims: ArrayDims, box: Box) -> Iterator[Box]:
+    """A box cut along its slowest dim, so that what lies between the first and the last byte of a piece is PIECE_BYTES at most.
+
+    One step along that dim is never cut, and of channels that come first each has its own bytes.
+    """
+    slowest = max(range(len(box)), key=lambda axis: array.strides[dims.space[axis]])
+    step_bytes = array.strides[dims.space[slowest]]
+    if dims.channel is not None and array.strides[dims.channel] > step_bytes:
+        step_bytes *= array.shape[dims.channel]
+    step, whole = max(1, PIECE_BYTES // step_bytes), box[slowest]
+    for start in range(whole.start, whole.stop, step):
+        part = Interval(start, min(whole.stop, start + step))
+        yield (*box[:slowest], part, *box[slowest + 1 :])
 
 
 def _mapped(path: Path) -> Array:
