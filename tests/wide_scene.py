@@ -9,12 +9,15 @@ import numpy as np
 from widefield.comm.mesh import World
 from widefield.image_files import open_image
 from widefield.prediction import wide
+from widefield.prediction.raw_labels import RawLabels
 from widefield.prediction.session import Predicted, Wishes, predict_files
 
 PAGE = [
     "mesh.space=[]", "data.options.size=[48,40]", "data.options.pages=[6,5]", "model.options.widths=[4,6]", "mesh.replicate=1",
     "schedule.length=2step", "schedule.warmup=1step", "log.tensorboard=false", "precision=float64",
 ]  # fmt: skip
+PLACE = (0.3, 0.05, 500_000.1, 0.02, -0.3, 4_600_000.7)
+"""Of GeoTIFFs: from column, row and 1 to x and y in EPSG:32632."""
 
 
 def patched(monkeypatch) -> None:
@@ -26,6 +29,43 @@ def patched(monkeypatch) -> None:
 def predicted(run: Path, scene: Path, output: Path, *overrides: str, **wishes) -> Predicted:
     drawn = str(run / "drawn.safetensors")
     return predict_files(run, [scene], list(overrides), World(), output=output, wishes=Wishes(**wishes), weights=drawn)
+
+
+def as_geotiff(pixels: np.ndarray, path: Path, **options) -> Path:
+    """pixels: (C, H, W)."""
+    import rasterio
+
+    about = {"count": len(pixels), "height": pixels.shape[1], "width": pixels.shape[2], "dtype": pixels.dtype.name}
+    kind = {"driver": "GTiff", "tiled": True, "blockxsize": 64, "blockysize": 64, "compress": "deflate"}
+    with rasterio.open(path, "w", crs="EPSG:32632", transform=rasterio.Affine(*PLACE), **about, **kind, **options) as file:
+        file.write(pixels)
+    return path
+
+
+class Stopped(Exception):
+    """Of a test."""
+
+
+def stop_after(monkeypatch, count: int) -> list[int]:
+    """From now on the window behind the next `count` cannot be written; returns how many were."""
+    write, written = RawLabels.write, [0]
+
+    def counted(self, window, labels):
+        if written[0] == count:
+            raise Stopped
+        written[0] += 1
+        write(self, window, labels)
+
+    monkeypatch.setattr(RawLabels, "write", counted)
+    return written
+
+
+def reason(run: Path, scene: Path, output: Path, *overrides: str, **wishes) -> str:
+    """Why the image was left out; nothing of it is there."""
+    found = predicted(run, scene, output, *overrides, **wishes)
+    (left,) = found.lefts
+    assert not found.answers and left.path == str(scene) and not list(output.glob("scene*"))
+    return left.reason
 
 
 def labels_in(found: Predicted) -> np.ndarray:

@@ -120,6 +120,7 @@ def predict(
     flips: bool = False,
     probabilities: Probabilities | None = None,
     overlays: bool = False,
+    outlines: bool = False,
     overwrite: bool = False,
     model: nn.Module | None = None,
     task: str | Task | None = None,
@@ -133,7 +134,7 @@ def predict(
     output: a folder, into which the answers for paths are written as the command does, and then paths may be folders, patterns
         or lists too.  None: no file is written, and an Answer has the labels of pixels itself.
     top: how many classes to return.  batch_size: images of one size per pass.  flips: the mean over mirror images.
-    probabilities: those of every pixel, in the Answers, or in files, `npy` or `png`.  overlays, overwrite: as the command does.
+    probabilities: of pixels, in the Answers, or files, `npy` or `png`.  overlays, outlines, overwrite: as the command does.
     model, task: as passed to `train`.  weights: best, last, a checkpoint's step, or a .safetensors file; None: the best, where
         the run has them.  trust: as for `evaluate`.
     ValueError: an image cannot be read, or is of another kind than the run's; with `output`, after the others are written.
@@ -141,9 +142,9 @@ def predict(
     folder = existing_folder(run)
     is_single = isinstance(images, str | Path | Image.Image) or (isinstance(images, Tensor) and images.ndim == _ndim(folder))
     things = [images] if is_single else list(images)
-    wishes = Wishes(top, batch_size, flips, probabilities, overlays, overwrite)
-    chosen: dict[str, Any] = {"weights": None if weights is None else str(weights), "trust": trust}
-    chosen |= {"given": _given(model, None, task, None)}
+    wishes = Wishes(top, batch_size, flips, probabilities, overlays, overwrite, outlines)
+    file = None if weights is None else str(weights)
+    chosen: dict[str, Any] = {"weights": file, "trust": trust, "given": _given(model, None, task, None)}
     keys = _keys((), model, None, task)
     if output is None:
         parts, _ = single_rank(folder, chosen.pop("weights"), keys, streams=True, **chosen)

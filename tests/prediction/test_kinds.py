@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import widefield as wf
 from widefield.data.image import write_image
+from widefield.prediction.wishes import Wishes
 
 SHORT = ["schedule.length=2step", "schedule.warmup=0step", "data.batch_size=4", "log.tensorboard=false", "mesh.replicate=1",
          "data.mean=[0.5]", "data.std=[0.25]"]  # fmt: skip
@@ -89,3 +91,8 @@ def test_every_kind_of_labels_is_answered_and_filed(kind, tmp_path):
     for number, name in enumerate(("first", "second_one", "third")):
         with Image.open(tmp_path / f"out/0.{name}.png") as layer:
             assert np.array_equal(np.asarray(layer), (likely[0, number] > 0.5).numpy())
+    with pytest.raises(ValueError, match="--outlines writes where each class is, and in this run a pixel may have several"):
+        wf.predict(run, files, output=tmp_path / "outlines", outlines=True, **options)
+    with pytest.raises(ValueError, match="--sliding is for images in which each pixel has one class"):
+        dataset = SimpleNamespace(pixels=True, dims=2, classes=Scans.classes)
+        Wishes(sliding=(4,)).check(SimpleNamespace(dataset=dataset, task=SimpleNamespace(labels="layers")))

@@ -198,6 +198,11 @@ def test_files_that_are_no_volumes_are_left_out_in_words(run, tmp_path):
     assert "is of shape (1, 9, 9) and this run was trained on volumes" in told["photo.png"]
 
 
+def test_outlines_of_volumes_are_refused_in_words(run, files, tmp_path):
+    with pytest.raises(ValueError, match="--outlines writes polygons, which are flat, and this run was trained on volumes"):
+        predict_files(run, [files], [], World(), output=tmp_path / "out", wishes=Wishes(outlines=True))
+
+
 @pytest.mark.parametrize("wishes", [Wishes(overlays=True), Wishes(probabilities="png")])
 def test_pictures_of_volumes_are_refused_in_words(wishes, run, files, tmp_path):
     with pytest.raises(ValueError, match="writes pictures, and this run was trained on volumes; leave it out, or take --prob"):

@@ -6,22 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from wide_scene import labels_in, predicted
+from wide_scene import as_geotiff, labels_in, predicted
 
 from widefield.image_files import open_image
 
 pytestmark = pytest.mark.usefixtures("always_wide")
 rasterio = pytest.importorskip("rasterio")
-PLACE = rasterio.Affine(0.3, 0.05, 500_000.1, 0.02, -0.3, 4_600_000.7)
-
-
-def as_geotiff(pixels: np.ndarray, path: Path, **options) -> Path:
-    """pixels: (C, H, W)."""
-    about = {"count": len(pixels), "height": pixels.shape[1], "width": pixels.shape[2], "dtype": pixels.dtype.name}
-    kind = {"driver": "GTiff", "tiled": True, "blockxsize": 64, "blockysize": 64, "compress": "deflate"}
-    with rasterio.open(path, "w", crs="EPSG:32632", transform=PLACE, **about, **kind, **options) as file:
-        file.write(pixels)
-    return path
 
 
 def test_labels_lie_where_the_scene_lies(run, scene, whole, tmp_path):

@@ -12,7 +12,7 @@ from wide_scene import labels_in, patched
 from widefield.comm.mesh import World
 from widefield.config import parse_config
 from widefield.data import open_dataset
-from widefield.prediction.session import Predicted, predict_files
+from widefield.prediction.session import Predicted, Wishes, predict_files
 from widefield.run import train
 
 nibabel = pytest.importorskip("nibabel")
@@ -83,3 +83,24 @@ def test_a_volume_is_not_predicted_by_a_run_of_images(run, pixels, tmp_path):
     path = nifti_of(pixels, tmp_path / "scan.nii")
     found = predict_files(run, [path], [], World(), output=tmp_path / "out")
     assert not found.answers and "scan.nii" in found.lefts[0].reason
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_probabilities_of_a_volume_are_those_of_the_whole_and_lie_on_it(volume_run, pixels, tmp_path, suffix):
+    path = nifti_of(pixels, tmp_path / f"scan{suffix}")
+    np.save(tmp_path / "whole.npy", pixels[None])
+    wishes = Wishes(flips=True, probabilities="npy")
+    predict_files(volume_run, [tmp_path / "whole.npy"], [], World(), output=tmp_path / "whole", wishes=wishes)
+    for found in on_ranks(2, _wished_on_ranks, volume_run, path, tmp_path / "out", wishes):
+        assert not found.lefts
+    likely = nibabel.load(tmp_path / "out" / "probabilities" / "scan.nii")
+    expected = np.load(tmp_path / "whole" / "probabilities" / "whole.npy")
+    assert likely.get_data_dtype() == np.float32 and np.array_equal(likely.affine, nibabel.load(path).affine)
+    found = np.asarray(likely.dataobj).T
+    np.testing.assert_allclose(found, expected.astype(np.float32), rtol=0, atol=2**-12)  # the whole's are float16
+
+
+def _wished_on_ranks(mesh, run: Path, volume: Path, output: Path, wishes: Wishes) -> Predicted:
+    with pytest.MonkeyPatch.context() as patch:
+        patched(patch)
+        return predict_files(run, [volume], ["mesh.space=[1,2,1]"], mesh.world, output=output, wishes=wishes)

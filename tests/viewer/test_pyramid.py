@@ -76,6 +76,30 @@ def test_probabilities_are_means_for_each_class(tmp_path):
             assert np.array_equal(level(page, f"probability-{one}", number, (600, 530)), wanted)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+def test_probabilities_in_a_file_of_bands_are_shown_as_an_array_is(tmp_path, dtype):
+    rasterio = pytest.importorskip("rasterio")
+    from widefield.viewer import Viewer, open_scene
+
+    likely = RNG.random((3, 60, 53)).astype(np.float32)
+    likely[:, :5, :7] = np.nan
+    stored = likely if dtype == "float32" else np.where(np.isnan(likely), 65535, np.rint(likely * 65534)).astype(dtype)
+    place = rasterio.Affine(10, 0, 5e5, 0, -10, 4e6)
+    about = {"driver": "GTiff", "count": 3, "height": 60, "width": 53, "crs": "EPSG:32632", "transform": place}
+    with rasterio.open(tmp_path / "likely.tif", "w", dtype=dtype, **about) as file:
+        file.write(stored)
+    np.save(tmp_path / "image.npy", IMAGE[:, :60, :53])
+    scene = open_scene("scene", tmp_path / "image.npy", {}, tmp_path / "likely.tif")
+    Viewer([scene], shown()).write(tmp_path / "page")
+    for one in range(3):
+        wanted = np.floor(255 * np.nan_to_num(likely[one]).astype(np.float64) + 0.5)
+        found = level(tmp_path / "page", f"probability-{one}", 0, (60, 53)).astype(int)
+        assert np.abs(found - wanted).max() <= (0 if dtype == "float32" else 1), "steps of 1 / 65,534 round otherwise"
+    np.save(tmp_path / "small.npy", IMAGE[:, :50, :53])
+    with pytest.raises(ValueError, match="likely.tif has 1 x 60 x 53 pixels"):
+        open_scene("scene", tmp_path / "small.npy", {}, tmp_path / "likely.tif")
+
+
 def test_pixels_without_data_are_transparent_and_left_out_of_means(tmp_path):
     image = RNG.random((1, 1100, 600)).astype(np.float32)
     image[:, :513, :513] = np.nan

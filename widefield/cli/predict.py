@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from widefield.cli._arguments import add_weights, count, given_text
+from widefield.cli._arguments import add_weights, count, given_text, sizes
 from widefield.cli._ranks import world_of
 from widefield.config import RunConfig, read_config
 from widefield.config.recipe import PREDICTED, on_mesh_of, refuse_unused
@@ -33,7 +33,8 @@ Ask a run's model about image files: files, folders with all that is below them,
   widefield predict runs/0001 scans/ --output answers mesh.shard=2           two ranks share images and weights
 
 With --output, answers are in predictions.csv and predictions.json there, and where every pixel has a
-class there is a label image per image, with a palette; --overlays and --probabilities write more.
+class there is a label image per image, with a palette; --overlays, --probabilities and --outlines write
+more.  Large images, and those with a place in the world, are read and written by window.
 Without it, classes are printed, and label images go to the folder predictions of the run.
 
 The same command goes on where it was stopped.  A file that cannot be read is left out and named at the
@@ -50,9 +51,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=count, default=1, metavar="N", help="images of one size per pass (1)")
     flips = "answer with the mean over mirror images: left and right; of labels of pixels also up and down"
     parser.add_argument("--flips", action="store_true", help=flips)
-    likely = "write the classes' probabilities of every pixel, as .npy of float16 or as .png of 16 bits"
+    likely = "write the classes' probabilities of every pixel, as .npy of float16 or as .png of 16 bits; of images by window in"
+    likely += " their format, as float32 or 16 bits"
     parser.add_argument("--probabilities", nargs="?", const="npy", choices=("npy", "png"), help=likely)
     parser.add_argument("--overlays", action="store_true", help="write each image with the classes' colours over it")
+    parser.add_argument("--outlines", action="store_true", help="write the outlines of the labels as GeoJSON")
+    sliding = "blend overlapping windows of so many pixels, as 512 or 64x128x128, for networks trained on patches"
+    parser.add_argument("--sliding", type=sizes, metavar="SIZE", help=sliding)
+    overlap = "the share of a window of --sliding that the next one covers too (0.5)"
+    parser.add_argument("--overlap", type=float, default=0.5, metavar="SHARE", help=overlap)
+    compare = "with --sliding: say at how many pixels labels are others than the whole image's"
+    parser.add_argument("--compare", action="store_true", help=compare)
     parser.add_argument("--overwrite", action="store_true", help="replace the answers of an earlier command in DIR")
     add_weights(parser, default="best, where the run has them,")
 
@@ -73,8 +82,9 @@ def run(options: Namespace) -> int:
         return started
     from widefield.prediction.session import Wishes, predict_files
 
-    names = ("top", "batch_size", "flips", "probabilities", "overlays", "overwrite")
-    wishes = Wishes(**{name: getattr(options, name) for name in names})
+    names = ("top", "batch_size", "flips", "probabilities", "overlays", "overwrite", "outlines", "overlap", "compare")
+    sliding = tuple(options.sliding) if options.sliding else None
+    wishes = Wishes(**{name: getattr(options, name) for name in names}, sliding=sliding)
     output, chosen = Path(options.output) if options.output else None, {"weights": options.weights, "trust": options.trust}
     found = predict_files(Path(options.run), words, keys, world, output=output, wishes=wishes, **chosen)
     if world.rank == 0:
@@ -91,7 +101,11 @@ def _is_key(word: str) -> bool:
 def _as_a_rank(options: Namespace, words: list[str], keys: list[str]) -> list[str]:
     """The arguments of the command that every rank runs."""
     arguments = ["predict", options.run, *words, *keys, "--top", str(options.top), "--batch-size", str(options.batch_size)]
-    arguments += [f"--{name}" for name in ("flips", "overlays", "overwrite", "trust") if getattr(options, name)]
+    arguments += [
+        f"--{name}" for name in ("flips", "overlays", "outlines", "compare", "overwrite", "trust") if getattr(options, name)
+    ]
+    if options.sliding:
+        arguments += ["--sliding", "x".join(map(str, options.sliding)), f"--overlap={options.overlap}"]
     for name in ("output", "weights", "probabilities"):
         arguments += [f"--{name}={getattr(options, name)}"] if getattr(options, name) else []
     return arguments
@@ -125,8 +139,9 @@ def _line(answer: Answer) -> str:
             f"{name} {value:.6g}" for name, value in zip(answer.classes, answer.values, strict=True)
         )
     shares = (f"{name} {100 * share:.1f} %" for name, share in zip(answer.classes, answer.probabilities, strict=True))
+    apart = "" if answer.apart is None else f"  {100 * answer.apart['share']:.3f} % are others than the whole image's"
     written = "" if answer.labels is None else f"  -> {answer.labels}"
-    return f"{answer.path}  {'  '.join(shares)}{written}"
+    return f"{answer.path}  {'  '.join(shares)}{apart}{written}"
 
 
 CASES: list[tuple[list[str], dict[str, Any] | str]] = [
@@ -134,6 +149,10 @@ CASES: list[tuple[list[str], dict[str, Any] | str]] = [
     (["runs/a", "cat.jpg", "--top", "5", "--trust"], {"top": 5, "trust": True}),
     (["runs/a", "photos", "--output", "answers", "mesh.replicate=2"], {"output": "answers", "overrides": ["mesh.replicate=2"]}),
     (["runs/a", "photos", "--probabilities", "--overlays"], {"probabilities": "npy", "overlays": True, "batch_size": 1}),
+    (
+        ["runs/a", "scan.nii", "--sliding", "64x128x128", "--compare"],
+        {"sliding": [64, 128, 128], "overlap": 0.5, "compare": True},
+    ),
     (["runs/a", "cat.jpg", "--top", "0"], "'0' is no count; write a whole number, 1 or more"),
     (["runs/a"], "the following arguments are required: INPUT"),
     (["runs/a", "cat.jpg", "--largest", "seed=3"], "not understood: --largest seed=3"),

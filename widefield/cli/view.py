@@ -35,7 +35,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("files", nargs="+", metavar="FILE", help="images, or folders of them; or one folder of predictions, or their run's")
     labels = "truth or prediction: a file of class numbers, or a folder with a file for each image"
     add("--labels", action="append", default=[], type=_named, metavar="NAME=PATH", help=labels)
-    add("--probabilities", type=given_text, metavar="FILE", help="a .npy file of (classes, height, width)")
+    add(
+        "--probabilities",
+        type=given_text,
+        metavar="FILE",
+        help="a .npy file of (classes, height, width), or bands as predict writes",
+    )
     add("--output", type=given_text, metavar="DIR", help="folder for the page (viewer, in that of the predictions)")
     add("--classes", type=_names, default=[], metavar="NAMES", help="names of the classes 0, 1, ...: road,field,water")
     add("--ignore", type=_whole, metavar="NUMBERS", help="numbers of labels that are no class (255)")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from widefield.data import masks
 from widefield.data.pixel_files import SUFFIXES
+from widefield.data.vector_masks import SUFFIX as VECTORS
+from widefield.data.vector_masks import UNREAD
 from widefield.data.windowed_files import name_of_image
 from widefield.image_files import is_image_file
 from widefield.naming import did_you_mean
@@ -102,7 +104,7 @@ def pair(folders: Folders, *, ending: str | None, missing: str) -> tuple[list[Pa
     ValueError: an image without mask, a mask without image, or two for one.
     """
     images = files_below(folders.images, SUFFIXES)
-    labels = files_below(folders.masks, (*masks.SUFFIXES, *masks.LOSSY))
+    labels = files_below(folders.masks, (*masks.SUFFIXES, *masks.LOSSY, VECTORS, *UNREAD))
     pairs, used, skipped = [], set(), 0
     for stem, image in images.items():
         stems = [stem + one for one in (("", *ENDINGS) if ending is None else (ending,)) if stem + one in labels]

@@ -19,22 +19,10 @@ ReadLabels = Callable[[Box], Array]
 """From a box of the spatial dims, the class numbers in it."""
 
 
-@dataclass(frozen=True)
-class LabelImage:
-    """source, like: the image, and what its file says.  dtype: uint8, or uint16 for more than 255 classes.
+class OnImage:
+    """What lies on the pixels of an image, in blocks and in smaller levels.  like: what the file of the image says."""
 
-    classes: the names, in order.  colours: (red, green, blue) of each.
-    nodata: the number of pixels without an answer; None: all have one.
-    notes: what else is to be known of it, as how it was made.
-    """
-
-    source: Path
     like: ImageInfo
-    dtype: str
-    classes: tuple[str, ...]
-    colours: tuple[tuple[int, int, int], ...]
-    nodata: int | None = None
-    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -59,6 +47,24 @@ class LabelImage:
                     rows = Interval(top, min(height, top + extent)), Interval(left, min(width, left + extent))
                     yield (*(Interval(index, index + 1) for index in at), *rows)
 
+
+@dataclass(frozen=True)
+class LabelImage(OnImage):
+    """source, like: the image, and what its file says.  dtype: uint8, or uint16 for more than 255 classes.
+
+    classes: the names, in order.  colours: (red, green, blue) of each.
+    nodata: the number of pixels without an answer; None: all have one.
+    notes: what else is to be known of it, as how it was made.
+    """
+
+    source: Path
+    like: ImageInfo
+    dtype: str
+    classes: tuple[str, ...]
+    colours: tuple[tuple[int, int, int], ...]
+    nodata: int | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+
     def table(self) -> list[tuple[int, int, int]]:
         """The colours by number, those of classes and grey for nodata, up to the last that is known."""
         found = list(self.colours)
@@ -68,8 +74,13 @@ class LabelImage:
         return found
 
 
-def read_smaller(read: ReadLabels, labels: LabelImage, box: Box, step: int) -> Array:
-    """The numbers of a box of a smaller level, from the image, of which some boxes of that size are in memory at once."""
+def read_smaller(
+    read: ReadLabels, labels: OnImage, box: Box, step: int, halve: Callable[[Array], Array] | None = None
+) -> Array:
+    """The numbers of a box of a smaller level, from the image, of which some boxes of that size are in memory at once.
+
+    halve: what makes half the resolution; None: `halved`.
+    """
     if step == 0:
         return read(box)
     *first, rows, columns = box
@@ -77,8 +88,10 @@ def read_smaller(read: ReadLabels, labels: LabelImage, box: Box, step: int) -> A
         Interval(2 * one.start, min(extent, 2 * one.stop))
         for one, extent in zip((rows, columns), labels.size_at(step - 1)[-2:], strict=True)
     ]
-    read_finer = partial(read_smaller, read, labels, step=step - 1)
-    return halved(np.block([[read_finer((*first, top, left)) for left in _halves(finer[1])] for top in _halves(finer[0])]))
+    read_finer = partial(read_smaller, read, labels, step=step - 1, halve=halve)
+    return (halve or halved)(
+        np.block([[read_finer((*first, top, left)) for left in _halves(finer[1])] for top in _halves(finer[0])])
+    )
 
 
 def _halves(interval: Interval) -> list[Interval]:

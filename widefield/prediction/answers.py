@@ -43,6 +43,18 @@ class Answer:
     probabilities_of_pixels: Tensor | None = None
     """(K, *pixels) float16, where asked for."""
     left_out: int = 0
+    apart: dict[str, float] | None = None
+    """Of blended windows, where asked for: at how many `pixels`, and which `share`, labels are not the whole image's."""
+
+
+def mirrors_of(dims: int, most: int | None = None) -> list[tuple[int, ...]]:
+    """Which of an image's last dims are flipped in each pass: none first; all and each with each, or the first `most` of them.
+
+    >>> mirrors_of(2), mirrors_of(3, most=2)
+    ([(), (-1,), (-2,), (-2, -1)], [(), (-1,)])
+    """
+    ways = range(2**dims if most is None else most)
+    return [tuple(-1 - dim for dim in reversed(range(dims)) if way >> dim & 1) for way in ways]
 
 
 @dataclass(frozen=True)
@@ -73,11 +85,8 @@ class Asker:
     @cached_property
     def mirrors(self) -> list[tuple[int, ...]]:
         """Dims that are flipped, per pass: left and right; of labels of pixels all dims, and each with each."""
-        if not self.flips:
-            return [()]
         dims = self.parts.dataset.dims
-        ways = range(2**dims if self.pixels else 2)
-        return [tuple(-1 - dim for dim in reversed(range(dims)) if way >> dim & 1) for way in ways]
+        return mirrors_of(dims, most=2**dims if self.pixels else 2) if self.flips else [()]
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Transformed], paths: Sequence[str]) -> list[Answer]:

@@ -17,7 +17,7 @@ from widefield.prediction.labels import Kinds
 from widefield.prediction.table import write_tables
 from widefield.training.assemble import Parts
 
-FURTHER = ("labels", "values", "left_out")
+FURTHER = ("labels", "values", "left_out", "apart")
 """What of an answer is noted besides its classes and probabilities, where there is any."""
 
 

@@ -3,6 +3,7 @@
     .predictions/about.json      the run, its weights and the options, which all answers in the folder share
     .predictions/names.jsonl     for each image, the name under which its answers are filed, before they are written
     .predictions/wide/NAME/      the labels of a large image, while it is predicted by window (raw_labels.py)
+    .predictions/exact/NAME/     likewise those of the whole image, where blended windows are compared with them
     .predictions/done_R.jsonl    the images that rank R has answered for, with the answers
 
 So a command that was stopped goes on where it was, and no file is overwritten that was not written by it.

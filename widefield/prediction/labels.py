@@ -3,8 +3,14 @@
 NAME.png                    class numbers, with a palette of the classes' colours; NAME.npy of a volume
 NAME.CLASS.png              0 and 1, a file per class, where a pixel may have several classes; .npy of a volume
 probabilities/NAME.npy      (K, H, W) float16; or probabilities/NAME.CLASS.png, 16 bits, 65,535 being 1
-NAME.tif, .zarr, ...        class numbers, where the image is predicted by window, in its own format; see wide.py
 overlays/NAME.png           the image with the classes' colours over it; class 0 is transparent
+NAME.geojson                the outlines of the labels
+
+Where the image is predicted by window, in its own format; see wide_files.py:
+
+NAME.tif, .zarr, ...                class numbers
+probabilities/NAME.tif, .zarr, ...  float32 in place of npy, and uint16 in place of png: 65,534 is 1, and 65,535 no answer
+overlays/NAME.png                   of at most 2,048 pixels a side
 """
 
 from __future__ import annotations
@@ -24,9 +30,14 @@ from PIL import Image
 from torch import Tensor
 
 from widefield.data.image import colours, write_labels
+from widefield.geometry.box import slices
+from widefield.outlines.geojson import Legend, write_outlines
+from widefield.outlines.tracing import traced
 from widefield.training.thumbnails import as_bytes, channels_shown
 
 Probabilities = Literal["npy", "png"]
+PLAIN_SUFFIX = {".nii.gz": ".nii"}
+"""Of probabilities where labels have another: those of a compressed file could not be read by window."""
 STRENGTH = 0.5
 """How much an overlay shows of a class's colour."""
 
@@ -40,12 +51,28 @@ class Kinds:
     probabilities: Probabilities | None = None
     overlays: bool = False
     volumes: bool = False
+    outlines: bool = False
 
     def files_of(self, name: Path, suffix: str = ".png") -> list[Path]:
         """The paths, below the folder of answers, of the files for the image of that name.  suffix: of its labels."""
         if suffix != ".png":
-            return [_with(name, suffix)]
-        return [*self._labels_of(name), *self._probabilities_of(name), *([self._overlay_of(name)] * self.overlays)]
+            return list(self.wide_files_of(name, suffix).values())
+        more = [self._overlay_of(name)] * self.overlays + [self._outlines_of(name)] * self.outlines
+        return [*self._labels_of(name), *self._probabilities_of(name), *more]
+
+    def wide_files_of(self, name: Path, suffix: str) -> dict[str, Path]:
+        """Likewise of an image that is predicted by window: labels, and what else is asked for, by kind."""
+        found = {"labels": _with(name, suffix)}
+        if self.probabilities is not None:
+            found["probabilities"] = Path("probabilities") / _with(name, PLAIN_SUFFIX.get(suffix, suffix))
+        if self.overlays:
+            found["overlay"] = self._overlay_of(name)
+        if self.outlines:
+            found["outlines"] = self._outlines_of(name)
+        return found
+
+    def _outlines_of(self, name: Path) -> Path:
+        return _with(name, ".geojson")
 
     def _labels_of(self, name: Path) -> list[Path]:
         suffix = ".npy" if self.volumes else ".png"
@@ -79,7 +106,15 @@ class Kinds:
         if self.overlays:
             picture = overlay(image, labels, len(self.classes))
             _write(folder / self._overlay_of(name), lambda file: picture.save(file, "PNG"))
+        if self.outlines:
+            _write(folder / self._outlines_of(name), partial(self._write_outlines, labels.numpy()))
         return folder / self._labels_of(name)[0]
+
+    def _write_outlines(self, labels: np.ndarray, path: Path) -> None:
+        """In pixels; numbers that are no class's are left out."""
+        size, count = (labels.shape[0], labels.shape[1]), len(self.classes)
+        regions = traced(lambda box: labels[slices(box)], size, keep=lambda numbers: (numbers >= 0) & (numbers < count))
+        write_outlines(path, regions, Legend(tuple(self.classes), tuple(colours(max(count, 2)))))
 
     def _write_probabilities(self, folder: Path, name: Path, likely: np.ndarray) -> None:
         paths = self._probabilities_of(name)

@@ -30,66 +30,19 @@ from widefield.prediction.answers import Answer, Asker
 from widefield.prediction.filing import Filing
 from widefield.prediction.inputs import Input, Left, find_inputs
 from widefield.prediction.journal import PLACE
-from widefield.prediction.labels import Kinds, Probabilities
+from widefield.prediction.labels import Kinds
 from widefield.prediction.transformed import Transformed, blank, ignore_label, transforms_of
 from widefield.prediction.wide import LeftOutError, WideAsker, suffix_of, wide_file
+from widefield.prediction.wishes import PLAIN, Wishes
 from widefield.refusal import is_ours
 from widefield.tasks import labels_of
 from widefield.training.assemble import Parts
 from widefield.training.given import NOTHING, Given
+from widefield.training.patches import slide_with_tissue
 from widefield.training.terminal import ImageProgress
 
 READ_AHEAD = 8
 """How many images are read before they are needed."""
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """How to predict.  top: how many classes to name.  batch_size: the most images per pass, of one size each.
-
-    flips: the mean over mirror images.  probabilities, overlays: further files, where pixels have labels.
-    overwrite: replace the answers of an earlier command in the same folder.
-    """
-
-    top: int = 3
-    batch_size: int = 1
-    flips: bool = False
-    probabilities: Probabilities | None = None
-    overlays: bool = False
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if self.top < 1:
-            raise ValueError(f"--top is {self.top}; write how many classes to name, 1 or more")
-        if self.batch_size < 1:
-            raise ValueError(f"--batch-size is {self.batch_size}; write how many images to predict at once, 1 or more")
-        if self.probabilities not in (None, "npy", "png"):
-            raise ValueError(f"--probabilities is {self.probabilities}; write npy, or png for files of 16 bits")
-
-    def check(self, parts: Parts) -> None:
-        """ValueError: files of pixels are asked for where images have labels, or mirror images of values."""
-        asked = [name for name in ("probabilities", "overlays") if getattr(self, name)]
-        if asked and not parts.dataset.pixels:
-            raise ValueError(
-                f"--{asked[0]} writes what the model says of every pixel, and this run's task has labels of images; leave it "
-                f"out. --top {len(parts.dataset.classes)} names all classes"
-            )
-        if parts.dataset.dims == 3 and (self.overlays or self.probabilities == "png"):
-            asked = ["overlays" if self.overlays else "probabilities png"]
-            raise ValueError(
-                f"--{asked[0]} writes pictures, and this run was trained on volumes; leave it out, or take --probabilities npy"
-            )
-        if self.flips and labels_of(parts.task) == "values":
-            raise ValueError("--flips takes the mean over mirror images, whose values may be others; leave it out")
-
-    def check_wide(self, path: str) -> None:
-        """LeftOutError: what is asked for is not written by window."""
-        asked = [name for name in ("flips", "probabilities", "overlays") if getattr(self, name)]
-        if asked:
-            raise LeftOutError(
-                f"{path} is predicted by window, which writes labels alone and no --{asked[0]}; give a command of its own for "
-                "it, without that"
-            )
 
 
 @dataclass(frozen=True)
@@ -115,7 +68,7 @@ def predict_files(
     world: World,
     *,
     output: Path | None = None,
-    wishes: Wishes = Wishes(),
+    wishes: Wishes = PLAIN,
     weights: str | None = None,
     trust: bool = False,
     given: Given = NOTHING,
@@ -129,10 +82,11 @@ def predict_files(
         mesh, output = parts.mesh, output or (run / "predictions" if parts.dataset.pixels else None)
         mesh.together(lambda: (wishes.check(parts), transforms_of(parts)))
         images, lefts = mesh.together(lambda: find_inputs(words, beside=output))
-        images = mesh.gather_objects([_as_wide(image, parts) for image in images] if mesh.is_main else None)[0]
+        images = mesh.gather_objects([_as_wide(image, parts, wishes) for image in images] if mesh.is_main else None)[0]
         kept = [key for key in overrides if not key.startswith(("mesh", "stream", "sharding", "pipeline"))]
         about = {"weights": chosen.sha256, "overrides": kept, "top": wishes.top, "flips": wishes.flips}
-        about |= {"probabilities": wishes.probabilities, "overlays": wishes.overlays}
+        about |= {"probabilities": wishes.probabilities, "overlays": wishes.overlays, "outlines": wishes.outlines}
+        about |= {"sliding": wishes.sliding, "overlap": wishes.overlap, "compare": wishes.compare} if wishes.sliding else {}
         filing = None
         if output is not None:
             kinds = _kinds(parts, wishes) if parts.dataset.pixels else None
@@ -145,15 +99,16 @@ def predict_files(
         return Predicted(found, [*lefts, *more], output, chosen.text, earlier, ignore_label(parts))
 
 
-def _as_wide(image: Input, parts: Parts) -> Input:
+def _as_wide(image: Input, parts: Parts, wishes: Wishes) -> Input:
     """The image with the suffix of its labels, where it is predicted by window."""
-    opened = wide_file(image.path, parts)
+    opened = wide_file(image.path, parts, every=wishes.sliding is not None)
     return image if opened is None else replace(image, suffix=suffix_of(opened))
 
 
 def _kinds(parts: Parts, wishes: Wishes) -> Kinds:
     layers, is_volume = labels_of(parts.task) == "layers", parts.dataset.dims == 3
-    return Kinds(parts.dataset.classes, layers, wishes.probabilities, wishes.overlays, volumes=is_volume)
+    asked = (wishes.probabilities, wishes.overlays)
+    return Kinds(parts.dataset.classes, layers, *asked, volumes=is_volume, outlines=wishes.outlines)
 
 
 def _cut(answer: Answer, top: int) -> Answer:
@@ -218,7 +173,11 @@ class _Session:
         progress = ImageProgress(len(asked), each=mesh.copies) if mesh.is_main else None
         done = (lambda: None) if progress is None else progress.add
         self._answer_wide([one for one in share if one.file is not None and one.file.is_wide], done)
-        self.answer([one for one in share if one.file is None or not one.file.is_wide], done=done)
+        whole = [one for one in share if one.file is None or not one.file.is_wide]
+        if self.wishes.sliding is not None:
+            self.lefts += [Left(one.path, "it is no image that --sliding can read by window; leave that out") for one in whole]
+            whole = []
+        self.answer(whole, done=done)
         if progress is not None:
             progress.close()
         found = mesh.gather_objects((self.answers, self.lefts) if mesh.is_first_of_copy else ({}, []))
@@ -231,11 +190,11 @@ class _Session:
     def _answer_wide(self, asked: Sequence[_Asked], done: Callable[[], None]) -> None:
         """Answer for images that are predicted by window.  All ranks of a copy call it with the same ones."""
         for one in asked:
-            assert self.filing is not None and one.file is not None
+            assert self.filing is not None and one.file is not None and self.filing.kinds is not None
+            files = self.filing.kinds.wide_files_of(one.file.name, one.file.suffix)
             try:
-                self.wishes.check_wide(one.path)
-                answer = WideAsker(self.parts, self.filing.folder / PLACE, self.about)(
-                    one.file, self.filing.folder / self.filing.files_of(one.file)[0]
+                answer = WideAsker(self.parts, self.filing.folder / PLACE, self.about, self.wishes)(
+                    one.file, {kind: self.filing.folder / file for kind, file in files.items()}
                 )
             except LeftOutError as error:  # on every rank of the copy
                 self.lefts.append(Left(one.path, str(error)))
@@ -329,6 +288,9 @@ def _pixels_of(image: Any, path: str, *, parts: Parts) -> Tensor:
                 f"{path} is a file, and this run was trained on floating-point tensors that a Python program's dataset made of "
                 "its images; pass such tensors, (C, H, W) or (C, D, H, W)"
             )
+        data = parts.config.data
+        if data.tissue is not None and data.patches is None:
+            return _checked(slide_with_tissue(path, data.tissue, dataset), path, dataset)
         return _checked(read_image(path, dataset.channels, dataset.dtype, dims=dataset.dims), path, dataset)
     return _checked(image_of(image, path), path, dataset)
 

@@ -1,17 +1,15 @@
 """Labels of the pixels of an image that is read and written by window, so that neither is ever in memory as a whole.
 
 The model runs tile after tile as a stream, on each rank of the image's tiles in space, so the labels are those of the whole
-image: nothing is blended, and there are no seams.  They go to a plain file first (raw_labels.py), and at the end to one in the
-image's own format, with its place in the world.
+image: nothing is blended, and there are no seams.  They go to a plain file first (raw_labels.py), and probabilities with them;
+at the end to files in the image's own format, with its place in the world (wide_files.py).
 """
 
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,19 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from widefield.data.image import colours, read_image
+from widefield.data.image import read_image
 from widefield.data.intensity import moments_of_bands
 from widefield.data.windowed_files import size_of
 from widefield.geometry import Interval
-from widefield.geometry.box import Box, full_box
+from widefield.geometry.box import slices
 from widefield.image_files import ImageFile, is_image_file, open_image
 from widefield.image_files.image_file import Array, ImageFileError
-from widefield.image_files.label_image import LabelImage
 from widefield.image_files.opening import has_placed_labels, label_format_of
-from widefield.prediction.answers import Answer
+from widefield.prediction.answers import Answer, mirrors_of
 from widefield.prediction.inputs import Input
 from widefield.prediction.raw_labels import RawLabels
+from widefield.prediction.sliding import SlidingWindows, blended
 from widefield.prediction.transformed import ignore_label
+from widefield.prediction.wide_files import Apart, WideFiles, apart_of, nothing_of, slabs_of, steps_of
+from widefield.prediction.wide_network import Answering
+from widefield.prediction.wishes import PLAIN, Wishes
 from widefield.refusal import is_ours
 from widefield.streaming.api import stream, stream_to
 from widefield.streaming.storage.windowed_image import WindowedImage
@@ -45,16 +46,17 @@ WIDE_PIXELS = 2**26
 """From so many on, an image that can be read by window is; one that has a place in the world is in any case."""
 TILE = {2: 1024, 3: 128}
 """Pixels of a tile's side, by the dims of the image, where neither the recipe nor the command says how it is cut."""
-BAND_BYTES = 2**24
-"""Of labels that are counted at once."""
 
 
 class LeftOutError(ValueError):
     """An image is left out, on every rank of a copy of the model; the text says why."""
 
 
-def wide_file(path: Path, parts: Parts) -> ImageFile | None:
-    """The image, opened, where its labels are to be written by window; None: it is read as a whole, and errors show there."""
+def wide_file(path: Path, parts: Parts, *, every: bool = False) -> ImageFile | None:
+    """The image, opened, where its labels are to be written by window; None: it is read as a whole, and errors show there.
+
+    every: whatever its size and place.
+    """
     if labels_of(parts.task) != "pixels" or not is_image_file(path):
         return None
     try:
@@ -65,7 +67,7 @@ def wide_file(path: Path, parts: Parts) -> ImageFile | None:
     if len(size_of(image)) != len(parts.dataset.evaluate.shape) - 1:  # type: ignore[attr-defined]  # slices, or a volume of them
         return None
     is_large = info.by_window and math.prod(info.size) >= WIDE_PIXELS
-    return image if info.affine or has_placed_labels(image) or is_large else None
+    return image if every or info.affine or has_placed_labels(image) or is_large else None
 
 
 def suffix_of(image: ImageFile) -> str:
@@ -75,7 +77,7 @@ def suffix_of(image: ImageFile) -> str:
 
 @dataclass(frozen=True)
 class WideAsker:
-    """A function from an open image to the file of its labels.  Every rank of a copy of the model calls it with the same one.
+    """A function from an open image to its files.  Every rank of a copy of the model calls it with the same one.
 
     folder: where labels are while they are made.  about: the weights and options, which make them what they are.
     """
@@ -83,6 +85,7 @@ class WideAsker:
     parts: Parts
     folder: Path
     about: Mapping[str, Any]
+    wishes: Wishes = PLAIN
 
     def check(self, image: ImageFile) -> None:
         """ValueError: the run's recipe, or the plan, wants the image as a whole."""
@@ -100,27 +103,40 @@ class WideAsker:
                 "does not do; leave it out, and set 'mesh.space=[2,1]' for two ranks"
             )
 
-    def __call__(self, asked: Input, output: Path) -> Answer:
-        """Write the labels of an image to `output`; returns the answer with this path, on the first rank of the copy complete.
+    def __call__(self, asked: Input, files: Mapping[str, Path]) -> Answer:
+        """Write the files of an image; returns the answer with the path of its labels, on the first rank of the copy complete.
 
+        files: by kind, as `Kinds.wide_files_of` has them.
         LeftOutError, on every rank of the copy: the image does not fit the run, it cannot be opened, or the disk refuses.
         """
         mesh = self.parts.mesh
         image = self._agreed(lambda: open_image(asked.path))
-        raw = self._raw(image, asked.name)
         self._agreed(lambda: self.check(image))
-        self._agreed(lambda: raw.begin(self._fingerprint(image)) if mesh.is_first_of_copy else None)
+        sliding, wishes = self.wishes.sliding, self.wishes
+        raw = self._made(image, self._raw("wide", image, asked.name), sliding)
+        exact = self._made(image, self._raw("exact", image, asked.name, likely=False), None) if wishes.compare else None
+        counts, apart = self._agreed(lambda: self._filed(raw, exact, image, files) if mesh.is_first_of_copy else (None, None))
+        image.close()
+        if counts is None:
+            return Answer(str(asked.path), [], [])
+        return replace(self._answer(asked, files["labels"], counts), apart=apart)
+
+    def _made(self, image: ImageFile, raw: RawLabels, sliding: tuple[int, ...] | None) -> RawLabels:
+        """Labels in a plain file, by all ranks of the copy: blended ones of windows, or the whole image's."""
+        mesh = self.parts.mesh
+        self._agreed(lambda: raw.begin(self._fingerprint(image, sliding)) if mesh.is_first_of_copy else None)
         self._agreed(raw.open)
         try:
-            self._fill(raw, image)
+            if sliding is None:
+                self._fill(raw, image)
+            else:
+                self._fill_blended(raw, image, SlidingWindows(sliding, self.wishes.overlap))
         except (ValueError, OSError, RuntimeError) as error:
             if mesh.copy_group is not None:  # other ranks may wait in a message
                 raise
             raise LeftOutError(_reason(error)) from None
         self._agreed(lambda: None)  # all ranks have written theirs
-        counts = self._agreed(lambda: self._filed(raw, image, output) if mesh.is_first_of_copy else None)
-        image.close()
-        return Answer(str(asked.path), [], []) if counts is None else self._answer(asked, output, counts)
+        return raw
 
     def _answer(self, asked: Input, output: Path, counts: Array) -> Answer:
         """counts: how many pixels have each number."""
@@ -144,8 +160,11 @@ class WideAsker:
 
     # ------------------------------------------------------------------------------------------ labels
 
-    def _raw(self, image: ImageFile, name: Path) -> RawLabels:
-        return RawLabels(self.folder / "wide" / name, size_of(image), self._dtype, self.parts.mesh.rank)
+    def _raw(self, place: str, image: ImageFile, name: Path, *, likely: bool = True) -> RawLabels:
+        kinds = {None: None, "npy": "float32", "png": "uint16"}
+        kind = kinds[self.wishes.probabilities] if likely else None
+        planes = None if kind is None else (len(self.parts.dataset.classes), kind)
+        return RawLabels(self.folder / place / name, size_of(image), self._dtype, self.parts.mesh.rank, planes)
 
     @property
     def _dtype(self) -> str:
@@ -157,10 +176,14 @@ class WideAsker:
         label = ignore_label(self.parts)
         return label if label is not None and label >= 0 else int(np.iinfo(self._dtype).max)
 
-    def _fingerprint(self, image: ImageFile) -> dict[str, Any]:
+    def _fingerprint(self, image: ImageFile, sliding: tuple[int, ...] | None) -> dict[str, Any]:
         about = image.path.stat()
         stamp = [about.st_size, about.st_mtime_ns]
-        return {**self.about, "stamp": stamp, "reader": image.info.reader, "tiles": self._tiles_in_words(image)}
+        tiles = self._tiles_in_words(image) if sliding is None else "blended"  # whose blocks do not depend on ranks
+        about_labels = {
+            key: value for key, value in self.about.items() if key not in ("top", "overlays", "outlines", "compare")
+        }
+        return {**about_labels, "stamp": stamp, "reader": image.info.reader, "tiles": tiles}
 
     def _tiles_in_words(self, image: ImageFile) -> str:
         """What the windows depend on."""
@@ -175,18 +198,17 @@ class WideAsker:
 
     def _fill(self, raw: RawLabels, image: ImageFile) -> None:
         """Write this rank's windows of the labels, those that are not written yet."""
-        asked, parts = self.parts.config.stream, self.parts
+        asked, parts, wishes = self.parts.config.stream, self.parts, self.wishes
         settings: dict[str, Any] = {"tiles": self._tiles(image)} if asked is None else asked.model_dump(exclude_defaults=True)
-        labelled = _Labelled(parts.model, parts.task.answers, self._dtype).eval()
-        streamed = stream(labelled, **settings)
+        mirrors = mirrors_of(len(raw.size)) if wishes.flips else [()]
+        likely = raw.likely is not None
+        answering = Answering(parts.model, parts.task.answers, self._dtype, mirrors, probabilities=likely).eval()
+        streamed = stream(answering, **settings)
         tiles = settings.get("tiles")
         progress = ImageProgress(math.prod(tiles), noun="tiles") if parts.mesh.is_main and tiles else None
 
         def write(window: tuple[slice, ...], tile: Tensor) -> None:
-            labels = tile[0].cpu().numpy()
-            valid = image.valid(_of_file(image, window[1:]))
-            valid = None if valid is None else valid.reshape(labels.shape)
-            raw.write(window, labels if valid is None else np.where(valid, labels, labels.dtype.type(self._nothing)))
+            self._write(raw, image, window[-len(raw.size) :], tile[0].cpu().numpy())
             if progress is not None:
                 progress.add()
 
@@ -194,6 +216,34 @@ class WideAsker:
             stream_to(write, streamed, self._reader(image), is_written=raw.has)
         if progress is not None:
             progress.close()
+
+    def _fill_blended(self, raw: RawLabels, image: ImageFile, windows: SlidingWindows) -> None:
+        """Write this rank's blocks of the labels, those that are not written yet; no message is sent."""
+        parts, mesh, reader = self.parts, self.parts.mesh, self._reader(image)
+        answering = Answering(nn.Identity(), parts.task.answers, self._dtype, probabilities=raw.likely is not None)
+        blocks = windows.blocks(raw.size)[mesh.grid.index :: max(1, mesh.grid.size)]
+        progress = ImageProgress(len(blocks), noun="blocks") if mesh.is_main else None
+        for block in blocks:
+            window = slices(block)
+            if not raw.has(window):
+                with torch.no_grad(), parts.arithmetic.autocast():
+                    found = answering(blended(parts.model, reader, block, windows))
+                self._write(raw, image, window, found[0].cpu().numpy())
+            if progress is not None:
+                progress.add()
+        if progress is not None:
+            progress.close()
+
+    def _write(self, raw: RawLabels, image: ImageFile, window: tuple[slice, ...], found: Array) -> None:
+        """found: what `Answering` gives for the window: numbers, or probabilities and numbers."""
+        labels = found if raw.likely is None else found[-1].astype(self._dtype)
+        valid = image.valid(_of_file(image, window))
+        valid = None if valid is None else valid.reshape(labels.shape)
+        if raw.likely is not None and raw.probabilities is not None:
+            likely, dtype = steps_of(found[:-1], raw.likely[1]), raw.likely[1]
+            likely = likely if valid is None else np.where(valid, likely, np.array(nothing_of(dtype), dtype=dtype))
+            raw.probabilities.write(window, likely)
+        raw.write(window, labels if valid is None else np.where(valid, labels, labels.dtype.type(self._nothing)))
 
     def _reader(self, image: ImageFile) -> WindowedImage:
         """The image as the network gets it, by window."""
@@ -218,53 +268,27 @@ class WideAsker:
 
     # ------------------------------------------------------------------------------------------ the file
 
-    def _filed(self, raw: RawLabels, image: ImageFile, output: Path) -> Array:
-        """Make the file of the labels, whole or not at all, and give their place back; returns how many have each number."""
-        classes = tuple(self.parts.dataset.classes)
-        counts = np.zeros(2 ** (8 * np.dtype(self._dtype).itemsize), dtype=np.int64)
-        for slab in _slabs_of(raw.size, np.dtype(self._dtype).itemsize):
-            counts += np.bincount(raw.read(slab).ravel(), minlength=len(counts))
-        labels = LabelImage(
-            source=image.path,
-            like=image.info,
-            dtype=self._dtype,
-            classes=classes,
-            colours=tuple(colours(len(classes))),
-            nodata=self._nothing if counts[self._nothing] else None,
-            notes={"made": "labels of the whole image, tile after tile, nothing blended", **self._notes()},
-        )
-        output.parent.mkdir(parents=True, exist_ok=True)
-        beside = output.with_name(f".{output.stem}.part{output.suffix}")
-        _remove(beside)
-        try:
-            label_format_of(image).write_labels(beside, labels, partial(_read_as_file, raw))
-            _remove(output)
-            os.replace(beside, output)
-        except BaseException:
-            _remove(beside)
-            raise
-        raw.end()
-        return counts
+    def _filed(
+        self, raw: RawLabels, exact: RawLabels | None, image: ImageFile, files: Mapping[str, Path]
+    ) -> tuple[Array, Apart | None]:
+        """Make the files, and give the plain ones' place back; returns how many pixels have each number.
+
+        exact: labels to compare with; also returned: at how many pixels they are others.
+        """
+        dataset = self.parts.dataset
+        apart = None if exact is None else apart_of(raw, exact, self._nothing)
+        kind = {"channels": dataset.channels, "dtype": dataset.dtype}
+        counts = WideFiles(files, image, tuple(dataset.classes), self._nothing, notes=self._notes(), **kind).write(raw)
+        for one in (raw, exact):
+            if one is not None:
+                one.end()
+        return counts, apart
 
     def _notes(self) -> dict[str, str]:
-        return {key: str(value) for key, value in self.about.items() if key in ("run", "weights")}
-
-
-class _Labelled(nn.Module):
-    """A network, and the class numbers of its outputs, so that no output of several channels is needed as a whole."""
-
-    def __init__(self, network: nn.Module, answers: Callable[[Tensor], Tensor], dtype: str) -> None:
-        super().__init__()
-        self.network, self._answers, self._dtype = network, answers, getattr(torch, dtype)
-
-    def forward(self, image: Tensor) -> Tensor:
-        output = self.network(image)
-        if output.shape[2:] != image.shape[2:]:
-            raise ValueError(
-                f"the model answers for {tuple(output.shape[2:])} pixels of an image of {tuple(image.shape[2:])}; take a model "
-                "that keeps the image's size"
-            )
-        return self._answers(output.to(torch.promote_types(output.dtype, torch.float32))).to(self._dtype)
+        sliding = self.wishes.sliding
+        words = "x".join(map(str, sliding or ()))
+        how = {} if sliding is None else {"made": f"windows of {words} pixels, overlap {self.wishes.overlap:g}, blended"}
+        return {key: str(value) for key, value in self.about.items() if key in ("run", "weights")} | how
 
 
 def _reason(error: Exception) -> str:
@@ -274,29 +298,10 @@ def _reason(error: Exception) -> str:
 
 def _bands_of(image: ImageFile, channels: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """The image, some rows or slices at a time."""
-    for slab in _slabs_of(size_of(image), channels * dtype.itemsize):
+    for slab in slabs_of(size_of(image), channels * dtype.itemsize):
         yield read_image(image.path, channels, dtype, window=slab, dims=len(slab))
-
-
-def _slabs_of(size: tuple[int, ...], pixel_bytes: int) -> Iterator[Box]:
-    """Boxes that are whole but along the first dim."""
-    step = max(1, BAND_BYTES // max(1, math.prod(size[1:]) * pixel_bytes))
-    for start in range(0, size[0], step):
-        yield (Interval(start, min(size[0], start + step)), *full_box(size[1:]))
-
-
-def _read_as_file(raw: RawLabels, box: Box) -> Array:
-    """Labels in a box of the axes of the file, which may have the image as a volume of one slice."""
-    return raw.read(box[-len(raw.size) :]).reshape([len(one) for one in box])
 
 
 def _of_file(image: ImageFile, window: tuple[slice, ...]) -> tuple[slice, ...]:
     """The window of an image that its file has as a volume of one slice."""
     return (slice(0, 1), *window) if len(image.info.size) > len(window) else window
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

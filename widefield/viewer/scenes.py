@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from widefield.image_files import ImageFile, open_image
+from widefield.viewer.likely import BandProbabilities
 from widefield.viewer.pyramid import Array
 from widefield.viewer.reading import extents_of
 
@@ -23,7 +24,7 @@ class Scene:
     name: str
     image: ImageFile
     labels: Mapping[str, ImageFile] = field(default_factory=dict)
-    probabilities: Array | None = None
+    probabilities: Array | BandProbabilities | None = None
 
     @property
     def extents(self) -> tuple[int, int, int]:
@@ -39,7 +40,8 @@ class Scene:
         return ["image", *named, *compared, *(f"probability-{number}" for number in range(count))]
 
     def close(self) -> None:
-        for file in (self.image, *self.labels.values()):
+        more = [self.probabilities.file] if isinstance(self.probabilities, BandProbabilities) else []
+        for file in (self.image, *self.labels.values(), *more):
             file.close()
 
 
@@ -68,8 +70,10 @@ def _check_size(size: tuple[int, ...], path: Path, image: ImageFile) -> None:
         )
 
 
-def _probabilities(path: Path, image: ImageFile) -> Array:
+def _probabilities(path: Path, image: ImageFile) -> Array | BandProbabilities:
     """ValueError: the file is no array of floats, one of the image's size for each class."""
+    if path.suffix != ".npy":
+        return _bands(path, image)
     try:
         found = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
@@ -79,3 +83,11 @@ def _probabilities(path: Path, image: ImageFile) -> Array:
     found = found.reshape(len(found), *(1, *found.shape[1:])[-3:])
     _check_size(found.shape[1:], path, image)
     return found
+
+
+def _bands(path: Path, image: ImageFile) -> BandProbabilities:
+    file = open_image(path)
+    if file.info.dtype not in ("float32", "uint16"):
+        raise ValueError(f"{path} is {file.info.dtype}; name a file of probabilities, as `widefield predict` writes it")
+    _check_size(extents_of(file), path, image)
+    return BandProbabilities(file)

@@ -106,9 +106,10 @@ def _predicted(folder: Path, row: Mapping[str, Any], labels: Mapping[str, Path],
         )
     prediction = _below(folder, str(row["labels"]))
     name = prediction.relative_to(folder).with_name(stem_of(prediction))
-    likely = folder / "probabilities" / name.with_name(f"{name.name}.npy")
+    below, ends = folder / "probabilities" / name, (".npy", "".join(prediction.suffixes[-1:]), ".nii")
+    likely = next((path for end in ends if (path := below.with_name(below.name + end)).exists()), None)
     found = {"prediction": prediction, **_labels_of(image, labels, count, name)}
-    return SceneFiles(str(name), image, found, likely if likely.is_file() else None)
+    return SceneFiles(str(name), image, found, likely)
 
 
 def _below(folder: Path, label: str) -> Path:

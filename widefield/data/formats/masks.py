@@ -4,6 +4,7 @@ data/images  data/masks          and data.hold_out or data.fold; also labels/ or
 data/train/images  data/train/masks  data/val/images  data/val/masks          or images/train, masks/train ...
 data/masks/CLASS                 one folder per class, for pixels with any number of classes
 data/imagesTr  data/labelsTr  data/dataset.json                               of nnU-Net, with 2-D files; splits_final.json too
+data/masks/NAME.geojson          polygons with their class as a property, in place of pixels
 table.csv                        with the columns image and mask, or several columns of masks, one per class
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from widefield.data.records import FileRecord, Target, dataset_of_records
 from widefield.data.splits import Item, group_in
 from widefield.data.table_records import check_images, columns_of, record_of_row
 from widefield.data.tables import read_table
+from widefield.data.vector_masks import BACKGROUND, ClassesOfPolygons, PolygonMask, classes_of_polygons, is_vector
 
 
 def open_dataset(
@@ -42,28 +45,30 @@ def open_dataset(
     fold: str | None = None,
     weight: str | None = None,
     root: str | None = None,
+    property: str | None = None,
+    outside: str = BACKGROUND,
     channels: int | None = None,
     dtype: str | None = None,
 ) -> Dataset:
     """classes: names; names with their numbers in masks, or colours; or a file of them; None: as found in masks.
 
     ignore: the number or colour of pixels that do not count; None: 255, where no class has it.
-    ending: of the stems of masks, as _mask; None: any of the usual ones.
-    missing: what to do with an image without mask: "stop", "skip" it, or "empty", of one folder per class: it has none of it.
+    ending: of the stems of masks, as _mask; None: any usual one.
+    missing: what to do with an image without mask: "stop", "skip" it or, of one folder per class, take it as "empty".
     group: of folders, a regular expression whose match in a name is the group; of a table, a column.
-    mask, image, split, fold, weight, root: of a table, as in manifest.py; several masks are one per class.
-    channels, dtype: of all images; None: those of the first one.
+    property, outside: of polygons: which property has the class, and what pixels in none are, "background" or "ignore".
+    mask, image, split, fold, weight, root: of a table, as in manifest.py; several masks are one per class.  channels, dtype: of
+        all images; None: those of the first one.
     ValueError, which names the file: folders, partners, sizes, numbers or classes that do not fit.
     """
-    if missing not in ("stop", "skip", "empty"):
-        raise ValueError(f"data.options.missing is {missing!r}; it is stop, skip or empty")
-    source = _existing(config.path)
-    finish = partial(_dataset, config, source, classes=classes, ignore=ignore, channels=channels, dtype=dtype)
+    source = _existing(config.path, missing)
+    kind, coding = {"channels": channels, "dtype": dtype}, Codings(classes, ignore, property, outside)
+    finish = partial(_dataset, config, source, codings=coding, **kind)
+    columns = {"image": image, "split": split, "fold": fold, "group": group, "weight": weight}
     if source.is_file():
-        columns = {"image": image, "split": split, "fold": fold, "group": group, "weight": weight}
         return _of_table(finish, source, columns, mask, root)
     if is_nnunet(source):
-        return _of_nnunet(config, source, group, channels=channels, dtype=dtype)
+        return _of_nnunet(config, source, group, **kind)
     return _of_folders(finish, source, ending, missing, group)
 
 
@@ -76,7 +81,10 @@ def _of_nnunet(config: DataConfig, folder: Path, group: str | None, **kind: Any)
     return dataset_of_records(records, config, source=str(folder), classes=names, labels=labels, **kind)
 
 
-def _existing(path: str | None) -> Path:
+def _existing(path: str | None, missing: str) -> Path:
+    """The folder or table.  ValueError: there is none, or `missing` is none of its values."""
+    if missing not in ("stop", "skip", "empty"):
+        raise ValueError(f"data.options.missing is {missing!r}; it is stop, skip or empty")
     if path is None:
         raise ValueError("data.name=masks reads a folder or a table and data.path is not set; add data.path=DIR")
     if not Path(path).exists():
@@ -102,14 +110,47 @@ def _paired(folders: Folders, layers: list[str], ending: str | None, missing: st
     return pair_layers(folders, layers, missing=missing) if layers else pair(folders, ending=ending, missing=missing)
 
 
+@dataclass(frozen=True)
+class Codings:
+    """The options that say which classes masks have; see `open_dataset`."""
+
+    classes: Any
+    ignore: Any
+    key: str | None
+    outside: str
+
+    def of(self, files: Sequence[Path], folder: Path) -> tuple[list[str], str, Callable[[Pair], Target]]:
+        """The names of the classes in masks, where they are known from, and what makes the target of a pair.
+
+        ValueError: some masks are polygons and others are not, or options do not fit them.
+        """
+        vectors = [is_vector(file) for file in files]
+        if any(vectors):
+            self._check_polygons(files, vectors)
+            polygons, why = classes_of_polygons(self.classes, files, self.key, self.outside)
+            return list(polygons.names), why, partial(_polygons_of, polygons)
+        if self.key is not None or self.outside != BACKGROUND:
+            raise ValueError("data.options.property and outside are for masks that are polygons, as .geojson; leave them out")
+        coding, why = coding_of(self.classes, self.ignore, partial(numbers_in, files), folder=folder)
+        return list(coding.names), why, partial(_mask_of, coding)
+
+    def _check_polygons(self, files: Sequence[Path], vectors: Sequence[bool]) -> None:
+        if not all(vectors):
+            both = files[vectors.index(True)], files[vectors.index(False)]
+            raise ValueError(f"the mask {both[0]} is polygons and {both[1]} is pixels; keep them in datasets of their own")
+        if self.ignore is not None:
+            raise ValueError(
+                "data.options.ignore is for masks of pixels; of polygons, outside=ignore leaves out what is in none"
+            )
+
+
 def _dataset(
     config: DataConfig,
     source: Path,
     pairs: list[Pair],
     *,
     names: list[str],
-    classes: Any,
-    ignore: Any,
+    codings: Codings,
     channels: int | None,
     dtype: str | None,
     group: str | None = None,
@@ -122,14 +163,12 @@ def _dataset(
     _check_lossy(every)
     labels: Labels = "layers" if names else "pixels"
     if names:
-        _check_layers(classes, ignore)
+        _check_layers(codings)
         make: Callable[[Pair], Target] = _layers_of
     else:
         files = [mask for one in every for mask in one.masks if mask is not None]
-        coding, why = coding_of(
-            classes, ignore, partial(numbers_in, files), folder=source if source.is_dir() else source.parent
-        )
-        names, more, make = list(coding.names), [*more, why], partial(_mask_of, coding)
+        names, why, make = codings.of(files, source if source.is_dir() else source.parent)
+        more = [*more, why]
     if train is not None:
         _refuse_split(config, source)
     records, to_train = (
@@ -148,15 +187,21 @@ def _mask_of(coding: Coding, one: Pair) -> Mask:
     return Mask(file, coding)
 
 
+def _polygons_of(classes: ClassesOfPolygons, one: Pair) -> PolygonMask:
+    (file,) = one.masks
+    assert file is not None
+    return PolygonMask(file, one.images[0], classes)
+
+
 def _layers_of(one: Pair) -> Layers:
     return Layers(one.masks, size_of(one.images[0]))
 
 
-def _check_layers(classes: Any, ignore: Any) -> None:
-    if classes is not None or ignore is not None:
+def _check_layers(codings: Codings) -> None:
+    if codings != Codings(None, None, None, BACKGROUND):
         raise ValueError(
-            "data.options.classes and ignore are for masks with numbers of classes; here each class has masks of its own, and "
-            "the folders or columns are the classes; leave them out"
+            "data.options.classes, ignore, property and outside are for masks of several classes; here each class has masks of "
+            "its own, and the folders or columns are the classes; leave them out"
         )
 
 
@@ -181,7 +226,9 @@ def _record(one: Pair, target: Target, group: str | None, split: str | None = No
 def _checked(records: list[FileRecord], pairs: Sequence[Pair]) -> list[FileRecord]:
     """ValueError: a mask has another size than its image.  Only headers are read."""
 
-    def check(one: Pair) -> str | None:
+    def check(one: Pair, record: FileRecord) -> str | None:
+        if isinstance(record.target, PolygonMask):
+            return record.target.problem()
         size = size_of(one.images[0])
         for file in (*one.images[1:], *one.masks):
             other = size if file is None else mask_size(file) if file in one.masks else size_of(file)
@@ -191,7 +238,7 @@ def _checked(records: list[FileRecord], pairs: Sequence[Pair]) -> list[FileRecor
         return None
 
     with ThreadPoolExecutor(8) as pool:
-        problem = next((problem for problem in pool.map(check, pairs) if problem), None)
+        problem = next((problem for problem in pool.map(check, pairs, records) if problem), None)
     if problem is not None:
         raise ValueError(problem)
     return records

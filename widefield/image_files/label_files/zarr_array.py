@@ -1,4 +1,4 @@
-"""Labels as OME-Zarr 0.5, by zarr: what napari, Fiji and Neuroglancer open."""
+"""Labels and probabilities as OME-Zarr 0.5, by zarr: what napari, Fiji and Neuroglancer open."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from widefield.geometry.box import slices
+from widefield.image_files.band_image import BandImage, ReadBand
 from widefield.image_files.label_image import LabelImage, ReadLabels, read_smaller
 
-LABEL_SUFFIX = ".zarr"
+LABEL_SUFFIX = BAND_SUFFIX = ".zarr"
 BLOCK = 1024
 
 
@@ -28,12 +29,11 @@ def write_labels(path: Path, labels: LabelImage, read: ReadLabels) -> None:
         )
         for box in labels.blocks(BLOCK, step):
             array[slices(box)] = read_smaller(read, labels, box, step)
-    unit = {"unit": _UNITS[labels.like.unit]} if labels.like.unit in _UNITS else {}
     ome: dict[str, Any] = {
         "version": "0.5",
         "multiscales": [{
             "name": path.stem,
-            "axes": [{"name": axis, "type": "space", **unit} for axis in axes],
+            "axes": _axes(labels),
             "datasets": [_level(step, spacing) for step in range(count)],
         }],
         "image-label": {
@@ -57,3 +57,43 @@ def _level(step: int, spacing: tuple[float, ...]) -> dict[str, Any]:
         "path": str(step),
         "coordinateTransformations": [{"type": "scale", "scale": scale}, {"type": "translation", "translation": offset}],
     }
+
+
+def write_bands(path: Path, bands: BandImage, read: ReadBand) -> None:
+    """Levels 0, 1, ... with the classes as channels; each pixel is the mean of those that it covers."""
+    import zarr
+
+    path.mkdir()
+    axes, count = bands.like.axes.lower(), bands.levels(BLOCK)
+    spacing = bands.like.spacing or (1.0,) * len(axes)
+    for step in range(count):
+        size = bands.size_at(step)
+        chunks = tuple(min(BLOCK, extent) if dim >= len(size) - 2 else 1 for dim, extent in enumerate(size))
+        array = zarr.create_array(
+            str(path / str(step)), shape=(len(bands.names), *size), chunks=(1, *chunks), dtype=bands.dtype,
+            dimension_names=["c", *axes], zarr_format=3,
+        )  # fmt: skip
+        for number in range(len(bands.names)):
+            for box in bands.blocks(BLOCK, step):
+                index: tuple[Any, ...] = (number, *slices(box))
+                array[index] = bands.read_at(read, number, box, step)
+    datasets = [_level(step, spacing) for step in range(count)]
+    for transform in (one for level in datasets for one in level["coordinateTransformations"]):
+        transform[transform["type"]].insert(0, 1.0 if transform["type"] == "scale" else 0.0)
+    white = {"start": 0, "min": 0, "end": 1 / bands.scale, "max": 1 / bands.scale}
+    ome: dict[str, Any] = {
+        "version": "0.5",
+        "multiscales": [{
+            "name": path.stem, "axes": [{"name": "c", "type": "channel"}, *_axes(bands)], "datasets": datasets,
+        }],
+        "omero": {"channels": [{"label": name, "color": "FFFFFF", "active": True, "window": white} for name in bands.names]},
+    }  # fmt: skip
+    about = {"scale": bands.scale, "nodata": str(bands.nodata), **bands.notes}
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {"ome": ome, "widefield": about}}
+    (path / "zarr.json").write_text(json.dumps(group, indent=1), encoding="utf-8")
+
+
+def _axes(what: LabelImage | BandImage) -> list[dict[str, str]]:
+    """The spatial ones."""
+    unit = {"unit": _UNITS[what.like.unit]} if what.like.unit in _UNITS else {}
+    return [{"name": axis, "type": "space", **unit} for axis in what.like.axes.lower()]
