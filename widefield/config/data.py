@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, WithJsonSchema, fiel
 
 from widefield.config.field_types import Listed, Options, Positive, Share, Spread
 from widefield.config.intensity import IntensityConfig
+from widefield.config.patches import PatchesConfig
 from widefield.section import Section
 
 
@@ -46,6 +47,10 @@ class DataConfig(Section):
     sampling: Literal["balanced", "weights"] | None = None
     """Draw the samples of an epoch with replacement, as many as it has: `balanced`, so that every class is drawn equally often,
     or `weights`, in proportion to the manifest's weights; null reads every sample once."""
+    patches: PatchesConfig | None = None
+    tissue: Annotated[str, Field(min_length=1)] | None = None
+    """What of slides counts: `otsu`, by a threshold of saturation, or a folder with a mask per slide, `STEM.png`, of any lower
+    resolution.  Patches are drawn there; without `data.patches`, it is a last channel of 0 and 1, by which a model may pool."""
     workers: Annotated[int, Field(ge=0)] | None = None
     """Processes per rank that read and decode."""
     read: Listed = []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from widefield.geometry import Interval
+from widefield.image_files.bytes_read import BytesRead
 
 Window = tuple[Interval, ...]
 """The part of an image that a rank reads: an interval of pixels per dim."""
@@ -30,6 +31,7 @@ class Batch:
     idle: the step has fewer samples than passes, so no rank runs this pass; the same on all ranks.
     shown: the pixel values that a thumbnail shows as black and as white.
     moments: (B, C, 2) float64, mean and standard deviation of each whole image, where data.intensity wants them.
+    read: what reading it took from files.
     """
 
     image: Tensor
@@ -50,6 +52,7 @@ class Batch:
     window: Window | None = None
     shown: tuple[float, float] = (0.0, 255.0)
     moments: Tensor | None = None
+    read: BytesRead = BytesRead()
 
     @property
     def shape(self) -> tuple[int, ...]:

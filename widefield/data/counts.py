@@ -5,14 +5,18 @@ Targets come from `target_of` of the images where they have it, which reads no i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from widefield.data import BadImageError, Images
+from widefield.geometry.box import full_box
+from widefield.geometry.interval import Interval
 
+BAND = 1024
+"""Rows, or planes, of labels that are counted at a time where their file is read by window."""
 _MOST_BINS = 1 << 20
 
 
@@ -50,12 +54,36 @@ def class_counts(
     """
     total = torch.zeros(classes + 1, dtype=torch.int64)
     for index in indices:
-        target = _readable(images, index, skip=skip)
-        if target is not None:
-            found = _counts(target, labels, classes, ignore)
-            number = found.sum() if labels in ("class", "pixels") else torch.tensor(torch.as_tensor(target).numel() // classes)
-            total += torch.cat([found, number.view(1)])
+        try:
+            parts = [_with_number(target, labels, classes, ignore) for target in _in_bands(images, index, labels)]
+        except BadImageError:
+            if not skip:
+                raise
+            continue
+        total += torch.stack(parts).sum(0)
     return total
+
+
+def _with_number(target: Any, labels: str, classes: int, ignore: int | None) -> Tensor:
+    """(classes + 1,) of a target, or of a part of it: those of each class, and how many there are to have a class."""
+    found = _counts(target, labels, classes, ignore)
+    number = found.sum() if labels in ("class", "pixels") else torch.tensor(torch.as_tensor(target).numel() // classes)
+    return torch.cat([found, number.view(1)])
+
+
+def _in_bands(images: Images, index: int, labels: str) -> Iterator[Any]:
+    """The target of an image, or the labels of its pixels in bands of rows where their file is read by window."""
+    labels_in = getattr(images, "labels_in", None)
+    if labels_in is None or labels not in ("pixels", "layers"):
+        yield target_of(images, index)
+        return
+    height, *others = images.shape(index)[1:]  # type: ignore[attr-defined]
+    for start in range(0, height, BAND):
+        part = labels_in(index, (Interval(start, min(height, start + BAND)), *full_box(others)))
+        if part is None:  # the file is read whole
+            yield target_of(images, index)
+            return
+        yield part
 
 
 def classes_of(images: Images, indices: Iterable[int], *, labels: str, classes: int, skip: bool = False) -> Tensor:

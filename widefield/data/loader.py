@@ -27,6 +27,7 @@ from widefield.data.sources import OfImages, Source, read_seeded
 from widefield.data.targets import check_target, part_of
 from widefield.data.transforms import Transforms
 from widefield.geometry.box import slices
+from widefield.image_files.bytes_read import bytes_read
 from widefield.private_torch.loaders import shutdown_workers
 
 
@@ -79,6 +80,10 @@ class SampleReader(Dataset):
 
         Without keys it is idle: a pass in which no rank has a sample.
         """
+        before = bytes_read()
+        return replace(self._batch_or_problem(keys), read=bytes_read() - before)
+
+    def _batch_or_problem(self, keys: Sequence[Key]) -> Batch:
         nothing, asked = torch.zeros(0), [key.index for key in keys]
         if not keys:
             return Batch(nothing, nothing, nothing, idle=True)
@@ -89,6 +94,11 @@ class SampleReader(Dataset):
         except Exception:  # of a transform, for example; its traceback helps the user
             problem = f"reading a batch failed:\n{traceback.format_exc()}"
         return Batch(nothing, nothing, nothing, problem=problem, asked=asked, readable=[False] * len(keys))
+
+    def _images_of(self, key: Key) -> Images:
+        """The images as they are in the key's epoch: patches lie elsewhere in each."""
+        of_epoch = getattr(self.images, "of_epoch", None)
+        return self.images if of_epoch is None else of_epoch(key.epoch)
 
     def _batch(self, keys: Sequence[Key]) -> Batch:
         skipped: list[str] = []
@@ -140,7 +150,7 @@ class SampleReader(Dataset):
 
     def _plain(self, key: Key, read_seed: int, augment_seed: int) -> _Sample:
         """A sample whose transforms see the image alone.  They may depend on all pixels, so with any the whole is read."""
-        images, plain = self.images, not self.transforms.steps and not self.augment.steps
+        images, plain = self._images_of(key), not self.transforms.steps and not self.augment.steps
         if self.window is not None and plain and isinstance(images, WindowedImages):
             shape = tuple(images.shape(key.index))
             window = self.window(shape[1:])
@@ -159,13 +169,13 @@ class SampleReader(Dataset):
     def _moved(self, moves: PixelTransforms, key: Key, seeds: dict[str, int]) -> _Sample:
         """The image and its labels, or this rank's window of them, moved as one."""
         seed = key.seed(self.seed, "dataset")
-        source: Source | OfImages = OfImages(self.images, key.index, seed=seed, check=partial(self._check_labels, key))
-        target = None
+        source: Source | OfImages = OfImages(self._images_of(key), key.index, seed=seed, check=partial(self._check_labels, key))
+        target, index = None, None if hasattr(self.images, "of_epoch") else key.index  # what is kept is of the same pixels
         try:
             if not moves.labelled:
                 image, target = source.sample()
                 source = without_labels(image)
-            view = moves(source, seeds, window_of=self.window, index=key.index)
+            view = moves(source, seeds, window_of=self.window, index=index)
         except BadImageError:
             raise
         except ValueError as error:

@@ -23,6 +23,7 @@ from widefield.data.windowed_files import PLAIN, read_box, size_of, windowed
 from widefield.geometry import Interval
 from widefield.geometry.box import slices
 from widefield.image_files import ImageFile
+from widefield.image_files.bytes_read import add_read
 from widefield.image_files.image_file import ImageFileError
 from widefield.image_files.opening import suffixes
 
@@ -59,9 +60,11 @@ def raw_mask(path: Path, *, colours: bool = False, window: tuple[Interval, ...] 
             array = np.lib.format.open_memmap(path, mode="r")
             array = array[0] if array.ndim == 3 and len(array) == 1 else array
             array = np.array(array if window is None else array[slices(window)])
+            add_read(asked=array.nbytes, decoded=array.nbytes)
         else:
-            array = _by_pillow(path, colours)
-            array = array if window is None else array[slices(window)]
+            whole = _by_pillow(path, colours)
+            array = whole if window is None else whole[slices(window)]
+            add_read(asked=array.nbytes, decoded=whole.nbytes)
     if is_volume and colours:
         raise ValueError(f"the mask {path} is a volume, and data.options.classes has colours; give numbers there")
     if is_volume and array.ndim != 3:
@@ -79,6 +82,13 @@ def raw_mask(path: Path, *, colours: bool = False, window: tuple[Interval, ...] 
     if array.ndim != 2 + is_volume or array.dtype.kind not in "biu":
         raise ValueError(f"the mask {path} is {array.dtype} of shape {array.shape}; (H, W) whole numbers are wanted")
     return array.astype(np.uint8) if array.dtype == bool else array
+
+
+def reads_windows(path: Path) -> bool:
+    """Whether a window of a mask is read without the rest.  BadImageError: it cannot be opened."""
+    with _named(path):
+        image = windowed(path, numbers=True)
+        return path.suffix.lower() == ".npy" if image is None else image.info.by_window
 
 
 def _by_window(image: ImageFile, window: tuple[Interval, ...] | None, colours: bool) -> Array:
@@ -175,6 +185,10 @@ class Mask:
     file: Path
     coding: Coding
 
+    @property
+    def by_window(self) -> bool:
+        return reads_windows(self.file)
+
     def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
         return self.coding.labels(self.file, window)
 
@@ -188,6 +202,10 @@ class Layers:
 
     files: tuple[Path | None, ...]
     size: tuple[int, ...]
+
+    @property
+    def by_window(self) -> bool:
+        return all(file is None or reads_windows(file) for file in self.files)
 
     def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
         return torch.from_numpy(np.stack([self._layer(file, window) for file in self.files]))
@@ -211,6 +229,10 @@ class Regions:
     file: Path
     numbers: tuple[tuple[int, ...], ...]
     known: frozenset[int]
+
+    @property
+    def by_window(self) -> bool:
+        return reads_windows(self.file)
 
     def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
         raw = raw_mask(self.file, window=window)

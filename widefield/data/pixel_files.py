@@ -21,6 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from widefield.data.windowed_files import PLAIN, read_box, size_of, windowed
 from widefield.geometry import Interval
 from widefield.geometry.box import slices
+from widefield.image_files.bytes_read import add_read
 from widefield.image_files.opening import suffixes
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +58,9 @@ def read_pixels(path: Path, window: tuple[Interval, ...] | None = None, dims: in
         return Pixels(_sound(read_box(image_file, window)), image_file.info.colours)
     if path.suffix.lower() == ".npy":
         mapped = _channels_first(_mapped(path), dims)
-        return Pixels(_sound(mapped if window is None else mapped[:, *slices(window)]))
+        part = mapped if window is None else mapped[:, *slices(window)]
+        add_read(asked=part.nbytes, decoded=part.nbytes)
+        return Pixels(_sound(part))
     rows, columns = (slice(None),) * 2 if window is None else slices(window)
     with Image.open(path) as image:
         if image.format in _PROGRAMS:
@@ -68,7 +71,9 @@ def read_pixels(path: Path, window: tuple[Interval, ...] | None = None, dims: in
             whole = Pixels(_by_tifffile(path, image))
         else:
             whole = pixels_of(image, ImageOps.exif_transpose(image))
-    return Pixels(whole.array[:, rows, columns], whole.colours)
+    part = whole.array[:, rows, columns]
+    add_read(asked=part.nbytes, decoded=whole.array.nbytes)
+    return Pixels(part, whole.colours)
 
 
 def pixels_in(content: bytes, suffix: str) -> Pixels | None:
@@ -77,7 +82,7 @@ def pixels_in(content: bytes, suffix: str) -> Pixels | None:
     None: it is of a format that is read from a disk alone.  suffix: of the file's name, in small letters.
     """
     if suffix == ".npy":
-        return Pixels(_sound(_channels_first(np.lib.format.read_array(BytesIO(content), allow_pickle=False), 2)))
+        return _counted(Pixels(_sound(_channels_first(np.lib.format.read_array(BytesIO(content), allow_pickle=False), 2))))
     if suffix not in _IN_MEMORY:
         return None
     with Image.open(BytesIO(content)) as image:
@@ -86,7 +91,13 @@ def pixels_in(content: bytes, suffix: str) -> Pixels | None:
         bits = bits_of(image, content)
         if bits > 8 and image.mode not in ("I", "F") and not image.mode.startswith("I;"):
             raise ValueError(_too_wide(image, bits))
-        return pixels_of(image, ImageOps.exif_transpose(image))
+        return _counted(pixels_of(image, ImageOps.exif_transpose(image)))
+
+
+def _counted(pixels: Pixels) -> Pixels:
+    """The pixels of a file that was read whole."""
+    add_read(asked=pixels.array.nbytes, decoded=pixels.array.nbytes)
+    return pixels
 
 
 def shape_of(path: Path, dims: int = 2) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from widefield.data.image import read_image, shape_and_dtype_of, size_of
 from widefield.data.splits import Item, split_items
 from widefield.data.windowed_files import windowed
 from widefield.geometry import Interval
+from widefield.image_files import ImageFile
 
 DTYPES = ("uint8", "uint16", "int16", "float32")
 
@@ -74,6 +75,16 @@ class FileImages:
 
     def target_of(self, index: int) -> int | Tensor:
         return self.records[index].target.read()
+
+    def labels_in(self, index: int, window: tuple[Interval, ...]) -> int | Tensor | None:
+        """The part of labels of pixels in a window, without the image; None: windows of their files are not read alone."""
+        target = self.records[index].target
+        return target.read(window) if getattr(target, "by_window", False) else None
+
+    def image_file(self, index: int) -> ImageFile | None:
+        """The file of the image, of which windows are read; None: it has no windows, or several files."""
+        files = self.records[index].files
+        return windowed(files[0]) if len(files) == 1 else None
 
     def group_of(self, index: int) -> str | None:
         return self.records[index].item.group

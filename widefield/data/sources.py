@@ -75,6 +75,11 @@ class OfImages:
         return whole.image, whole.marks
 
     def labels(self, box: Box) -> Tensor:
+        labels_in = getattr(self._images, "labels_in", None)
+        if labels_in is not None and self._whole is None:
+            found = labels_in(self._index, box)
+            if found is not None:
+                return found
         target_of = getattr(self._images, "target_of", None)
         if target_of is None or self._whole is not None:
             return self.read(box)[1]

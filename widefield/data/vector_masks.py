@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -73,6 +73,7 @@ class PolygonMask:
     file: Path
     image: Path
     classes: ClassesOfPolygons
+    by_window: ClassVar[bool] = True
 
     def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
         """(H, W) class numbers.  BadImageError: the file cannot be read."""

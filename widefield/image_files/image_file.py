@@ -14,6 +14,7 @@ import numpy as np
 
 from widefield.geometry.box import Box, full_box, holds, is_empty, size_of
 from widefield.geometry.interval import Interval
+from widefield.image_files.bytes_read import add_read
 from widefield.image_files.info import ImageInfo, Level
 
 Array = np.ndarray[Any, Any]
@@ -84,8 +85,10 @@ class ImageFile:
         wanted = (self.info.channels, *size_of(box))
         if pixels.shape != wanted:
             raise ImageFileError(f"{self.path} gave {pixels.shape} pixels for {_shown(box)}, and not {wanted}: it is damaged")
+        decoded = self.cost(box, level)
         self.bytes_asked += pixels.nbytes
-        self.bytes_decoded += self.cost(box, level)
+        self.bytes_decoded += decoded
+        add_read(asked=pixels.nbytes, decoded=decoded)
         return np.array(pixels, dtype=self.info.dtype, order="C")
 
     def valid(self, window: Sequence[Any] | None = None, level: int = 0) -> Array | None:

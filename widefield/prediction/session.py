@@ -38,6 +38,7 @@ from widefield.refusal import is_ours
 from widefield.tasks import labels_of
 from widefield.training.assemble import Parts
 from widefield.training.given import NOTHING, Given
+from widefield.training.patches import slide_with_tissue
 from widefield.training.terminal import ImageProgress
 
 READ_AHEAD = 8
@@ -287,6 +288,9 @@ def _pixels_of(image: Any, path: str, *, parts: Parts) -> Tensor:
                 f"{path} is a file, and this run was trained on floating-point tensors that a Python program's dataset made of "
                 "its images; pass such tensors, (C, H, W) or (C, D, H, W)"
             )
+        data = parts.config.data
+        if data.tissue is not None and data.patches is None:
+            return _checked(slide_with_tissue(path, data.tissue, dataset), path, dataset)
         return _checked(read_image(path, dataset.channels, dataset.dtype, dims=dataset.dims), path, dataset)
     return _checked(image_of(image, path), path, dataset)
 

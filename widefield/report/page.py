@@ -23,7 +23,7 @@ from widefield import plans
 from widefield.config.strategies import AXES
 from widefield.own_code import is_object
 from widefield.quantity import count_of
-from widefield.report import mistakes, plots, run_whole, samples, stages
+from widefield.report import bytes_read, mistakes, plots, run_whole, samples, stages
 from widefield.report.class_scores import class_scores
 from widefield.report.evaluations import best_of, metric_name, metric_text, table_of_evaluations
 from widefield.report.filling import from_files, render
@@ -105,6 +105,7 @@ def _page(run: _RunPage) -> str:
         fallbacks=run_whole.tables(run.start),
         machine=_machine(run.start),
         history=_history(run),
+        reads=bytes_read.bytes_of_ranks(run.lines),
         confusion=mistakes.confusion(run.evaluation),
         scores=class_scores(run.evaluation),
         mistakes=mistakes.pictures(run.folder, run.evaluation),

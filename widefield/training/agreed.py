@@ -51,7 +51,7 @@ class Agreed:
         return self._readable_everywhere(batch, readable) if all_fine else self._dummy(batch)
 
     def _dummy(self, batch: Batch) -> Batch:
-        errors = {"problem": batch.problem, "skipped": batch.skipped, "asked": batch.asked}
+        errors = {"problem": batch.problem, "skipped": batch.skipped, "asked": batch.asked, "read": batch.read}
         return replace(self._dummy_batch or batch, samples=0, refused=True, **errors)
 
     def _readable_everywhere(self, batch: Batch, readable: list[int]) -> Batch:
@@ -65,7 +65,7 @@ class Agreed:
         found = (
             batch if rows == list(range(batch.samples)) and rows else batch.only(rows) if rows else self._dummy_batch or batch
         )
-        return replace(found, samples=len(rows), skipped=lost, asked=batch.asked)
+        return replace(found, samples=len(rows), skipped=lost, asked=batch.asked, read=batch.read)
 
 
 def dummy_batch_of(reader: SampleReader, mesh: Mesh) -> Batch:

@@ -44,8 +44,9 @@ from widefield.training.intensity import Scaled, with_intensity
 from widefield.training.loop import Learner
 from widefield.training.optimizer import build_optimizer, learning_rate
 from widefield.training.parameter_groups import layers_of
+from widefield.training.patches import Tissue, sampled, tissue_to_tree
 from widefield.training.record import usable_cores
-from widefield.training.run_folder import write_model, write_statistics
+from widefield.training.run_folder import write_model, write_statistics, write_tissue
 from widefield.training.schedule import build_schedule
 from widefield.training.state import seed_everything
 from widefield.training.streaming import check_tiles, look_ahead
@@ -72,6 +73,8 @@ class Parts:
     given: Given = NOTHING
     statistics: SplitStatistics | None = None
     """Of the images to train on, where the intensity needs them."""
+    tissue: dict[str, Tissue] | None = None
+    """Of every slide, by its name, where the recipe asks for it."""
 
     def preparation(self, *, train: bool) -> Preparation:
         """The function that moves batches to the device and normalizes them; in training on a GPU it also augments."""
@@ -145,27 +148,33 @@ def assemble(
     precision, why_precision = choose_precision(config.precision, mesh.device)
     arithmetic = arithmetic_of(precision, mesh.device)
     scaled = _opened(config, mesh, given, stored) if dataset is None else Scaled(dataset)
-    dataset = scaled.dataset
-    task, why_balanced = task_of(config, given, dataset, mesh)
+    task, why_balanced = task_of(config, given, scaled.dataset, mesh)  # class weights are of whole images
+    drawn = sampled(config, scaled.dataset, mesh, ignore=getattr(task, "ignore_index", None))
+    dataset = drawn.dataset
     slower = check_data(config, dataset, task, given, cut=bool(mesh.grid.sizes))
     metrics = _metrics(config, task, dataset, cut=bool(mesh.grid.sizes))
     workers, why_workers = _choose_workers(config, dataset, mesh)
     channels_last, why_format = _choose_format(config, arithmetic, dims=dataset.dims)
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
-        torch.use_deterministic_algorithms(True)
+        _only_deterministic_algorithms()
     seed_everything(config.seed)
     model, why_weights = built_model(
         config, mesh, given, arithmetic, dataset, channels_last=channels_last, initial=initial_weights
     )
     scaling = (*scaled.reasons, why_scaled(config, dataset))
-    found = (dataset.about, why_precision, why_workers, *scaling, why_format, why_balanced, *why_weights, *slower)
+    of_data = (dataset.about, *drawn.reasons)
+    found = (*of_data, why_precision, why_workers, *scaling, why_format, why_balanced, *why_weights, *slower)
     reasons = [reason for reason in found if reason is not None]
     window = window_of(mesh)
     return Parts(
         config, mesh, dataset, model, task, arithmetic, workers, channels_last, reasons, window, metrics, given,
-        scaled.statistics,
+        scaled.statistics, drawn.tissue,
     )  # fmt: skip
+
+
+def _only_deterministic_algorithms() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be deterministic
+    torch.use_deterministic_algorithms(True)
 
 
 def _metrics(config: RunConfig, task: Task, dataset: Dataset, *, cut: bool) -> list[RecipeMetric]:
@@ -315,6 +324,8 @@ def write_model_of(folder: Path, parts: Parts) -> None:
     write_model(folder, parts.dataset, shape=shape, mean=list(prepare.mean), std=list(prepare.std), name=name)
     if parts.statistics is not None:
         write_statistics(folder, parts.statistics)
+    if parts.tissue is not None:
+        write_tissue(folder, tissue_to_tree(parts.tissue))
 
 
 def _choose_workers(config: RunConfig, dataset: Dataset, mesh: Mesh) -> tuple[int, str | None]:

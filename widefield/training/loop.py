@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
 from widefield.training.best import Best
 from widefield.training.freezing import Freezing
+from widefield.training.reads import Reads
 from widefield.training.schedule import Schedule
 
 
@@ -93,6 +95,8 @@ class Learner:
     """The names of unreadable images that were left out; only on the first rank of a copy."""
     order: str = ""
     """A SHA-256 chain over the numbers of the images this rank has trained on: equal where two runs saw the same images."""
+    reads: Reads = field(default_factory=Reads)
+    """What this rank has read from files since this process began to train."""
 
     @property
     def _trained(self) -> list[nn.Parameter]:
@@ -153,6 +157,7 @@ class Learner:
         self._check(loss_sum, count, passes)
         self.freezing.drop_gradients(self.model, epoch)
         self._update(scale=nominal / count)
+        self.reads.add(passes, epochs=Fraction(len(self.steps.positions(self.step)), self.steps.samples))
         self.step += 1
         self.order = _chained(self.order, passes)
         if self.mesh.is_first_of_copy:

@@ -9,6 +9,8 @@ One JSON object per line, each with `kind` and `time` (unix seconds):
     step        step, epoch (epochs done), loss, lr, samples (over all ranks), seconds, data_seconds, memory_bytes (peak)
     evaluation  step, epoch, images, of, duplicates, skipped, loss, metrics, seconds, best (whether it was the best so far)
     checkpoint  step, name
+    read        step, ranks: of each, since it began or was resumed, the bytes of images `asked` for and `decoded` in training,
+                the samples it had, and the epochs; where files were read
     warning     text
     end         reason (complete, interrupted or failed), step, text
 
@@ -216,6 +218,10 @@ class Record:
     def checkpoint(self, *, step: int, name: str) -> None:
         """Write that a checkpoint is complete."""
         self._write("checkpoint", step=step, name=name)
+
+    def read(self, *, step: int, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Write what each rank has read from files of images, see `Reads.to_tree`."""
+        self._write("read", step=step, ranks=list(ranks))
 
     def warning(self, text: str) -> None:
         """Write and print a warning."""

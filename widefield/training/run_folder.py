@@ -36,9 +36,11 @@ WEIGHTS, BEST = "weights.safetensors", "best.safetensors"
 MODEL = "model.json"
 STATISTICS = "statistics.json"
 """Of the images to train on, where data.intensity needs them."""
+TISSUE = "tissue.json"
+"""What of each slide counts, where data.tissue asks for it."""
 _WRITTEN = (
     "config.yaml", "plan.yaml", "record.jsonl", "summary.csv", "tensorboard", "checkpoints", "report.html", WEIGHTS, BEST,
-    MODEL, STATISTICS, "evaluation.json", "evaluation.csv", "mistakes", "samples", "nan.json",
+    MODEL, STATISTICS, TISSUE, "evaluation.json", "evaluation.csv", "mistakes", "samples", "nan.json",
 )  # fmt: skip
 """The files and folders that training writes."""
 _FURTHER = re.compile(
@@ -203,6 +205,11 @@ def write_model(folder: Path, dataset: Dataset, *, shape: list[int], mean: list[
         "std": std,
     }
     replace_text(folder / MODEL, json.dumps(values, indent=1) + "\n")
+
+
+def write_tissue(folder: Path, tissue: dict[str, Any]) -> None:
+    """Write what of each slide counted, by the slide's name."""
+    replace_text(folder / TISSUE, json.dumps(tissue, indent=1) + "\n")
 
 
 def write_statistics(folder: Path, statistics: SplitStatistics) -> None:

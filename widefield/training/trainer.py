@@ -226,7 +226,7 @@ class Trainer:
         self.checkpoints.wait()
         self._record_saves()  # that of the save before this one
         self._synchronize_buffers()
-        self._report_skipped()
+        self._report_reads()
         if not learner.is_finite():
             raise AgreedError(
                 f"a weight is no finite number after step {learner.step}, so nothing was saved; the newest checkpoint is from "
@@ -250,10 +250,13 @@ class Trainer:
             versions=versions(),
         )
 
-    def _report_skipped(self) -> None:
-        """Warn of the unreadable images that ranks left out since the last call."""
-        names = sorted(name for part in self.mesh.gather_objects(self.learner.skipped) for name in part)
+    def _report_reads(self) -> None:
+        """Record what each rank has read, and warn of the unreadable images that ranks left out since the last call."""
+        gathered = self.mesh.gather_objects((self.learner.skipped, self.learner.reads.to_tree()))
+        names = sorted(name for part, _ in gathered for name in part)
         self.learner.skipped.clear()
+        if self.record is not None and any(reads["decoded"] for _, reads in gathered):
+            self.record.read(step=self.learner.step, ranks=[reads for _, reads in gathered])
         if names and self.record is not None:
             self.record.warning(f"{len(names)} unreadable images were left out of training: {', '.join(names[:20])}")
 
