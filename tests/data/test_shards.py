@@ -398,6 +398,11 @@ def test_inspect_says_what_is_in_a_shard(tmp_path, capsys):
     assert not (tmp_path / ".widefield").exists()
     opened(path, hold_out=0.5)
     assert main(["inspect", str(path)]) == 0 and "indexed  yes" in capsys.readouterr().out
+    tar(tmp_path / "b.tar", [("0.jpg", png(0)), ("0.txt", b"x"), ("0.json", b'{"kind": 1, "age": 2}'), ("1.json", b"{")])
+    assert main(["inspect", str(tmp_path / "b.tar")]) == 0
+    told = capsys.readouterr().out
+    assert "labels   in txt, json.kind, json.age; say which: data.options.label=txt, or labels" in told
+    assert "image    " in told and "the sample 1 (its members are .json) has no image" in told
     path.write_bytes(path.read_bytes()[:2000])
     assert main(["inspect", str(path)]) == 1 and "is cut short" in capsys.readouterr().out
 
