@@ -24,6 +24,7 @@ def patched(monkeypatch) -> None:
     """Every image is wide, and cut into tiles of 64 pixels."""
     monkeypatch.setattr(wide, "WIDE_PIXELS", 1)
     monkeypatch.setattr(wide, "TILE", {2: 64, 3: 16})
+    monkeypatch.setattr(wide, "HEARD_SECONDS", 0.01)
 
 
 def predicted(run: Path, scene: Path, output: Path, *overrides: str, **wishes) -> Predicted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,32 @@ def test_an_overlay_is_a_picture_of_bounded_size(run, geotiff, scene, whole, tmp
     if factor == 1:
         grey = np.repeat(np.load(scene)[0][..., None], 3, axis=2)
         assert np.array_equal(picture[whole == 0], grey[whole == 0]) and (picture[whole > 0] != grey[whole > 0]).any()
+
+
+def _heard_on_ranks(mesh, run: Path, scene: Path, output: Path) -> int:
+    """How often a rank exchanged something while the first wrote a file slowly."""
+    write, count, least = wide_files.write_outlines, [0], type(mesh).least_of_copy
+
+    def slowly(*given):
+        count[0] = 0
+        time.sleep(0.5)
+        write(*given)
+
+    def counted(self, numbers):
+        count[0] += 1
+        return least(self, numbers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wide_files, "write_outlines", slowly)
+        patch.setattr(type(mesh), "least_of_copy", counted)
+        found = _on_ranks(mesh, run, scene, output, ["mesh.space=[2,1]"], Wishes(outlines=True))
+    assert not found.lefts
+    return count[0]
+
+
+def test_ranks_hear_from_each_other_while_the_first_writes_files(run, geotiff, tmp_path):
+    """A message that takes longer than minutes is an error, and a large file may take longer."""
+    assert min(on_ranks(2, _heard_on_ranks, run, geotiff, tmp_path)) > 5
 
 
 def test_nothing_of_a_file_that_the_disk_refuses_is_left(run, geotiff, tmp_path, monkeypatch):

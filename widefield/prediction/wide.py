@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,10 @@ WIDE_PIXELS = 2**26
 """From so many on, an image that can be read by window is; one that has a place in the world is in any case."""
 TILE = {2: 1024, 3: 128}
 """Pixels of a tile's side, by the dims of the image, where neither the recipe nor the command says how it is cut."""
+
+
+HEARD_SECONDS = 10.0
+"""How often ranks hear from each other while one of them writes files; a message may take minutes, and files longer."""
 
 
 class LeftOutError(ValueError):
@@ -119,7 +124,9 @@ class WideAsker:
         raw = self._made(image, source, self._raw("wide", image, asked.name), sliding)
         exact = self._raw("exact", image, asked.name, likely=False) if wishes.compare else None
         exact = None if exact is None else self._made(image, source, exact, None)
-        counts, apart = self._agreed(lambda: self._filed(raw, exact, image, files) if mesh.is_first_of_copy else (None, None))
+        counts, apart = self._meanwhile(
+            lambda: self._filed(raw, exact, image, files) if mesh.is_first_of_copy else (None, None)
+        )
         image.close()
         if counts is None:
             return Answer(str(asked.path), [], [])
@@ -144,7 +151,8 @@ class WideAsker:
             if sliding is None:
                 self._fill(raw, image, source)
             else:
-                self._fill_blended(raw, image, source, SlidingWindows(sliding, self.wishes.overlap))
+                windows = SlidingWindows(sliding, self.wishes.overlap)
+                self._meanwhile(lambda: self._fill_blended(raw, image, source, windows))
         except (ValueError, OSError, RuntimeError) as error:
             if mesh.copy_group is not None:  # other ranks may wait in a message
                 raise
@@ -171,6 +179,17 @@ class WideAsker:
         if self.parts.mesh.least_of_copy([int(not problem)])[0] == 0:
             raise LeftOutError(problem or "another rank, which shares the image, has an error with it")
         return result  # type: ignore[return-value]
+
+    def _meanwhile(self, work: Callable[[], T]) -> T:
+        """As `_agreed`, of work that sends no message and may take longer than a message may: ranks hear from each other."""
+        mesh = self.parts.mesh
+        if mesh.copy_group is None:
+            return self._agreed(work)
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(work)
+            while not mesh.least_of_copy([len(wait([coming], timeout=HEARD_SECONDS).done)])[0]:
+                continue
+        return self._agreed(coming.result)
 
     # ------------------------------------------------------------------------------------------ labels
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from widefield.data.shards.index import ShardIndex, make_index
 from widefield.data.shards.index_files import ShardFile, shard_at
 from widefield.data.shards.indexing import is_indexed
 from widefield.data.shards.member_kinds import is_image, is_mask
+from widefield.data.shards.open_shards import StoredMember
 from widefield.quantity import bytes_text
 
 SHOWN = 12
@@ -30,7 +32,7 @@ def about_shard(path: Path) -> list[str]:
         "members": _extensions(index),
         "others": f"{index.others:,} files that belong to no sample" if index.others else "",
         "image": _image(shard, index),
-        "labels": _labels(index),
+        "labels": _labels(shard, index),
         "indexed": "yes" if found is not None else "not yet: training does it once",
         "order": "samples are read in any order, each by one read of its own bytes",
     }
@@ -65,7 +67,7 @@ def _image(shard: ShardFile, index: ShardIndex) -> str:
     return f"the first is {size}, {len(image)} channel{'s' if len(image) > 1 else ''} of {kind}"
 
 
-def _labels(index: ShardIndex) -> str:
+def _labels(shard: ShardFile, index: ShardIndex) -> str:
     masks = [extension for extension in index.extensions if is_mask(extension)]
     if "cls" in index.extensions:
         return "classes in .cls"
@@ -74,6 +76,18 @@ def _labels(index: ShardIndex) -> str:
     others = [extension for extension in index.extensions if not is_image(extension)]
     if not others:
         return "none"
-    return (
-        f"not known; say where: data.options.label={others[0]}{'.KEY' if others[0].endswith('json') else ''}, labels or values"
-    )
+    words = [word for extension in others[:SHOWN] for word in _places(shard, index, extension)]
+    return f"in {', '.join(words)}; say which: data.options.label={words[0]}, or labels, or values"
+
+
+def _places(shard: ShardFile, index: ShardIndex, extension: str) -> list[str]:
+    """Where labels may be in members of an extension; of JSON, the keys of the first."""
+    if not extension.endswith("json"):
+        return [extension]
+    number = int(np.flatnonzero(index.extension == index.extensions.index(extension))[0])
+    start, size = (int(one[number]) for one in (index.start, index.size))
+    try:
+        value = json.loads(StoredMember(shard, int(index.header[number]), start, size, extension).read())
+    except ValueError:
+        return [f"{extension}.KEY"]
+    return [f"{extension}.{key}" for key in list(value)[:SHOWN]] if isinstance(value, dict) and value else [extension]

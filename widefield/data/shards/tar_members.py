@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 BLOCK = 512
 """Bytes; headers and contents begin at multiples of it (POSIX.1-2017, pax)."""
@@ -53,18 +53,24 @@ def members_of(path: Path) -> Iterator[TarMember]:
     sparse file or a device.
     """
     size = path.stat().st_size
+    with path.open("rb") as file:
+        _refuse_compressed(path, file)
+        tar = _named(path, size, lambda: tarfile.open(fileobj=file, mode="r:"))
+        while (found := _named(path, size, tar.next)) is not None:
+            tar.members = []  # tarfile keeps every member that it has read
+            if not found.isdir():
+                yield _checked(path, found, size)
+        _check_end(path, file, tar.offset, size)
+
+
+def _named(path: Path, size: int, action: Callable[[], Any]) -> Any:
+    """What an action of tarfile's gives.  ValueError, with the tar: it fails, which damaged headers make it do in many ways."""
     try:
-        with path.open("rb") as file:
-            _refuse_compressed(path, file)
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                while (found := tar.next()) is not None:
-                    tar.members = []  # tarfile keeps every member that it has read
-                    if not found.isdir():
-                        yield _checked(path, found, size)
-                _check_end(path, file, tar.offset, size)
-    except tarfile.TarError as error:
+        return action()
+    except Exception as error:
         raise ValueError(
-            f"{path} cannot be read as a tar ({error}; {size} bytes): it is cut short or damaged; copy it again"
+            f"{path} cannot be read as a tar ({str(error) or type(error).__name__}; {size} bytes): it is cut short or damaged; "
+            "copy it again"
         ) from None
 
 
