@@ -138,12 +138,13 @@ def test_losses_are_those_of_a_folder_on_any_ranks_and_after_a_stop(both, tmp_pa
 # ---------------------------------------------------------------------------------------------- pixels and labels
 
 
-def encoded(suffix: str, pixels: np.ndarray, **options) -> bytes:
+def encoded(suffix: str, pixels: np.ndarray | Image.Image, **options) -> bytes:
     buffer = io.BytesIO()
     if suffix == "npy":
         np.save(buffer, pixels)
     else:
-        Image.fromarray(pixels).save(buffer, {"jpg": "JPEG", "tif": "TIFF"}.get(suffix, suffix.upper()), **options)
+        image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+        image.save(buffer, {"jpg": "JPEG", "tif": "TIFF"}.get(suffix, suffix.upper()), **options)
     return buffer.getvalue()
 
 
@@ -156,6 +157,8 @@ FILES = {
     "rgb.png": ("png", RGB, {}), "grey.png": ("png", GREY, {}), "wide.png": ("png", WIDE, {}), "rgb.jpg": ("jpg", RGB, {}),
     "turned.jpg": ("jpg", RGB, {"exif": TURNED}), "rgb.webp": ("webp", RGB, {}), "rgb.bmp": ("bmp", RGB, {}),
     "rgb.tif": ("tif", RGB, {}), "wide.tif": ("tif", WIDE, {}), "bands.npy": ("npy", FLOAT, {}), "wide.npy": ("npy", WIDE, {}),
+    "palette.png": ("png", Image.fromarray(RGB).quantize(16), {}), "bits.png": ("png", Image.fromarray(GREY > 99), {}),
+    "cmyk.jpg": ("jpg", Image.fromarray(RGB).convert("CMYK"), {}), "turned.tif": ("tif", RGB, {"exif": TURNED}),
     "rgba.png": ("png", np.dstack([RGB, GREY]), {}), "mistaken.jpg": ("tif", RGB, {}),
 }  # fmt: skip
 

@@ -10,9 +10,11 @@ from command import losses, record
 from ranks import on_ranks
 from same_numbers import check_same_numbers, evaluation
 
+import widefield as wf
 from widefield.comm.mesh import AgreedError, World
 from widefield.config import parse_config
 from widefield.run import train
+from widefield.training import patches
 
 COMMON = """
 optimizer: {name: sgd, lr: 0.05}
@@ -123,6 +125,13 @@ def test_what_was_drawn_is_told_and_tissue_is_kept_with_the_run(whole):
     assert told in "\n".join(record(of_slides, "start")[0]["reasons"])
     kept = json.loads((of_slides / "tissue.json").read_text())
     assert len(kept) == 9 and all(0 < one["share"] < 1 and one["threshold"] >= 7 for one in kept.values())
+
+
+def test_an_evaluation_of_its_own_is_that_of_the_run_and_looks_for_no_foreground(whole, monkeypatch):
+    monkeypatch.setattr(patches, "_foreground", lambda *arguments: pytest.fail("the images to train on are not read"))
+    folder = whole("random patches")
+    found = wf.evaluate(folder)
+    assert found.confusion == evaluation(folder)["confusion"] and found.images == found.of
 
 
 @pytest.mark.long

@@ -149,7 +149,7 @@ def assemble(
     arithmetic = arithmetic_of(precision, mesh.device)
     scaled = _opened(config, mesh, given, stored) if dataset is None else Scaled(dataset)
     task, why_balanced = task_of(config, given, scaled.dataset, mesh)  # class weights are of whole images
-    drawn = sampled(config, scaled.dataset, mesh, ignore=getattr(task, "ignore_index", None))
+    drawn = sampled(config, scaled.dataset, mesh, ignore=getattr(task, "ignore_index", None), trains=initial_weights)
     dataset = drawn.dataset
     slower = check_data(config, dataset, task, given, cut=bool(mesh.grid.sizes))
     metrics = _metrics(config, task, dataset, cut=bool(mesh.grid.sizes))

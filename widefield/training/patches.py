@@ -44,10 +44,11 @@ class Sampled:
     tissue: dict[str, Tissue] | None = None
 
 
-def sampled(config: RunConfig, dataset: Dataset, mesh: Mesh, *, ignore: int | None) -> Sampled:
+def sampled(config: RunConfig, dataset: Dataset, mesh: Mesh, *, ignore: int | None, trains: bool = True) -> Sampled:
     """What data.patches and data.tissue make of a dataset.  Every rank calls it.
 
-    ignore: the task's label of pixels that do not count.
+    ignore: the task's label of pixels that do not count.  trains: False where the images to train on are not read, so that
+        nothing need be known of their foreground.
     ValueError, NotImplementedError, AgreedError, on every rank: they do not fit the images.
     """
     data = config.data
@@ -64,7 +65,7 @@ def sampled(config: RunConfig, dataset: Dataset, mesh: Mesh, *, ignore: int | No
     if data.patches is None:
         assert tissue is not None
         return Sampled(_with_channel(dataset, tissue), why, by_name)
-    found, reasons = _patched(config, dataset, data.patches, tissue, mesh, ignore)
+    found, reasons = _patched(config, dataset, data.patches, tissue, mesh, ignore, trains=trains)
     return Sampled(found, (*why, *reasons), by_name)
 
 
@@ -163,8 +164,10 @@ def _patched(
     tissue: list[list[Tissue]] | None,
     mesh: Mesh,
     ignore: int | None,
+    *,
+    trains: bool,
 ) -> tuple[Dataset, list[str]]:
-    train, why = _places(config, dataset, asked, None if tissue is None else tissue[0], mesh)
+    train, why = _places(config, dataset, asked, None if tissue is None else tissue[0], mesh, trains=trains)
     _check_beyond(config, dataset, train, ignore, key="draw")
     about = {"pixels": dataset.pixels, "ignore": ignore}
     found = replace(dataset, train=PatchImages(dataset.train, train, **about))  # type: ignore[arg-type]
@@ -183,7 +186,7 @@ def _patched(
 
 
 def _places(
-    config: RunConfig, dataset: Dataset, asked: PatchesConfig, tissue: list[Tissue] | None, mesh: Mesh
+    config: RunConfig, dataset: Dataset, asked: PatchesConfig, tissue: list[Tissue] | None, mesh: Mesh, *, trains: bool
 ) -> tuple[Places, list[str]]:
     images, side = dataset.train, tuple(asked.size)
     sizes = _sizes(images)
@@ -194,7 +197,7 @@ def _places(
     share = (FOREGROUND if dataset.pixels else 0.0) if asked.foreground is None else asked.foreground
     crop = ClassBalancedCrop(list(side), share, asked.classes)
     each = PER_IMAGE if asked.per_image is None else asked.per_image
-    known = _foreground(images, len(dataset.classes), mesh) if share else {}
+    known = _foreground(images, len(dataset.classes), mesh) if share and trains else {}
     random = RandomPlaces(images, sizes, crop, each, config.seed, len(dataset.classes), known, tissue)  # type: ignore[arg-type]
     where = "anywhere" if tissue is None else "on tissue"
     on = f", {100 * share:g} % of them on foreground, which {_with_foreground(known, asked):,} images have" if share else ""
