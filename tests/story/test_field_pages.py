@@ -17,7 +17,7 @@ from widefield.image_files import open_image
 GUIDE = Path(__file__).parent.parent.parent / "docs/guide"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TUMOUR_PX = 40
-SHORT = ("schedule.length=2ep", "evaluate.every=2ep")
+SHORT = ("schedule.length=1ep", "schedule.warmup=1step", "evaluate.every=1ep")
 """The page's recipe of whole slides is longer; what is asked here is whether its three commands give the same."""
 
 
