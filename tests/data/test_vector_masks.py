@@ -198,6 +198,16 @@ def test_a_file_that_changes_is_read_again(tmp_path):
             "no polygon of .*geojson lies on .*png: the first is at columns 510",
         ),
         (["no tree"] * 3, {}, "scene0.geojson holds no features"),
+        (
+            [collection([feature("a", SQUARE / 100 + 8)])] * 3,
+            {},
+            "no polygon of .* is as large as a pixel of .*png.*longitudes",
+        ),
+        (
+            [collection([feature("a", SQUARE)], crs={"properties": {"name": "EPSG:32632"}})] * 3,
+            {},
+            "feature 1 of .* is in the coordinate system EPSG:32632, and its image has no place in the world",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, trees, options, words):

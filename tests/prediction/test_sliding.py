@@ -33,8 +33,16 @@ def whole_of(network: nn.Module, image: torch.Tensor, windows: SlidingWindows) -
     return found
 
 
-@pytest.mark.parametrize(("size", "window"), [((61, 45), (20, 16)), ((61, 45), (64, 12)), ((13, 21, 18), (8, 8, 8))])
-@pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5, 0.8])
+@pytest.mark.parametrize(
+    ("size", "window", "overlap"),
+    [
+        ((61, 45), (20, 16), 0.0),
+        ((61, 45), (20, 16), 0.5),
+        ((61, 45), (20, 16), 0.8),
+        ((61, 45), (64, 12), 0.25),
+        ((13, 21, 18), (8, 8, 8), 0.5),
+    ],
+)
 def test_the_whole_is_what_monai_makes(size, window, overlap, monkeypatch):
     """Its weights are float32, so 1e-5.  A window that is larger than the image would be padded there; here it is cut."""
     inferers = pytest.importorskip("monai.inferers")

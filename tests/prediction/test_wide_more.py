@@ -96,8 +96,10 @@ def _on_ranks(mesh, run: Path, scene: Path, output: Path, overrides: list[str], 
         return predict_files(run, [scene], overrides, mesh.world, output=output, wishes=wishes, weights=drawn)
 
 
-@pytest.mark.parametrize("flips", [False, True], ids=["", "flips"])
-@pytest.mark.parametrize(("ranks", "overrides"), [(2, ["mesh.space=[2,1]"]), (3, ["mesh.space=[1,3]"])])
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "flips"),
+    [(2, ["mesh.space=[2,1]"], False), (2, ["mesh.space=[1,2]"], True), (3, ["mesh.space=[3,1]"], True)],
+)
 def test_ranks_write_what_one_writes(run, geotiff, tmp_path, ranks, overrides, flips):
     """To the bit: the network runs in float64 here, and its last bits are lost in float32."""
     predicted(run, geotiff, tmp_path / "one", **ALL, flips=flips)

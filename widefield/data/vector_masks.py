@@ -78,7 +78,7 @@ class PolygonMask:
     def read(self, window: tuple[Interval, ...] | None = None) -> Tensor:
         """(H, W) class numbers.  BadImageError: the file cannot be read."""
         try:
-            polygons = _polygons(self.file, _stamp(self.file), self.image, self.classes)
+            polygons = self._polygons()
             height, width = size_of(self.image)
         except (OSError, ValueError) as error:
             raise BadImageError(f"cannot read the mask {self.file} ({error})") from None
@@ -86,14 +86,26 @@ class PolygonMask:
         about = {"outside": self.classes.outside, "dtype": self.classes.dtype}
         return torch.from_numpy(filled(polygons, (rows, columns), **about))  # type: ignore[arg-type]
 
+    def _polygons(self) -> list[Polygon]:
+        return _polygons(self.file, _stamp(self.file), self.image, _stamp(self.image), self.classes)
+
     def problem(self) -> str | None:
         """Why the file does not fit its image, in words; None: it does."""
         try:
-            size, polygons = size_of(self.image), _polygons(self.file, _stamp(self.file), self.image, self.classes)
+            size, polygons = size_of(self.image), self._polygons()
         except (OSError, ValueError) as error:
             return str(error)
         if len(size) != 2:
             return f"{self.image} is a volume, and {self.file} has polygons, which are flat; give its labels as a volume"
+        if (
+            polygons
+            and max(max(right - left, bottom - top) for left, top, right, bottom in (one.extent for one in polygons)) < 1
+        ):
+            left, top, _, _ = polygons[0].extent
+            return (
+                f"no polygon of {self.file} is as large as a pixel of {self.image}: the first is at column {left:g} and row "
+                f"{top:g}; are these longitudes and latitudes, and has the image no place in the world?"
+            )
         if polygons and not any(_meets(one, size) for one in polygons):
             left, top, right, bottom = polygons[0].extent
             return (
@@ -132,8 +144,10 @@ def classes_of_polygons(given: Any, files: Sequence[Path], key: str | None, outs
 
 
 @lru_cache(maxsize=MOST_OPEN)
-def _polygons(file: Path, stamp: tuple[int, int], image: Path, classes: ClassesOfPolygons) -> list[Polygon]:
-    """Those of a file, in pixels of the image.  stamp: of the file, so that one that was changed is read again."""
+def _polygons(
+    file: Path, stamp: tuple[int, int], image: Path, of_image: tuple[int, int], classes: ClassesOfPolygons
+) -> list[Polygon]:
+    """Those of a file, in pixels of the image.  stamp, of_image: of both, so that what was changed is read again."""
     vectors, number_of = read_geojson(file), dict(classes.number_of)
     opened = windowed(image)
     place = None if opened is None else place_of(opened.info)
@@ -151,9 +165,14 @@ def _polygons(file: Path, stamp: tuple[int, int], image: Path, classes: ClassesO
 
 def _in_pixels(ring: np.ndarray, vectors: VectorFile, feature: Feature, place: Georeference | None) -> np.ndarray:
     """ValueError: the coordinates are not of the system that the file says, or have no place in the image's."""
+    where = f"feature {feature.number} of {vectors.path}"
+    if place is None and vectors.system not in ("", LONGITUDE_LATITUDE):
+        raise ValueError(
+            f"{where} is in the coordinate system {vectors.system[:80]}, and its image has no place in the world; give it "
+            "one, or write polygons in pixels, without a crs"
+        )
     if place is None:
         return ring
-    where = f"feature {feature.number} of {vectors.path}"
     if vectors.system == LONGITUDE_LATITUDE and (np.abs(ring) > (360, 90)).any():
         raise ValueError(
             f"{where} has the coordinates {ring[0].tolist()}, which are no longitude and latitude, as GeoJSON without a crs "
