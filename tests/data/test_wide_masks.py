@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from widefield.config import DataConfig
-from widefield.data import Dataset, WindowedImages, open_dataset
+from widefield.data import Dataset, WindowedImages, mask_classes, open_dataset
 from widefield.data.image import read_image
 from widefield.geometry import Interval
 from widefield.image_files import opened, opened_image
@@ -100,6 +100,17 @@ def test_a_window_is_that_part_and_no_more_blocks_are_decoded_than_it_touches(da
     touched = 2 * 16 * 2 * 16  # rows 16 to 47, columns 32 to 63
     assert decoded[0] <= touched * 3 * 2 and decoded[1] <= touched
     assert dataset.train.shape(0) == (3, *SIZE)
+
+
+def test_numbers_of_masks_are_found_in_bands(dataset, monkeypatch):
+    files = [dataset.train.records[index].target.file for index in range(3)]
+    asked = []
+    whole = mask_classes.raw_mask
+    wanted = {number for file in files for number in np.unique(whole(file)).tolist()}
+    monkeypatch.setattr(mask_classes, "BAND", 32)
+    monkeypatch.setattr(mask_classes, "raw_mask", lambda file, window: asked.append(window) or whole(file, window=window))
+    assert mask_classes.numbers_in(files) == wanted == {0, 1, 2}
+    assert len(asked) == 9 and all(len(rows) <= 32 for rows, _ in asked)
 
 
 def test_a_png_beside_them_is_the_same(tmp_path):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from widefield.data.masks import Coding, raw_mask
+from widefield.data.masks import Array, Coding, mask_size, raw_mask, reads_windows
+from widefield.geometry.box import full_box
+from widefield.geometry.interval import Interval
 
+BAND = 1024
+"""Rows, or planes, of a mask that are looked at together."""
 MOST_FOUND = 256
 """Numbers in masks above this are taken for numbers of objects, unless classes are given."""
 
@@ -63,11 +67,17 @@ def _number_of(key: str, value: Any) -> int:
 
 
 def numbers_in(masks: Sequence[Path]) -> set[int]:
-    """All stored numbers."""
-    found: set[int] = set()
-    for mask in masks:
-        found.update(np.unique(raw_mask(mask)).tolist())
-    return found
+    """All stored numbers; of masks whose windows are read alone, a band of rows at a time."""
+    return {number for mask in masks for part in _in_bands(mask) for number in np.unique(part).tolist()}
+
+
+def _in_bands(mask: Path) -> Iterator[Array]:
+    if mask.suffix.lower() == ".npy" or not reads_windows(mask):
+        yield raw_mask(mask)
+        return
+    height, *others = mask_size(mask)
+    for start in range(0, height, BAND):
+        yield raw_mask(mask, window=(Interval(start, min(height, start + BAND)), *full_box(others)))
 
 
 def _found(numbers: set[int], ignored: int | None) -> tuple[Coding, str]:
