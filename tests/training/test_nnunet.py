@@ -26,6 +26,7 @@ from widefield.inference import single_rank
 from widefield.prediction.cases import by_case
 from widefield.prediction.inputs import Input
 from widefield.prediction.session import Predicted, predict_files
+from widefield.prediction.wishes import Wishes
 from widefield.run import train
 from widefield.training.run_folder import read_model
 
@@ -101,7 +102,11 @@ def case(folder: Path, number: int) -> list[Path]:
 
 
 def by_hand(run: Path, files: list[Path]) -> np.ndarray:
-    """The whole program in float64."""
+    return likely_by_hand(run, files).argmax(0)
+
+
+def likely_by_hand(run: Path, files: list[Path]) -> np.ndarray:
+    """The probabilities (K, D, H, W) of the whole program in float64."""
     parts, _ = single_rank(run, None, [])
     arrays = [np.asarray(nibabel.load(file).dataobj).T for file in files]
     image = torch.from_numpy(np.stack(arrays).astype(np.float32))
@@ -113,7 +118,7 @@ def by_hand(run: Path, files: list[Path]) -> np.ndarray:
     seen = (seen - flat.mean(1)[:, None, None, None]) / flat.std(1, correction=0)[:, None, None, None]
     with torch.no_grad():
         output = parts.model.eval()(seen[None])
-        return F.interpolate(output, size=map.source, mode="trilinear", align_corners=False)[0].argmax(0).numpy()
+        return F.interpolate(output, size=map.source, mode="trilinear", align_corners=False)[0].softmax(0).numpy()
 
 
 def on_these_ranks(mesh, run: Path, data: Path, output: Path, overrides: list[str]) -> Predicted:
@@ -136,6 +141,19 @@ def test_predictions_lie_on_the_files_and_are_those_of_the_whole(ranks, override
         assert np.array_equal(labels.affine, image.affine) and labels.shape == image.shape
         assert labels.header.get_zooms() == image.header.get_zooms()
     assert len(np.unique(np.asarray(labels.dataobj))) > 1, "too easy"
+
+
+def test_probabilities_are_those_of_the_whole_on_the_voxels_of_the_files(folder, whole, tmp_path):
+    files = case(folder, 7)
+    found = predict_files(whole, files, [], World(), output=tmp_path / "out", wishes=Wishes(probabilities="npy"))
+    assert len(found.answers) == 1 and not found.lefts
+    (file,) = (tmp_path / "out/probabilities").iterdir()
+    likely = np.moveaxis(np.asarray(nibabel.load(file).dataobj), -1, 0).transpose(0, 3, 2, 1)
+    np.testing.assert_allclose(likely, likely_by_hand(whole, files), rtol=0, atol=1e-6)  # float32
+    labels = np.asarray(nibabel.load(tmp_path / "out/case_7.nii.gz").dataobj).T
+    assert np.array_equal(labels, by_hand(whole, files))
+    told = predict_files(whole, files, [], World(), output=tmp_path / "more", wishes=Wishes(sliding=(8, 8, 8))).lefts
+    assert "is brought to the run's spacing, on whose grid --sliding does not blend; leave it out" in told[0].reason
 
 
 def test_files_that_are_of_no_case_are_left_out_in_words(folder, whole, tmp_path):
