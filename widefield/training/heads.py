@@ -1,7 +1,7 @@
 """Models that give several outputs in training, the main one first: auxiliary heads, or the levels of deep supervision.
 
-Deep supervision (Lee et al. 2015, arXiv:1409.5185) compares the outputs of coarser levels with labels too.  Level l weighs 1
-/ 2^l over the sum of all, as in nnU-Net, which leaves the coarsest one out.  An output of fewer pixels than the image is
+Deep supervision (Lee et al. 2015, arXiv:1409.5185) compares the outputs of coarser levels with labels too.  Level l weighs
+2^-l over the sum of all, as in nnU-Net, which leaves the coarsest one out.  An output of fewer pixels than the image is
 compared with the labels nearest to its pixels' centers, in coordinates of the whole image.  A loss that is a sum over pixels
 counts each level as if it had the pixels of the image, so that every level weighs as its weight says, whatever its size.
 """
