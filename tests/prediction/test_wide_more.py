@@ -9,13 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from ranks import on_ranks
 from wide_scene import PLACE, Stopped, as_geotiff, labels_in, patched, predicted, reason, stop_after
 
+from widefield.data.spatial.resampling import GridMap
 from widefield.image_files import open_image
 from widefield.prediction import wide_files
+from widefield.prediction.raw_labels import RawLabels
 from widefield.prediction.session import Predicted, predict_files
+from widefield.prediction.wide_files import WideFiles
+from widefield.prediction.wide_source import WideSource
 from widefield.prediction.wishes import Wishes
 
 rasterio = pytest.importorskip("rasterio")
@@ -202,6 +207,21 @@ def test_an_overlay_is_a_picture_of_bounded_size(run, geotiff, scene, whole, tmp
     if factor == 1:
         grey = np.repeat(np.load(scene)[0][..., None], 3, axis=2)
         assert np.array_equal(picture[whole == 0], grey[whole == 0]) and (picture[whole > 0] != grey[whole > 0]).any()
+
+
+def test_an_overlay_shows_all_files_of_a_case(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 40, 48), dtype=np.uint8)
+    files = [tmp_path / f"case_000{number}.npy" for number in range(3)]
+    for file, plane in zip(files, pixels, strict=True):
+        np.save(file, plane)
+    raw = RawLabels(tmp_path / "wide", (40, 48), "uint8")
+    raw.begin({})
+    raw.write((slice(0, 40), slice(0, 48)), np.zeros((40, 48), dtype=np.uint8))
+    source = WideSource(tuple(files), 3, torch.uint8, GridMap((40, 48), (40, 48)))
+    with open_image(files[0]) as image:
+        written = WideFiles({"overlay": tmp_path / "case.png"}, image, ("none", "ink"), 255, source, {}).write(raw)
+    assert written[0] == 40 * 48
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "case.png")), pixels.transpose(1, 2, 0))
 
 
 def _heard_on_ranks(mesh, run: Path, scene: Path, output: Path) -> int:

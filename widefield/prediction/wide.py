@@ -125,7 +125,7 @@ class WideAsker:
         exact = self._raw("exact", image, asked.name, likely=False) if wishes.compare else None
         exact = None if exact is None else self._made(image, source, exact, None)
         counts, apart = self._meanwhile(
-            lambda: self._filed(raw, exact, image, files) if mesh.is_first_of_copy else (None, None)
+            lambda: self._filed(raw, exact, image, source, files) if mesh.is_first_of_copy else (None, None)
         )
         image.close()
         if counts is None:
@@ -300,7 +300,7 @@ class WideAsker:
     # ------------------------------------------------------------------------------------------ the file
 
     def _filed(
-        self, raw: RawLabels, exact: RawLabels | None, image: ImageFile, files: Mapping[str, Path]
+        self, raw: RawLabels, exact: RawLabels | None, image: ImageFile, source: WideSource, files: Mapping[str, Path]
     ) -> tuple[Array, Apart | None]:
         """Make the files, and give the plain ones' place back; returns how many pixels have each number.
 
@@ -308,8 +308,8 @@ class WideAsker:
         """
         dataset = self.parts.dataset
         apart = None if exact is None else apart_of(raw, exact, self._nothing)
-        kind = {"channels": dataset.channels, "dtype": dataset.dtype}
-        counts = WideFiles(files, image, tuple(dataset.classes), self._nothing, notes=self._notes(), **kind).write(raw)
+        kind = {"source": source.as_stored(), "notes": self._notes()}
+        counts = WideFiles(files, image, tuple(dataset.classes), self._nothing, **kind).write(raw)
         for one in (raw, exact):
             if one is not None:
                 one.end()

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from widefield.data.image import colours, read_image
-from widefield.data.windowed_files import size_of
+from widefield.data.image import colours
 from widefield.geometry import Interval
 from widefield.geometry.box import Box, full_box
 from widefield.image_files import ImageFile
@@ -33,6 +32,7 @@ from widefield.outlines.place import place_of
 from widefield.outlines.tracing import traced
 from widefield.prediction.labels import overlay
 from widefield.prediction.raw_labels import RawLabels
+from widefield.prediction.wide_source import WideSource
 
 BAND_BYTES = 2**24
 """Of pixels that are in memory at once."""
@@ -47,15 +47,14 @@ Apart = dict[str, float]
 class WideFiles:
     """Writes the files of an image.  files: by kind, as `Kinds.wide_files_of` has them.
 
-    nothing: the label of pixels without an answer.  channels, dtype: of the image as it is read.  notes: see LabelImage.
+    nothing: the label of pixels without an answer.  source: the image's pixels, on its own grid.  notes: see LabelImage.
     """
 
     files: Mapping[str, Path]
     image: ImageFile
     classes: tuple[str, ...]
     nothing: int
-    channels: int
-    dtype: torch.dtype
+    source: WideSource
     notes: Mapping[str, str]
 
     def write(self, raw: RawLabels) -> Array:
@@ -108,12 +107,12 @@ class WideFiles:
 
     def _reduced(self, factor: int) -> Tensor:
         """(C, H, W) of the image, of which each pixel is the mean of factor x factor, fewer at the far ends."""
-        rows = []
-        for slab in slabs_of(size_of(self.image), self.channels * 4, multiple=factor):
-            pixels = read_image(self.image.path, self.channels, self.dtype, window=slab, dims=2)
+        rows, dtype = [], self.source.dtype
+        for slab in slabs_of(self.source.size, self.source.channels * 4, multiple=factor):
+            pixels = self.source.read(slab)
             if factor > 1:
                 mean = F.avg_pool2d(pixels.double()[None], factor, ceil_mode=True)[0]
-                pixels = (mean if self.dtype.is_floating_point else mean.round()).to(self.dtype)
+                pixels = (mean if dtype.is_floating_point else mean.round()).to(dtype)
             rows.append(pixels)
         return torch.cat(rows, 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,6 +43,10 @@ class WideSource:
     def size(self) -> tuple[int, ...]:
         """Of the image as the network gets it."""
         return self.map.output
+
+    def as_stored(self) -> WideSource:
+        """On the files' own grid."""
+        return replace(self, map=GridMap(self.map.source, self.map.source))
 
     def read(self, window: Box) -> Tensor:
         """The pixels (C, *window) of a window of that image, in the run's dtype."""
