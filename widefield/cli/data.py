@@ -25,10 +25,11 @@ Every image is read once.
   widefield data stats table.csv
   widefield data stats 'train-{0000..0146}.tar'
 
-Write the volumes of a recipe, as the built-in ones, as a folder of nnU-Net: NIfTI files in imagesTr and
-labelsTr, those to evaluate in imagesTs and labelsTs, and dataset.json.
+Write the volumes of a recipe, as the built-in ones, as a folder of nnU-Net:
+NIfTI files in imagesTr and labelsTr, those to evaluate in imagesTs and
+labelsTs, and dataset.json.
 
-  widefield data write volume data.options.size=[24,64,64] --output Dataset001_Vessels
+  widefield data write volume 'data.options.size=[24,64,64]' --output Dataset1
 """
 
 
