@@ -13,7 +13,7 @@ from torch import Tensor
 
 from widefield.data import BadImageError, Images
 from widefield.geometry.box import full_box
-from widefield.geometry.interval import Interval
+from widefield.geometry.interval import Interval, pieces_of
 
 BAND = 1024
 """Rows, or planes, of labels that are counted at a time where their file is read by window."""
@@ -78,8 +78,8 @@ def _in_bands(images: Images, index: int, labels: str) -> Iterator[Any]:
         yield target_of(images, index)
         return
     height, *others = images.shape(index)[1:]  # type: ignore[attr-defined]
-    for start in range(0, height, BAND):
-        part = labels_in(index, (Interval(start, min(height, start + BAND)), *full_box(others)))
+    for rows in pieces_of(Interval(0, height), BAND):
+        part = labels_in(index, (rows, *full_box(others)))
         if part is None:  # the file is read whole
             yield target_of(images, index)
             return

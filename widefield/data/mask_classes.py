@@ -13,7 +13,7 @@ import yaml
 
 from widefield.data.masks import Array, Coding, mask_size, raw_mask, reads_windows
 from widefield.geometry.box import full_box
-from widefield.geometry.interval import Interval
+from widefield.geometry.interval import Interval, pieces_of
 
 BAND = 1024
 """Rows, or planes, of a mask that are looked at together."""
@@ -76,8 +76,8 @@ def _in_bands(mask: Path) -> Iterator[Array]:
         yield raw_mask(mask)
         return
     height, *others = mask_size(mask)
-    for start in range(0, height, BAND):
-        yield raw_mask(mask, window=(Interval(start, min(height, start + BAND)), *full_box(others)))
+    for rows in pieces_of(Interval(0, height), BAND):
+        yield raw_mask(mask, window=(rows, *full_box(others)))
 
 
 def _found(numbers: set[int], ignored: int | None) -> tuple[Coding, str]:

@@ -21,7 +21,7 @@ from widefield.data import WindowedImages
 from widefield.data.masks import SUFFIXES, raw_mask
 from widefield.data.windowed_files import name_of_image
 from widefield.geometry.box import Box, full_box
-from widefield.geometry.interval import Interval
+from widefield.geometry.interval import Interval, pieces_of
 
 Array = np.ndarray[Any, Any]
 MOST_PX = 1024
@@ -126,8 +126,7 @@ def _by_otsu(images: WindowedImages, index: int, size: tuple[int, int]) -> Tissu
         )
     step = max(1, -(-max(extents) // MOST_PX))
     bands = []
-    for start in range(0, extents[0], step * max(1, 64 // step)):
-        rows = Interval(start, min(extents[0], start + step * max(1, 64 // step)))
+    for rows in pieces_of(Interval(0, extents[0]), step * max(1, 64 // step)):
         colours = read((rows, Interval(0, extents[1])))[:3]
         if colours.dtype != np.uint8:
             raise ValueError(

@@ -60,6 +60,16 @@ def parts_of(cut: Sequence[int]) -> list[Interval]:
     return [Interval(start, stop) for start, stop in zip(cut, cut[1:], strict=False)]
 
 
+def pieces_of(run: Interval, length: int) -> Iterator[Interval]:
+    """An interval in pieces of a length, from its start on; the last one may be shorter.
+
+    >>> list(pieces_of(Interval(2, 7), 3))
+    [Interval(start=2, stop=5), Interval(start=5, stop=7)]
+    """
+    for start in range(run.start, run.stop, length):
+        yield Interval(start, min(run.stop, start + length))
+
+
 def natural_cut(extent: int, parts: int) -> tuple[int, ...]:
     """Nearly even boundaries at multiples of 32, 16, 8, 4 or 2: the first by which no tile is over 3 % above its share.
 

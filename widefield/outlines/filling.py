@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from widefield.geometry import Interval
+from widefield.geometry import Interval, pieces_of
 
 Array = np.ndarray[Any, Any]
 BAND_PIXELS = 2**22
@@ -60,8 +60,7 @@ def _fill(one: Polygon, labels: Array, window: tuple[Interval, Interval]) -> Non
     if rows.stop <= rows.start or columns.stop <= columns.start:
         return
     step = max(1, BAND_PIXELS // len(columns))
-    for start in range(rows.start, rows.stop, step):
-        band = Interval(start, min(rows.stop, start + step))
+    for band in pieces_of(rows, step):
         inside = _inside(one.edges, band, columns)
         part = labels[band.start - window[0].start :, columns.start - window[1].start :][: len(band), : len(columns)]
         part[inside] = one.number

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from widefield.geometry import Interval
+from widefield.geometry import Interval, pieces_of
 from widefield.geometry.box import Box
 
 Array = np.ndarray[Any, Any]
@@ -92,8 +92,8 @@ def _corners_of(read: Callable[[Box], Array], size: tuple[int, int], keep: Calla
     found: list[_Corners] = []
     links: list[Array] = []
     count, corners_so_far, above = 0, 0, np.zeros(0, dtype=np.int64)
-    for start in range(0, height, rows):
-        around = _read_around(read, size, Interval(start, min(height, start + rows)), keep)
+    for strip in pieces_of(Interval(0, height), rows):
+        around = _read_around(read, size, strip, keep)
         regions, new = _regions_in(around)
         regions += count
         count += new
@@ -101,11 +101,11 @@ def _corners_of(read: Callable[[Box], Array], size: tuple[int, int], keep: Calla
             same = around[0, 1:-1] == around[1, 1:-1]
             links.append(np.unique(np.stack([above[same], regions[0][same]]), axis=1))
         above = regions[-1].copy()
-        found.append(_corners_in(around, regions, start))
+        found.append(_corners_in(around, regions, strip.start))
         corners_so_far += len(found[-1].kind)
         if corners_so_far > MOST_CORNERS:
             raise ValueError(
-                f"the outlines of the first {start + rows:,} of {height:,} rows have {corners_so_far:,} corners, and at most "
+                f"the outlines of the first {strip.stop:,} of {height:,} rows have {corners_so_far:,} corners, and at most "
                 f"{MOST_CORNERS:,} are held in memory; leave --outlines out"
             )
     joined = _joined(np.concatenate(links, axis=1) if links else np.zeros((2, 0), dtype=np.int64), count)

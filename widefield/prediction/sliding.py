@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from widefield.geometry import Interval
+from widefield.geometry import Interval, pieces_of
 from widefield.geometry.box import Box, is_empty, meet, size_of, within
 from widefield.streaming.storage.windowed_image import WindowedImage
 
@@ -42,10 +42,7 @@ class SlidingWindows:
     def blocks(self, extents: Sequence[int]) -> list[Box]:
         """Boxes that cover the image once."""
         steps = [WINDOWS_IN_BLOCK * side for side in self.size_on(extents)]
-        runs = [
-            [Interval(start, min(extent, start + step)) for start in range(0, extent, step)]
-            for extent, step in zip(extents, steps, strict=True)
-        ]
+        runs = [list(pieces_of(Interval(0, extent), step)) for extent, step in zip(extents, steps, strict=True)]
         return list(product(*runs))
 
     def windows_on(self, block: Box, extents: Sequence[int]) -> Iterator[Box]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from widefield.data.image import colours
-from widefield.geometry import Interval
+from widefield.geometry import Interval, pieces_of
 from widefield.geometry.box import Box, full_box
 from widefield.image_files import ImageFile
 from widefield.image_files.band_image import BandImage
@@ -147,8 +147,8 @@ def nothing_of(dtype: str) -> float:
 def slabs_of(size: tuple[int, ...], pixel_bytes: int, *, multiple: int = 1) -> Iterator[Box]:
     """Boxes that are whole but along the first dim; there of a multiple of pixels, but for the last one."""
     step = max(1, BAND_BYTES // max(1, math.prod(size[1:]) * pixel_bytes) // multiple) * multiple
-    for start in range(0, size[0], step):
-        yield (Interval(start, min(size[0], start + step)), *full_box(size[1:]))
+    for slab in pieces_of(Interval(0, size[0]), step):
+        yield (slab, *full_box(size[1:]))
 
 
 def _counts(raw: RawLabels) -> Array:

@@ -22,7 +22,7 @@ from widefield.data import Dataset
 from widefield.data.formats import digits
 from widefield.data.place_hashes import place_hashes
 from widefield.data.transforms import seed_of
-from widefield.geometry import Interval
+from widefield.geometry import Interval, pieces_of
 
 INK = 96
 """The threshold, of 255: pixels of an enlarged scan above it have the digit's class."""
@@ -76,8 +76,7 @@ class Pages:
         key = seed_of(self.seed, "page", self.split, index)
         image = np.empty((len(rows), len(columns)), dtype=np.uint8)
         label = np.zeros_like(image)
-        for start in range(rows.start, rows.stop, BAND):
-            band = Interval(start, min(start + BAND, rows.stop))
+        for band in pieces_of(rows, BAND):
             part = slice(band.start - rows.start, band.stop - rows.start)
             image[part] = _paper(key, band, columns)
             self._draw(key, band, columns, image[part], label[part])

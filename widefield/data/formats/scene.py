@@ -21,7 +21,7 @@ from widefield.config import DataConfig
 from widefield.data import Dataset
 from widefield.data.place_hashes import place_hashes, smooth_noise
 from widefield.data.transforms import seed_of
-from widefield.geometry import Interval
+from widefield.geometry import Interval, pieces_of
 
 CLASSES = ["water", "forest", "field", "built"]
 REFLECTANCE = np.array([[700, 620, 420, 230], [420, 640, 380, 3000], [900, 1250, 1400, 2600], [1500, 1650, 1800, 2250]])
@@ -69,8 +69,7 @@ class Scenes:
         key = seed_of(self.seed, "scene", self.split, index)
         image = np.empty((4, len(rows), len(columns)), dtype=np.uint16)
         label = np.empty((len(rows), len(columns)), dtype=np.uint8)
-        for start in range(rows.start, rows.stop, BAND):
-            band = Interval(start, min(start + BAND, rows.stop))
+        for band in pieces_of(rows, BAND):
             part = slice(band.start - rows.start, band.stop - rows.start)
             image[:, part], label[part] = _made(key, self.land, band, columns)
         return torch.from_numpy(image), torch.from_numpy(label)

@@ -20,7 +20,7 @@ from widefield.config import DataConfig
 from widefield.data import Dataset
 from widefield.data.place_hashes import place_hashes, smooth_noise
 from widefield.data.transforms import seed_of
-from widefield.geometry import Interval
+from widefield.geometry import Interval, pieces_of
 
 CLASSES = ["normal", "tumour"]
 GLASS, STROMA, NUCLEUS = (244, 242, 245), (226, 158, 190), (118, 66, 142)
@@ -62,8 +62,7 @@ class Slides:
         rows, columns = window
         key = seed_of(self.seed, "slide", self.split, index)
         image = np.empty((3, len(rows), len(columns)), dtype=np.uint8)
-        for start in range(rows.start, rows.stop, BAND):
-            band = Interval(start, min(start + BAND, rows.stop))
+        for band in pieces_of(rows, BAND):
             if len(columns):
                 image[:, band.start - rows.start : band.stop - rows.start] = self._made(key, index, band, columns)
         return torch.from_numpy(image), self.target_of(index)

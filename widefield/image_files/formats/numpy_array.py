@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from widefield.geometry.box import Box, size_of, slices
-from widefield.geometry.interval import Interval
+from widefield.geometry.interval import Interval, pieces_of
 from widefield.image_files.image_file import Array, ImageFile
 from widefield.image_files.info import ImageInfo, one_level
 from widefield.image_files.stored_array import ArrayDims, check_numbers, dims_by_extents
@@ -74,8 +74,7 @@ def _pieces(array: Array, dims: ArrayDims, box: Box) -> Iterator[Box]:
     if dims.channel is not None and array.strides[dims.channel] > step_bytes:
         step_bytes *= array.shape[dims.channel]
     step, whole = max(1, PIECE_BYTES // step_bytes), box[slowest]
-    for start in range(whole.start, whole.stop, step):
-        part = Interval(start, min(whole.stop, start + step))
+    for part in pieces_of(whole, step):
         yield (*box[:slowest], part, *box[slowest + 1 :])
 
 
