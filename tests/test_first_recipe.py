@@ -108,9 +108,9 @@ def test_the_batch_fits_the_memory(tmp_path, monkeypatch):
     config = parse_config("model: {name: resnet}\ndata: {name: a}").model
     kept = choices.kept_bytes(look, config, (24, 20))
     assert 24 * 20 * 16 * 4 * 2 < kept < 24 * 20 * 16 * 4 * 100
-    monkeypatch.setattr(choices, "free_bytes", lambda: 2 * 2.5 * kept)
+    monkeypatch.setattr(choices, "free_memory", lambda: 2 * 2.5 * kept)
     assert choices._batch(look, config, (24, 20), is_pixels=False)[0].value == 2
-    monkeypatch.setattr(choices, "free_bytes", lambda: kept)
+    monkeypatch.setattr(choices, "free_memory", lambda: kept)
     assert [one.key for one in choices._batch(look, config, (24, 20), is_pixels=True)] == ["data.batch_size", "stream.memory"]
 
 

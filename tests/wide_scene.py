@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from widefield.comm.mesh import World
 from widefield.image_files import open_image
@@ -30,6 +31,14 @@ def patched(monkeypatch) -> None:
 def predicted(run: Path, scene: Path, output: Path, *overrides: str, **wishes) -> Predicted:
     drawn = str(run / "drawn.safetensors")
     return predict_files(run, [scene], list(overrides), World(), output=output, wishes=Wishes(**wishes), weights=drawn)
+
+
+def as_zarr(pixels: np.ndarray, path: Path) -> None:
+    """pixels: (C, H, W) of uint8."""
+    array = pytest.importorskip("zarr").create_array(
+        str(path), shape=pixels.shape, chunks=(1, 64, 64), dtype="uint8", dimension_names=["c", "y", "x"]
+    )
+    array[:] = pixels
 
 
 def as_geotiff(pixels: np.ndarray, path: Path, **options) -> Path:

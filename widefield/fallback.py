@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from widefield.quantity import bytes_text
+from widefield.quantity import size_text
 
 Kind = Literal["run whole", "run in strips", "drawn whole", "gathered", "left whole", "whole batch"]
 MEANINGS: dict[Kind, str] = {
@@ -93,8 +93,3 @@ def in_words(fallbacks: Iterable[Fallback], *, most: int = ROWS_MOST) -> list[st
         else:
             sentences.append(f"{head}: {', '.join([*map(str, rows[:most]), *rest])}")
     return sentences
-
-
-def size_text(size: int) -> str:
-    """`300 KiB`; below 1 KiB, `40 bytes`."""
-    return bytes_text(size) if size >= 2**10 else f"{size} bytes"

@@ -69,6 +69,11 @@ def bytes_text(size: float) -> str:
     return f"{size / 2**10:.0f} KiB"
 
 
+def size_text(size: float) -> str:
+    """As `bytes_text`; below 1 KiB, `40 bytes`."""
+    return bytes_text(size) if size >= 2**10 else f"{size:.0f} bytes"
+
+
 def count_of(number: int, noun: str, several: str | None = None) -> str:
     """`1 step`, `1,205 steps`.  several: the plural, where it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else several or noun + 's'}"

@@ -15,7 +15,7 @@ cuts = {"length": st.integers(0, 300), "parts": st.integers(1, 40), "multiple": 
 
 def test_the_examples_in_the_docstrings_hold():
     result = doctest.testmod(interval)
-    assert result.failed == 0 and result.attempted == 5
+    assert result.failed == 0 and result.attempted == 6
     assert geometry.__all__ == ["Interval", "even_cut", "natural_cut", "parts_of"]
 
 

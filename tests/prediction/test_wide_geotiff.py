@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from wide_scene import as_geotiff, labels_in, predicted
+from wide_scene import as_geotiff, as_zarr, labels_in, predicted
 
 from widefield.image_files import open_image
 
@@ -48,10 +48,7 @@ def test_pixels_of_nodata_have_no_label_and_do_not_count(run, scene, whole, tmp_
 def test_other_formats_have_labels_of_their_own(run, scene, whole, tmp_path, format):
     pixels, path = np.load(scene), tmp_path / f"scene.{format}"
     if format == "zarr":
-        array = pytest.importorskip("zarr").create_array(
-            str(path), shape=pixels.shape, chunks=(1, 64, 64), dtype="uint8", dimension_names=["c", "y", "x"]
-        )
-        array[:] = pixels
+        as_zarr(pixels, path)
     else:
         pytest.importorskip("tifffile").imwrite(path, pixels[0], tile=(64, 64), compression="zlib")
     found = predicted(run, path, tmp_path / "out")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from ranks import on_ranks
-from wide_scene import PLACE, Stopped, as_geotiff, labels_in, patched, predicted, reason, stop_after
+from wide_scene import PLACE, Stopped, as_geotiff, as_zarr, labels_in, patched, predicted, reason, stop_after
 
 from widefield.data.spatial.resampling import GridMap
 from widefield.image_files import open_image
@@ -151,10 +151,7 @@ def test_a_disk_without_place_for_probabilities_is_told_before_anything_is_compu
 def test_other_formats_have_probabilities_of_their_own(run, scene, geotiff, tmp_path, format):
     pixels, path = np.load(scene), tmp_path / f"scene.{format}"
     if format == "zarr":
-        array = pytest.importorskip("zarr").create_array(
-            str(path), shape=pixels.shape, chunks=(1, 64, 64), dtype="uint8", dimension_names=["c", "y", "x"]
-        )
-        array[:] = pixels
+        as_zarr(pixels, path)
     else:
         np.save(path, pixels)
     predicted(run, geotiff, tmp_path / "tif", probabilities="npy")

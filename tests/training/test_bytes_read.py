@@ -11,7 +11,7 @@ from ranks import on_ranks
 
 from widefield.comm.mesh import World
 from widefield.config import parse_config
-from widefield.report.bytes_read import size_text
+from widefield.quantity import size_text
 from widefield.run import train
 
 SIDE, BLOCK, STEPS = 128, 16, 4

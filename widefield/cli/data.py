@@ -97,22 +97,21 @@ def _config_of(source: str, overrides: list[str]) -> DataConfig:
     if path.suffix.lower() in (".yaml", ".yml") or not path.exists() and not source.endswith(".tar"):
         return read_config(source, overrides, builds=("data",)).data
     some = [override.removeprefix("data.") for override in overrides]
-    keys = {override.partition("=")[0] for override in some}
-    if "name" not in keys:
+    if not any(override.startswith("name=") for override in some):
         some.append(f"name={_format_of(path)}")
-    says_split = any(one.startswith("options") and "val:" in one.replace("options.val=", "val:") for one in some)
-    if not keys & {"hold_out", "fold"} and not says_split and _is_undivided(path):
-        some.append("fold=0" if (path / SPLITS).is_file() else "hold_out=0.1")
-    return parse_section(DataConfig, f"path: '{source}'", some, name=source)
+    config = parse_section(DataConfig, f"path: '{source}'", some, name=source)
+    if config.model_fields_set & {"hold_out", "fold"} or "val" in config.options or not _is_undivided(path):
+        return config
+    return config.model_copy(update={"fold": 0} if (path / SPLITS).is_file() else {"hold_out": 0.1})
 
 
 def _format_of(path: Path) -> str:
     from widefield.data.mask_layouts import find_folders
     from widefield.data.nnunet import is_nnunet
-    from widefield.data.shards.patterns import has_tars
+    from widefield.data.shards.patterns import is_shards
     from widefield.data.tables import read_table
 
-    if path.name.endswith(".tar") or path.is_dir() and has_tars(path):
+    if is_shards(path):
         return "webdataset"
     if path.is_file():
         return "masks" if "mask" in read_table(path).columns else "manifest"
@@ -128,10 +127,10 @@ def _format_of(path: Path) -> str:
 def _is_undivided(path: Path) -> bool:
     """Whether nothing in a folder or table says what is evaluated, so that something has to be held out."""
     from widefield.data.mask_layouts import TRAIN, VAL
-    from widefield.data.shards.patterns import has_tars, shards_of, sides_by_name
+    from widefield.data.shards.patterns import is_shards, shards_of, sides_by_name
     from widefield.data.tables import read_table
 
-    if path.name.endswith(".tar") or path.is_dir() and has_tars(path):
+    if is_shards(path):
         root = path if path.is_dir() else path.parent
         return sides_by_name(shards_of(str(path), Path(), option="data.path"), root) is None
     if path.is_file():

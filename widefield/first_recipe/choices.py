@@ -16,6 +16,7 @@ from widefield.config import ModelConfig
 from widefield.data import Labels
 from widefield.first_recipe.look import Look
 from widefield.models import build
+from widefield.quantity import bytes_text
 from widefield.training.memory import free_host_bytes
 
 TASKS: dict[Labels, str] = {
@@ -128,9 +129,9 @@ def _weights_at_hand() -> str | None:
 
 def _batch(look: Look, config: ModelConfig, size: tuple[int, ...], *, is_pixels: bool) -> list[RecipeEntry]:
     """The batch size, and tiles in time where not even one image fits."""
-    count, kept, free = len(look.dataset.train), kept_bytes(look, config, size), free_bytes()
+    count, kept, free = len(look.dataset.train), kept_bytes(look, config, size), free_memory()
     fits = int(free / 2 / kept)
-    memory = f"an image keeps some {in_words(kept)} for the backward, and {in_words(free)} are free"
+    memory = f"an image keeps some {bytes_text(kept)} for the backward, and {bytes_text(free)} are free"
     if is_pixels and not look.same_size:
         batch = RecipeEntry("data.batch_size", 1, f"images are of different sizes; {memory}")
     else:
@@ -166,15 +167,11 @@ def kept_bytes(look: Look, config: ModelConfig, size: tuple[int, ...]) -> float:
     return 2 * sum(size for place, size in kept.items() if place not in own) * math.prod(size) / math.prod(measured) or 1.0
 
 
-def free_bytes() -> int:
+def free_memory() -> int:
     """Free memory of the GPU, or of this machine where there is none."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     return free_host_bytes()
-
-
-def in_words(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 # ---------------------------------------------------------------------------------------------- task, optimizer, schedule

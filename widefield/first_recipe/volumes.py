@@ -30,6 +30,7 @@ from widefield.first_recipe.volume_plan import (
     patch_of,
     widths_of,
 )
+from widefield.quantity import bytes_text
 
 MOST_VOXELS = {True: 2**22, False: 2**18}
 """Of a patch, or of a volume that is trained on as a whole, with and without a GPU: a step is to take seconds, not minutes."""
@@ -106,7 +107,7 @@ def _scheme(look: Look, name: str) -> str:
 def _voxels(look: Look, size: Size, model: dict[str, Any]) -> int:
     """How many voxels may be trained on at once."""
     kept = choices.kept_bytes(look, ModelConfig(name="unet", options=model), size) / math.prod(size)
-    return min(MOST_VOXELS[torch.cuda.is_available()], int(choices.free_bytes() / 2 / kept))
+    return min(MOST_VOXELS[torch.cuda.is_available()], int(choices.free_memory() / 2 / kept))
 
 
 def model_of(
@@ -148,7 +149,7 @@ def _data(look: Look, found: FoundVolumes, plan: VolumePlan, source: str) -> Ite
     if plan.spacing is not None:
         yield RecipeEntry("data.options", {"spacing": list(plan.spacing)}, source or _why_spacing(found))
     size = " x ".join(map(str, plan.size))
-    memory = f"{choices.in_words(choices.free_bytes())} of memory are free"
+    memory = f"{bytes_text(choices.free_memory())} of memory are free"
     why = (
         f"whole volumes, {size} voxels in the middle" if plan.whole else f"patches of {' x '.join(map(str, plan.patch))} voxels"
     )

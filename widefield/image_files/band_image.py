@@ -15,6 +15,8 @@ from widefield.image_files.image_file import Array
 from widefield.image_files.info import ImageInfo
 from widefield.image_files.label_image import OnImage, read_smaller
 
+STEPS = 65534
+"""Of probabilities in 16 bits: the number of a probability of 1; the next one stands for none."""
 ReadBand = Callable[[int, Box], Array]
 """From the number of a band and a box of the spatial dims, the numbers in it."""
 

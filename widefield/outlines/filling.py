@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from widefield.geometry import Interval, pieces_of
+from widefield.geometry.interval import Interval, pieces_of
 
 Array = np.ndarray[Any, Any]
 BAND_PIXELS = 2**22

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from widefield.geometry import Interval, pieces_of
 from widefield.geometry.box import Box
+from widefield.geometry.interval import Interval, pieces_of
 
 Array = np.ndarray[Any, Any]
 STRIP_PIXELS = 2**20

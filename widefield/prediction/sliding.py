@@ -17,8 +17,8 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from widefield.geometry import Interval, pieces_of
 from widefield.geometry.box import Box, is_empty, meet, size_of, within
+from widefield.geometry.interval import Interval, pieces_of
 from widefield.streaming.storage.windowed_image import WindowedImage
 
 WINDOWS_IN_BLOCK = 4

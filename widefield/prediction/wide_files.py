@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from widefield.data.image import colours
-from widefield.geometry import Interval, pieces_of
 from widefield.geometry.box import Box, full_box
+from widefield.geometry.interval import Interval, pieces_of
 from widefield.image_files import ImageFile
-from widefield.image_files.band_image import BandImage
+from widefield.image_files.band_image import STEPS, BandImage
 from widefield.image_files.image_file import Array
 from widefield.image_files.label_image import LabelImage, read_smaller
 from widefield.image_files.opening import label_format_of
@@ -37,8 +37,6 @@ from widefield.prediction.wide_source import WideSource
 BAND_BYTES = 2**24
 """Of pixels that are in memory at once."""
 OVERLAY_SIDE = 2048
-STEPS = 65534
-"""Of probabilities of 16 bits: the number of a probability of 1; the next one is nodata."""
 Apart = dict[str, float]
 """`pixels` and their `share`."""
 

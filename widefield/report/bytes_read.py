@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from widefield.quantity import size_text
 from widefield.training.record import Line
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_of_ranks(lines: list[Line]) -> list[str]:
@@ -23,14 +22,3 @@ def _in_words(rank: int, told: dict[str, Any]) -> str:
     return (
         f"rank {rank}: {size_text(epoch)} an epoch{each}, decoded; {size_text(asked)} an epoch are pixels that were asked for"
     )
-
-
-def size_text(count: float) -> str:
-    """
-    >>> size_text(900), size_text(3.5 * 2**20)
-    ('900 B', '3.5 MiB')
-    """
-    unit = 0
-    while count >= 1024 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.3g} {_UNITS[unit]}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from widefield.fallback import Fallback, by_kind, head_of, size_text
+from widefield.fallback import Fallback, by_kind, head_of
+from widefield.quantity import size_text
 
 ROWS_MOST = 50
 """The most rows of a table; the last one counts the rest."""

@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from widefield.capture.ir import Value
-from widefield.fallback import Fallback, Kind, by_size, size_text
+from widefield.fallback import Fallback, Kind, by_size
 from widefield.geometry.layout import Layout
+from widefield.quantity import size_text
 from widefield.streaming.tile_ops import NEW
 from widefield.streaming.tile_planner import TracedOp, TracedOps, asks_shape_alone
 

@@ -9,10 +9,8 @@ import numpy as np
 
 from widefield.geometry import Interval
 from widefield.image_files import ImageFile
+from widefield.image_files.band_image import STEPS
 from widefield.image_files.image_file import Array
-
-STEPS = 65534
-"""Of probabilities of 16 bits; the number above stands for none, and is shown as 0, as NaN is."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class BandProbabilities:
         return self.file.info.channels
 
     def __getitem__(self, index: Sequence[slice]) -> Array:
-        """index: a slice of the classes, and one with a start and a stop of each dim."""
+        """index: a slice of the classes, and one with a start and a stop of each dim.  No probability is shown as 0."""
         classes, *box = index
         dims = len(self.file.info.size)
         found = self.file.read([Interval(one.start, one.stop) for one in box][-dims:])

@@ -22,7 +22,7 @@ from widefield.data import Dataset
 from widefield.data.formats import digits
 from widefield.data.place_hashes import place_hashes
 from widefield.data.transforms import seed_of
-from widefield.geometry import Interval, pieces_of
+from widefield.geometry.interval import Interval, pieces_of
 
 INK = 96
 """The threshold, of 255: pixels of an enlarged scan above it have the digit's class."""

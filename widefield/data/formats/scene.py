@@ -21,7 +21,7 @@ from widefield.config import DataConfig
 from widefield.data import Dataset
 from widefield.data.place_hashes import place_hashes, smooth_noise
 from widefield.data.transforms import seed_of
-from widefield.geometry import Interval, pieces_of
+from widefield.geometry.interval import Interval, pieces_of
 
 CLASSES = ["water", "forest", "field", "built"]
 REFLECTANCE = np.array([[700, 620, 420, 230], [420, 640, 380, 3000], [900, 1250, 1400, 2600], [1500, 1650, 1800, 2250]])

@@ -20,7 +20,7 @@ from widefield.config import DataConfig
 from widefield.data import Dataset
 from widefield.data.place_hashes import place_hashes, smooth_noise
 from widefield.data.transforms import seed_of
-from widefield.geometry import Interval, pieces_of
+from widefield.geometry.interval import Interval, pieces_of
 
 CLASSES = ["normal", "tumour"]
 GLASS, STROMA, NUCLEUS = (244, 242, 245), (226, 158, 190), (118, 66, 142)

@@ -15,7 +15,7 @@ from widefield.data.shards.index_files import ShardFile, shard_at
 from widefield.data.shards.indexing import is_indexed
 from widefield.data.shards.member_kinds import is_image, is_mask
 from widefield.data.shards.open_shards import StoredMember
-from widefield.quantity import bytes_text
+from widefield.quantity import bytes_text, size_text
 
 SHOWN = 12
 """Extensions and keys that are listed."""
@@ -51,7 +51,7 @@ def _extensions(index: ShardIndex) -> str:
     parts = []
     for number, count in counts.most_common(SHOWN):
         size = int(index.size[index.extension == number].sum())
-        parts.append(f"{index.extensions[number]} {count:,} of {f'{size} bytes' if size < 1024 else bytes_text(size)}")
+        parts.append(f"{index.extensions[number]} {count:,} of {size_text(size)}")
     return ", ".join(parts) + (" and more" if len(counts) > SHOWN else "")
 
 

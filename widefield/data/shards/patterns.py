@@ -117,6 +117,11 @@ def has_tars(folder: Path) -> bool:
     return any(entry.suffix == SUFFIX for place in places if place.is_dir() for entry in place.iterdir())
 
 
+def is_shards(path: Path) -> bool:
+    """Whether a path is a tar, or a pattern of tars, or a folder that has some."""
+    return path.name.endswith(SUFFIX) or (path.is_dir() and has_tars(path))
+
+
 def sides_by_name(shards: Sequence[Path], root: Path) -> tuple[list[Path], list[Path], int] | None:
     """Shards to train on, to evaluate, and how many are on neither side, by the words in their names below `root`.
 
