@@ -14,6 +14,7 @@ from widefield.config import parse_config
 from widefield.first_recipe import choices, volumes
 from widefield.first_recipe.choices import RecipeEntry
 from widefield.first_recipe.look import Look, look_at
+from widefield.quantity import count_of
 
 
 def recipe_for(folder: str | Path, *, name: str = "") -> str:
@@ -57,7 +58,7 @@ def _head(look: Look, folder: Path, name: str) -> list[str]:
     counts = f"{len(dataset.train):,} {noun} to train on and {len(dataset.evaluate):,} to evaluate"
     return [
         f"# Written for {folder}: {counts}, of {size},",
-        f"# {dataset.channels} channels, {str(look.dtype).removeprefix('torch.')} ({len(look.shapes)} {noun} were read).  "
+        f"# {count_of(dataset.channels, 'channel')}, {str(look.dtype).removeprefix('torch.')} ({len(look.shapes)} {noun} were read).  "
         "Every value is a first guess; change what you know better.",
         "#",
         f"#   widefield train {name or 'RECIPE'}",
