@@ -56,10 +56,10 @@ def _head(look: Look, folder: Path, name: str) -> list[str]:
     size = " x ".join(map(str, sizes[0])) + f" {unit}" if len(sizes) == 1 else f"{len(sizes)} sizes"
     size += f", {volumes.spacing_in_words(volumes.volumes_of(look))}" if is_volumes else ""
     counts = f"{len(dataset.train):,} {noun} to train on and {len(dataset.evaluate):,} to evaluate"
+    pixels = f"{count_of(dataset.channels, 'channel')}, {str(look.dtype).removeprefix('torch.')}"
     return [
         f"# Written for {folder}: {counts}, of {size},",
-        f"# {count_of(dataset.channels, 'channel')}, {str(look.dtype).removeprefix('torch.')} ({len(look.shapes)} {noun} were read).  "
-        "Every value is a first guess; change what you know better.",
+        f"# {pixels} ({len(look.shapes)} {noun} were read).  Every value is a first guess; change what you know better.",
         "#",
         f"#   widefield train {name or 'RECIPE'}",
     ]
