@@ -14,6 +14,7 @@ from widefield.config import DataConfig, parse_config
 from widefield.data import BadImageError, open_dataset, spacing_if_told, spacing_of
 from widefield.image_files import open_image
 from widefield.image_files.info import spacing_in_mm
+from widefield.prediction.answers import Answer
 from widefield.prediction.session import predict_files
 from widefield.run import train
 
@@ -126,15 +127,21 @@ def run(tmp_path_factory) -> Path:
     return train(parse_config(CONFIG.format(path=folder, surface="surface")), place / "run", World()).run
 
 
-@pytest.mark.parametrize("kind", ["DICOM", "NIfTI in um", "OME-Zarr", "OME-Zarr in nm", "OME-TIFF", "HDF5"])
-def test_a_run_on_a_spacing_in_mm_predicts_every_format_alike(kind: str, run: Path, tmp_path):
-    name, write = WRITERS[kind]
-    paths = [write_nifti(tmp_path / "expected.nii", voxels(7)), write(tmp_path / name, voxels(7))]
+def test_a_run_on_a_spacing_in_mm_predicts_every_format_alike(run: Path, tmp_path):
+    paths = []
+    for number, kind in enumerate(["NIfTI", "DICOM", "NIfTI in um", "OME-Zarr", "OME-TIFF", "HDF5"]):
+        name, write = WRITERS[kind]
+        paths.append(write(tmp_path / f"{number}{name}", voxels(7)))
     found = predict_files(run, paths, [], World(), output=tmp_path / "out")
-    assert not found.lefts
-    expected, labels = (open_image(Path(answer.labels)).read() for answer in found.answers)
-    assert labels.shape == (1, *SIZE) and len(np.unique(expected)) > 1, "too easy"
-    assert np.array_equal(labels, expected)
+    assert not found.lefts and len(found.answers) == len(paths)
+    expected, *others = map(labels_in, found.answers)
+    assert expected.shape == (1, *SIZE) and len(np.unique(expected)) > 1, "too easy"
+    assert all(np.array_equal(labels, expected) for labels in others)
+
+
+def labels_in(answer: Answer) -> np.ndarray:
+    with open_image(Path(answer.labels or "")) as image:
+        return image.read()
 
 
 @pytest.mark.parametrize("kind", ["NIfTI", "OME-Zarr", "OME-TIFF"])
@@ -178,9 +185,12 @@ def test_a_spacing_in_another_unit_than_mm_is_refused(run: Path, tmp_path):
 
 def test_distances_of_volumes_with_and_without_spacing_are_refused(tmp_path):
     folder = folder_of(tmp_path / "data", write_nifti, ".nii")
+    tifffile = pytest.importorskip("tifffile")
     for kind in ("images", "masks"):
         array = voxels(3) if kind == "images" else voxels(3) // 128
-        np.save(folder / kind / "case3.npy", array[None] if kind == "images" else array)
-    plain = CONFIG.replace(", options: {{spacing: [1.5, 0.75, 0.75]}}", "").replace("hold_out: 0.34", "hold_out: 0.7")
-    with pytest.raises(ValueError, match=r"whose distances are in mm, and .*case3.npy tells no spacing while .*nii does"):
+        (folder / kind / "case2.nii").unlink()
+        for name in ("case2.tif", "case3.tif"):
+            tifffile.imwrite(folder / kind / name, array, metadata={"axes": "ZYX"}, ome=True)
+    plain = CONFIG.replace(", options: {{spacing: [1.5, 0.75, 0.75]}}", "").replace("hold_out: 0.34", "hold_out: 0.75")
+    with pytest.raises(ValueError, match=r"whose distances are in mm, and .*case\d.tif tells no spacing while .*nii does"):
         train(parse_config(plain.format(path=folder, surface="surface")), tmp_path / "run", World())
