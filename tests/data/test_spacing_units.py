@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from widefield.comm.mesh import World
 from widefield.config import DataConfig, parse_config
 from widefield.data import BadImageError, open_dataset, spacing_if_told, spacing_of
 from widefield.image_files import open_image
 from widefield.image_files.info import spacing_in_mm
+from widefield.inference import single_rank
+from widefield.naming import load
+from widefield.prediction import session
 from widefield.prediction.answers import Answer
 from widefield.prediction.session import predict_files
 from widefield.run import train
@@ -153,6 +158,29 @@ def test_training_brings_every_format_to_the_same_grid(kind: str, tmp_path):
     assert found.shape(0) == (1, 8, 11, 13) and spacing_of(found, 0) == pytest.approx((1.5, 8 / 11, 12 * 0.8 / 13))
 
 
+def test_a_folder_of_slices_per_patient_is_trained_on(tmp_path):
+    """images/ID/ has a DICOM series, and masks/ID.nii its labels, on the same voxels of the world."""
+    nibabel = pytest.importorskip("nibabel")
+    for kind in ("images", "masks"):
+        (tmp_path / "data" / kind).mkdir(parents=True)
+    for number in range(3):
+        write_dicom(tmp_path / "data" / "images" / f"case{number}", voxels(number))
+        affine = np.diag([-SPACING[2], -SPACING[1], SPACING[0], 1.0])  # DICOM's x and y go the other way
+        nibabel.save(nibabel.Nifti1Image(voxels(number).T // 128, affine), tmp_path / "data" / "masks" / f"case{number}.nii")
+    config = parse_config(CONFIG.format(path=tmp_path / "data", surface="surface"))
+    found = open_dataset(config.data)
+    assert (found.dims, found.channels, found.dtype, len(found.train) + len(found.evaluate)) == (3, 1, torch.uint8, 3)
+    plain = open_dataset(DataConfig(name="masks", path=str(tmp_path / "data"), hold_out=0.34)).evaluate
+    number = int(Path(plain.name_of(0)).name[-1])
+    image, labels = plain.read(0)
+    assert np.array_equal(image[0], voxels(number)) and np.array_equal(labels, voxels(number) // 128)
+    assert train(config, tmp_path / "run", World()).evaluation is not None
+    array = np.diag([*SPACING[::-1], 1.0])
+    nibabel.save(nibabel.Nifti1Image(voxels(0).T // 128, array), tmp_path / "data" / "masks" / "case0.nii")
+    with pytest.raises(ValueError, match=r"case0.nii lies up to [\d.]+ away from .*case0"):
+        open_dataset(config.data)
+
+
 def test_a_spacing_without_a_unit_is_refused_where_lengths_count(run: Path, tmp_path):
     path = write_zarr(tmp_path / "scan.zarr", voxels(), unit=None)
     found = predict_files(run, [path], [], World(), output=tmp_path / "out")
@@ -181,6 +209,15 @@ def test_a_spacing_in_another_unit_than_mm_is_refused(run: Path, tmp_path):
     ):
         options = {"spacing": [0.002, 0.0005, 0.0008]}
         open_dataset(DataConfig(name="masks", path=str(folder), hold_out=0.34, options=options))
+
+
+def test_an_image_with_several_classes_per_voxel_is_not_resampled_back(run: Path):
+    parts, _ = single_rank(run, None)
+    layers = SimpleNamespace(dataset=parts.dataset, task=load("widefield.tasks", "multilabel_segmentation").build(3))
+    with pytest.raises(
+        ValueError, match=r"scan.nii is taken as it is, .* 1.5 x 0.75 x 0.75 mm; that is done by window, for one"
+    ):
+        session._pixels_of("scan.nii", "scan.nii", parts=layers)
 
 
 def test_distances_of_volumes_with_and_without_spacing_are_refused(tmp_path):
