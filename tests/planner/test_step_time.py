@@ -9,7 +9,7 @@ from planner.recorded import Z, message, op, record, waited
 from widefield.planner.cost import step_time
 from widefield.planner.cost.message_time import among, within
 from widefield.planner.machines import cluster_of
-from widefield.planner.machines.cluster import Link
+from widefield.planner.machines.link import Link
 from widefield.planner.step_record import StepRecord, WaitEvent
 
 GB = 10**9

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from widefield.planner.cost.op_time import Timed
 from widefield.planner.machines.calibration import SentMessage
-from widefield.planner.machines.cluster import Cluster, Link
+from widefield.planner.machines.cluster import Cluster
+from widefield.planner.machines.link import Link
 from widefield.planner.step_record import MessageEvent
 
 

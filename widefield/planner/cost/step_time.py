@@ -69,26 +69,24 @@ def step_time(
         spans=spans,
     )
     simulation.run()
-    last = max(simulation.clocks.values(), key=lambda clock: clock.now)
-    parts = _parts(last)
-    samples = records[0].samples
-    if samples_per_second is not None:
-        parts["data"] = max(0.0, samples / samples_per_second - last.now)
-    seconds = sum(parts.values())
-    step = StepTime(
-        seconds,
-        seconds,
-        seconds,
-        parts,
-        [span for clock in simulation.clocks.values() for span in clock.spans],
-        sum(last.busy.values()) / seconds if seconds else 0.0,
-        samples / seconds if seconds else 0.0,
-    )
+    step, last = _step_of(simulation, records[0].samples, samples_per_second)
     _add_uncertainty(step, last.record, times, messages)
     if alone is not None:
         one = step_time([alone], cluster, precision=precision, spans=False)
         step.efficiency = step.samples_per_second / one.samples_per_second / max(1, records[0].ranks)
     return step
+
+
+def _step_of(simulation: Simulation, samples: int, samples_per_second: float | None) -> tuple[StepTime, RankClock]:
+    """The step's time without its uncertainty, and the clock of the rank that is last."""
+    last = max(simulation.clocks.values(), key=lambda clock: clock.now)
+    parts = _parts(last)
+    if samples_per_second is not None:
+        parts["data"] = max(0.0, samples / samples_per_second - last.now)
+    seconds = sum(parts.values())
+    spans = [span for clock in simulation.clocks.values() for span in clock.spans]
+    busy = sum(last.busy.values()) / seconds if seconds else 0.0
+    return StepTime(seconds, seconds, seconds, parts, spans, busy, samples / seconds if seconds else 0.0), last
 
 
 def launch_seconds(cluster: Cluster) -> float:

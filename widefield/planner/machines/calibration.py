@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from widefield.planner.machines.cluster import Link
 from widefield.planner.machines.device import Device
+from widefield.planner.machines.link import Link
 
 FORMAT = 1
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from widefield.planner.machines.cluster import Link
 from widefield.planner.machines.device import Device
+from widefield.planner.machines.link import Link
 
 GB, T = 1e9, 1e12
 LAUNCH_SECONDS = 7e-6
