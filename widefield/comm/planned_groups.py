@@ -23,6 +23,10 @@ from widefield.private_torch.process_groups import c10d_world
 BACKEND = "widefield_planned"
 
 
+_Group: Any = dist.ProcessGroup
+"""(torch's stubs give other signatures than torch calls a group in Python with.)"""
+
+
 class MessageRecorder(Protocol):
     """What is told of messages.  rank, ranks: of this process in the world that is planned."""
 
@@ -40,7 +44,7 @@ _recorders: list[MessageRecorder] = []
 """Who is told of messages; the last."""
 
 
-class PlannedGroup(dist.ProcessGroup):
+class PlannedGroup(_Group):
     """A group of `size` ranks of which only this process is there."""
 
     def __init__(self, rank: int, size: int) -> None:

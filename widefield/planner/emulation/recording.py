@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from widefield.module_paths import ModulePaths
 from widefield.planner.emulation.kernel_memory import transient_bytes
 from widefield.planner.step_record import Event, MemoryPoint, MessageEvent, OpEvent, Part, Phase, StepRecord, WaitEvent
-from widefield.private_torch.autograd import current_autograd_node, current_graph_task_id, sequence_number, sequence_number_of
+from widefield.private_torch.autograd import current_autograd_node, current_graph_task_id, next_node_number, node_number_of
 from widefield.private_torch.pytree import tree_leaves, tree_map
 from widefield.private_torch.tensors import cdata
 
@@ -121,10 +121,10 @@ class Recording:
         phase = self.phase
         if phase == "backward":
             node = current_autograd_node()
-            return phase, "" if node is None else self._module_of.get(sequence_number_of(node), "")
+            return phase, "" if node is None else self._module_of.get(node_number_of(node), "")
         module = self._module or ""
         if phase != "optimizer":
-            self._module_of[sequence_number() - 1] = module
+            self._module_of[next_node_number() - 1] = module
         return phase, module
 
     def message(self, kind: Any, tensors: Iterable[Tensor], ranks: tuple[int, ...], peer: int | None, *, control: bool) -> int:
