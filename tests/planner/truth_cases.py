@@ -49,14 +49,17 @@ NETS = {
     "mobilenet": Net("timm/mobilenetv3_small_100", PAGE),
     "smp unet": Net("smp/Unet", PAGE, _SEGMENTATION, {"encoder_name": "resnet18", "encoder_weights": None}),
     "monai unet 3-D": Net(
-        "monai/UNet", VOLUME, _SEGMENTATION, _MONAI_3D | {"channels": [8, 16, 32], "strides": [2, 2], "num_res_units": 1}, batch=2
+        "monai/UNet",
+        VOLUME,
+        _SEGMENTATION,
+        _MONAI_3D | {"channels": [8, 16, 32], "strides": [2, 2], "num_res_units": 1},
+        batch=2,
     ),
     "dynunet 3-D": Net(
         "monai/DynUNet",
         VOLUME,
         _SEGMENTATION,
-        _MONAI_3D
-        | {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [8, 16, 32]},
+        _MONAI_3D | {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [8, 16, 32]},
         batch=2,
     ),
 }
@@ -75,7 +78,7 @@ PLANS: dict[str, tuple[int, list[str]]] = {
     "zero3 of rows": (4, ["mesh.replicate=1", "mesh.shard=2", "mesh.space=[2,1]"]),
     "copies, recompute": (2, ["recompute={}"]),
 }
-"""By name: the ranks, and what a plan sets in a recipe.  Sizes of space and stream are those of images; volumes get a dim more."""
+"""By name: the ranks, and what a plan sets in a recipe.  Sizes of space and stream are those of images; volumes get one more."""
 
 OPTIMIZERS = {"sgd": ["optimizer.name=sgd", "optimizer.lr=1e-3"], "adamw": ["optimizer.name=adamw", "optimizer.lr=1e-3"]}
 

@@ -11,29 +11,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from widefield.private_torch.dispatcher import schema_of
+from widefield.private_torch.pytree import tree_leaves
 
 _WITHOUT = {
-    "_foreach_copy_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_local_scalar_dense", "_to_copy", "arange", "as_strided_",
-    "cat", "clone", "copy_", "empty", "empty_like", "empty_strided", "fill_", "full", "full_like", "lift_fresh", "new_empty",
-    "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "record_stream", "resize_", "scalar_tensor",
-    "set_", "stack", "zero_", "zeros", "zeros_like",
+    "_foreach_copy_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_local_scalar_dense", "_to_copy", "arange",
+    "as_strided_", "cat", "clone", "copy_", "device", "empty", "empty_like", "empty_permuted", "empty_strided", "fill_",
+    "full", "full_like", "lift_fresh", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones",
+    "ones_like", "record_stream", "resize_", "scalar_tensor", "set_", "stack", "zero_", "zeros", "zeros_like",
 }  # fmt: skip
 """Kernels that only write their results."""
 _DOUBLE = 8
 
 
-def formula_bytes(
-    name: str, func: Callable | None, args: Sequence[Any], kwargs: Mapping[str, Any], threads: int
-) -> int | None:
+def formula_bytes(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], threads: int) -> int | None:
     """The bytes that an operation holds beside its arguments and results; None: no formula is known here.
 
     name: with its overload.  threads: of the process that runs it.
     """
     base = name.split(".")[1] if "." in name else name
-    if func is None:
-        return None
-    if getattr(func, "is_view", False) or base in _WITHOUT:
+    if getattr(func, "is_view", False) or base in _WITHOUT or name.startswith("profiler."):
         return 0
     if base in _FORMULAS:
         return _FORMULAS[base](args, threads)
@@ -47,16 +45,16 @@ def _pointwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int
 
     None: of types that differ, which are cast to a common one first (TensorIterator), and of lists of tensors.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor)]
     if not tensors or len({tensor.dtype for tensor in tensors}) > 1 or not tensors[0].is_floating_point():
         return None
     wrapped = [
         value
-        for value, argument in zip(args, func._schema.arguments, strict=False)
+        for value, argument in zip(args, schema_of(func).arguments, strict=False)
         if isinstance(value, Number) and str(argument.type) == "Tensor"
     ]
     if not wrapped:
-        return 0 if func._schema.overload_name == "Tensor" or not _numbers(args) else None
+        return 0 if schema_of(func).overload_name == "Tensor" or not _numbers(args) else None
     return _DOUBLE + (tensors[0].element_size() if tensors[0].dtype != torch.float64 else 0)
 
 
@@ -112,8 +110,8 @@ def _layer_norm_backward(args: Sequence[Any], threads: int) -> int:
 def blocked_bytes(args: Sequence[Any], place: int) -> int:
     """Of a convolution of row-major images that oneDNN runs on blocks of 16 channels (AVX-512), without its scratch.
 
-    args: of aten.convolution (place 0) or of its backward (place 1).  Copies in blocks are made of the image, the weight and the
-    result; the result's is freed when it is back in rows.
+    args: of aten.convolution (place 0) or of its backward (place 1).  Copies in blocks are made of the image, the weight and
+    the result; the result's is freed when it is back in rows.
     """
     image, weight = args[place : place + 2]
     result = args[0] if place else None

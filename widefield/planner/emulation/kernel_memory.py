@@ -1,7 +1,7 @@
 """How many bytes does a kernel of the CPU hold for itself while it runs, beside its arguments and results?
 
-A convolution reorders its images into blocks of channels, a batch normalization's backward keeps an image: such memory never shows
-as a tensor, yet decides peaks.  Asked are, in this order:
+A convolution reorders its images into blocks of channels, a batch normalization's backward keeps an image: such memory never
+shows as a tensor, yet decides peaks.  Asked are, in this order:
 
 1. a formula, where the kernel's source has an easy one (`kernel_formulas.py`);
 2. the kernel itself: it runs once on zeros of the same shapes, strides and types, and the allocator's events are read.  Each
@@ -22,17 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils import _pytree as pytree
 
 from widefield.planner.emulation.kernel_formulas import blocked_bytes, formula_bytes
+from widefield.private_torch.autograd import profiler_enabled
 from widefield.private_torch.dispatcher import disable_current_modes
+from widefield.private_torch.pytree import tree_leaves, tree_map
 
 RUN_BYTES = 64 * 2**20
 """The arguments and results of a kernel that is run here to learn what it allocates; larger ones are extrapolated."""
 RUN_FLOPS = 1e10
 """Of a convolution that is run here, about a quarter of a second on one core."""
 _FEW = 20480
-"""Up to so many numbers, without those of the last dim, an image alone goes to a kernel for small ones (ConvParams::use_mkldnn)."""
+"""Up to so many numbers, not counting the last dim, an image alone goes to a kernel for small ones (ConvParams::use_mkldnn)."""
 _RUN_FROM = ("aten", "fsdp")
 """Namespaces of operators without effects other than on their arguments."""
 _CONVOLUTIONS = {"aten.convolution.default": 0, "aten.convolution_backward.default": 1}
@@ -48,7 +49,7 @@ def transient_bytes(
     func_name: with its overload, as `aten.convolution.default`.  args, kwargs, outs: its arguments and results, whose tensors
     need no data.  threads: those of a rank's process, by default of this one.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs), outs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs), outs)) if isinstance(leaf, Tensor)]
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return None
     func = _function_of(func_name)
@@ -82,9 +83,7 @@ def _signature(value: Any) -> Hashable:
     return repr(value)
 
 
-def _found(
-    name: str, func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *, size: int, threads: int
-) -> int | None:
+def _found(name: str, func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *, size: int, threads: int) -> int | None:
     if name in _CONVOLUTIONS:
         return _convolution_bytes(func, _CONVOLUTIONS[name], list(args), threads=threads)
     return measured_bytes(func, args, kwargs, threads=threads) if size <= RUN_BYTES else None
@@ -95,10 +94,10 @@ def _found(
 
 def measured_bytes(func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *, threads: int) -> int | None:
     """Run `func` on zeros like its arguments; the allocator's peak less what is left.  None: it does not run on zeros."""
-    if torch.autograd._profiler_enabled():
+    if profiler_enabled():
         return None  # a profiler within another is an error of torch
     with disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), _threads(threads):
-        real_args, real_kwargs = pytree.tree_map_only(Tensor, _zeros_like, (tuple(args), dict(kwargs)))
+        real_args, real_kwargs = tree_map(_zeros_like, (tuple(args), dict(kwargs)))
         try:
             with _recorder() as recorder:
                 results = func(*real_args, **real_kwargs)
@@ -109,8 +108,10 @@ def measured_bytes(func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any
     return _peak(changes) - sum(changes)
 
 
-def _zeros_like(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+def _zeros_like(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
 
 
 @contextmanager
