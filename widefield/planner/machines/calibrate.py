@@ -13,17 +13,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from widefield.comm.link_times import message_seconds
+from widefield.comm.link_times import KINDS, message_seconds
 from widefield.comm.mesh import Mesh
 from widefield.planner.machines.calibration import Calibration, Kernel, SentMessage, calibration_path, write_calibration
 from widefield.planner.machines.catalogue import CPU_LINK, cpu_core, gpu_named
 from widefield.planner.machines.device import Device
 from widefield.planner.machines.link import Link
-from widefield.planner.machines.timing import cpu_clock, measure_events
+from widefield.planner.machines.signature import call_of
+from widefield.planner.machines.timing import cpu_clock, measure_events, on_cpu
 from widefield.planner.step_record import OpEvent
 from widefield.plans import Plan
 from widefield.verification.own_ranks import on_own_ranks
@@ -202,9 +204,10 @@ def host_seconds(device: torch.device) -> float:
     layers = [nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU()) for _ in range(20)]
     net, image, clock = nn.Sequential(*layers).to(device), torch.rand(1, 2, 2, 2, device=device), cpu_clock()
     shape, operations = (1, 2, 2, 2), 20 * 3 * 2
-    own = Calibration({}, cpu_core(), CPU_LINK)
     kinds = [*convolution(shape, 2, 1, 1, "float32"), *(one for one in pointwise(shape, "float32") if _in_net(one.name))]
-    kernels = sum(kernel.seconds for kernel in measure_events(kinds, own, time.monotonic() + 10, device)) * 20
+    calls = [call for one in kinds if (call := call_of(one.signature, device)) is not None]
+    with torch.no_grad():
+        kernels = sum(on_cpu(call, other=False) for call in calls) * 20
 
     def step() -> float:
         began = clock()
@@ -225,14 +228,15 @@ def _in_net(name: str) -> bool:
 
 def local_messages(ranks: int, *, sizes: tuple[int, ...] = SIZES, timeout_seconds: float = 60.0) -> list[SentMessage]:
     """Messages between `ranks` processes of this machine, over gloo.  RuntimeError: they failed."""
-    body = functools.partial(_messages_on_rank, sizes=sizes)
-    rows = on_own_ranks(Plan(replicate=ranks), body, timeout_seconds)  # type: ignore[arg-type]
-    return [SentMessage(kind, 2 if kind == "send" else ranks, size, seconds) for kind, size, seconds in rows]
+    kinds = KINDS if ranks == 2 else tuple(kind for kind in KINDS if kind != "send")
+    body: Any = functools.partial(_messages_on_rank, sizes=sizes, kinds=kinds)
+    rows: Any = on_own_ranks(Plan(replicate=ranks), body, timeout_seconds)
+    return [SentMessage(kind, ranks, size, seconds) for kind, size, seconds in rows]
 
 
-def _messages_on_rank(mesh: Mesh, sizes: tuple[int, ...]) -> list[tuple[str, int, float]]:
+def _messages_on_rank(mesh: Mesh, sizes: tuple[int, ...], kinds: tuple[str, ...]) -> list[tuple[str, int, float]]:
     assert mesh.group is not None, "messages have two ranks or more"
-    return message_seconds(sizes, group=mesh.group, device=mesh.device)
+    return message_seconds(sizes, group=mesh.group, device=mesh.device, kinds=kinds)
 
 
 def _link(messages: Iterable[SentMessage]) -> Link:

@@ -36,9 +36,9 @@ class Call:
 def call_of(signature: Hashable, device: torch.device) -> Call | None:
     """The call, with new tensors of random numbers on `device`; None: the signature is not one that can be rebuilt."""
     try:
-        name, args, *rest = signature  # type: ignore[misc]
+        name, args, pairs = _parts(signature)
         function = operation(name)
-        kwargs = dict(rest[0]) if rest else {}
+        kwargs = dict(pairs)
         return Call(
             function,
             tuple(_value(one, device) for one in args),
@@ -46,6 +46,12 @@ def call_of(signature: Hashable, device: torch.device) -> Call | None:
         )
     except (TypeError, ValueError, AttributeError, RuntimeError):
         return None
+
+
+def _parts(signature: Any) -> tuple[str, tuple, tuple]:
+    """Name, arguments, pairs of keyword and argument.  TypeError, ValueError: these are not its parts."""
+    name, args, *rest = signature
+    return name, args, rest[0] if rest else ()
 
 
 def operation(name: str) -> Callable[..., Any]:

@@ -68,12 +68,12 @@ def kernel_seconds(event: OpEvent, device: torch.device) -> float | None:
     try:
         with torch.no_grad():
             call()
-            return _on_gpu(call) if device.type == "cuda" else (_on_cpu(call, other=False) + _on_cpu(call, other=True)) / 2
+            return _on_gpu(call) if device.type == "cuda" else (on_cpu(call, other=False) + on_cpu(call, other=True)) / 2
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return None
 
 
-def _on_cpu(call: Call, *, other: bool) -> float:
+def on_cpu(call: Call, *, other: bool) -> float:
     """The median of runs.  other: whether the caches have other numbers."""
     clock = cpu_clock()
     filler = _filler() if other else None
@@ -103,11 +103,10 @@ def _filler() -> torch.Tensor:
 
 
 def _on_gpu(call: Call) -> float:
-    """The mean of runs that follow each other, without the launch, which the queue hides."""
+    """The mean of runs that follow each other.  A kernel shorter than its launch counts as the launch."""
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    repeats = 20
-    torch.cuda._sleep(20_000_000)  # 10 ms, in which all runs are launched
+    repeats = 50
     begin.record()
     for _ in range(repeats):
         call()
