@@ -474,6 +474,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "standard_gamma": lambda gamma: holds((gamma(torch.full((9,), 2.0)) > 0).all()),
     "weight_norm": lambda norm: holds(norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]]), 0).tolist() == [[6, 8]]),
     # autograd.py
+    "profiler_enabled": lambda enabled: holds(enabled() is False),
     "current_graph_task_id": lambda task: holds(task() == -1 and in_backward(task) >= 0),
     "current_autograd_node": lambda node: holds(
         node() is None and in_backward(lambda: node().name()) == "torch::autograd::AccumulateGrad"

@@ -35,3 +35,6 @@ queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 set_view_replay_enabled: Callable[[bool], None] = torch._C._set_view_replay_enabled
 """Has autograd repeat the operations of a view that was written to, on this thread, where it would go by strides in memory:
 those say nothing of a whole that lies in tiles."""
+
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether one of torch's profilers runs on this thread: a second one inside of it is an error."""
