@@ -148,7 +148,7 @@ class Emulation(TorchDispatchMode):
         if key in self._results:
             return self._results[key].again(self.fakes)
         try:
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if func is not aten.batch_norm_update_stats.default else self._statistics_of(args[0])
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self._refusal(str(func)) from error
         if not func.is_view:
@@ -156,6 +156,13 @@ class Emulation(TorchDispatchMode):
             if found is not None:
                 self._results[key] = found
         return out
+
+    def _statistics_of(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance per channel: torch's fake tensors do not know `batch_norm_update_stats`, and would compute it."""
+        channels = image.shape[1]
+        dtype = torch.promote_types(image.dtype, torch.float32)
+        mean, var = (self.like(torch.empty(channels, dtype=dtype, device="meta")) for _ in range(2))
+        return mean, var
 
     def _number_of(self, tensor: Tensor) -> bool:
         if tensor.dtype is torch.bool:
