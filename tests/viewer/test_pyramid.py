@@ -93,9 +93,7 @@ def test_a_voxel_without_probability_in_nifti_is_shown_as_0(tmp_path, dtype):
     stored[:, 1:, 2:4] = np.nan if dtype == "float32" else 65535
     info = ImageInfo("NumPy", "", "ZYX", 1, "uint8", one_level((3, 6, 5)))
     bands = BandImage(tmp_path / "scan.npy", info, dtype, ("a", "b"), stored.flat[-1], 1.0 if dtype == "float32" else 1 / 65534)
-    nifti.write_bands(
-        tmp_path / "likely.nii", bands, lambda number, box: stored[number][tuple(slice(o.start, o.stop) for o in box)]
-    )
+    nifti.write_bands(tmp_path / "likely.nii", bands, lambda number, box: stored[number][slices(box)])
     with open_image(tmp_path / "likely.nii") as file:
         found = BandProbabilities(file)[slice(None), slice(0, 3), slice(0, 6), slice(0, 5)]
     likely[:, 1:, 2:4] = 0
