@@ -132,36 +132,37 @@ def predict(
 ) -> list[Answer]:
     """Predict images with a run's model as `widefield predict` does; returns an Answer for each, in their order.
 
-    overrides: `key=value`, as on the command line.
     images: one or several paths, PIL images, or tensors (C, H, W), or (C, D, H, W) of volumes, with the dtype and channels of
-        the run's dataset.
+        the run's dataset.  overrides: `key=value`, as on the command line.
     output: a folder, into which the answers for paths are written as the command does, and then paths may be folders, patterns
         or lists too.  None: no file is written, and an Answer has the labels of pixels itself.
     top: how many classes to return.  batch_size: images of one size per pass.  flips: the mean over mirror images.
     probabilities: of pixels, in the Answers, or files, `npy` or `png`.  overlays, outlines, overwrite: as the command does.
-    sliding: with `output`, blend the answers of windows of so many pixels, on every dim or on all alike.  overlap: the share of
-        a window that the next one covers too.  compare: an Answer says at how many pixels it is not the whole image's.
+    sliding: with `output`, blend windows of so many pixels, on every dim or on all alike.  overlap: the share that the next one
+        covers too.  compare: say at how many pixels labels are not the whole image's.
     model, task: as passed to `train`.  weights: best, last, a checkpoint's step, or a .safetensors file; None: the best, where
         the run has them.  trust: as for `evaluate`.
     ValueError: an image cannot be read, or is of another kind than the run's; with `output`, after the others are written.
     """
-    folder = existing_folder(run)
-    is_single = isinstance(images, str | Path | Image.Image) or (isinstance(images, Tensor) and images.ndim == _ndim(folder))
-    things = [images] if is_single else list(images)
     windows = (sliding,) if isinstance(sliding, int) else None if sliding is None else tuple(sliding)
     wishes = Wishes(top, batch_size, flips, probabilities, overlays, overwrite, outlines, windows, overlap, compare)
+    file, given = None if weights is None else str(weights), _given(model, None, task, None)
     refuse_unused(overrides)
-    file = None if weights is None else str(weights)
-    chosen: dict[str, Any] = {"weights": file, "trust": trust, "given": _given(model, None, task, None)}
-    keys = _keys(overrides, model, None, task)
-    if output is None and sliding is not None:
-        raise ValueError(
-            "sliding reads files by window and writes labels by window; name a folder for them, as output='answers'"
-        )
-    if output is None:
-        parts, _ = single_rank(folder, chosen.pop("weights"), keys, streams=True, **chosen)
-        return predict_objects(parts, things, wishes)
-    return _filed(folder, things, keys, Path(output), wishes, chosen)
+    keys, chosen = _keys(overrides, model, None, task), {"weights": file, "trust": trust, "given": given}
+    return _predicted(existing_folder(run), images, keys, output, wishes, chosen)
+
+
+def _predicted(
+    folder: Path, images: Any, keys: list[str], output: str | Path | None, wishes: Wishes, chosen: dict[str, Any]
+) -> list[Answer]:
+    is_single = isinstance(images, str | Path | Image.Image) or (isinstance(images, Tensor) and images.ndim == _ndim(folder))
+    things = [images] if is_single else list(images)
+    if output is not None:
+        return _filed(folder, things, keys, Path(output), wishes, chosen)
+    if wishes.sliding is not None:
+        raise ValueError("sliding reads files by window and writes their labels so; name a folder, as output='answers'")
+    parts, _ = single_rank(folder, chosen.pop("weights"), keys, streams=True, **chosen)
+    return predict_objects(parts, things, wishes)
 
 
 def _ndim(folder: Path) -> int:
