@@ -23,6 +23,10 @@ class ModulePaths:
 
         Cost: it visits each frame of the stack, about 10 us.
         """
+        return self.running_or_none() or ""
+
+    def running_or_none(self) -> str | None:
+        """`running`; None outside of the module's forward."""
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code is _CALL:
@@ -30,4 +34,4 @@ class ModulePaths:
                 if name is not None:
                     return name
             frame = frame.f_back
-        return ""
+        return None

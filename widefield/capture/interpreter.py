@@ -19,7 +19,7 @@ from widefield.capture.ir import Graph, Node, Value, put_in
 from widefield.capture.program_cache import constants_of
 from widefield.capture.trace import without_autocast
 from widefield.module_wrapping import Wrapping, wrap_class
-from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
+from widefield.private_torch.fake_tensors import is_captured
 from widefield.tiled.batch_statistics import batch_norm_over
 
 _OVERRIDE = "_widefield_override"
@@ -72,7 +72,7 @@ class OverriddenModule(Wrapping):
         override: ForwardOverride | None = self.__dict__.get(_OVERRIDE)
         refuse_hidden(self, (args, kwargs), "is given")
         tensors = tensors_of((args, kwargs))
-        if override is None or any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
+        if override is None or any(is_captured(tensor) for tensor in tensors):
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # the module is being captured
         if torch.compiler.is_compiling():
             return torch.compiler.disable(override.call)(self, args, kwargs)

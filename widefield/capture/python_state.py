@@ -39,7 +39,7 @@ from widefield.capture.objects import (
     is_generator,
     kind_of,
 )  # fmt: skip
-from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
+from widefield.private_torch.fake_tensors import is_captured
 from widefield.private_torch.modules import MODULE_MEMBERS
 
 MOST = 200_000
@@ -169,7 +169,7 @@ class PythonState:
         return token
 
     def _token_of_tensor(self, tensor: Tensor, known: Any, parent: int, name: Any, renewed: bool) -> Any:
-        if isinstance(tensor, (FunctionalTensor, FakeTensor)):
+        if is_captured(tensor):
             label = name if parent < 0 else self.things[parent].kind.label(name)
             self.fakes.append((self._joined(parent, label), tensor))
             return "is", id(tensor)

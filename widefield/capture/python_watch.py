@@ -28,7 +28,7 @@ from torch import Tensor
 
 from widefield.capture.objects import Name, is_foreign
 from widefield.capture.python_state import PythonState
-from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
+from widefield.private_torch.fake_tensors import is_captured
 from widefield.rooms import ENGINE_PATHS
 
 _FOREIGN_FOLDERS = (
@@ -189,7 +189,7 @@ class PythonWatch:
             self.seeds.append(f"torch.Generator.{name}()")
         elif name in _READS:
             tensor = getattr(function, "__self__", None)
-            if isinstance(tensor, Tensor) and not isinstance(tensor, (FunctionalTensor, FakeTensor)):
+            if isinstance(tensor, Tensor) and not is_captured(tensor):
                 self.reads.append(tensor)
         elif name == "urandom":
             self.seeds.append("os.urandom()")

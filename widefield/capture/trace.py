@@ -35,6 +35,7 @@ from widefield.capture.python_watch import Guards, PythonWatch
 from widefield.capture.recorder import Functional, Recorder, backward_inside
 from widefield.capture.side_effects import GIVEN, LeftState, require_stable, seen_by, state_left_by
 from widefield.module_paths import ModulePaths
+from widefield.private_torch.dispatcher import disable_current_modes
 from widefield.private_torch.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from widefield.private_torch.pytree import tree_map
 from widefield.tiled.dispatch import prepare
@@ -67,10 +68,11 @@ def trace(
     prepare()
     found = Guards() if guards is None else guards
     captured = partial(_captured, module, forward, args, kwargs, likes, aim, found)
-    graph, left = captured()
-    if left is not None:
-        found.is_stable = False
-        require_stable(module, left, lambda: captured()[1], aim=aim, keeps=guards is not None)
+    with disable_current_modes():  # a mode of the caller, as one that counts, would see the capture as a run
+        graph, left = captured()
+        if left is not None:
+            found.is_stable = False
+            require_stable(module, left, lambda: captured()[1], aim=aim, keeps=guards is not None)
     return graph
 
 

@@ -288,11 +288,19 @@ BROADCAST_BYTES = 2**28
 """Largest message that packs several tensors, in bytes; torch's DDP uses the same size."""
 
 
-def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0, device: torch.device | None = None) -> Mesh:
+def join(
+    world: World,
+    plan: Plan,
+    *,
+    timeout_seconds: float = 600.0,
+    device: torch.device | None = None,
+    control_backend: str | None = "gloo",
+) -> Mesh:
     """Initialize torch.distributed and make the process groups of `plan`; every rank calls it.  `leave` undoes it.
 
     A default process group that exists already is used as it is.  On a single rank nothing is initialized.
     device: what this rank computes on; by default its GPU, or the CPU where its machine has none.
+    control_backend: of the groups whose messages are numbers and checkpoints on the host; None: that of the default group.
     ValueError: the plan does not fit the number of ranks (before any message), the rendezvous address does not resolve, or
         the other ranks do not come in time.
     """
@@ -304,7 +312,7 @@ def join(world: World, plan: Plan, *, timeout_seconds: float = 600.0, device: to
     if opened:
         _meet(world, device, timeout_seconds)
     assert dist.group.WORLD is not None
-    return replace(_with_groups(plan, world, device, lambda: dist.group.WORLD), opened=opened)
+    return replace(_with_groups(plan, world, device, lambda: dist.group.WORLD, control_backend), opened=opened)
 
 
 def apart(mesh: Mesh) -> Mesh:
@@ -312,7 +320,9 @@ def apart(mesh: Mesh) -> Mesh:
     return replace(_with_groups(mesh.plan, mesh.world, mesh.device, dist.new_group), watch=mesh.watch)
 
 
-def _with_groups(plan: Plan, world: World, device: torch.device, of_all: Callable[[], Any]) -> Mesh:
+def _with_groups(
+    plan: Plan, world: World, device: torch.device, of_all: Callable[[], Any], control_backend: str | None = "gloo"
+) -> Mesh:
     """A mesh with new groups.  of_all: gives the group of all ranks."""
     settle_before_exit()
     before = set(c10d_world.pg_map)
@@ -326,10 +336,10 @@ def _with_groups(plan: Plan, world: World, device: torch.device, of_all: Callabl
         group=everyone,
         data_group=process_groups.data_group(plan) if plan.channel * plan.stage > 1 else everyone,
         statistics_group=process_groups.data_group(plan),
-        checkpoint_group=process_groups.checkpoint_group(),
+        checkpoint_group=process_groups.checkpoint_group(control_backend),
         channel_group=devices.get_group("channel") if plan.channel > 1 else None,
         stage_group=process_groups.line(devices, "stage") if plan.stage > 1 else None,
-        copy_group=process_groups.copy_group(plan, device, everyone),
+        copy_group=process_groups.copy_group(plan, device, everyone, control_backend),
         grid=process_groups.grid_of(plan, devices, rank=world.rank),
         shards=process_groups.shards_of(plan, devices, everyone) if plan.shard > 1 else None,
     )

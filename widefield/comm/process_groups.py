@@ -64,15 +64,17 @@ def group_among(ranks: list[list[int]], backend: str | None = None) -> dist.Proc
     return group
 
 
-def checkpoint_group() -> dist.ProcessGroup:
-    """A new gloo group of all ranks for checkpoints, with a timeout of 2 hours, since a disk may be slow."""
-    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
+def checkpoint_group(backend: str | None = "gloo") -> dist.ProcessGroup:
+    """A new group of all ranks for checkpoints, with a timeout of 2 hours, since a disk may be slow."""
+    group = dist.new_group(backend=backend, timeout=datetime.timedelta(hours=2))
     assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is in no group of all ranks"
     return group
 
 
-def copy_group(plan: Plan, device: torch.device, everyone: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """A gloo group of the ranks of this rank's copy of the model, for CPU tensors; None where that is one rank."""
+def copy_group(
+    plan: Plan, device: torch.device, everyone: dist.ProcessGroup, backend: str | None = "gloo"
+) -> dist.ProcessGroup | None:
+    """A group of the ranks of this rank's copy of the model, for CPU tensors; None where that is one rank."""
     copies = plan.replicate * plan.shard
     if plan.ranks == copies:
         return None
@@ -80,7 +82,7 @@ def copy_group(plan: Plan, device: torch.device, everyone: dist.ProcessGroup) ->
         return everyone
     each = plan.ranks // copies
     ranks = [list(range(first, first + each)) for first in range(0, plan.ranks, each)]
-    return group_among(ranks, backend="gloo")
+    return group_among(ranks, backend=backend)
 
 
 def grid_of(plan: Plan, devices: DeviceMesh, *, rank: int) -> Grid:

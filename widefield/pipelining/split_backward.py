@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 from widefield.private_torch.pipelining import stage_backward
+from widefield.private_torch.tensors import cdata
 
 
 class OwningStage(PipelineStage):
@@ -76,9 +77,9 @@ class SplitStage(OwningStage):
 
 
 def _memory_of(tensor: Tensor) -> set[int]:
-    """The addresses of a tensor's storages; a wrapper subclass has those of its inner tensors."""
-    if type(tensor) is Tensor:
-        return {tensor.untyped_storage().data_ptr()}
+    """Which storages a tensor has; a wrapper subclass has those of its inner tensors."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return {cdata(tensor.untyped_storage())}
     return set().union(*(_memory_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]))
 
 

@@ -15,6 +15,9 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node whose gradient is computed now, None outside of a backward: a leaf's node tells that a gradient has arrived."""
 
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The number that the next autograd node of this thread gets: by it a backward operation is known to belong to a forward one."""
+
 will_engine_execute_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the running backward reaches a node; RuntimeError where `torch.autograd.grad` asks for the gradient of that leaf,
 which is then not added to its `grad`."""

@@ -17,6 +17,23 @@ FakeTensor = fake.FakeTensor
 FakeTensorMode = fake.FakeTensorMode
 """Inside, operations make fake tensors as the device's kernels would lay them out."""
 
+
+class EmulatedFakeMode(fake.FakeTensorMode):
+    """torch's fake tensors where a program runs on them as if they were real, and is not being captured."""
+
+
+def is_captured(tensor: Any) -> bool:
+    """Whether a tensor is one of those that a module is captured with."""
+    if isinstance(tensor, fake.FakeTensor):
+        return not isinstance(tensor.fake_mode, EmulatedFakeMode)
+    return isinstance(tensor, functional.FunctionalTensor)
+
+
+def is_emulated(tensor: Any) -> bool:
+    """Whether a tensor has no numbers because a program is run on such tensors."""
+    return isinstance(tensor, fake.FakeTensor) and isinstance(tensor.fake_mode, EmulatedFakeMode)
+
+
 DataDependentOutputException = fake.DataDependentOutputException
 """Raised where a forward asks a fake tensor for its numbers."""
 

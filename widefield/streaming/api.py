@@ -21,7 +21,7 @@ from widefield.fallback import Fallback
 from widefield.geometry.box import size_of
 from widefield.geometry.layout import Cuts, Grid
 from widefield.module_wrapping import Wrapping, wrap_class
-from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
+from widefield.private_torch.fake_tensors import is_captured
 from widefield.private_torch.modules import forward_hooks_of, forward_pre_hooks_of
 from widefield.quantity import read_memory
 from widefield.streaming.choice import choose
@@ -223,7 +223,7 @@ class Streamed(Wrapping):
     def _run_tiles(self, args: tuple, kwargs: dict, writer: ResultWriter | None = None) -> Any:
         refuse_hidden(self, (args, kwargs), "is given")
         tensors = tensors_of((args, kwargs))
-        if any(isinstance(tensor, (FunctionalTensor, FakeTensor)) for tensor in tensors):
+        if any(is_captured(tensor) for tensor in tensors):
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # a module that contains this one is being captured
         made = self._stream.program(self, args, kwargs)
         program, spatial = made.program, made.spatial

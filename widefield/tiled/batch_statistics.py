@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from widefield.geometry.layout import Layout
 from widefield.kernels import moments
 from widefield.private_torch.process_groups import resolve_process_group
+from widefield.private_torch.fake_tensors import is_emulated
 from widefield.tiled.partial_gradient import full_value, partial_of
 from widefield.tiled.redistribute import move_cuts, to_layout, whole_of
 from widefield.tiled.tensor import TiledTensor, wrap
@@ -88,10 +89,11 @@ def merged(
     sums = torch.cat([sums, sums.new_tensor([number, number * number])])
     dist.all_reduce(sums, group=group)
     sums, numbers = sums[:-2], sums[-2:]
-    if not sums.is_cuda:
+    has_numbers = not (sums.is_cuda or is_emulated(sums))
+    if has_numbers:
         total, squares = numbers.tolist()
         _check_numbers(total, squares, number, group)
-    if not sums.is_cuda and sums[-1] <= 1:
+    if has_numbers and sums[-1] <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {int(sums[-1])} over all {group.size()} ranks "
             f"(this rank's input: {tuple(image.shape)}); use a larger batch or larger images"

@@ -204,8 +204,11 @@ def rebuilt(parts: Parts, mesh: Mesh, *, batch: int) -> Parts:
     return replace(parts, config=config, mesh=mesh, model=model, window=window_of(mesh))
 
 
-def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
-    """A learner at step 0, its model parallelized over the mesh, and the reasons of what was chosen.  Every rank calls it."""
+def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learner, list[str]]:
+    """A learner at step 0, its model parallelized over the mesh, and the reasons of what was chosen.  Every rank calls it.
+
+    dummy_batch: a batch of one image of the training split; None reads one.
+    """
     config, mesh, model = parts.config, parts.mesh, parts.model
     steps = Steps(len(parts.dataset.train), config.data.batch)
     lr, why_lr = learning_rate(config.optimizer, config.data.batch)
@@ -226,7 +229,7 @@ def learner_of(parts: Parts) -> tuple[Learner, list[str]]:
         scaler=parts.arithmetic.scaler(),
         prepare=parts.preparation(train=True),
         steps=steps,
-        dummy_batch=dummy_batch_of(parts.reader(train=True), mesh),
+        dummy_batch=dummy_batch or dummy_batch_of(parts.reader(train=True), mesh),
         best=best_of(config.checkpoint.best, parts.task, parts.metrics, num_classes=len(parts.dataset.classes)),
         ema=None if config.ema is None else average_of(model, config.ema.decay),
     )

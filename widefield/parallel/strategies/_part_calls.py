@@ -15,7 +15,7 @@ from torch import nn
 from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.parallel.strategies._forward_route import is_inside
 from widefield.private_torch.autograd import current_graph_task_id
-from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
+from widefield.private_torch.fake_tensors import is_captured
 from widefield.private_torch.modules import DropoutNd, InstanceNorm
 from widefield.private_torch.pytree import tree_leaves
 
@@ -42,7 +42,7 @@ class SharedLayer(Wrapping):
 
 def _is_captured_or_recomputed(args: tuple) -> bool:
     """Whether the model is being captured on fake tensors, or recomputed in a backward."""
-    followed = any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in tree_leaves(args))
+    followed = any(is_captured(leaf) for leaf in tree_leaves(args))
     return followed or current_graph_task_id() != -1
 
 

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from widefield.comm import collectives
 from widefield.comm.mesh import control_device
 from widefield.private_torch.autograd import current_graph_task_id, queue_callback
-from widefield.private_torch.fake_tensors import FakeTensor, FunctionalTensor
+from widefield.private_torch.fake_tensors import is_captured
 from widefield.private_torch.modules import backward_hooks_of, parameters_of
 from widefield.private_torch.pytree import tree_leaves
 from widefield.tiled.partial_gradient import manage, part_of_mean
@@ -118,7 +118,7 @@ class UnitCalls:
         if self._inside[name] or current_graph_task_id() != -1:  # in a backward, what its forward gathered is still gathered
             return
         if not self._inside[""]:
-            if any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in tree_leaves(inputs)):
+            if any(is_captured(leaf) for leaf in tree_leaves(inputs)):
                 return  # the model is being captured, on fake tensors of full weights
             raise RuntimeError(
                 f"{type(part).__qualname__} is called by itself and its weights lie in parts on {self.group.size()} ranks, "

@@ -1,0 +1,117 @@
+"""Runs a training step of one rank without data, and returns what it did."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import torch
+
+from widefield import sharded_state
+from widefield.comm.mesh import Mesh
+from widefield.config import RunConfig
+from widefield.data.batch import Batch
+from widefield.data.order import Steps, TrainSampler
+from widefield.planner.emulation.groups import planned_world
+from widefield.planner.emulation.recording import Recording
+from widefield.planner.emulation.stand_in import StandIn
+from widefield.planner.emulation.values import Emulation, emulated
+from widefield.planner.emulation.world import COUNT, emulated_mesh
+from widefield.planner.step_record import StepRecord
+from widefield.plans import check, plan_of
+from widefield.training.agreed import dummy_batch_of
+from widefield.training.assemble import Parts, assemble, learner_of
+from widefield.training.given import NOTHING, Given
+from widefield.training.loop import Learner
+from widefield.training.batch_sharding import window_of
+
+WARM_STEPS = 1
+"""Steps before the recorded one: the first makes the optimizer's states, buckets and captures."""
+
+
+def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING) -> StepRecord:
+    """What rank `rank` of `ranks` does in a training step of a config, once the optimizer's states exist.
+
+    given: objects in place of the config's, see `stand_in_data`.  torch's, NumPy's and Python's generators stay as they are.
+    ValueError, NotImplementedError: the plan cannot run, in the words of the strategy that refuses it.
+    CannotEmulate: the step depends on numbers that only data has.
+    RuntimeError: torch.distributed is initialized in this process.
+    """
+    plan = plan_of(config, ranks)
+    check(plan, ranks=ranks, samples_per_step=config.data.batch)
+    recording = Recording(rank, ranks)
+    with _generators_kept(), planned_world(recording):
+        if config.model.compile:
+            recording.assumed["model.compile=true is planned as false: what a compiler fuses is not known"] = None
+            config = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
+        mesh = emulated_mesh(plan, rank=rank, ranks=ranks)
+        parts = assemble(config, mesh, given=given, initial_weights=False)
+        dummy_batch = _dummy_batch(parts, mesh)
+        with emulated(recording) as emulation:
+            emulation.model_of(parts.model)
+            learner, _ = learner_of(parts, dummy_batch=emulation.batch_of(dummy_batch, 1, samples=0))
+            return _recorded(learner, parts, emulation)
+
+
+def _recorded(learner: Learner, parts: Parts, emulation: Emulation) -> StepRecord:
+    recording, samples = emulation.recording, len(learner.steps.positions(0))
+    COUNT.append(float(samples * learner._losses_per_image(learner.dummy_batch)))
+    try:
+        batches = [emulation.batch_of(learner.dummy_batch, rows, samples=rows) for rows in _rows(learner, parts)]
+        for step in range(WARM_STEPS + 1):
+            if step == WARM_STEPS:
+                recording.begin(learner.model)
+            learner.learn(batches, stop=False)
+    finally:
+        COUNT.pop()
+    states = [state for states in learner.optimizer.state.values() for state in states.values()]
+    return recording.finish(
+        {
+            "inputs": [tensor for batch in batches for tensor in (batch.image, batch.target)],
+            "optimizer": [sharded_state.local(state) for state in states if isinstance(state, torch.Tensor)],
+            "buffers": list(learner.model.buffers()),
+            "gradients": [sharded_state.local(p.grad) for p in learner.model.parameters() if p.grad is not None],
+            "weights": [sharded_state.local(parameter) for parameter in learner.model.parameters()],
+        },
+        samples=samples,
+    )
+
+
+def _rows(learner: Learner, parts: Parts) -> list[int]:
+    """The samples of this rank in each pass of a step."""
+    config, mesh = parts.config, parts.mesh
+    sampler = TrainSampler(
+        Steps(min(len(parts.dataset.train), 2 * config.data.batch), config.data.batch),
+        seed=0, first=0, last=1, rank=mesh.copy, ranks=mesh.copies, passes=config.gradient.accumulate,
+        multiple=2 if config.data.mixup > 0 or config.data.cutmix > 0 else 1,
+    )  # fmt: skip
+    return [len(keys) if keys and keys[0].real else 0 for keys in islice(iter(sampler), config.gradient.accumulate)]
+
+
+def _dummy_batch(parts: Parts, mesh: Mesh) -> Batch:
+    """A batch of this rank's window of one image; of a stand-in that takes no memory."""
+    images = parts.dataset.train
+    if not isinstance(images, StandIn):
+        return dummy_batch_of(parts.reader(train=True), mesh)
+    batch, window = images.batch(), window_of(mesh)
+    if window is None:
+        return batch
+    own = window(images.shape[1:])
+    cut = (..., *(slice(part.start, part.stop) for part in own))
+    target = batch.target[cut] if images.has_labels_of_pixels else batch.target
+    return replace(batch, image=batch.image[cut], target=target, whole_shape=images.shape, window=own)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

@@ -1,0 +1,156 @@
+"""Tensors without data for all that is large, real ones for what is small and known.
+
+A step asks for numbers here and there: how many ranks have a gradient, at which layer the others are, the optimizer's count of
+steps.  These come from small tensors made without pixels or weights, so small tensors that no large one has touched are real.
+Where a truth value of a fake tensor is asked for, it is true: the step asks whether ranks, or runs of the same operations, agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from widefield.data.batch import Batch
+from widefield.planner.emulation.recording import Recording
+from widefield.private_torch.dispatcher import TorchDispatchMode, disable_current_modes, schema_of
+from widefield.private_torch.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    EmulatedFakeMode,
+    FakeTensor,
+)
+from widefield.private_torch.modules import buffers_of, parameters_of
+from widefield.private_torch.pytree import tree_leaves
+from widefield.tiled.redistribute import is_dense
+
+aten = torch.ops.aten
+SMALL = 4096
+"""Numbers up to which a tensor that is made without fake ones is real."""
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+
+
+class CannotEmulate(NotImplementedError):
+    """The step depends on numbers that only data or weights have."""
+
+
+def _is_small(args: tuple, tensors: list[Tensor]) -> bool:
+    """Whether an operation without fake tensors is on small ones, or makes one."""
+    if tensors:
+        return max(tensor.numel() for tensor in tensors) <= SMALL
+    sizes = next((arg for arg in args if isinstance(arg, list | tuple)), None)
+    if sizes is None:  # arange(end), scalar_tensor(value)
+        return max([abs(arg) for arg in args if isinstance(arg, int | float) and math.isfinite(arg)], default=0) <= SMALL
+    return math.prod(size for size in sizes if isinstance(size, int)) <= SMALL
+
+
+def _writes_to_real_ones_alone(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether all that an operation writes to are real tensors."""
+    schema = schema_of(func)
+    if not schema.is_mutable:
+        return False
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    written = [
+        tensor
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tree_leaves(given.get(argument.name))
+        if isinstance(tensor, Tensor)
+    ]
+    return bool(written) and not any(isinstance(tensor, FakeTensor) for tensor in written)
+
+
+class Emulation(TorchDispatchMode):
+    """Inside, operations run on fake tensors and are recorded."""
+
+    def __init__(self, recording: Recording, fakes: EmulatedFakeMode) -> None:
+        super().__init__()
+        self.recording, self.fakes = recording, fakes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(type(tensor) not in _PLAIN for tensor in tensors):
+            return NotImplemented  # a tiled tensor or a part of a gradient: its own operations come here
+        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        if not fakes and _is_small(args, tensors):
+            with disable_current_modes():
+                return func(*args, **kwargs)
+        if fakes and _writes_to_real_ones_alone(func, args, kwargs):
+            return args[0] if schema_of(func).returns else None  # a count stays what it was
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            with disable_current_modes():
+                torch.rand(1)  # the generator moves on, which tells that the forward draws
+        if func is aten.equal.default:
+            return True
+        if func is aten._local_scalar_dense.default:
+            return self._number_of(tensors[0])
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise self._refusal(str(func)) from error
+        self.recording.operation(func, args, kwargs, out)
+        return out
+
+    def _number_of(self, tensor: Tensor) -> bool:
+        if tensor.dtype is torch.bool:
+            return True
+        raise self._refusal(f"the value of a tensor of {list(tensor.shape)}")
+
+    def _refusal(self, what: str) -> CannotEmulate:
+        module = "" if self.recording.paths is None else self.recording.paths.running()
+        where = f"'{module}'" if module else "the step"
+        return CannotEmulate(
+            f"{where} asks for numbers ({what}), on which its next operations depend, and a plan is made without data; measure "
+            "this model with `widefield bench`"
+        )
+
+    # ------------------------------------------------------------------------------------------ making fake tensors
+
+    def model_of(self, model: nn.Module) -> nn.Module:
+        """The model with tensors without data in place of its parameters and buffers."""
+        made: dict[Tensor, Tensor] = {}
+        for part in model.modules():
+            for registry in (parameters_of(part), buffers_of(part)):
+                for name, tensor in registry.items():
+                    if tensor is not None and tensor not in made:
+                        fake = self.like(tensor)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        made[tensor] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+                    registry[name] = None if tensor is None else made[tensor]  # type: ignore[assignment]
+        return model
+
+    def like(self, tensor: Tensor, rows: int | None = None) -> Tensor:
+        """A new tensor without data like `tensor`, with `rows` rows where that is given."""
+        with disable_current_modes(), self.fakes:
+            if rows is None and is_dense(tensor):
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            else:
+                fake = torch.empty(tensor.shape if rows is None else (rows, *tensor.shape[1:]), dtype=tensor.dtype)
+        self.recording.holds(fake)
+        return fake
+
+    def batch_of(self, batch: Batch, rows: int, *, samples: int) -> Batch:
+        """A batch of `rows` images like the first of `batch`, without pixels.  samples: as in Batch; 0 of a dummy batch."""
+        rows = max(1, rows)
+        return replace(
+            batch,
+            image=self.like(batch.image, rows),
+            target=self.like(batch.target, rows),
+            index=torch.zeros(rows, dtype=torch.int64),
+            moments=None if batch.moments is None else self.like(batch.moments, rows),
+            samples=samples,
+        )
+
+
+@contextmanager
+def emulated(recording: Recording) -> Iterator[Emulation]:
+    """Inside, operations are recorded and have no data."""
+    fakes = EmulatedFakeMode(allow_non_fake_inputs=True)
+    with fakes, recording.watched(), Emulation(recording, fakes) as emulation:
+        yield emulation
