@@ -1,0 +1,141 @@
+"""What a rank's allocations take on a device: allocated and reserved.
+
+On a CPU, what is allocated is what is taken.  On a GPU torch's caching allocator rounds each storage up to 512 bytes, and takes
+memory from the driver in segments: 2 MiB for storages up to 1 MiB, 20 MiB for those below 10 MiB, and multiples of 2 MiB above.
+A free block is cut where it is more than 1 MiB (512 bytes of small ones) too large, and goes to what fits it best
+(c10/cuda/CUDACachingAllocator.cpp).  Where the record has its blocks, they are put into segments as there; otherwise the slack
+is estimated.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from widefield.planner.machines.cluster import Cluster
+from widefield.planner.step_record import OpEvent, StepRecord
+
+MIB = 2**20
+SMALL, SMALL_SEGMENT = MIB, 2 * MIB
+LARGE_FROM, LARGE_SEGMENT, ROUND = 10 * MIB, 20 * MIB, 2 * MIB
+SLACK = 0.05
+"""Reserved above allocated, as a share, where the order of allocations is not known."""
+WORKSPACE_MOST = 256 * MIB
+"""What cuDNN may take for one convolution while it runs; larger ones fall back to a method that needs less, where torch
+benchmarks."""
+BLAS_WORKSPACE = 32 * MIB
+"""cuBLAS's own on Hopper (8 MiB before it)."""
+COMMUNICATOR_BYTES = 128 * MIB
+"""NCCL's buffers for one group of ranks: 4 MiB for each of some 16 to 32 channels."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one rank at its peak.
+
+    allocated: by tensors, each rounded up.  workspace: of kernels while they run.  reserved: what torch has taken from the
+    driver, workspace and slack with it.  context: of driver, libraries and groups of ranks.  total: reserved and context.
+    free: of the device, beyond the total; negative where it does not fit.  assumed: what was estimated, in sentences.
+    """
+
+    allocated: int
+    workspace: int
+    reserved: int
+    context: int
+    total: int
+    free: int
+    assumed: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return self.free >= 0
+
+
+def device_memory(record: StepRecord, cluster: Cluster) -> DeviceMemory:
+    """The memory of the rank that `record` is of, on a device of the cluster."""
+    device = cluster.device
+    if device.is_cpu:
+        peak = record.peak_bytes
+        return DeviceMemory(peak, 0, peak, device.context_bytes, peak + device.context_bytes, device.memory_bytes - peak)
+    workspace = _workspace(record) + BLAS_WORKSPACE
+    assumed = [f"kernels' own memory: at most {workspace / MIB:.0f} MiB, not measured"]
+    blocks = getattr(record, "blocks", None)
+    if blocks:
+        allocated, reserved = packed([(one.made, one.freed, one.bytes) for one in blocks], device.block_bytes)
+    else:
+        allocated = record.peak_bytes
+        reserved = int(allocated * (1 + SLACK))
+        assumed.append(f"the allocator's slack: {SLACK:.0%} of what is allocated, as an estimate")
+    reserved += workspace
+    groups = {event.ranks for event in record.messages if not event.control}
+    context = device.context_bytes + COMMUNICATOR_BYTES * len(groups)
+    total = reserved + context
+    return DeviceMemory(allocated, workspace, reserved, context, total, device.memory_bytes - total, assumed)
+
+
+def _workspace(record: StepRecord) -> int:
+    """Of the largest convolution: as much as it reads and writes, at most WORKSPACE_MOST."""
+    sizes = [one.bytes_read + one.bytes_written for one in record.operations if _is_convolution(one)]
+    return min(max(sizes, default=0), WORKSPACE_MOST)
+
+
+def _is_convolution(event: OpEvent) -> bool:
+    return "convolution" in event.name
+
+
+def packed(blocks: Sequence[tuple[int, int | None, int]], block_bytes: int) -> tuple[int, int]:
+    """(the most that is allocated at a time, all that is taken from the driver) of blocks in the caching allocator.
+
+    blocks: (event at which it is made, at which it is freed or None, bytes).  What is freed at an event is free for what is
+    made there.
+    """
+    changes = [(made, 1, index) for index, (made, _, size) in enumerate(blocks) if size]
+    changes += [(freed, 0, index) for index, (_, freed, size) in enumerate(blocks) if size and freed is not None]
+    pools, places, now, most = Segments(), {}, 0, 0
+    for _, is_made, index in sorted(changes):
+        size = -(-blocks[index][2] // block_bytes) * block_bytes
+        if is_made:
+            places[index] = pools.take(size)
+            now += size
+        elif index in places:
+            pools.give_back(places.pop(index), size)
+            now -= size
+        most = max(most, now)
+    return most, pools.reserved
+
+
+class Segments:
+    """Free blocks of the small and the large pool; addresses are numbers that grow, with a gap between segments."""
+
+    def __init__(self) -> None:
+        self.reserved, self.top = 0, 0
+        self.free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        """(bytes, address) in order, by whether the pool is the small one."""
+        self.taken: dict[int, int] = {}
+        """The bytes of the block at an address, which may be more than was asked for."""
+
+    def take(self, size: int) -> int:
+        small = size <= SMALL
+        free = self.free[small]
+        place = bisect.bisect_left(free, (size, 0))
+        if place == len(free):
+            segment = SMALL_SEGMENT if small else LARGE_SEGMENT if size < LARGE_FROM else -(-size // ROUND) * ROUND
+            self.reserved += segment
+            found, self.top = (segment, self.top), self.top + segment + 1
+        else:
+            found = free.pop(place)
+        block, address = found
+        if block - size >= (512 if small else SMALL + 1):
+            bisect.insort(free, (block - size, address + size))
+            block = size
+        self.taken[address] = block
+        return address
+
+    def give_back(self, address: int, size: int) -> None:
+        """Free it, joined with the free blocks before and behind it."""
+        block, free = self.taken.pop(address), self.free[size <= SMALL]
+        for one in [one for one in free if one[1] + one[0] == address or address + block == one[1]]:
+            free.remove(one)
+            address, block = min(address, one[1]), block + one[0]
+        bisect.insort(free, (block, address))

@@ -1,0 +1,146 @@
+"""How long does an operation take?  As it was measured, as its nearest measured neighbours, or by the roofline.
+
+The roofline is max(flops / peak, bytes / bandwidth), each peak times the part of it that kernels reach.  A neighbour has the
+same operation and dtype; it gives its efficiency, roofline over seconds, and not its seconds, so that a shape twice as large
+takes about twice as long.  Neighbours count by their distance in log flops and log bytes.
+
+Parts of the peaks: Device.flops_reached is what NVIDIA's ResNet-50 of `DeepLearningExamples` reaches on a V100 (see the tests).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from widefield.planner.machines.calibration import Kernel
+from widefield.planner.machines.cluster import Cluster
+from widefield.planner.step_record import OpEvent
+
+Source = Literal["measured", "interpolated", "roofline"]
+ERROR: dict[str, float] = {"measured": 0.05, "interpolated": 0.2, "roofline": 0.4}
+"""By how much of itself a figure may be off, by where it is from; of messages too."""
+
+NEIGHBOURS = 3
+FAR = math.log(16)
+"""A neighbour counts up to a factor of 16 in flops and bytes together."""
+FILLING_SECONDS = 6e-6
+"""A GPU's kernels reach their share of the peak from this time at the peak on; below, the share falls with the square root."""
+CONVERTED = 2.5
+"""Passes of a convolution on tensor cores over an image with its channels first: to channels last, itself, and back."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a kernel, without what the host needs to start it, and where the figure is from."""
+
+    seconds: float
+    source: Source
+
+    @property
+    def error_seconds(self) -> float:
+        return self.seconds * ERROR[self.source]
+
+
+class OpTimes:
+    """Seconds of operations on one device.
+
+    precision: of the recipe; `tf32` makes products of float32 run as TF32.
+    """
+
+    def __init__(self, cluster: Cluster, precision: str | None = None) -> None:
+        self.device, self.precision = cluster.device, precision
+        calibration = cluster.calibration
+        self.kernels = {} if calibration is None else calibration.kernels
+        self.neighbours = _by_operation(self.kernels.values())
+        self.known: dict[object, Timed] = {}
+
+    def of(self, event: OpEvent) -> Timed:
+        key = (event.signature, event.flops, event.bytes_read + event.bytes_written)
+        if key not in self.known:
+            self.known[key] = self._time(event)
+        return self.known[key]
+
+    def _time(self, event: OpEvent) -> Timed:
+        kernel = self.kernels.get(event.signature)
+        if kernel is not None:
+            return Timed(kernel.seconds, "measured")
+        size = event.bytes_read + event.bytes_written
+        seconds = self.roofline(event.name, event.flops, size, event.dtype, event.signature)
+        efficiency = self._efficiency(event, size)
+        return Timed(seconds, "roofline") if efficiency is None else Timed(seconds / efficiency, "interpolated")
+
+    def roofline(self, name: str, flops: float, size: int, dtype: str, signature: Hashable = None) -> float:
+        """Seconds of a kernel of `flops` operations on `size` bytes, read and written."""
+        device = self.device
+        precision = "tf32" if self.precision == "tf32" and dtype == "float32" else dtype
+        on_cores = device.uses_tensor_cores(precision)
+        reached = device.flops_reached if on_cores or device.is_cpu else device.flops_reached_plain
+        filled = _filling(flops, device.peak_flops(precision)) if not device.is_cpu else 1.0
+        moved = passes(name) * (CONVERTED if on_cores and is_converted(name, signature) else 1.0)
+        return max(
+            flops / (device.peak_flops(precision) * reached * filled),
+            moved * size / (device.memory_bytes_per_second * device.bandwidth_reached),
+        )
+
+    def _efficiency(self, event: OpEvent, size: int) -> float | None:
+        """Roofline over seconds of the nearest neighbours, the geometric mean by 1 / distance; None: none is near."""
+        rows = self.neighbours.get((event.name, event.dtype), [])
+        near = sorted((_distance(row, event.flops, size), index) for index, row in enumerate(rows))[:NEIGHBOURS]
+        near = [(distance, index) for distance, index in near if distance <= FAR]
+        if not near:
+            return None
+        total = logs = 0.0
+        for distance, index in near:
+            row, weight = rows[index], 1 / (0.05 + distance)
+            roofline = self.roofline(row.name, row.flops, row.bytes, row.dtype, row.signature)
+            total += weight
+            logs += weight * math.log(max(roofline, 1e-9) / max(row.seconds, 1e-9))
+        return math.exp(logs / total)
+
+
+def passes(name: str) -> float:
+    """How many times a kernel moves what it reads and writes: normalization takes its statistics in a pass of its own.
+
+    Training forward: 3 passes over the input, of which 2 are counted in the bytes of an input and an output.  Backward: 5 for
+    3.
+    """
+    if "norm_backward" in name:
+        return 5 / 3
+    return 1.5 if "norm" in name and "_foreach" not in name and "linalg" not in name else 1.0
+
+
+def is_converted(name: str, signature: Hashable) -> bool:
+    """Whether cuDNN lays a convolution's images out anew: tensor cores want channels last, and its image has them first."""
+    if "convolution" not in name:
+        return False
+    images = [one for one in tensors_of(signature) if len(one[1]) > 3 and max(one[1][2:]) > 1 and one[1][1] > 1]
+    return bool(images) and all(one[2][1] != 1 for one in images)
+
+
+def tensors_of(signature: Hashable) -> Iterator[tuple]:
+    """("tensor", shape, strides, dtype) of each tensor in a signature, lists of tensors with them."""
+    if isinstance(signature, tuple):
+        if signature and signature[0] == "tensor" and len(signature) == 4:
+            yield signature
+        else:
+            for one in signature:
+                yield from tensors_of(one)
+
+
+def _filling(flops: float, peak: float) -> float:
+    """The share of what large kernels reach that a small one does: the faster the device, the larger it has to be."""
+    return min(1.0, max(0.1, math.sqrt(flops / (FILLING_SECONDS * peak)))) if flops else 1.0
+
+
+def _distance(row: Kernel, flops: float, size: int) -> float:
+    return abs(math.log((row.flops + 1) / (flops + 1))) / 2 + abs(math.log((row.bytes + 1) / (size + 1))) / 2
+
+
+def _by_operation(kernels: Iterable[Kernel]) -> dict[tuple[str, str], list[Kernel]]:
+    found: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        found[kernel.name, kernel.dtype].append(kernel)
+    return dict(found)

@@ -1,0 +1,124 @@
+"""What was measured on this machine, kept in the user's cache as readable JSON.  Imports no torch.
+
+Files are `$XDG_CACHE_HOME/widefield/machines/HOST-DEVICE-THREADS.json` (`~/.cache` where the variable is not set).  Kernels are
+kept by signature, so that what was timed for one model serves the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from widefield.planner.machines.device import Device
+from widefield.planner.machines.link import Link
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation that was timed.
+
+    signature: as OpEvent has it.  flops, bytes: of the event, read and written together.  seconds: the median of runs.
+    """
+
+    signature: Hashable
+    name: str
+    dtype: str
+    flops: float
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SentMessage:
+    """One message that was timed: `bytes` as MessageEvent has them, among `ranks` of this machine."""
+
+    kind: str
+    ranks: int
+    bytes: int
+    seconds: float
+
+
+@dataclass
+class Calibration:
+    """conditions: device, torch, threads, date and host, in words.
+
+    device, link: figures of this machine, fitted to the rest.
+    kernels: by signature.  messages: in no order.
+    host_seconds: of the Python of one operation of a module, on top of the kernel.
+    """
+
+    conditions: dict[str, str]
+    device: Device
+    link: Link
+    kernels: dict[Hashable, Kernel] = field(default_factory=dict)
+    messages: list[SentMessage] = field(default_factory=list)
+    host_seconds: float = 0.0
+
+    def add(self, kernels: Iterable[Kernel]) -> None:
+        self.kernels.update((kernel.signature, kernel) for kernel in kernels)
+
+
+def cache_folder() -> Path:
+    """Where measurements of machines are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "widefield" / "machines"
+
+
+def calibration_path(device: str, threads: int) -> Path:
+    """The file of this host's device.  threads: of one CPU rank; 0 for a GPU."""
+    words = f"{platform.node() or 'here'}-{device}-{threads}"
+    return cache_folder() / f"{re.sub(r'[^A-Za-z0-9.]+', '_', words)}.json"
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Replace the file at once, so that no reader sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    described = asdict(calibration) | {"format": FORMAT, "kernels": [asdict(one) for one in calibration.kernels.values()]}
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+        json.dump(described, file, indent=1)
+    os.replace(file.name, path)
+
+
+def read_calibration(path: Path | None = None) -> Calibration | None:
+    """The file's contents; of this host's newest file where no path is given.  None: there is none.
+
+    ValueError: the file is damaged, or of another version of this program.
+    """
+    if path is None:
+        host = re.sub(r"[^A-Za-z0-9.]+", "_", platform.node() or "here")
+        files = sorted(cache_folder().glob(f"{host}_*.json"), key=lambda one: one.stat().st_mtime)
+        if not files:
+            return None
+        path = files[-1]
+    try:
+        return _from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        again = "measure again with widefield plan --calibrate, or delete the file"
+        raise ValueError(f"{path} holds no measurement that this version reads ({error}); {again}") from None
+
+
+def _from_json(described: dict[str, Any]) -> Calibration:
+    if described["format"] != FORMAT:
+        raise ValueError(f"its format is {described['format']}, and {FORMAT} is read")
+    kernels = [Kernel(**(row | {"signature": _as_tuples(row["signature"])})) for row in described["kernels"]]
+    return Calibration(
+        described["conditions"],
+        Device(**described["device"]),
+        Link(**described["link"]),
+        {kernel.signature: kernel for kernel in kernels},
+        [SentMessage(**row) for row in described["messages"]],
+        described["host_seconds"],
+    )
+
+
+def _as_tuples(value: Any) -> Hashable:
+    """Lists of JSON as the tuples that they were."""
+    return tuple(_as_tuples(one) for one in value) if isinstance(value, list) else value
