@@ -12,8 +12,9 @@ from markupsafe import Markup
 from widefield.quantity import bytes_text, count_of
 from widefield.report import plan_pictures as pictures
 from widefield.report.filling import from_files, render
-from widefield.report.plan_words import HEAD, Tree, cells, headline, priced
+from widefield.report.plan_words import HEAD, Tree, best_of_kinds, cells, headline, priced
 from widefield.training.disk import replace_text
+from widefield.training.terminal import rate_text
 
 MOST_TABLED, MOST_POINTS = 24, 200
 
@@ -48,6 +49,7 @@ def write_plan_page(folder: Path) -> Path:
 
 def page(tree: Tree) -> str:
     plans, best = priced(tree), tree["best"]
+    kinds = best_of_kinds(plans)
     shown = best or (plans[0] if plans else None)
     return render(
         "plan.html",
@@ -58,8 +60,9 @@ def page(tree: Tree) -> str:
         verdict=tree["verdict"],
         cards=_cards(tree, shown) if shown else [],
         head=HEAD,
-        rows=[(plan["state"] == "fits", cells(plan)) for plan in plans[:MOST_TABLED]],
-        bars=pictures.memory_bars(plans) if plans else None,
+        rows=[(plan["state"] == "fits", cells(plan)) for plan in kinds[:MOST_TABLED]],
+        further=len(plans) - len(kinds[:MOST_TABLED]),
+        bars=pictures.memory_bars(kinds) if plans else None,
         figures=_figures(tree, plans, shown),
         timeline=pictures.timeline(shown) if shown else None,
         timeline_legend=pictures.timeline_legend(),
@@ -93,7 +96,7 @@ def _cards(tree: Tree, plan: Tree) -> list[dict[str, str]]:
     return [
         _card(plan["name"], "plan" if tree["best"] else "nearest plan", f"of {count_of(len(tree['plans']), 'plan')} looked at"),
         _card(f"{1e3 * plan['seconds']:,.4g} ms", "a step", spread),
-        _card(f"{plan['images_per_second']:,.4g}", "images per second",
+        _card(rate_text(plan["images_per_second"]), "images per second",
               "" if efficiency is None else f"{100 * efficiency:.0f} % of one device with endless memory, times devices"),
         _card(bytes_text(plan["peak_memory_bytes"]), f"of {bytes_text(plan['memory_bytes'])} on the fullest rank",
               f"{bytes_text(abs(free))} {'free' if free >= 0 else 'missing'}"),
@@ -163,6 +166,6 @@ def _doubts(plan: Tree) -> list[str]:
 def _scaling_rows(points: list[Tree]) -> list[list[str]]:
     return [
         [f"{point['devices']:,}", point["plan"], f"{point['samples']:,}", f"{1e3 * point['seconds']:,.4g}",
-         f"{point['images_per_second']:,.4g}", f"{100 * point['efficiency']:.0f} %"]
+         rate_text(point["images_per_second"]), f"{100 * point['efficiency']:.0f} %"]
         for point in points
     ]  # fmt: skip

@@ -219,7 +219,7 @@ def front(plans: Sequence[Tree]) -> str:
             axes.annotate("memory of a device", (limit, 1), xycoords=("data", "axes fraction"), xytext=(-4, -4), ha="right",
                           va="top", textcoords="offset points", fontsize=9, color=FAINT, rotation=90)  # fmt: skip
         for axis, values in ((axes.xaxis, x), (axes.yaxis, y)):
-            _scaled(axis, values)
+            _scaled(axis, [*values, limit] if values is x and limit < 3 * max(x) else values)
         axes.set_xlabel("GiB on the fullest rank")
         axes.set_ylabel("ms per step")
         return drawn(figure, "time of a step against memory")
@@ -249,13 +249,15 @@ def scaling(points: Sequence[Tree]) -> str:
         axes = figure.subplots()
         x, y = [point["devices"] for point in points], [100 * point["efficiency"] for point in points]
         axes.plot(x, y, color=SERIES[0], marker="o", markersize=4)
+        apart = [a for a, after in zip(x, [*x[1:], 4 * x[-1]], strict=True) if after >= 3 * a]  # others lie over each other
         for a, b in zip(x, y, strict=True):
-            axes.annotate(f"{b:.0f} %", (a, b), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9, color=INK)
+            if a in apart:
+                axes.annotate(f"{b:.0f} %", (a, b), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9, color=INK)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(x, [f"{devices:,}" for devices in x])
+        axes.set_xticks(apart, [f"{devices:,}" for devices in apart])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_ylim(0, max(115.0, 1.12 * max(y)))
         axes.margins(x=0.08)
         axes.set_xlabel("devices, with the same samples for each")
-        axes.set_ylabel("% of the images per second and device")
+        axes.set_ylabel("efficiency, %")
         return drawn(figure, "efficiency on more devices")

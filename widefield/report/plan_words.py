@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from widefield.quantity import bytes_text, count_of
+from widefield.training.terminal import rate_text
 
 Tree = dict[str, Any]
 HEAD = ("plan", "memory", "of", "ms/step", "img/s", "efficiency", "messages")
@@ -13,8 +14,16 @@ MOST_ROWS = 8
 
 
 def table_rows(tree: Tree, most: int = MOST_ROWS) -> list[list[str]]:
-    """Of the best plans, those that fit first; without those that were refused."""
-    return [cells(plan) for plan in priced(tree)[:most]]
+    """The best plan of each kind, those that fit first; without those that were refused."""
+    return [cells(plan) for plan in best_of_kinds(priced(tree))[:most]]
+
+
+def best_of_kinds(plans: Sequence[Tree]) -> list[Tree]:
+    """The first of each kind, in their order."""
+    first: dict[str, Tree] = {}
+    for plan in plans:
+        first.setdefault(plan["kind"], plan)
+    return list(first.values())
 
 
 def priced(tree: Tree) -> list[Tree]:
@@ -27,7 +36,7 @@ def cells(plan: Tree) -> list[str]:
     spread = 100 * (plan["seconds_high"] - plan["seconds_low"]) / 2 / max(plan["seconds"], 1e-12)
     return [
         plan["name"] + ("" if plan["state"] == "fits" else " (does not fit)"), bytes_text(plan["peak_memory_bytes"]),
-        bytes_text(plan["memory_bytes"]), f"{1e3 * plan['seconds']:,.4g} ±{spread:.0f} %", f"{plan['images_per_second']:,.4g}",
+        bytes_text(plan["memory_bytes"]), f"{1e3 * plan['seconds']:,.4g} ±{spread:.0f} %", rate_text(plan["images_per_second"]),
         "–" if efficiency is None else f"{100 * efficiency:.0f} %",
         bytes_text(plan["message_bytes"]) if plan["message_bytes"] else "–",
     ]  # fmt: skip

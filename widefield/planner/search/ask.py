@@ -65,8 +65,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     be emulated, which says what to do instead.
     """
     _check(request)
-    cluster = cluster_of(request.cluster, network=request.network)
-    config = on_device(_config_of(request), cluster)
+    cluster, config = cluster_of(request.cluster, network=request.network), _config_of(request)
     if request.image is not None:
         image, classes = tuple(request.image), request.classes or CLASSES
         task = request.task or _task_of(config)
@@ -74,6 +73,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     else:
         image, classes, task = image_of(config, request.given)
         given, data = request.given, config.data.name
+    config = on_device(config, cluster, dims=len(image) - 1)
     pricing = Pricing(config, cluster, given)
 
     def of_pixels(pixels: tuple[int, ...]) -> Pricing:
@@ -122,13 +122,18 @@ def _config_of(request: PlanRequest) -> RunConfig:
     return config
 
 
-def on_device(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """The config with the precision and the memory format that a run on these devices would choose where it says null."""
-    device, precision = cluster.device, config.precision
+def on_device(config: RunConfig, cluster: Cluster, *, dims: int) -> RunConfig:
+    """The config with the precision and the memory format that a run on these devices would choose where it says null.
+
+    dims: of an image's pixels.
+    """
+    device, precision, model = cluster.device, config.precision, config.model
     if precision is None:
         low = next((name for name in ("bfloat16", "float16") if name in device.flops_per_second), "float32")
         precision = "float32" if device.is_cpu else low
-    return config.model_copy(update={"precision": precision})
+    if model.channels_last is None and not device.is_cpu and dims == 2 and precision in ("bfloat16", "float16"):
+        model = model.model_copy(update={"channels_last": True})
+    return config.model_copy(update={"precision": precision, "model": model})
 
 
 def _task_of(config: RunConfig) -> StandInTask:

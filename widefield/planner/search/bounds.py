@@ -51,7 +51,7 @@ def relative_time(layout: Layout, batch: int, devices_per_node: int) -> float:
     samples = -(-batch // layout.copies)
     work = samples / (layout.tiles * layout.channel * layout.stage)
     factor = 1.0 + 0.02 * sum(size > 1 for size in layout.space) + 0.01 * layout.tiles**0.5 * (layout.tiles > 1)
-    factor += 0.15 * (layout.channel - 1) ** 0.5 + {0: 0.0, 1: 0.01, 2: 0.01, 3: 0.04}[layout.zero if layout.shard > 1 else 0]
+    factor += 0.15 * (layout.channel - 1) ** 0.5 + {0: 0.0, 1: 0.02, 2: 0.03, 3: 0.04}[layout.zero if layout.shard > 1 else 0]
     if layout.stage > 1:
         micro_batches = max(1, min(2 * layout.stage, samples))
         factor *= (micro_batches + layout.stage - 1) / micro_batches

@@ -108,7 +108,7 @@ class Estimate:
     def to_tree(self) -> dict[str, Any]:
         """As numbers, texts, lists and dicts, which JSON can hold."""
         tree: dict[str, Any] = {
-            "name": self.name, "state": self.state, "reason": self.reason, "plan": self.plan.model_dump(mode="json"),
+            "name": self.name, "kind": self.layout.kind, "state": self.state, "reason": self.reason, "plan": self.plan.model_dump(mode="json"),
             "overrides": list(self.layout.overrides()), "ranks": self.layout.ranks,
         }  # fmt: skip
         if not self.memory:
@@ -130,6 +130,14 @@ def _rank_tree(rank: RankMemory) -> dict[str, Any]:
         "reserved_bytes": rank.reserved_bytes, "total_bytes": rank.total_bytes, "parts": dict(rank.parts), "where": rank.where,
         "curve": [list(point) for point in rank.curve],
     }  # fmt: skip
+
+
+def best_of_kinds(estimates: list[Estimate]) -> list[Estimate]:
+    """The first of each family, in their order."""
+    first: dict[tuple[object, ...], Estimate] = {}
+    for estimate in estimates:
+        first.setdefault(estimate.layout.family, estimate)
+    return list(first.values())
 
 
 def fastest_first(estimates: list[Estimate]) -> list[Estimate]:

@@ -69,6 +69,13 @@ class Layout:
         return zero, self.tiles > 1, self.channel > 1, self.stage > 1, self.recompute, bool(self.stream)
 
     @property
+    def kind(self) -> str:
+        """The family in words: `copies`, `ZeRO-3 x tiles, recompute`."""
+        used = {f"ZeRO-{self.zero}": self.shard, "tiles": self.tiles, "channels": self.channel, "stages": self.stage}
+        axes = " x ".join(name for name, size in used.items() if size > 1) or "copies"
+        return ", ".join([axes, *["recompute"] * self.recompute, *["streamed"] * bool(self.stream)])
+
+    @property
     def choices(self) -> int:
         """How many things beside copies of the model it uses: fewer are simpler."""
         used = [size > 1 for size in (self.shard, self.tiles, self.channel, self.stage)]

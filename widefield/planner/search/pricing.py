@@ -75,6 +75,8 @@ class Pricing:
         key = (world.small, world.batch, rank)
         if key not in self._records:
             config = world.small.config(self.config, batch=world.batch)
+            if config.precision == "tf32":  # float32 in all but the time of products, and a mode of GPUs
+                config = config.model_copy(update={"precision": "float32"})
             check(world.small.plan(config), ranks=world.small.ranks, samples_per_step=world.batch)
             started = time.perf_counter()
             try:
@@ -83,6 +85,14 @@ class Pricing:
                 self.tally.emulations += 1
                 self.tally.seconds += time.perf_counter() - started
         return at_true_size(self._records[key], world)
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Why no model can run under this layout, whatever it is; None where one may."""
+        try:
+            check(layout.plan(self.config), ranks=layout.ranks, samples_per_step=self.batch)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return None
 
     def estimate(self, layout: Layout, *, corners: bool = False) -> Estimate:
         """The Estimate of a layout; a refused one has the strategies' reason.
@@ -97,7 +107,11 @@ class Pricing:
             raise
         except (ValueError, NotImplementedError) as error:
             return Estimate(layout, layout.plan(self.config), "refused", str(error))
-        return self._priced(layout, classes, records)
+        try:
+            return self._priced(layout, classes, records)
+        except AssertionError as error:  # of the simulation: one plan without a price is better than none with one
+            why = f"its ranks' messages could not be put together, which is an error of the planner: {error}"
+            return Estimate(layout, layout.plan(self.config), "refused", why)
 
     def _priced(self, layout: Layout, classes: Sequence[RankClass], records: Sequence[StepRecord]) -> Estimate:
         memory = tuple(self._memory(one, record) for one, record in zip(classes, records, strict=True))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from widefield.planner.search.estimate import EQUAL, SAFETY, Estimate
+from widefield.planner.search.estimate import EQUAL, SAFETY, Estimate, best_of_kinds
 from widefield.planner.search.search import Found
 from widefield.quantity import bytes_text, count_of
 
-MOST_SLOWER, MOST_TOO_LARGE = 6, 4
+MOST_SLOWER, MOST_TOO_LARGE, MOST_IMPOSSIBLE = 6, 4, 2
 
 
 def verdict(found: Found, device: str) -> str:
@@ -62,11 +62,12 @@ def reasons(found: Found) -> list[str]:
     best = found.best
     if best is None:
         return refusals(found)
-    slower = [why_slower(estimate, best) for estimate in found.ranking[1:]]
-    large = sorted((e for e in found.estimates if e.state == "too large"), key=lambda e: e.missing_bytes)
+    slower = [why_slower(estimate, best) for estimate in best_of_kinds(found.ranking)[1:]]
+    too_large = sorted((e for e in found.estimates if e.state == "too large"), key=lambda e: e.missing_bytes)
+    large = best_of_kinds(too_large)
     losers = [*slower[:MOST_SLOWER], *(why_too_large(estimate, best) for estimate in large[:MOST_TOO_LARGE])]
-    more = len(slower) + len(large) - len(losers)
-    losers += [f"{count_of(more, 'further plan')} lost too; --json has them all"] if more else []
+    more = len(found.ranking) - 1 + len(too_large) - len(losers)
+    losers += [f"{count_of(more, 'further plan')}, most of them of these kinds, lost too; --json has all"] if more else []
     return [*losers, *refusals(found), *_left_out(found)]
 
 
@@ -97,13 +98,15 @@ def why_too_large(estimate: Estimate, best: Estimate) -> str:
 
 
 def refusals(found: Found) -> list[str]:
-    """Each reason of a refusal once, with the plans that it met."""
+    """Each reason of a refusal once, with the plans that it met; of kinds of plans that cannot be, an example each."""
     met: dict[str, list[str]] = {}
     for estimate in found.estimates:
         if estimate.state == "refused":
             met.setdefault(estimate.reason, []).append(estimate.name)
-    return [f"{' and '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''} cannot run: {reason}"
-            for reason, names in met.items()]  # fmt: skip
+    texts = [f"{' and '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''} cannot run: {reason}"
+             for reason, names in met.items()]  # fmt: skip
+    impossible = [f"{layout.kind} cannot be combined, as {layout}: {reason}" for layout, reason in found.impossible.values()]
+    return [*texts, *impossible[:MOST_IMPOSSIBLE]]
 
 
 def _left_out(found: Found) -> list[str]:

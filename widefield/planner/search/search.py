@@ -25,6 +25,8 @@ FITS_A_FAMILY = 2
 TRIES_A_FAMILY = 5
 HOPELESS = 2.0
 """Times the rough time of the best plan, beyond which nothing is tried: rough times are not wrong by so much."""
+MIXED, LATER = 1.1, 1.3
+"""By how much later mixtures of axes are tried than single ones, and a family in which one layout fits than others."""
 FINALISTS = 3
 """Of which ranks in corners are emulated too."""
 
@@ -35,11 +37,13 @@ class Found:
 
     estimates: in the order in which they were tried, the plain copies first.  left_out: by the least
     that they hold, in bytes.  slower: how many were left out since they are sure to take longer.  untried: for want of time.
+    impossible: by family, a layout that no strategy can carry out for any model, and why.
     one: the step of one device with endless memory, of one device's share of the batch; None where it cannot be emulated.
     """
 
     ranks: int
     estimates: list[Estimate] = field(default_factory=list)
+    impossible: dict[tuple[object, ...], tuple[Layout, str]] = field(default_factory=dict)
     left_out: list[tuple[Layout, float]] = field(default_factory=list)
     one: StepRecord | None = None
     slower: int = 0
@@ -136,6 +140,7 @@ class _Queue:
     waiting: list[tuple[float, int, Layout]] = field(default_factory=list)
     tried: dict[tuple[object, ...], list[Estimate]] = field(default_factory=dict)
     seen: set[Layout] = field(default_factory=set)
+    second: set[Layout] = field(default_factory=set)
     best_order: float = math.inf
     _numbers: itertools.count = field(default_factory=itertools.count)
 
@@ -150,7 +155,7 @@ class _Queue:
                 self.found.left_out.append((layout, least))
                 self.add([] if layout.stream else with_less_memory(layout, self.dims))
                 continue
-            order = relative_time(layout, batch, cluster.devices_per_node)
+            order = relative_time(layout, batch, cluster.devices_per_node) * MIXED ** max(0, layout.choices - 1)
             heapq.heappush(self.waiting, (order, next(self._numbers), layout))
 
     def __iter__(self) -> _Queue:
@@ -159,8 +164,13 @@ class _Queue:
     def __next__(self) -> Layout:
         while self.waiting:
             order, _, layout = heapq.heappop(self.waiting)
-            if order > HOPELESS * self.best_order:
+            if (why := self.pricing.refusal(layout)) is not None:
+                self.found.impossible.setdefault(layout.family, (layout, why))
+            elif order > HOPELESS * self.best_order:
                 self.found.slower += 1
+            elif layout not in self.second and any(one.state == "fits" for one in self.tried.get(layout.family, [])):
+                self.second.add(layout)  # other families first
+                heapq.heappush(self.waiting, (LATER * order, next(self._numbers), layout))
             elif not self._is_enough(layout):
                 return layout
         raise StopIteration
