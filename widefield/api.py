@@ -225,7 +225,9 @@ def _planned(
     known = {field.name for field in fields(PlanRequest)} - {"recipe", "cluster", "overrides", "trust", "given"}
     for name in request:
         if name not in known:
-            raise ValueError(f"wf.plan takes no {name}{did_you_mean(name, known)} With cluster it takes: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"wf.plan takes no {name}{did_you_mean(name, known)} With cluster it takes: {', '.join(sorted(known))}"
+            )
     if model is not None:
         check_trainable(model)
     keys = _keys(overrides, model, None, None)

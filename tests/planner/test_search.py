@@ -16,7 +16,7 @@ from widefield.config import parse_config
 from widefield.planner.search.answer import answer
 from widefield.planner.search.backwards import cheapest, fewest_devices, largest_batch, largest_image
 from widefield.planner.search.bounds import least_bytes, model_bytes
-from widefield.planner.search.layouts import Layout, layout_of, layouts, with_less_memory
+from widefield.planner.search.layouts import RunLayout, layout_of, layouts, with_less_memory
 from widefield.planner.search.reasons import changes, reasons, verdict
 from widefield.planner.search.scaling import cluster_with, weak_scaling, where_it_stops
 from widefield.planner.search.search import search
@@ -58,24 +58,24 @@ def test_less_memory_is_recompute_and_then_ever_more_tiles_in_time_where_strateg
     def next_ones(layout):
         return [str(one) for one in with_less_memory(layout, 2)]
 
-    assert next_ones(Layout(2)) == ["replicate=2, recompute", "replicate=2, streamed in 2 x 2 tiles"]
-    assert next_ones(Layout(2, stream=(2, 2))) == ["replicate=2, streamed in 4 x 4 tiles"]
-    assert next_ones(Layout(channel=2)) == []
-    assert next_ones(Layout(stage=2)) == []
+    assert next_ones(RunLayout(2)) == ["replicate=2, recompute", "replicate=2, streamed in 2 x 2 tiles"]
+    assert next_ones(RunLayout(2, stream=(2, 2))) == ["replicate=2, streamed in 4 x 4 tiles"]
+    assert next_ones(RunLayout(channel=2)) == []
+    assert next_ones(RunLayout(stage=2)) == []
 
 
 # ---------------------------------------------------------------------------------------------- worlds
 
 
 def test_a_world_of_many_copies_is_emulated_as_two_with_as_many_samples_each():
-    layout = Layout(replicate=4096, space=(2, 2))
+    layout = RunLayout(replicate=4096, space=(2, 2))
     world = small_world(layout, batch=10_000)
     assert (world.small.ranks, world.batch, world.samples) == (8, 6, 10_000)  # the first copies have 3 samples
-    assert small_world(Layout(2), 5).batch == 5
+    assert small_world(RunLayout(2), 5).batch == 5
 
 
 def test_groups_of_both_replicas_get_all_of_them_and_others_stay():
-    layout = Layout(replicate=5, space=(2, 1))
+    layout = RunLayout(replicate=5, space=(2, 1))
     world = small_world(layout, batch=10)
     record = MadeModel().step(made_pricing(MadeModel(), "8xH100", batch=4).config, ranks=1)
     groups = [(0, 1), (0, 2), (1, 3), (0, 1, 2, 3)]
@@ -89,13 +89,13 @@ def test_groups_of_both_replicas_get_all_of_them_and_others_stay():
 
 
 def test_the_classes_of_ranks_are_every_rank_of_one_kind_counted_once():
-    layouts_of = [Layout(4), Layout(2, space=(4, 3)), Layout(1, 2, 3, (2, 2), 1, 3), Layout(space=(3, 3, 4), channel=2)]
+    layouts_of = [RunLayout(4), RunLayout(2, space=(4, 3)), RunLayout(1, 2, 3, (2, 2), 1, 3), RunLayout(space=(3, 3, 4), channel=2)]
     for layout in layouts_of:
         assert sum(one.ranks for one in classes_of(layout)) == layout.ranks
-    inside, corner = classes_of(Layout(2, space=(4, 3)))
+    inside, corner = classes_of(RunLayout(2, space=(4, 3)))
     assert (inside.rank, inside.role, corner.rank, corner.role) == (1 * 3 + 1, "interior tile", 0, "corner tile")
-    assert [one.role for one in classes_of(Layout(stage=3))] == [f"stage {n} of 3" for n in (1, 2, 3)]
-    assert [one.rank for one in classes_of(Layout(space=(2, 1), channel=2, stage=2))] == [0, 1]
+    assert [one.role for one in classes_of(RunLayout(stage=3))] == [f"stage {n} of 3" for n in (1, 2, 3)]
+    assert [one.rank for one in classes_of(RunLayout(space=(2, 1), channel=2, stage=2))] == [0, 1]
 
 
 # ---------------------------------------------------------------------------------------------- the search
@@ -130,7 +130,7 @@ def test_where_all_fits_copies_alone_win_and_the_recipes_own_plan_is_tried():
     pricing = made_pricing(MadeModel(), "4xH100", batch=8, overrides=("mesh.space=[1,4]",))
     found = search(pricing, 4, PIXELS)
     assert str(found.best.layout) == "replicate=4"
-    assert Layout(space=(1, 4)) in [estimate.layout for estimate in found.estimates]
+    assert RunLayout(space=(1, 4)) in [estimate.layout for estimate in found.estimates]
     assert found.best.efficiency == pytest.approx(1.0, abs=0.1)
 
 
@@ -196,7 +196,7 @@ def test_a_large_cluster_is_searched_in_time():
 
 def test_scaling_prices_16384_devices_without_their_processes():
     pricing = made_pricing(MadeModel(), "128x8xH100", batch=8192)
-    points = weak_scaling(pricing, Layout(1024))
+    points = weak_scaling(pricing, RunLayout(1024))
     assert [point.devices for point in points] == [1, 8, 64, 512, 1024, 16384]
     assert all(point.samples == 8 * point.devices for point in points) and points[0].efficiency == 1.0
     assert all(a.efficiency >= b.efficiency for a, b in itertools.pairwise(points))
@@ -206,7 +206,7 @@ def test_scaling_prices_16384_devices_without_their_processes():
 
 def test_sizes_that_a_plan_cannot_have_are_left_out():
     pricing = made_pricing(MadeModel(), "2x8xH100", batch=64)
-    assert [point.devices for point in weak_scaling(pricing, Layout(4, space=(2, 2)))] == [8, 16, 64, 512, 1024, 16384]
+    assert [point.devices for point in weak_scaling(pricing, RunLayout(4, space=(2, 2)))] == [8, 16, 64, 512, 1024, 16384]
     with pytest.raises(ValueError, match="12 devices do not fill nodes of 8; use a multiple of 8, or at most 8"):
         cluster_with(pricing.cluster, 12)
 

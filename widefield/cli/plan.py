@@ -42,11 +42,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", help="a YAML file, the name of a packaged recipe, or with --image of a model")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the recipe")
     parser.add_argument("--cluster", type=given_text, metavar="MACHINES", help="as 4x8xH100-80G, 8xA100-40G, cpu:2, measured")
-    parser.add_argument("--network", type=given_text, metavar="NAME", help="between nodes, as ib-ndr; the usual one if left out")
+    parser.add_argument(
+        "--network", type=given_text, metavar="NAME", help="between nodes, as ib-ndr; the usual one if left out"
+    )
     parser.add_argument("--image", type=sizes, metavar="CxHxW", help="plan for images of this size, without data")
     parser.add_argument("--classes", type=count, metavar="N", help="classes of such images (10)")
     parser.add_argument("--task", choices=("classification", "segmentation"), help="of such images; the model's if left out")
-    parser.add_argument("--batch", type=count, metavar="N", help="samples of a step, all ranks together; the recipe's if left out")
+    parser.add_argument(
+        "--batch", type=count, metavar="N", help="samples of a step, all ranks together; the recipe's if left out"
+    )
     parser.add_argument(
         "--largest", action="append", choices=("image", "batch"), default=[], help="that fits; may be given twice"
     )

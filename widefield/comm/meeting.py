@@ -55,6 +55,6 @@ def said_by_first_rank(make: Callable[[], str], *, place: str, rank: int, size: 
         return store.get("text").decode()
     except dist.DistError as error:
         raise ValueError(
-            f"rank {rank} of {size} did not hear from rank 0 at {place} within {seconds:.0f} s ({error}); see that all ranks were "
-            "started and that the port is open between their machines"
+            f"rank {rank} of {size} did not hear from rank 0 at {place} within {seconds:.0f} s ({error}); see that all ranks "
+            "were started and that the port is open between their machines"
         ) from None

@@ -240,9 +240,8 @@ def _card(value: str, label: str, detail: str) -> dict[str, str]:
 def _metric_card(run: _RunPage) -> dict[str, str]:
     if run.evaluation is None or not run.evaluation["metrics"]:
         return _card("–", "no evaluation yet", "one is due after evaluate.every")
-    evaluation = run.evaluation
+    evaluation, matrix = run.evaluation, run.evaluation.get("confusion") or []
     name, value = next(iter(evaluation["metrics"].items()))
-    matrix = evaluation.get("confusion") or []
     unit = " pixels" if evaluation.get("unit") == "pixels" else ""
     right = f"{sum(row[i] for i, row in enumerate(matrix)):,} of {sum(map(sum, matrix)):,}{unit} right; " if matrix else ""
     seen = f"{evaluation['images']:,}/{evaluation['of']:,} images"

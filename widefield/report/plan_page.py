@@ -128,7 +128,9 @@ def _figures(tree: Tree, plans: list[Tree], shown: Tree | None) -> list[dict[str
     curve = pictures.memory_curve(shown)
     if curve is not None:
         fullest = max(shown["memory"], key=lambda rank: rank["total_bytes"])
-        caption = f"{shown['name']}. The peak, {bytes_text(fullest['peak_memory_bytes'])}, is at {fullest['where'] or 'no name'}."
+        caption = (
+            f"{shown['name']}. The peak, {bytes_text(fullest['peak_memory_bytes'])}, is at {fullest['where'] or 'no name'}."
+        )
         figures.append(_figure("Memory over a step", curve, caption))
     cut = pictures.cut(shown, tree["image"])
     if cut is not None:
@@ -151,7 +153,13 @@ def _seconds_by(plan: Tree) -> list[tuple[str, str, str]]:
 def _ranks(plan: Tree) -> list[tuple[str, str, str, str, str]]:
     """Of each class of ranks: role, how many, allocated, in all, and where the peak is."""
     return [
-        (rank["role"], f"{rank['ranks']:,}", bytes_text(rank["peak_memory_bytes"]), bytes_text(rank["total_bytes"]), rank["where"])
+        (
+            rank["role"],
+            f"{rank['ranks']:,}",
+            bytes_text(rank["peak_memory_bytes"]),
+            bytes_text(rank["total_bytes"]),
+            rank["where"],
+        )
         for rank in plan["memory"]
     ]
 

@@ -66,8 +66,7 @@ def _fullest(plan: Tree) -> Tree:
 def _bar(plan: Tree, scale: float, limit: int) -> str:
     rank = _fullest(plan)
     pieces = "".join(
-        f'<i style="width: {100 * size / scale:.3f}%; background: {PARTS[name][0]}" '
-        f'title="{name} {bytes_text(size)}"></i>'
+        f'<i style="width: {100 * size / scale:.3f}%; background: {PARTS[name][0]}" title="{name} {bytes_text(size)}"></i>'
         for name, size in parts_of(rank).items()
     )
     mark = f'<b style="left: {100 * limit / scale:.3f}%"></b>' if limit < scale else ""
@@ -113,8 +112,8 @@ def timeline(plan: Tree) -> Markup | None:
         parts.append(f'<text x="0" y="{y + 13}">{escape(role.get(rank, f"rank {rank}"))}</text>')
         y += 20
         for lane, kinds in (("computes", ("compute", "data")), ("sends, waits", ("message", "wait"))):
-            parts += _lane([span for span in spans if span[0] == rank and span[1] in kinds], y, end)
-            parts.append(f'<title>{lane}</title>')
+            parts += _drawn_lane([span for span in spans if span[0] == rank and span[1] in kinds], y, end)
+            parts.append(f"<title>{lane}</title>")
             y += LANE + 3
         y += GAP
     axis = "".join(
@@ -129,7 +128,7 @@ def timeline(plan: Tree) -> Markup | None:
     )
 
 
-def _lane(spans: Sequence[list[Any]], y: int, end: float) -> list[str]:
+def _drawn_lane(spans: Sequence[list[Any]], y: int, end: float) -> list[str]:
     """Rectangles of one lane; neighbours of one kind and phase, with less than a pixel between them, are one."""
     merged: list[list[Any]] = []
     for _, kind, name, phase, start, seconds in sorted(spans, key=lambda span: span[4]):
@@ -252,7 +251,9 @@ def scaling(points: Sequence[Tree]) -> str:
         apart = [a for a, after in zip(x, [*x[1:], 4 * x[-1]], strict=True) if after >= 3 * a]  # others lie over each other
         for a, b in zip(x, y, strict=True):
             if a in apart:
-                axes.annotate(f"{b:.0f} %", (a, b), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9, color=INK)
+                axes.annotate(
+                    f"{b:.0f} %", (a, b), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9, color=INK
+                )
         axes.set_xscale("log", base=2)
         axes.set_xticks(apart, [f"{devices:,}" for devices in apart])
         axes.xaxis.set_minor_locator(NullLocator())

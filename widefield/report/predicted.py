@@ -55,11 +55,13 @@ def _words(start: Line, said: dict[str, Any], far: list[str], *, measured: bool)
     if not measured:
         return f"{text} No step was recorded."
     if start.get("memory_of") != "GPU":
-        text += " On a CPU the record has the memory of the whole process, libraries and mapped files with it, which is not predicted."
+        text += " On a CPU the record has the memory of the process with its libraries, which is not what was predicted."
     if "time" in far and not said["measured_device"]:
-        text += " The time is off, and was priced from data sheets: widefield plan --calibrate measures this machine, in two minutes."
+        text += " The time is off, and was priced from data sheets: widefield plan --calibrate measures this machine."
     elif "time" in far:
-        text += " The time is off: the machine was busy, or is another than when it was measured; widefield plan --calibrate again."
+        text += (
+            " The time is off: the machine was busy, or is another than when it was measured; widefield plan --calibrate again."
+        )
     if "memory" in far:
         text += " The memory is off by more than 5 %, which the planner's figures should not be; please report the recipe."
     return text if far else f"{text} What was measured is near it."

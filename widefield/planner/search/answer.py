@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from widefield.planner.search.backwards import Answer
+from widefield.planner.search.backwards import Reply
 from widefield.planner.search.estimate import Estimate
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.search.reasons import changes, reasons, verdict
 from widefield.planner.search.scaling import ScalePoint, weak_scaling, where_it_stops
-from widefield.planner.search.search import Found, search
+from widefield.planner.search.search import SearchResult, search
 
 SHOWN = 8
 """Plans of which everything is kept for the page."""
@@ -40,7 +40,7 @@ class PlanAnswer:
     advice: list[str] = field(default_factory=list)
     scaling: list[ScalePoint] = field(default_factory=list)
     stops: str = ""
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Reply] = field(default_factory=list)
     emulations: int = 0
     seconds: float = 0.0
 
@@ -70,7 +70,7 @@ def answer(
     *,
     data: str,
     seconds: float,
-    questions: Sequence[Callable[[Pricing, Found], Answer]] = (),
+    questions: Sequence[Callable[[Pricing, SearchResult], Reply]] = (),
     scales: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> PlanAnswer:
@@ -92,7 +92,7 @@ def answer(
     )  # fmt: skip
 
 
-def _in_order(found: Found) -> list[Estimate]:
+def _in_order(found: SearchResult) -> list[Estimate]:
     """Those that fit by their time, then those that do not by what is missing, then the refused ones."""
     large = [estimate for estimate in found.estimates if estimate.state == "too large"]
     refused = [estimate for estimate in found.estimates if estimate.state == "refused"]

@@ -17,9 +17,9 @@ from widefield.data.order import Key
 from widefield.planner.emulation import stand_in_data
 from widefield.planner.machines import Cluster, cluster_of
 from widefield.planner.search.answer import PlanAnswer, answer
-from widefield.planner.search.backwards import Answer, cheapest, fewest_devices, largest_batch, largest_image
+from widefield.planner.search.backwards import Reply, cheapest, fewest_devices, largest_batch, largest_image
 from widefield.planner.search.pricing import Pricing
-from widefield.planner.search.search import SECONDS, Found
+from widefield.planner.search.search import SECONDS, SearchResult
 from widefield.quantity import count_of
 from widefield.section import to_yaml
 from widefield.training.given import NOTHING, Given
@@ -59,7 +59,7 @@ class PlanRequest:
 
 
 def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) -> PlanAnswer:
-    """Answer a request.  say: hears of each plan as it is tried.
+    """Reply a request.  say: hears of each plan as it is tried.
 
     ValueError: no such recipe, model, device or image, or no plan gives every rank work.  NotImplementedError: the model cannot
     be emulated, which says what to do instead.
@@ -90,8 +90,8 @@ def _check(request: PlanRequest) -> None:
     """ValueError: an image without sides, counts below 1, a question that there is not."""
     if request.image is not None and len(request.image) not in (3, 4):
         raise ValueError(
-            f"--image has {count_of(len(request.image), 'number')}; write channels and the pixels of each side, as 3x8192x8192, "
-            "or 1x512x512x512 for volumes"
+            f"--image has {count_of(len(request.image), 'number')}; write channels and the pixels of each side, as "
+            "3x8192x8192, or 1x512x512x512 for volumes"
         )
     if request.image is None and (request.classes or request.task):
         raise ValueError("--classes and --task are about stand-in images; give --image with them, as --image 3x224x224")
@@ -167,8 +167,8 @@ def image_of(config: RunConfig, given: Given) -> tuple[tuple[int, ...], int, Sta
 
 def _questions(
     request: PlanRequest, of_pixels: Callable[[tuple[int, ...]], Pricing], pixels: tuple[int, ...]
-) -> list[Callable[[Pricing, Found], Answer]]:
-    found: list[Callable[[Pricing, Found], Answer]] = []
+) -> list[Callable[[Pricing, SearchResult], Reply]]:
+    found: list[Callable[[Pricing, SearchResult], Reply]] = []
     if "image" in request.largest:
         found.append(lambda _, tried: largest_image(of_pixels, pixels, tried))
     if "batch" in request.largest:
@@ -182,5 +182,3 @@ def _questions(
 
 
 TASKS: tuple[str, ...] = get_args(StandInTask)
-
-

@@ -41,7 +41,8 @@ def planned_run(config: RunConfig, folder: Path, *, ranks: int, nodes: int = 1, 
     """
     if config.data.batch_if_known is None:
         raise ValueError(
-            "mesh.auto=true chooses a plan for a batch and data.batch_size=auto a batch for a plan; set data.batch_size to a number"
+            "mesh.auto=true chooses a plan for a batch and data.batch_size=auto a batch for a plan; set "
+            "data.batch_size to a number"
         )
     own = [name for name in ("recompute", "stream") if getattr(config, name) is not None]
     if own:
@@ -71,8 +72,8 @@ def _chosen(config: RunConfig, cluster: Cluster, key: str, given: Given) -> Plan
         found = search(pricing, cluster.ranks, image[1:], seconds=SECONDS, own=False)
     except CannotEmulate as error:
         raise NotImplementedError(
-            f"mesh.auto=true plans a model by running its step without data, and this one needs numbers: {error}; set the axes of "
-            "mesh yourself, and widefield bench measures which are fastest"
+            f"mesh.auto=true plans a model by running its step without data, and this one needs numbers: {error}; set the "
+            "axes of mesh yourself, and widefield bench measures which are fastest"
         ) from None
     said = verdict(found, f"one {cluster.device.name}")
     if found.best is None:
@@ -124,8 +125,8 @@ def _gpu_here() -> str:
     nearest = [device for device in family if len(device.name.partition("-")[0]) == longest]
     if not nearest:
         raise ValueError(
-            f"the catalogue of devices has no '{name}', so its plans have no price; measure it with widefield plan --calibrate and "
-            "name --cluster measured, or set the axes of mesh yourself"
+            f"the catalogue of devices has no '{name}', so its plans have no price; measure it with widefield plan "
+            "--calibrate and name --cluster measured, or set the axes of mesh yourself"
         )
     return min(nearest, key=lambda device: abs(device.memory_bytes - memory)).name
 
@@ -134,5 +135,3 @@ def _key(config: RunConfig, cluster: Cluster) -> str:
     """Of all that the choice depends on: the recipe and the machines."""
     text = f"{to_yaml(config)}\n{cluster.text}\n{cluster.device}"
     return hashlib.sha256(text.encode()).hexdigest()
-
-

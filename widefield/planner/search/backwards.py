@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from widefield.planner.search.estimate import SAFETY, Estimate
-from widefield.planner.search.layouts import Layout, with_less_memory
+from widefield.planner.search.layouts import RunLayout, with_less_memory
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.search.reasons import nothing_fits, seconds_text
 from widefield.planner.search.scaling import cluster_with
-from widefield.planner.search.search import Found, search
+from widefield.planner.search.search import SearchResult, search
 from widefield.quantity import bytes_text, count_of
 
 CLOSE = 0.02
@@ -29,7 +29,7 @@ SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """question: `largest image`, `largest batch`, `fewest devices` or `cheapest`.  value: pixels, samples, devices or dollars
     per million images; None where there is no answer, and `text` says why."""
 
@@ -43,27 +43,27 @@ class Answer:
         return {"question": self.question, "text": self.text, "value": self.value, "estimate": plan}
 
 
-def largest_batch(pricing: Pricing, found: Found, *, seconds: float = SECONDS) -> Answer:
+def largest_batch(pricing: Pricing, found: SearchResult, *, seconds: float = SECONDS) -> Reply:
     """The most samples a step that fit the devices of a search, under its leanest plans.  found: of any batch."""
     best: tuple[int, Estimate] | None = None
     for layout in _leanest(found, _dims(found)):
         copies = layout.copies
 
-        def probe(samples: int, layout: Layout = layout, copies: int = copies) -> Estimate:
+        def probe(samples: int, layout: RunLayout = layout, copies: int = copies) -> Estimate:
             return pricing.with_batch(samples * copies).estimate(layout)
 
         result = _largest(probe, power=1, seconds=seconds / 3)
         if result is not None and (best is None or result[0] * copies > best[0]):
             best = result[0] * copies, result[1]
     if best is None:
-        return Answer("largest batch", f"not one sample per copy fits: {nothing_fits(found, pricing.cluster.device.name)}")
+        return Reply("largest batch", f"not one sample per copy fits: {nothing_fits(found, pricing.cluster.device.name)}")
     samples, estimate = best
-    return Answer("largest batch", f"{count_of(samples, 'sample')} a step with {_short(estimate)}", samples, estimate)
+    return Reply("largest batch", f"{count_of(samples, 'sample')} a step with {_short(estimate)}", samples, estimate)
 
 
 def largest_image(
-    of_pixels: Callable[[tuple[int, ...]], Pricing], pixels: Sequence[int], found: Found, *, seconds: float = SECONDS
-) -> Answer:
+    of_pixels: Callable[[tuple[int, ...]], Pricing], pixels: Sequence[int], found: SearchResult, *, seconds: float = SECONDS
+) -> Reply:
     """The largest image of the same proportions that fits the devices of a search, under its leanest plans.
 
     of_pixels: prices images of that size.  pixels: of an image now, whose proportions are kept, in steps of IMAGE_STEP_PX of
@@ -72,32 +72,32 @@ def largest_image(
     dims, best = len(pixels), None
     for layout in _leanest(found, dims):
 
-        def probe(steps: int, layout: Layout = layout) -> Estimate:
+        def probe(steps: int, layout: RunLayout = layout) -> Estimate:
             return of_pixels(_scaled(pixels, steps)).estimate(layout)
 
         result = _largest(probe, power=dims, seconds=seconds / 3, first=max(1, pixels[0] // IMAGE_STEP_PX))
         if result is not None and (best is None or result[0] > best[0]):
             best = result
     if best is None:
-        return Answer("largest image", f"no image was found that fits; {nothing_fits(found, 'a device')}")
+        return Reply("largest image", f"no image was found that fits; {nothing_fits(found, 'a device')}")
     size = _scaled(pixels, best[0])
-    return Answer("largest image", f"{' x '.join(map(str, size))} pixels with {_short(best[1])}", list(size), best[1])
+    return Reply("largest image", f"{' x '.join(map(str, size))} pixels with {_short(best[1])}", list(size), best[1])
 
 
-def fewest_devices(pricing: Pricing, pixels: tuple[int, ...], *, seconds: float = SECONDS) -> Answer:
+def fewest_devices(pricing: Pricing, pixels: tuple[int, ...], *, seconds: float = SECONDS) -> Reply:
     """The smallest number of the cluster's devices on which a plan fits: powers of two, and all."""
-    last: Found | None = None
+    last: SearchResult | None = None
     for devices, found in _by_devices(pricing, pixels, seconds):
         last = found
         if found.best is not None:
             text = f"{count_of(devices, 'device')} with {_short(found.best)}"
-            return Answer("fewest devices", text, devices, found.best)
+            return Reply("fewest devices", text, devices, found.best)
     if last is None:
-        return Answer("fewest devices", "no number of devices could be tried")
-    return Answer("fewest devices", nothing_fits(last, pricing.cluster.device.name))
+        return Reply("fewest devices", "no number of devices could be tried")
+    return Reply("fewest devices", nothing_fits(last, pricing.cluster.device.name))
 
 
-def cheapest(pricing: Pricing, pixels: tuple[int, ...], dollars_per_hour: float, *, seconds: float = SECONDS) -> Answer:
+def cheapest(pricing: Pricing, pixels: tuple[int, ...], dollars_per_hour: float, *, seconds: float = SECONDS) -> Reply:
     """The number of devices and the plan with the lowest price of an image.  dollars_per_hour: of one device."""
     best: tuple[float, int, Estimate] | None = None
     for devices, found in _by_devices(pricing, pixels, seconds):
@@ -107,13 +107,13 @@ def cheapest(pricing: Pricing, pixels: tuple[int, ...], dollars_per_hour: float,
         if best is None or dollars < best[0]:
             best = dollars, devices, found.best
     if best is None:
-        return Answer("cheapest", "no plan fits, so none has a price; ask without --price for what is missing")
+        return Reply("cheapest", "no plan fits, so none has a price; ask without --price for what is missing")
     dollars, devices, estimate = best
     text = f"{dollars:,.4g} dollars per million images on {count_of(devices, 'device')}, with {_short(estimate)}"
-    return Answer("cheapest", text, dollars, estimate)
+    return Reply("cheapest", text, dollars, estimate)
 
 
-def _by_devices(pricing: Pricing, pixels: tuple[int, ...], seconds: float) -> list[tuple[int, Found]]:
+def _by_devices(pricing: Pricing, pixels: tuple[int, ...], seconds: float) -> list[tuple[int, SearchResult]]:
     """A search for each number of devices, lazily; sizes on which no plan is possible are left out."""
     most = pricing.cluster.ranks
     sizes = sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
@@ -131,7 +131,7 @@ def _by_devices(pricing: Pricing, pixels: tuple[int, ...], seconds: float) -> li
     return searched()
 
 
-def _leanest(found: Found, dims: int) -> list[Layout]:
+def _leanest(found: SearchResult, dims: int) -> list[RunLayout]:
     """The layouts of a search that hold least, and what holds less still."""
     priced = [estimate for estimate in found.estimates if estimate.memory]
     lean = sorted(priced, key=lambda estimate: estimate.peak_memory_bytes)[:2]
@@ -140,13 +140,11 @@ def _leanest(found: Found, dims: int) -> list[Layout]:
     return list(dict.fromkeys([*chosen, *(less for layout in chosen[:1] for less in with_less_memory(layout, dims))]))
 
 
-def _dims(found: Found) -> int:
+def _dims(found: SearchResult) -> int:
     return max([2, *(len(estimate.layout.space) for estimate in found.estimates)])
 
 
-def _largest(
-    probe: Callable[[int], Estimate], *, power: int, seconds: float, first: int = 1
-) -> tuple[int, Estimate] | None:
+def _largest(probe: Callable[[int], Estimate], *, power: int, seconds: float, first: int = 1) -> tuple[int, Estimate] | None:
     """The largest number whose probe fits, to within CLOSE, and its estimate; None: not even 1, or `first`, can run.
 
     Memory is nearly a constant and a multiple of number**power, so the next probe is where a line through two meets the limit.

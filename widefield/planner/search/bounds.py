@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from widefield.planner.search.layouts import Layout
+from widefield.planner.search.layouts import RunLayout
 from widefield.planner.step_record import StepRecord
 
 KEPT_BY_RECOMPUTE = 0.1
@@ -31,7 +31,7 @@ def model_bytes(record: StepRecord) -> ModelBytes:
     return ModelBytes(parts.get("weights", 0), parts.get("optimizer", 0), parts.get("activations", 0) / max(1, record.samples))
 
 
-def least_bytes(layout: Layout, model: ModelBytes, batch: int) -> float:
+def least_bytes(layout: RunLayout, model: ModelBytes, batch: int) -> float:
     """No rank of this layout can do with less memory than the fullest one's bound."""
     parts_of_model, shards = layout.channel * layout.stage, layout.shard * layout.tiles
     sharded = layout.shard > 1
@@ -46,7 +46,7 @@ def least_bytes(layout: Layout, model: ModelBytes, batch: int) -> float:
     return weights + states + activations
 
 
-def relative_time(layout: Layout, batch: int, devices_per_node: int) -> float:
+def relative_time(layout: RunLayout, batch: int, devices_per_node: int) -> float:
     """Roughly how long a step takes, in units of one device's time for a sample: only to emulate likely winners first."""
     samples = -(-batch // layout.copies)
     work = samples / (layout.tiles * layout.channel * layout.stage)

@@ -6,7 +6,7 @@ import math
 from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
-from widefield.planner.search.layouts import Layout
+from widefield.planner.search.layouts import RunLayout
 from widefield.plans import Plan
 
 State = Literal["fits", "too large", "refused"]
@@ -58,7 +58,7 @@ class Estimate:
     messages: of the rank with most, by kind: (number, bytes).  extrapolated: operations whose time nobody has measured.
     """
 
-    layout: Layout
+    layout: RunLayout
     plan: Plan
     state: State
     reason: str = ""
@@ -108,7 +108,8 @@ class Estimate:
     def to_tree(self) -> dict[str, Any]:
         """As numbers, texts, lists and dicts, which JSON can hold."""
         tree: dict[str, Any] = {
-            "name": self.name, "kind": self.layout.kind, "state": self.state, "reason": self.reason, "plan": self.plan.model_dump(mode="json"),
+            "name": self.name, "kind": self.layout.kind, "state": self.state, "reason": self.reason,
+            "plan": self.plan.model_dump(mode="json"),
             "overrides": list(self.layout.overrides()), "ranks": self.layout.ranks,
         }  # fmt: skip
         if not self.memory:
@@ -141,7 +142,7 @@ def best_of_kinds(estimates: list[Estimate]) -> list[Estimate]:
 
 
 def fastest_first(estimates: list[Estimate]) -> list[Estimate]:
-    """Those that fit, the fastest first; but of those that are as fast as the fastest, to within EQUAL, the simplest is first."""
+    """Those that fit, the fastest first; of those that are as fast as the fastest, to within EQUAL, the simplest is first."""
     fitting = sorted((e for e in estimates if e.state == "fits"), key=lambda e: (e.seconds, e.peak_memory_bytes))
     if not fitting:
         return []

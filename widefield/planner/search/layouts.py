@@ -1,7 +1,7 @@
 """Every way of laying a run out on a number of ranks that gives one device's numbers: the axes, ZeRO, recompute, tiles in time.
 
 What changes numbers is the recipe's alone and is never searched: accumulation where there is BatchNorm, compression, precision,
-the batch.  A Layout says nothing of whether a model can run so; the strategies do, when one is emulated.
+the batch.  A RunLayout says nothing of whether a model can run so; the strategies do, when one is emulated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from widefield.config import RunConfig
-from widefield.config.gradient import GradientConfig
 from widefield.config.mesh import MeshConfig
 from widefield.config.recompute import RecomputeConfig
 from widefield.config.sharding import ShardingConfig
@@ -29,7 +28,7 @@ AXES_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """Sizes of the axes and what is done with activations.
 
     zero: of shard, where that is above 1.  space: tiles along each dim of an image; () where images stay whole.
@@ -116,17 +115,17 @@ class Layout:
         ))  # fmt: skip
 
 
-def layout_of(config: RunConfig, ranks: int) -> Layout:
+def layout_of(config: RunConfig, ranks: int) -> RunLayout:
     """The layout that a recipe itself asks for."""
     plan = plan_of(config, ranks)
     tiles = plan.stream.tiles if plan.stream is not None else None
-    return Layout(
+    return RunLayout(
         plan.replicate, plan.shard, plan.sharding.zero, tuple(plan.space), plan.channel, plan.stage,
         plan.recompute is not None, tuple(tiles or ()),
     )  # fmt: skip
 
 
-def layouts(ranks: int, *, pixels: tuple[int, ...], batch: int, accumulate: int = 1, most_channels: int = 8) -> list[Layout]:
+def layouts(ranks: int, *, pixels: tuple[int, ...], batch: int, accumulate: int = 1, most_channels: int = 8) -> list[RunLayout]:
     """The layouts of exactly `ranks` ranks without recompute and without tiles in time.
 
     pixels: of an image, (H, W) or (D, H, W); no tile is thinner than LEAST_TILE_PX.  batch: samples of a step, of which every
@@ -140,11 +139,11 @@ def layouts(ranks: int, *, pixels: tuple[int, ...], batch: int, accumulate: int 
             continue
         for space in _cuts(tiles, pixels):
             for zero in (1, 2, 3) if shard > 1 else (3,):
-                found.append(Layout(replicate, shard, zero, space, channel, stage))
+                found.append(RunLayout(replicate, shard, zero, space, channel, stage))
     return found
 
 
-def with_less_memory(layout: Layout, dims: int) -> list[Layout]:
+def with_less_memory(layout: RunLayout, dims: int) -> list[RunLayout]:
     """The same on the same ranks with fewer activations at a time, in the order of what it costs: recompute, tiles in time.
 
     Recompute calls modules again and a stream runs operations tile after tile; mesh.channel and mesh.stage have neither.
@@ -182,7 +181,7 @@ def _cuts(tiles: int, pixels: tuple[int, ...]) -> list[tuple[int, ...]]:
     if not fitting:
         return []
     squarest = min(fitting, key=lambda cut: (_surface(cut, pixels), [-size for size in cut]))
-    first = tuple([tiles, *[1] * (len(pixels) - 1)])
+    first = (tiles, *[1] * (len(pixels) - 1))
     return list(dict.fromkeys([squarest, first])) if first in fitting else [squarest]
 
 

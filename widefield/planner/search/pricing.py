@@ -14,7 +14,7 @@ from widefield.planner.cost import device_memory, step_time
 from widefield.planner.emulation import CannotEmulate, emulated_step
 from widefield.planner.machines import Cluster
 from widefield.planner.search.estimate import SAFETY, Estimate, RankMemory, Stretch
-from widefield.planner.search.layouts import Layout
+from widefield.planner.search.layouts import RunLayout
 from widefield.planner.search.worlds import RankClass, at_true_size, classes_of, small_world
 from widefield.planner.step_record import StepRecord
 from widefield.plans import check
@@ -32,7 +32,7 @@ class Emulate(Protocol):
 
 
 @dataclass
-class Tally:
+class EmulationCount:
     """How many ranks were emulated, and how long that took."""
 
     emulations: int = 0
@@ -54,7 +54,7 @@ class Pricing:
     emulate: Emulate = emulated_step
     memory_of: Callable[..., Any] = device_memory
     time_of: Callable[..., Any] = step_time
-    tally: Tally = field(default_factory=Tally)
+    tally: EmulationCount = field(default_factory=EmulationCount)
     _records: dict[Any, StepRecord] = field(default_factory=dict)
 
     @property
@@ -66,7 +66,7 @@ class Pricing:
             update={"data": self.config.data.model_copy(update={"batch_size": batch})}
         ))  # fmt: skip
 
-    def record(self, layout: Layout, rank: int = 0, *, batch: int | None = None) -> StepRecord:
+    def record(self, layout: RunLayout, rank: int = 0, *, batch: int | None = None) -> StepRecord:
         """The emulated step of a rank, at its true size.
 
         ValueError, NotImplementedError: refused.  CannotEmulate: the model needs numbers.
@@ -86,7 +86,7 @@ class Pricing:
                 self.tally.seconds += time.perf_counter() - started
         return at_true_size(self._records[key], world)
 
-    def refusal(self, layout: Layout) -> str | None:
+    def refusal(self, layout: RunLayout) -> str | None:
         """Why no model can run under this layout, whatever it is; None where one may."""
         try:
             check(layout.plan(self.config), ranks=layout.ranks, samples_per_step=self.batch)
@@ -94,7 +94,7 @@ class Pricing:
             return str(error)
         return None
 
-    def estimate(self, layout: Layout, *, corners: bool = False) -> Estimate:
+    def estimate(self, layout: RunLayout, *, corners: bool = False) -> Estimate:
         """The Estimate of a layout; a refused one has the strategies' reason.
 
         corners: emulate also ranks that hold less.  CannotEmulate: the model cannot be emulated under any plan.
@@ -113,7 +113,7 @@ class Pricing:
             why = f"its ranks' messages could not be put together, which is an error of the planner: {error}"
             return Estimate(layout, layout.plan(self.config), "refused", why)
 
-    def _priced(self, layout: Layout, classes: Sequence[RankClass], records: Sequence[StepRecord]) -> Estimate:
+    def _priced(self, layout: RunLayout, classes: Sequence[RankClass], records: Sequence[StepRecord]) -> Estimate:
         memory = tuple(self._memory(one, record) for one, record in zip(classes, records, strict=True))
         found = self.time_of(records, self.cluster, precision=self.config.precision)
         largest = max(records, key=lambda record: sum(message.bytes for message in record.messages))
@@ -138,7 +138,7 @@ class Pricing:
     def one_device(self, samples: int) -> tuple[StepRecord, float] | None:
         """A step of so many samples on one device with endless memory, and its seconds; None where that is refused."""
         try:
-            record = self.record(Layout(), batch=samples)
+            record = self.record(RunLayout(), batch=samples)
         except CannotEmulate:
             raise
         except (ValueError, NotImplementedError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from widefield.planner.search.estimate import EQUAL, SAFETY, Estimate, best_of_kinds
-from widefield.planner.search.search import Found
+from widefield.planner.search.search import SearchResult
 from widefield.quantity import bytes_text, count_of
 
 MOST_SLOWER, MOST_TOO_LARGE, MOST_IMPOSSIBLE = 6, 4, 2
 
 
-def verdict(found: Found, device: str) -> str:
+def verdict(found: SearchResult, device: str) -> str:
     """The choice in a sentence, or what is missing where nothing fits."""
     best = found.best
     if best is None:
@@ -24,7 +24,7 @@ def verdict(found: Found, device: str) -> str:
     )
 
 
-def nothing_fits(found: Found, device: str) -> str:
+def nothing_fits(found: SearchResult, device: str) -> str:
     """What the nearest plan lacks; or why every plan was refused."""
     near = found.nearest
     if near is None:
@@ -35,8 +35,8 @@ def nothing_fits(found: Found, device: str) -> str:
     fullest = near.fullest
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in _largest(fullest.parts))
     return (
-        f"no plan fits {count_of(found.ranks, 'device')} with {bytes_text(near.memory_bytes)} each. The nearest is {near.name}: "
-        f"its fullest rank ({fullest.role}) takes {bytes_text(fullest.total_bytes)}, with {100 * (SAFETY - 1):.0f} % to be "
+        f"no plan fits {count_of(found.ranks, 'device')} with {bytes_text(near.memory_bytes)} each. The nearest is "
+        f"{near.name}: its fullest rank ({fullest.role}) takes {bytes_text(fullest.total_bytes)}, with {100 * (SAFETY - 1):.0f} % to be "
         f"safe {bytes_text(near.wanted_bytes)}, so {bytes_text(near.missing_bytes)} per device are missing; at its peak, "
         f"{fullest.where or 'in the step'}, it holds {parts}. {_cure(near, device)}"
     )
@@ -47,7 +47,7 @@ def _cure(near: Estimate, device: str) -> str:
     largest = _largest(near.fullest.parts)[0][0]
     share = near.wanted_bytes / near.memory_bytes
     if largest in ("weights", "optimizer", "gradients"):
-        return f"Weights and states fill it: shard over {share:.1f} times as many devices, or an optimizer with fewer states"
+        return f"Weights and states fill it: shard over {share:.1f} times as many devices, or take an optimizer of fewer states"
     if near.layout.copies > 1:
         return "Activations fill it: a smaller batch, smaller images, or more devices for mesh.space"
     return f"Activations of one image fill it: {share:.1f} times as many devices for mesh.space, or smaller images"
@@ -57,7 +57,7 @@ def _largest(parts: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(parts.items(), key=lambda part: -part[1])[:3] or [("nothing that was told apart", 0)]
 
 
-def reasons(found: Found) -> list[str]:
+def reasons(found: SearchResult) -> list[str]:
     """Why the others lost, the closest first; each kind of refusal once."""
     best = found.best
     if best is None:
@@ -97,7 +97,7 @@ def why_too_large(estimate: Estimate, best: Estimate) -> str:
     )
 
 
-def refusals(found: Found) -> list[str]:
+def refusals(found: SearchResult) -> list[str]:
     """Each reason of a refusal once, with the plans that it met; of kinds of plans that cannot be, an example each."""
     met: dict[str, list[str]] = {}
     for estimate in found.estimates:
@@ -109,7 +109,7 @@ def refusals(found: Found) -> list[str]:
     return [*texts, *impossible[:MOST_IMPOSSIBLE]]
 
 
-def _left_out(found: Found) -> list[str]:
+def _left_out(found: SearchResult) -> list[str]:
     if not found.left_out:
         return []
     kinds = Counter(layout.family for layout, _ in found.left_out)
@@ -120,7 +120,7 @@ def _left_out(found: Found) -> list[str]:
     ]
 
 
-def changes(found: Found) -> list[str]:
+def changes(found: SearchResult) -> list[str]:
     """What would change the choice: the least further memory with which a faster plan fits; and how near the second is."""
     best, texts = found.best, []
     faster = [e for e in found.estimates if e.state == "too large" and (best is None or e.seconds < best.seconds)]

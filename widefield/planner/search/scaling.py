@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from widefield.planner.machines import Cluster
-from widefield.planner.search.layouts import Layout
+from widefield.planner.search.layouts import RunLayout
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.search.reasons import seconds_text
 
@@ -27,7 +27,7 @@ class ScalePoint:
     """
 
     devices: int
-    layout: Layout
+    layout: RunLayout
     samples: int
     seconds: float
     images_per_second: float
@@ -51,7 +51,7 @@ def cluster_with(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, text=f"{devices} of {cluster.text}", nodes=devices // each)
 
 
-def weak_scaling(pricing: Pricing, layout: Layout, sizes: Sequence[int] = SIZES) -> list[ScalePoint]:
+def weak_scaling(pricing: Pricing, layout: RunLayout, sizes: Sequence[int] = SIZES) -> list[ScalePoint]:
     """The plan with more and more replicas, each with the samples that it has now; sizes that it cannot have are left out."""
     each, points = layout.ranks_of_a_replica, []
     per_replica = max(layout.shard, -(-pricing.batch // layout.replicate))
@@ -88,7 +88,9 @@ def where_it_stops(points: Sequence[ScalePoint]) -> str:
             f"{first.devices:,}"
         )
     good = [point for point in points if point.efficiency >= GOOD]
-    text = f"it keeps {100 * GOOD:.0f} % up to {good[-1].devices:,} devices; at {fair.devices:,} it has " if good else "at once "
+    text = (
+        f"it keeps {100 * GOOD:.0f} % up to {good[-1].devices:,} devices; at {fair.devices:,} it has " if good else "at once "
+    )
     text += f"{100 * fair.efficiency:.0f} %, since {_grown(first, fair)}"
     if poor is not None and poor is not fair:
         text += f"; from {poor.devices:,} on less than half"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from widefield.planner.search.bounds import ModelBytes, least_bytes, model_bytes, relative_time
 from widefield.planner.search.estimate import Estimate, fastest_first
-from widefield.planner.search.layouts import Layout, layout_of, layouts, with_less_memory
+from widefield.planner.search.layouts import RunLayout, layout_of, layouts, with_less_memory
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.step_record import StepRecord
 
@@ -32,7 +32,7 @@ FINALISTS = 3
 
 
 @dataclass
-class Found:
+class SearchResult:
     """Everything that a search has tried.
 
     estimates: in the order in which they were tried, the plain copies first.  left_out: by the least
@@ -43,8 +43,8 @@ class Found:
 
     ranks: int
     estimates: list[Estimate] = field(default_factory=list)
-    impossible: dict[tuple[object, ...], tuple[Layout, str]] = field(default_factory=dict)
-    left_out: list[tuple[Layout, float]] = field(default_factory=list)
+    impossible: dict[tuple[object, ...], tuple[RunLayout, str]] = field(default_factory=dict)
+    left_out: list[tuple[RunLayout, float]] = field(default_factory=list)
     one: StepRecord | None = None
     slower: int = 0
     untried: int = 0
@@ -72,7 +72,7 @@ def search(
     seconds: float = SECONDS,
     own: bool = True,
     say: Callable[[str], None] = lambda text: None,
-) -> Found:
+) -> SearchResult:
     """Estimates of the layouts of `ranks` ranks that may win.
 
     pixels: of an image.  seconds: after which no further layout is emulated.  own: try the recipe's own layout too.
@@ -80,23 +80,14 @@ def search(
     ValueError: no layout has a sample for every copy.  CannotEmulate: the model cannot be emulated.
     """
     until = time.monotonic() + seconds
-    found = Found(ranks)
+    found = SearchResult(ranks)
     samples = max(1, -(-pricing.batch // ranks))
     one = pricing.one_device(samples) or pricing.one_device(2 * samples)
     model = None if one is None else model_bytes(one[0])
     found.one = None if one is None else one[0]
     first = _first(pricing, ranks, own=own)
-    known = layouts(
-        ranks, pixels=pixels, batch=pricing.batch, accumulate=pricing.config.gradient.accumulate,
-        most_channels=min(8, pricing.cluster.devices_per_node),
-    )  # fmt: skip
-    if not known and not first:
-        raise ValueError(
-            f"no plan gives each of {ranks} ranks work: the batch has {pricing.batch} samples and images have "
-            f"{' x '.join(map(str, pixels))} pixels; use a larger data.batch_size, or fewer ranks"
-        )
     queue = _Queue(pricing, model, found, len(pixels))
-    queue.add(known)
+    queue.add(_known(pricing, ranks, pixels, needed=not first))
     for layout in itertools.chain(first, queue):
         if time.monotonic() > until and len(found.estimates) > len(first):
             found.untried = len(queue.waiting)
@@ -111,6 +102,20 @@ def search(
     return found
 
 
+def _known(pricing: Pricing, ranks: int, pixels: tuple[int, ...], *, needed: bool) -> list[RunLayout]:
+    """The plain layouts.  ValueError: there are none, though one is needed."""
+    known = layouts(
+        ranks, pixels=pixels, batch=pricing.batch, accumulate=pricing.config.gradient.accumulate,
+        most_channels=min(8, pricing.cluster.devices_per_node),
+    )  # fmt: skip
+    if not known and needed:
+        raise ValueError(
+            f"no plan gives each of {ranks} ranks work: the batch has {pricing.batch} samples and images have "
+            f"{' x '.join(map(str, pixels))} pixels; use a larger data.batch_size, or fewer ranks"
+        )
+    return known
+
+
 def line(estimate: Estimate) -> str:
     """As it is printed when it has been made."""
     if estimate.state == "refused":
@@ -119,9 +124,9 @@ def line(estimate: Estimate) -> str:
     return f"{estimate.name}: {estimate.state}, {memory}, {1e3 * estimate.seconds:.1f} ms a step"
 
 
-def _first(pricing: Pricing, ranks: int, *, own: bool) -> list[Layout]:
+def _first(pricing: Pricing, ranks: int, *, own: bool) -> list[RunLayout]:
     """What is tried in any case: copies alone, and the recipe's own layout."""
-    copies = [Layout(replicate=ranks)] if ranks * pricing.config.gradient.accumulate <= pricing.batch else []
+    copies = [RunLayout(replicate=ranks)] if ranks * pricing.config.gradient.accumulate <= pricing.batch else []
     if not own:
         return copies
     asked = layout_of(pricing.config, ranks)
@@ -135,16 +140,16 @@ class _Queue:
 
     pricing: Pricing
     model: ModelBytes | None
-    found: Found
+    found: SearchResult
     dims: int
-    waiting: list[tuple[float, int, Layout]] = field(default_factory=list)
+    waiting: list[tuple[float, int, RunLayout]] = field(default_factory=list)
     tried: dict[tuple[object, ...], list[Estimate]] = field(default_factory=dict)
-    seen: set[Layout] = field(default_factory=set)
-    second: set[Layout] = field(default_factory=set)
+    seen: set[RunLayout] = field(default_factory=set)
+    second: set[RunLayout] = field(default_factory=set)
     best_order: float = math.inf
     _numbers: itertools.count = field(default_factory=itertools.count)
 
-    def add(self, known: list[Layout]) -> None:
+    def add(self, known: list[RunLayout]) -> None:
         batch, cluster = self.pricing.batch, self.pricing.cluster
         for layout in known:
             if layout in self.seen:
@@ -161,7 +166,7 @@ class _Queue:
     def __iter__(self) -> _Queue:
         return self
 
-    def __next__(self) -> Layout:
+    def __next__(self) -> RunLayout:
         while self.waiting:
             order, _, layout = heapq.heappop(self.waiting)
             if (why := self.pricing.refusal(layout)) is not None:
@@ -184,7 +189,7 @@ class _Queue:
         if estimate.state == "too large":
             self.add(with_less_memory(estimate.layout, self.dims))
 
-    def _is_enough(self, layout: Layout) -> bool:
+    def _is_enough(self, layout: RunLayout) -> bool:
         """Whether the family of a layout has been tried enough, or one of it that holds more memory was refused twice."""
         before = self.tried.get(layout.family, [])
         fit = sum(estimate.state == "fits" for estimate in before)
@@ -200,7 +205,7 @@ def _with_efficiency(estimate: Estimate, one: tuple[StepRecord, float] | None, b
     return replace(estimate, efficiency=ideal / (estimate.layout.ranks * estimate.seconds))
 
 
-def _look_closer(pricing: Pricing, found: Found, one: tuple[StepRecord, float] | None) -> None:
+def _look_closer(pricing: Pricing, found: SearchResult, one: tuple[StepRecord, float] | None) -> None:
     """Of the best few, emulate the ranks in corners too, which hold less but may take longer."""
     for estimate in found.ranking[:FINALISTS]:
         if any(size > 2 for size in estimate.layout.space):

@@ -49,4 +49,3 @@ def planned_together(config: RunConfig, folder: Path, world: World, given: Given
     if text.startswith(REFUSED):
         raise AgreedError(text.removeprefix(REFUSED))
     return planned_from(text).applied(config)
-

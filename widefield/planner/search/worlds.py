@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from widefield.planner.search.layouts import Layout
+from widefield.planner.search.layouts import RunLayout
 from widefield.planner.step_record import MessageEvent, StepRecord
 
 
@@ -32,20 +32,20 @@ class SmallWorld:
     samples: of a step in the true world.
     """
 
-    layout: Layout
-    small: Layout
+    layout: RunLayout
+    small: RunLayout
     batch: int
     samples: int
 
 
-def small_world(layout: Layout, batch: int) -> SmallWorld:
+def small_world(layout: RunLayout, batch: int) -> SmallWorld:
     small = dataclasses.replace(layout, replicate=min(layout.replicate, 2))
     if layout.replicate <= 2:
         return SmallWorld(layout, small, batch, batch)
     return SmallWorld(layout, small, -(-batch // layout.copies) * small.copies, batch)
 
 
-def classes_of(layout: Layout, *, corners: bool = True) -> list[RankClass]:
+def classes_of(layout: RunLayout, *, corners: bool = True) -> list[RankClass]:
     """The classes of ranks, the one that holds most first, as far as that is known: tiles inside before tiles in a corner.
 
     corners: also the tile in the corner, which has fewer neighbours, where there are others.
@@ -64,7 +64,7 @@ def classes_of(layout: Layout, *, corners: bool = True) -> list[RankClass]:
     return found
 
 
-def _ranks_alike(tile: tuple[int, ...], layout: Layout) -> int:
+def _ranks_alike(tile: tuple[int, ...], layout: RunLayout) -> int:
     """The tiles in corners; of the tile inside all others."""
     corners = 1
     for size in layout.space:
@@ -72,7 +72,7 @@ def _ranks_alike(tile: tuple[int, ...], layout: Layout) -> int:
     return corners if not any(tile) else layout.tiles - corners
 
 
-def _rank(tile: tuple[int, ...], stage: int, layout: Layout) -> int:
+def _rank(tile: tuple[int, ...], stage: int, layout: RunLayout) -> int:
     """In the order of a mesh: replicate outermost, then shard, space, channel, stage."""
     number = 0
     for place, size in zip(tile, layout.space, strict=True):
@@ -96,7 +96,9 @@ def at_true_size(record: StepRecord, world: SmallWorld) -> StepRecord:
         return known[ranks]
 
     events = [
-        dataclasses.replace(event, ranks=grown(event.ranks)) if isinstance(event, MessageEvent) and event.peer is None else event
+        dataclasses.replace(event, ranks=grown(event.ranks))
+        if isinstance(event, MessageEvent) and event.peer is None
+        else event
         for event in record.events
     ]
     return dataclasses.replace(record, events=events, ranks=layout.ranks, samples=world.samples)
