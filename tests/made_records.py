@@ -25,7 +25,7 @@ class MadeModel:
     flops: float = 1e12
     refused: tuple[str, str] = ("", "")
 
-    def step(self, config: RunConfig, *, ranks: int, rank: int = 0, given: object = None) -> StepRecord:
+    def step(self, config: RunConfig, *, ranks: int, rank: int = 0, **_: object) -> StepRecord:
         plan = plan_of(config, ranks)
         if self.refused[0] and self.refused[0] in str(plan):
             raise NotImplementedError(self.refused[1])

@@ -68,9 +68,8 @@ def test_images_of_the_command_line_take_the_place_of_the_recipes():
 
 def test_a_module_is_planned_as_it_is():
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
-    answer = wf.plan(DIGITS, "model.options={}", cluster="cpu:1", model=net, seconds=1) if False else wf.plan(
-        {"data": {"name": "digits"}, "model": {"name": "x"}}, cluster="cpu:1", model=net, seconds=1, scales=False
-    )
+    recipe = {"data": {"name": "digits"}, "model": {"name": "resnet"}}
+    answer = wf.plan(recipe, cluster="cpu:1", model=net, seconds=1, scales=False)
     assert answer.best is not None and answer.best.fullest.parts["weights"] == 4 * sum(p.numel() for p in net.parameters())
 
 

@@ -39,6 +39,9 @@ def test_every_layout_has_exactly_the_ranks_and_reads_back_from_its_overrides(ra
         assert layout.ranks == ranks == ranks_asked_for(config) == plan_of(config, ranks).ranks
         assert layout_of(config, ranks) == layout and str(plan_of(config, ranks)) == str(layout)
         assert layout.config(config) == parse_config(to_yaml(config)) == config
+    streamed = RunLayout(2, stream=(2,) * len(pixels))
+    read = parse_config("model: {name: resnet}\ndata: {name: digits}", streamed.overrides())
+    assert layout_of(read, 2) == streamed and streamed.config(read) == read
 
 
 def test_no_copy_is_without_a_sample_and_no_tile_too_thin():

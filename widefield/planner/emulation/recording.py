@@ -40,10 +40,10 @@ class _Life:
 
 
 class Recording:
-    """One rank's record of the step since `begin`."""
+    """One rank's record of the step since `begin`.  kernel_memory: with what the CPU's kernels hold for themselves."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, rank: int, ranks: int, *, kernel_memory: bool = True) -> None:
+        self.rank, self.ranks, self._kernel_memory = rank, ranks, kernel_memory
         self.assumed: dict[str, None] = {}
         self.paths: ModulePaths | None = None
         self._lives: dict[int, _Life] = {}
@@ -109,7 +109,7 @@ class Recording:
                 dtype=str((outs or reads)[0].dtype).removeprefix("torch.") if outs or reads else "",
             )
         )
-        extra = transient_bytes(str(func), args, kwargs, out)
+        extra = transient_bytes(str(func), args, kwargs, out) if self._kernel_memory else 0
         if extra is None:
             self._unknown[str(func)] = None
         elif extra:

@@ -33,9 +33,12 @@ WARM_STEPS = 1
 """Steps before the recorded one: the first makes the optimizer's states, buckets and captures."""
 
 
-def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING) -> StepRecord:
+def emulated_step(
+    config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, kernel_memory: bool = True
+) -> StepRecord:
     """What rank `rank` of `ranks` does in a training step of a config, once the optimizer's states exist.
 
+    kernel_memory: count what the CPU's kernels hold for themselves, which runs those that are not known; of no use for a GPU.
     given: objects in place of the config's, see `stand_in_data`.  torch's, NumPy's and Python's generators stay as they are.
     ValueError, NotImplementedError: the plan cannot run, in the words of the strategy that refuses it.
     CannotEmulate: the step depends on numbers that only data has.
@@ -43,7 +46,7 @@ def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given 
     """
     plan = plan_of(config, ranks)
     check(plan, ranks=ranks, samples_per_step=config.data.batch)
-    recording = Recording(rank, ranks)
+    recording = Recording(rank, ranks, kernel_memory=kernel_memory)
     with _generators_kept(), planned_world(recording):
         if config.model.compile:
             recording.assumed["model.compile=true is planned as false: what a compiler fuses is not known"] = None

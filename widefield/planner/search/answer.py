@@ -77,12 +77,15 @@ def answer(
     """Search the plans of a cluster's devices, and answer further questions.
 
     image: (C, *pixels).  data: what the images are, in words.  seconds: for the search alone.
-    ValueError: no plan gives every rank work.  CannotEmulate: the model's operations depend on the values of pixels.
+    ValueError: no plan gives every rank work; all plans are refused for one reason.  CannotEmulate: the model's operations depend on the values of pixels.
     """
     began = time.monotonic()
     cluster = pricing.cluster
     found = search(pricing, cluster.ranks, tuple(image[1:]), seconds=seconds, say=say)
     best = found.best
+    reasons_of_all = {estimate.reason for estimate in found.estimates}
+    if found.estimates and len(reasons_of_all) == 1 and "" not in reasons_of_all:
+        raise ValueError(reasons_of_all.pop())  # it has nothing to do with the plans
     points = weak_scaling(pricing, best.layout) if best is not None and scales else []
     answers = [question(pricing, found) for question in questions]
     return PlanAnswer(

@@ -86,7 +86,7 @@ class RunLayout:
         found.insert(2, f"mesh.space={json.dumps(list(self.space))}")
         found += [f"sharding.zero={self.zero}"] * (self.shard > 1)
         found.append("recompute={}" if self.recompute else "recompute=")
-        found.append(f"stream.tiles={json.dumps(list(self.stream))}" if self.stream else "stream=")
+        found += [f"stream={{tiles: {json.dumps(list(self.stream))}, keep: device}}"] if self.stream else ["stream="]
         return tuple(found)
 
     def config(self, base: RunConfig, *, batch: int | None = None) -> RunConfig:
@@ -99,8 +99,13 @@ class RunLayout:
         return base.model_copy(update={
             "mesh": mesh, "data": data, "sharding": base.sharding.model_copy(update={"zero": self.zero}),
             "recompute": (base.recompute or RecomputeConfig()) if self.recompute else None,
-            "stream": StreamConfig(tiles=list(self.stream)) if self.stream else None,
+            "stream": self._streamed(base.stream) if self.stream else None,
         })  # fmt: skip
+
+    def _streamed(self, own: StreamConfig | None) -> StreamConfig:
+        """Activations stay on the device, unless the recipe says otherwise: what the host has free is not known here."""
+        keep = "device" if own is None or own.keep is None else own.keep
+        return (own or StreamConfig(tiles=[1])).model_copy(update={"tiles": list(self.stream), "keep": keep})
 
     def plan(self, base: RunConfig) -> Plan:
         return plan_of(self.config(base), self.ranks)

@@ -28,7 +28,9 @@ MOST_SPANS = 400
 class Emulate(Protocol):
     """As emulation.emulated_step."""
 
-    def __call__(self, config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING) -> StepRecord: ...
+    def __call__(
+        self, config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, kernel_memory: bool = True
+    ) -> StepRecord: ...
 
 
 @dataclass
@@ -80,7 +82,9 @@ class Pricing:
             check(world.small.plan(config), ranks=world.small.ranks, samples_per_step=world.batch)
             started = time.perf_counter()
             try:
-                self._records[key] = self.emulate(config, ranks=world.small.ranks, rank=rank, given=self.given)
+                self._records[key] = self.emulate(
+                    config, ranks=world.small.ranks, rank=rank, given=self.given, kernel_memory=self.cluster.device.is_cpu
+                )
             finally:
                 self.tally.emulations += 1
                 self.tally.seconds += time.perf_counter() - started
@@ -107,9 +111,12 @@ class Pricing:
             raise
         except (ValueError, NotImplementedError) as error:
             return Estimate(layout, layout.plan(self.config), "refused", str(error))
+        except Exception as error:  # one plan without a price is better than none with one
+            why = f"its step could not be emulated, which is an error of the planner ({type(error).__name__}: {error})"
+            return Estimate(layout, layout.plan(self.config), "refused", why)
         try:
             return self._priced(layout, classes, records)
-        except AssertionError as error:  # of the simulation: one plan without a price is better than none with one
+        except AssertionError as error:
             why = f"its ranks' messages could not be put together, which is an error of the planner: {error}"
             return Estimate(layout, layout.plan(self.config), "refused", why)
 
