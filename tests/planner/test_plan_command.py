@@ -13,10 +13,10 @@ import widefield as wf
 from widefield.cli import main
 from widefield.config import parse_config, read_config
 from widefield.planner.emulation import CannotEmulate
+from widefield.planner.machines import cluster_of
 from widefield.planner.search import automatic
 from widefield.planner.search.ask import PlanRequest, ask, image_of, on_device
 from widefield.planner.search.automatic import cluster_here, planned_run, predicted_run
-from widefield.planner.machines import cluster_of
 from widefield.plans import plan_of
 from widefield.training.given import NOTHING
 from widefield.training.planned import PlannedRun, read_planned, write_planned
@@ -140,7 +140,7 @@ def test_the_image_is_the_one_that_the_model_gets():
 def test_a_run_with_mesh_auto_prints_its_choice_keeps_it_and_goes_on_with_it(tmp_path):
     folder = tmp_path / "run"
     words = ("train", DIGITS, "mesh.auto=true", *FAST, "--run", folder)
-    text = run(*words, "schedule.length=3step")
+    text = run(*words, "schedule.length=3step", "schedule.warmup=0step")
     assert text.count("mesh.auto: ") >= 2 and "ms a step" in text
     planned = read_planned(folder)
     assert planned is not None and planned.reasons[0] in text

@@ -67,7 +67,8 @@ def test_the_page_has_the_choice_the_reasons_and_every_kind_of_picture(tree):
     text = page(tree)
     plain = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", text))
     assert tree["best"]["name"] in plain
-    for title in ("Memory of the fullest rank", "A step of the plan", "Time against memory", "Memory over a step", "More devices",
+    for title in ("Memory of the fullest rank", "A step of the plan", "Time against memory", "Memory over a step",
+                  "More devices",
                   "Why the others lost", "What would change the choice", "Asked backwards"):  # fmt: skip
         assert title in plain, title
     assert "16,384" in plain and "largest batch" in plain

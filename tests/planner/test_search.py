@@ -92,7 +92,12 @@ def test_groups_of_both_replicas_get_all_of_them_and_others_stay():
 
 
 def test_the_classes_of_ranks_are_every_rank_of_one_kind_counted_once():
-    layouts_of = [RunLayout(4), RunLayout(2, space=(4, 3)), RunLayout(1, 2, 3, (2, 2), 1, 3), RunLayout(space=(3, 3, 4), channel=2)]
+    layouts_of = [
+        RunLayout(4),
+        RunLayout(2, space=(4, 3)),
+        RunLayout(1, 2, 3, (2, 2), 1, 3),
+        RunLayout(space=(3, 3, 4), channel=2),
+    ]
     for layout in layouts_of:
         assert sum(one.ranks for one in classes_of(layout)) == layout.ranks
     inside, corner = classes_of(RunLayout(2, space=(4, 3)))

@@ -77,7 +77,8 @@ def answer(
     """Search the plans of a cluster's devices, and answer further questions.
 
     image: (C, *pixels).  data: what the images are, in words.  seconds: for the search alone.
-    ValueError: no plan gives every rank work; all plans are refused for one reason.  CannotEmulate: the model's operations depend on the values of pixels.
+    ValueError: no plan gives every rank work; all plans are refused for one reason.
+    CannotEmulate: the model's operations depend on the values of pixels.
     """
     began = time.monotonic()
     cluster = pricing.cluster

@@ -89,7 +89,7 @@ def search(
     queue = _Queue(pricing, model, found, len(pixels))
     queue.add(_known(pricing, ranks, pixels, needed=not first))
     for layout in itertools.chain(first, queue):
-        if time.monotonic() > until and len(found.estimates) > len(first):
+        if time.monotonic() > until and found.estimates:
             found.untried = len(queue.waiting)
             break
         if any(estimate.layout == layout for estimate in found.estimates):
