@@ -37,7 +37,8 @@ def nothing_fits(found: SearchResult, device: str) -> str:
     return (
         f"no plan fits {count_of(found.ranks, 'device')} with {bytes_text(near.memory_bytes)} each. The nearest is "
         f"{near.name}: its fullest rank ({fullest.role}) takes {bytes_text(fullest.total_bytes)}, with "
-        f"{100 * (SAFETY - 1):.0f} % to be safe {bytes_text(near.wanted_bytes)}, so {bytes_text(near.missing_bytes)} per device are missing; at its peak, "
+        f"{100 * (SAFETY - 1):.0f} % to be safe {bytes_text(near.wanted_bytes)}, so "
+        f"{bytes_text(near.missing_bytes)} per device are missing; at its peak, "
         f"{fullest.where or 'in the step'}, it holds {parts}. {_cure(near, device)}"
     )
 
