@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from widefield.planner.search.backwards import Reply
-from widefield.planner.search.estimate import Estimate
+from widefield.planner.search.estimate import PlanEstimate
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.search.reasons import changes, reasons, verdict
 from widefield.planner.search.scaling import ScalePoint, weak_scaling, where_it_stops
@@ -32,8 +32,8 @@ class PlanAnswer:
     batch: int
     cluster: Any
     precision: str
-    estimates: list[Estimate]
-    best: Estimate | None
+    estimates: list[PlanEstimate]
+    best: PlanEstimate | None
     verdict: str
     reasons: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ def answer(
     )  # fmt: skip
 
 
-def _in_order(found: SearchResult) -> list[Estimate]:
+def _in_order(found: SearchResult) -> list[PlanEstimate]:
     """Those that fit by their time, then those that do not by what is missing, then the refused ones."""
     large = [estimate for estimate in found.estimates if estimate.state == "too large"]
     refused = [estimate for estimate in found.estimates if estimate.state == "refused"]

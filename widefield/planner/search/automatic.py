@@ -18,7 +18,7 @@ from widefield.planner.emulation import CannotEmulate
 from widefield.planner.machines import Cluster, cluster_of
 from widefield.planner.machines.catalogue import DEVICES
 from widefield.planner.search.ask import image_of, on_device
-from widefield.planner.search.estimate import Estimate
+from widefield.planner.search.estimate import PlanEstimate
 from widefield.planner.search.layouts import layout_of
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.search.reasons import changes, reasons, verdict
@@ -93,7 +93,7 @@ def predicted_run(config: RunConfig, *, ranks: int, nodes: int = 1, given: Given
     return PlannedRun(_key(config, cluster), cluster.text, list(layout.overrides()), [], prediction_of(estimate, cluster))
 
 
-def prediction_of(estimate: Estimate, cluster: Cluster) -> dict[str, Any]:
+def prediction_of(estimate: PlanEstimate, cluster: Cluster) -> dict[str, Any]:
     """For the record of a run: what rank 0 should hold, and how long a step should take."""
     first = min(estimate.memory, key=lambda rank: rank.rank)
     return {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from widefield.planner.search.estimate import SAFETY, Estimate
+from widefield.planner.search.estimate import SAFETY, PlanEstimate
 from widefield.planner.search.layouts import RunLayout, with_less_memory
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.search.reasons import nothing_fits, seconds_text
@@ -36,7 +36,7 @@ class Reply:
     question: str
     text: str
     value: Any = None
-    estimate: Estimate | None = None
+    estimate: PlanEstimate | None = None
 
     def to_tree(self) -> dict[str, Any]:
         plan = None if self.estimate is None else self.estimate.to_tree()
@@ -45,11 +45,11 @@ class Reply:
 
 def largest_batch(pricing: Pricing, found: SearchResult, *, seconds: float = SECONDS) -> Reply:
     """The most samples a step that fit the devices of a search, under its leanest plans.  found: of any batch."""
-    best: tuple[int, Estimate] | None = None
+    best: tuple[int, PlanEstimate] | None = None
     for layout in _leanest(found, _dims(found)):
         copies = layout.copies
 
-        def probe(samples: int, layout: RunLayout = layout, copies: int = copies) -> Estimate:
+        def probe(samples: int, layout: RunLayout = layout, copies: int = copies) -> PlanEstimate:
             return pricing.with_batch(samples * copies).estimate(layout)
 
         result = _largest(probe, power=1, seconds=seconds / 3)
@@ -72,7 +72,7 @@ def largest_image(
     dims, best = len(pixels), None
     for layout in _leanest(found, dims):
 
-        def probe(steps: int, layout: RunLayout = layout) -> Estimate:
+        def probe(steps: int, layout: RunLayout = layout) -> PlanEstimate:
             return of_pixels(_scaled(pixels, steps)).estimate(layout)
 
         result = _largest(probe, power=dims, seconds=seconds / 3, first=max(1, pixels[0] // IMAGE_STEP_PX))
@@ -99,7 +99,7 @@ def fewest_devices(pricing: Pricing, pixels: tuple[int, ...], *, seconds: float 
 
 def cheapest(pricing: Pricing, pixels: tuple[int, ...], dollars_per_hour: float, *, seconds: float = SECONDS) -> Reply:
     """The number of devices and the plan with the lowest price of an image.  dollars_per_hour: of one device."""
-    best: tuple[float, int, Estimate] | None = None
+    best: tuple[float, int, PlanEstimate] | None = None
     for devices, found in _by_devices(pricing, pixels, seconds):
         if found.best is None:
             continue
@@ -144,7 +144,9 @@ def _dims(found: SearchResult) -> int:
     return max([2, *(len(estimate.layout.space) for estimate in found.estimates)])
 
 
-def _largest(probe: Callable[[int], Estimate], *, power: int, seconds: float, first: int = 1) -> tuple[int, Estimate] | None:
+def _largest(
+    probe: Callable[[int], PlanEstimate], *, power: int, seconds: float, first: int = 1
+) -> tuple[int, PlanEstimate] | None:
     """The largest number whose probe fits, to within CLOSE, and its estimate; None: not even 1, or `first`, can run.
 
     Memory is nearly a constant and a multiple of number**power, so the next probe is where a line through two meets the limit.
@@ -169,14 +171,19 @@ def _largest(probe: Callable[[int], Estimate], *, power: int, seconds: float, fi
     return low
 
 
-def _is_close(low: tuple[int, Estimate] | None, high: int | None) -> bool:
+def _is_close(low: tuple[int, PlanEstimate] | None, high: int | None) -> bool:
     if high == 1:
         return True
     return low is not None and high is not None and high - low[0] <= max(1, CLOSE * low[0])
 
 
 def _next(
-    number: int, low: tuple[int, Estimate] | None, high: int | None, points: list[tuple[float, int]], limit: float, power: int
+    number: int,
+    low: tuple[int, PlanEstimate] | None,
+    high: int | None,
+    points: list[tuple[float, int]],
+    limit: float,
+    power: int,
 ) -> int:
     """Between what fits and what does not; where one of them is unknown, where the memory's line meets the limit."""
     guess = 2 * number if high is None else number // 2
@@ -197,7 +204,7 @@ def _scaled(pixels: Sequence[int], steps: int) -> tuple[int, ...]:
     return tuple(max(1, round(steps * length / pixels[0])) * IMAGE_STEP_PX for length in pixels)
 
 
-def _short(estimate: Estimate) -> str:
+def _short(estimate: PlanEstimate) -> str:
     return (
         f"{estimate.name}: {bytes_text(estimate.peak_memory_bytes)} of {bytes_text(estimate.memory_bytes)}, "
         f"{seconds_text(estimate.seconds)} a step"

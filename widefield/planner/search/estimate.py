@@ -50,7 +50,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class PlanEstimate:
     """A plan with what it costs.
 
     memory_bytes: what each device has.  seconds, low_seconds, high_seconds: of a step, with the interval that they are in.
@@ -133,15 +133,15 @@ def _rank_tree(rank: RankMemory) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def best_of_kinds(estimates: list[Estimate]) -> list[Estimate]:
+def best_of_kinds(estimates: list[PlanEstimate]) -> list[PlanEstimate]:
     """The first of each family, in their order."""
-    first: dict[tuple[object, ...], Estimate] = {}
+    first: dict[tuple[object, ...], PlanEstimate] = {}
     for estimate in estimates:
         first.setdefault(estimate.layout.family, estimate)
     return list(first.values())
 
 
-def fastest_first(estimates: list[Estimate]) -> list[Estimate]:
+def fastest_first(estimates: list[PlanEstimate]) -> list[PlanEstimate]:
     """Those that fit, the fastest first; of those that are as fast as the fastest, to within EQUAL, the simplest is first."""
     fitting = sorted((e for e in estimates if e.state == "fits"), key=lambda e: (e.seconds, e.peak_memory_bytes))
     if not fitting:

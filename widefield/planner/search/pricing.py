@@ -1,4 +1,4 @@
-"""A layout's Estimate: its ranks emulated, their memory and time priced on a cluster.  Every record is kept and used again."""
+"""A layout's PlanEstimate: its ranks emulated, their memory and time priced on a cluster.  Records are kept and used again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from widefield.config import RunConfig
 from widefield.planner.cost import device_memory, step_time
 from widefield.planner.emulation import CannotEmulate, emulated_step
 from widefield.planner.machines import Cluster
-from widefield.planner.search.estimate import SAFETY, Estimate, RankMemory, Stretch
+from widefield.planner.search.estimate import SAFETY, PlanEstimate, RankMemory, Stretch
 from widefield.planner.search.layouts import RunLayout
 from widefield.planner.search.worlds import RankClass, at_true_size, classes_of, small_world
 from widefield.planner.step_record import StepRecord
@@ -98,8 +98,8 @@ class Pricing:
             return str(error)
         return None
 
-    def estimate(self, layout: RunLayout, *, corners: bool = False) -> Estimate:
-        """The Estimate of a layout; a refused one has the strategies' reason.
+    def estimate(self, layout: RunLayout, *, corners: bool = False) -> PlanEstimate:
+        """The PlanEstimate of a layout; a refused one has the strategies' reason.
 
         corners: emulate also ranks that hold less.  CannotEmulate: the model cannot be emulated under any plan.
         """
@@ -110,23 +110,23 @@ class Pricing:
         except CannotEmulate:
             raise
         except (ValueError, NotImplementedError) as error:
-            return Estimate(layout, layout.plan(self.config), "refused", str(error))
+            return PlanEstimate(layout, layout.plan(self.config), "refused", str(error))
         except Exception as error:  # one plan without a price is better than none with one
             why = f"its step could not be emulated, which is an error of the planner ({type(error).__name__}: {error})"
-            return Estimate(layout, layout.plan(self.config), "refused", why)
+            return PlanEstimate(layout, layout.plan(self.config), "refused", why)
         try:
             return self._priced(layout, classes, records)
         except AssertionError as error:
             why = f"its ranks' messages could not be put together, which is an error of the planner: {error}"
-            return Estimate(layout, layout.plan(self.config), "refused", why)
+            return PlanEstimate(layout, layout.plan(self.config), "refused", why)
 
-    def _priced(self, layout: RunLayout, classes: Sequence[RankClass], records: Sequence[StepRecord]) -> Estimate:
+    def _priced(self, layout: RunLayout, classes: Sequence[RankClass], records: Sequence[StepRecord]) -> PlanEstimate:
         memory = tuple(self._memory(one, record) for one, record in zip(classes, records, strict=True))
         found = self.time_of(records, self.cluster, precision=self.config.precision)
         largest = max(records, key=lambda record: sum(message.bytes for message in record.messages))
         limit = self.cluster.device.memory_bytes
         fits = math.ceil(SAFETY * max(rank.total_bytes for rank in memory)) <= limit
-        return Estimate(
+        return PlanEstimate(
             layout, layout.plan(self.config), "fits" if fits else "too large", "", memory, limit, found.seconds,
             found.low_seconds, found.high_seconds, dict(found.parts), self.batch / found.seconds,
             messages=_messages_of(largest), flops=max(record.flops for record in records),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from widefield.planner.search.estimate import EQUAL, SAFETY, Estimate, best_of_kinds
+from widefield.planner.search.estimate import EQUAL, SAFETY, PlanEstimate, best_of_kinds
 from widefield.planner.search.search import SearchResult
 from widefield.quantity import bytes_text, count_of
 
@@ -43,7 +43,7 @@ def nothing_fits(found: SearchResult, device: str) -> str:
     )
 
 
-def _cure(near: Estimate, device: str) -> str:
+def _cure(near: PlanEstimate, device: str) -> str:
     """What the user may do, by what fills the memory."""
     largest = _largest(near.fullest.parts)[0][0]
     share = near.wanted_bytes / near.memory_bytes
@@ -72,7 +72,7 @@ def reasons(found: SearchResult) -> list[str]:
     return [*losers, *refusals(found), *_left_out(found)]
 
 
-def why_slower(estimate: Estimate, best: Estimate) -> str:
+def why_slower(estimate: PlanEstimate, best: PlanEstimate) -> str:
     ratio = estimate.seconds / best.seconds
     if ratio < 1 + EQUAL:
         more = estimate.peak_memory_bytes - best.peak_memory_bytes
@@ -88,7 +88,7 @@ def why_slower(estimate: Estimate, best: Estimate) -> str:
     return text
 
 
-def why_too_large(estimate: Estimate, best: Estimate) -> str:
+def why_too_large(estimate: PlanEstimate, best: PlanEstimate) -> str:
     fullest = estimate.fullest
     name, size = _largest(fullest.parts)[0]
     faster = "would be faster and " if estimate.seconds < best.seconds else ""

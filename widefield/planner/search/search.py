@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from widefield.planner.search.bounds import ModelBytes, least_bytes, model_bytes, relative_time
-from widefield.planner.search.estimate import Estimate, fastest_first
+from widefield.planner.search.estimate import PlanEstimate, fastest_first
 from widefield.planner.search.layouts import RunLayout, layout_of, layouts, with_less_memory
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.step_record import StepRecord
@@ -42,7 +42,7 @@ class SearchResult:
     """
 
     ranks: int
-    estimates: list[Estimate] = field(default_factory=list)
+    estimates: list[PlanEstimate] = field(default_factory=list)
     impossible: dict[tuple[object, ...], tuple[RunLayout, str]] = field(default_factory=dict)
     left_out: list[tuple[RunLayout, float]] = field(default_factory=list)
     one: StepRecord | None = None
@@ -50,15 +50,15 @@ class SearchResult:
     untried: int = 0
 
     @property
-    def ranking(self) -> list[Estimate]:
+    def ranking(self) -> list[PlanEstimate]:
         return fastest_first(self.estimates)
 
     @property
-    def best(self) -> Estimate | None:
+    def best(self) -> PlanEstimate | None:
         return next(iter(self.ranking), None)
 
     @property
-    def nearest(self) -> Estimate | None:
+    def nearest(self) -> PlanEstimate | None:
         """Of those that do not fit, the one that lacks least; None where none could be emulated."""
         too_large = [estimate for estimate in self.estimates if estimate.state == "too large"]
         return min(too_large, key=lambda estimate: (estimate.missing_bytes, estimate.seconds), default=None)
@@ -116,7 +116,7 @@ def _known(pricing: Pricing, ranks: int, pixels: tuple[int, ...], *, needed: boo
     return known
 
 
-def line(estimate: Estimate) -> str:
+def line(estimate: PlanEstimate) -> str:
     """As it is printed when it has been made."""
     if estimate.state == "refused":
         return f"{estimate.name}: refused: {estimate.reason}"
@@ -143,7 +143,7 @@ class _Queue:
     found: SearchResult
     dims: int
     waiting: list[tuple[float, int, RunLayout]] = field(default_factory=list)
-    tried: dict[tuple[object, ...], list[Estimate]] = field(default_factory=dict)
+    tried: dict[tuple[object, ...], list[PlanEstimate]] = field(default_factory=dict)
     seen: set[RunLayout] = field(default_factory=set)
     second: set[RunLayout] = field(default_factory=set)
     best_order: float = math.inf
@@ -180,7 +180,7 @@ class _Queue:
                 return layout
         raise StopIteration
 
-    def learn(self, estimate: Estimate) -> None:
+    def learn(self, estimate: PlanEstimate) -> None:
         """Note an estimate; where it does not fit, what holds less is tried too."""
         self.tried.setdefault(estimate.layout.family, []).append(estimate)
         if estimate.state == "fits":
@@ -197,7 +197,7 @@ class _Queue:
         return fit >= FITS_A_FAMILY or len(before) >= TRIES_A_FAMILY or refused >= 2
 
 
-def _with_efficiency(estimate: Estimate, one: tuple[StepRecord, float] | None, batch: int) -> Estimate:
+def _with_efficiency(estimate: PlanEstimate, one: tuple[StepRecord, float] | None, batch: int) -> PlanEstimate:
     """The estimate with its efficiency: one device's time for all samples, over that of all devices."""
     if one is None or not estimate.seconds:
         return estimate
