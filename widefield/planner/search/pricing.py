@@ -29,7 +29,7 @@ class Emulate(Protocol):
     """As emulation.emulated_step."""
 
     def __call__(
-        self, config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, kernel_memory: bool = True
+        self, config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, kernels: bool = True
     ) -> StepRecord: ...
 
 
@@ -83,7 +83,7 @@ class Pricing:
             started = time.perf_counter()
             try:
                 self._records[key] = self.emulate(
-                    config, ranks=world.small.ranks, rank=rank, given=self.given, kernel_memory=self.cluster.device.is_cpu
+                    config, ranks=world.small.ranks, rank=rank, given=self.given, kernels=self.cluster.device.is_cpu
                 )
             finally:
                 self.tally.emulations += 1
