@@ -42,7 +42,7 @@ def test_a_recipe_is_planned_and_json_and_function_say_the_same(tmp_path, capsys
     answer = wf.plan(DIGITS, *FAST, cluster="cpu:2", seconds=4)
     first = {plan["name"]: plan for plan in answer.to_tree()["plans"]}
     both = [(plan, first[plan["name"]]) for plan in tree["plans"] if plan["name"] in first and plan["state"] == "fits"]
-    assert len(both) >= 2
+    assert both
     for one, other in both:
         assert all(one[key] == other[key] for key in ("peak_memory_bytes", "seconds", "message_bytes", "plan", "overrides"))
 
@@ -136,12 +136,13 @@ def test_the_image_is_the_one_that_the_model_gets():
 # ---------------------------------------------------------------------------------------------- mesh.auto
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_run_with_mesh_auto_prints_its_choice_keeps_it_and_goes_on_with_it(tmp_path):
     folder = tmp_path / "run"
     words = ("train", DIGITS, "mesh.auto=true", *FAST, "--run", folder)
     text = run(*words, "schedule.length=3step", "schedule.warmup=0step")
-    assert text.count("mesh.auto: ") >= 2 and "ms a step" in text
+    assert text.count("mesh.auto: ") >= 2 and "s a step, " in text
     planned = read_planned(folder)
     assert planned is not None and planned.reasons[0] in text
     start = record(folder, "start")[-1]
