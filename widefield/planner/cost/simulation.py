@@ -82,6 +82,7 @@ class Simulation:
     """Runs records to their ends.
 
     op_seconds, message_seconds: of an event; of a message on a rank.  launch_seconds: of the host, for each operation.
+    message_host_seconds: of a CPU's host, for each message, to make and unpack it.
     on_cpu: the host computes.  spans: whether each rank's timeline is kept.
     """
 
@@ -92,12 +93,14 @@ class Simulation:
         message_seconds: Callable[[MessageEvent, int], float],
         *,
         launch_seconds: float,
+        message_host_seconds: float = 0.0,
         on_cpu: bool,
         spans: bool = True,
     ) -> None:
         self.clocks = {record.rank: RankClock(record) for record in records}
         self.op_seconds, self.message_seconds = op_seconds, message_seconds
-        self.launch_seconds, self.on_cpu, self.keeps_spans = launch_seconds, on_cpu, spans
+        self.launch_seconds, self.message_host_seconds = launch_seconds, message_host_seconds
+        self.on_cpu, self.keeps_spans = on_cpu, spans
         self.meetings: dict[tuple, Meeting] = {}
         self.queue_free: dict[tuple, float] = defaultdict(float)
         self.members: dict[tuple[int, ...], int] = {}
@@ -149,6 +152,11 @@ class Simulation:
         self._span(clock, "compute", event.name, event.phase, event.module, start, seconds)
 
     def _send(self, clock: RankClock, event: MessageEvent) -> None:
+        if self.on_cpu and not event.control:
+            self._span(clock, "compute", event.kind, event.phase, event.module, clock.host, self.message_host_seconds)
+            clock.host += self.message_host_seconds
+            clock.device = clock.host
+            clock.busy[event.phase] += self.message_host_seconds
         key, expected = self._key(clock, event)
         meeting = self.meetings.setdefault(key, Meeting(expected))
         meeting.arrived[clock.record.rank] = clock.now
