@@ -118,7 +118,7 @@ def _from_json(described: dict[str, Any]) -> Calibration:
         {kernel.signature: kernel for kernel in kernels},
         [SentMessage(**row) for row in described["messages"]],
         described["host_seconds"],
-        described["message_host_seconds"],
+        described.get("message_host_seconds", 0.0),
     )
 
 
