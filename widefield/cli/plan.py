@@ -71,9 +71,11 @@ def run(options: Namespace) -> int:
         raise ValueError("name the machines, as --cluster 4x8xH100-80G, --cluster 2xRTX4090, or --cluster cpu:2 for CPUs")
     say = _quiet if options.json else _say
     if options.calibrate:
+        import torch
+
         from widefield.planner.machines.calibrate import calibrate
 
-        calibrate(say=say)
+        calibrate(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"), say=say)
     if options.recipe is None:
         return 0
     from widefield.planner.search.ask import PlanRequest, ask
