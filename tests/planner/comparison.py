@@ -17,7 +17,7 @@ from widefield.planner.step_record import StepRecord
 
 @dataclass(frozen=True)
 class PeakRow:
-    """One rank's peak.  state: `measured`, or in whose words the plan was refused."""
+    """The largest number of bytes that one rank held within a step, and what the emulation says."""
 
     case: TruthCase
     rank: int
