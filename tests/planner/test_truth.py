@@ -70,7 +70,7 @@ def test_flops_are_those_of_torchs_counter(case):
 
 
 def test_a_plan_is_refused_in_the_words_of_the_ranks():
-    case = TruthCase("vit", "rows", "sgd")
+    case = TruthCase("resnet", "space of one dim", "sgd")
     step = on_ranks(case.ranks, measured, case, plan=plan_of(case.config, case.ranks))[0]
     assert step.refused and emulated(case) == step.refused
 

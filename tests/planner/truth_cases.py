@@ -5,6 +5,7 @@ Each model meets each plan that it can run on, with both optimizers in turn.  Im
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,7 +81,8 @@ PLANS: dict[str, tuple[int, list[str]]] = {
     "columns": (2, ["mesh.replicate=1", "mesh.space=[1,2]"]),
     "zero3, recompute": (2, ["mesh.replicate=1", "mesh.shard=2", "recompute={}"]),
     "rows, recompute": (2, ["mesh.replicate=1", "mesh.space=[2,1]", "recompute={}"]),
-    "zero2": (2, ["mesh.replicate=1", "mesh.shard=2", "sharding.stage=2"]),
+    "zero2": (2, ["mesh.replicate=1", "mesh.shard=2", "sharding.zero=2"]),
+    "space of one dim": (2, ["mesh.replicate=1", "mesh.space=[2]"]),
 }
 """By name: the ranks, and what a plan sets in a recipe.  Space and stream have sizes for images; of volumes one more."""
 
@@ -123,9 +125,7 @@ def all_cases() -> list[TruthCase]:
 def _plan_of(net: Net, plan: str) -> list[str]:
     settings = PLANS[plan][1]
     if len(net.image) == 4:
-        settings = [
-            text.replace("[2,1]", "[2,1,1]").replace("[1,2]", "[1,2,1]").replace("[2,2]", "[2,2,1]") for text in settings
-        ]
+        settings = [re.sub(r"\[(\d),(\d)\]", r"[\1,\2,1]", text) for text in settings]
     return settings
 
 
