@@ -479,7 +479,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "current_autograd_node": lambda node: holds(
         node() is None and in_backward(lambda: node().name()) == "torch::autograd::AccumulateGrad"
     ),
-    "next_node_number": lambda number: holds(number() == node_of_relu()._sequence_nr() + 1),
+    "next_node_number": lambda number: holds(node_of_relu()._sequence_nr() + 1 == number()),
     "node_number_of": lambda of: holds(of(node_of_relu()) < of(node_of_relu())),
     "will_engine_execute_node": check_will_execute,
     "engine_run_backward_code": check_engine,

@@ -102,21 +102,27 @@ class PlannedGroup(_Group):
 
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> dist.Work:
         for parts, tensor in zip(gathered, tensors, strict=True):
-            _on_real(parts, lambda part, tensor=tensor: part.copy_(tensor))
+            for part in parts:
+                _fill(part, tensor)
         return self._posted("all_gather", tensors, result=gathered)
 
     def all_gather_single(self, gathered: Tensor, part: Tensor, opts: Any = None) -> dist.Work:
-        _on_real([gathered], lambda all_of_it: all_of_it.view(-1).copy_(part.reshape(-1).repeat(self._size)))
+        self._fill_with_repeats(gathered, part)
         return self._posted("all_gather", [part], result=gathered)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, gathered: list[Tensor], parts: list[Tensor], opts: Any = None) -> dist.Work:
         for whole, part in zip(gathered, parts, strict=True):
-            _on_real([whole], lambda each, part=part: each.view(-1).copy_(part.reshape(-1).repeat(self._size)))
+            self._fill_with_repeats(whole, part)
         return self._posted("all_gather", parts, result=gathered)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _fill_with_repeats(self, whole: Tensor, part: Tensor) -> None:
+        if not isinstance(whole, FakeTensor):
+            with disable_current_modes(), torch.no_grad():
+                whole.view(-1).copy_(part.reshape(-1).repeat(self._size))
 
     def reduce_scatter(self, parts: list[Tensor], tensors: list[list[Tensor]], opts: Any = None) -> dist.Work:
         return self._posted("reduce_scatter", [tensor for each in tensors for tensor in each], result=parts)
@@ -167,6 +173,10 @@ class _Arrived(dist.Work):
 
 class _NoStore(dist.Store):
     """A store that nobody meets in."""
+
+
+def _fill(part: Tensor, value: Tensor) -> None:
+    _on_real([part], lambda each: each.copy_(value))
 
 
 def _on_real(tensors: Iterable[Tensor], change: Callable[[Tensor], Any]) -> None:
