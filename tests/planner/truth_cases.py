@@ -42,7 +42,7 @@ NETS = {
     "resnet": Net("resnet", PAGE, options={"widths": [16, 32, 64], "blocks": 2}),
     "resnet50": Net("torchvision/resnet50", PAGE),
     "vgg11_bn": Net("torchvision/vgg11_bn", (3, 64, 64)),
-    "deeplabv3": Net("torchvision/segmentation/deeplabv3_resnet50", PAGE, _SEGMENTATION),
+    "deeplabv3": Net("torchvision/deeplabv3_resnet50", PAGE, _SEGMENTATION),
     "convnext": Net("timm/convnext_atto", PAGE),
     "efficientnet": Net("timm/efficientnet_b0", PAGE),
     "vit": Net("timm/vit_tiny_patch16_224", PAGE, options={"img_size": 96}),
