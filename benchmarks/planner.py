@@ -138,8 +138,10 @@ def _tried(work: Callable[[], Any]) -> tuple[Any, str]:
         return work(), ""
     except RankFailed as error:
         return None, f"the ranks fail: {str(error).strip().splitlines()[-1]}"
-    except (ValueError, NotImplementedError, RuntimeError, AssertionError, TypeError, AttributeError) as error:
-        return None, f"{type(error).__name__}: {error}"
+    except (ValueError, NotImplementedError) as error:
+        return None, str(error)
+    except (RuntimeError, AssertionError, TypeError, AttributeError) as error:
+        return None, f"it crashes with {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

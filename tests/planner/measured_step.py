@@ -60,7 +60,7 @@ def measured(mesh: Mesh, case: TruthCase) -> MeasuredStep:
         try:
             learner, batches = learner_and_batches(mesh, case)
         except (ValueError, NotImplementedError) as error:
-            step.refused = f"{type(error).__name__}: {error}"
+            step.refused = str(error)
         else:
             step.losses = [learner.learn(batches, stop=False)[0] for _ in range(WARMUP)]
             for number in range(STEPS):

@@ -22,7 +22,6 @@ CASES = [
     TruthCase("monai unet 3-D", "one", "sgd"),
     TruthCase("resnet", "recompute", "sgd"),
     TruthCase("resnet", "copies", "sgd"),
-    TruthCase("unet", "copies", "adamw"),
     TruthCase("resnet", "zero3", "adamw"),
     TruthCase("resnet", "rows", "sgd"),
     TruthCase("resnet", "channel", "sgd"),

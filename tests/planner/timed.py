@@ -43,7 +43,7 @@ def seconds_of_steps(mesh: Mesh, case: TruthCase, steps: int) -> list[float] | s
     try:
         learner, batches = learner_and_batches(mesh, case)
     except (ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
+        return str(error)
     found = []
     for _ in range(WARMUP + steps):
         mesh.barrier()
