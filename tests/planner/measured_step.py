@@ -7,6 +7,7 @@ optimizer's states are there.  Nothing here knows of the emulation that is compa
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -60,7 +61,7 @@ def measured(mesh: Mesh, case: TruthCase) -> MeasuredStep:
         try:
             learner, batches = learner_and_batches(mesh, case)
         except (ValueError, NotImplementedError) as error:
-            step.refused = str(error)
+            step.refused = re.sub(r"^rank \d+: ", "", str(error))  # whose error it is comes first, where ranks agree on one
         else:
             step.losses = [learner.learn(batches, stop=False)[0] for _ in range(WARMUP)]
             for number in range(STEPS):
