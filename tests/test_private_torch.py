@@ -100,6 +100,11 @@ def image() -> Tensor:
     return torch.arange(6.0).reshape(2, 3).clone()
 
 
+def node_of_relu():
+    """The autograd node of a new result."""
+    return torch.ones(2, requires_grad=True).relu().grad_fn
+
+
 def in_backward(look: Callable[[], Any]) -> Any:
     """What `look` gives in a hook of a leaf, while `backward` runs."""
     leaf, seen = torch.ones(2, requires_grad=True), []
@@ -257,6 +262,16 @@ def check_fake(kind):
     with torch._subclasses.fake_tensor.FakeTensorMode():
         made = torch.empty(2, 3).t().relu()
     assert isinstance(made, kind) and made.stride() == (1, 3) and made.device.type == "cpu"
+
+
+def in_modes():
+    """A real tensor, one of a capture, and one of a program that is run without numbers."""
+    modes = torch._subclasses.fake_tensor.FakeTensorMode(), private_torch.fake_tensors.EmulatedFakeMode()
+    found = [torch.ones(2)]
+    for mode in modes:
+        with mode:
+            found.append(torch.ones(2))
+    return found
 
 
 def check_fake_mode(mode):
@@ -459,10 +474,13 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "standard_gamma": lambda gamma: holds((gamma(torch.full((9,), 2.0)) > 0).all()),
     "weight_norm": lambda norm: holds(norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]]), 0).tolist() == [[6, 8]]),
     # autograd.py
+    "profiler_enabled": lambda enabled: holds(enabled() is False),
     "current_graph_task_id": lambda task: holds(task() == -1 and in_backward(task) >= 0),
     "current_autograd_node": lambda node: holds(
         node() is None and in_backward(lambda: node().name()) == "torch::autograd::AccumulateGrad"
     ),
+    "next_node_number": lambda number: holds(node_of_relu()._sequence_nr() + 1 == number()),
+    "node_number_of": lambda of: holds(of(node_of_relu()) < of(node_of_relu())),
     "will_engine_execute_node": check_will_execute,
     "engine_run_backward_code": check_engine,
     "queue_callback": check_callback,
@@ -491,6 +509,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     # fake_tensors.py
     "FakeTensor": check_fake,
     "FakeTensorMode": check_fake_mode,
+    "EmulatedFakeMode": check_fake_mode,
+    "is_captured": lambda captured: holds([captured(one) for one in in_modes()] == [False, True, False]),
+    "is_emulated": lambda emulated: holds([emulated(one) for one in in_modes()] == [False, False, True]),
     "DataDependentOutputException": check_values_asked,
     "DynamicOutputShapeException": check_shapes_asked,
     "FunctionalTensor": lambda kind: holds(isinstance(functional(image()), kind)),

@@ -53,7 +53,7 @@ def described(value: Any) -> Hashable:
         return ("tensor", tuple(value.shape), tuple(value.stride()), str(value.dtype).removeprefix("torch."))
     if isinstance(value, list | tuple):
         return tuple(described(one) for one in value)
-    return value if isinstance(value, int | float | bool | str | None) else (type(value).__name__, str(value))
+    return value if isinstance(value, int | float | bool | str | None) else str(value)
 
 
 class Recorder(TorchDispatchMode):
@@ -72,9 +72,7 @@ class Recorder(TorchDispatchMode):
             return out
         count = flop_registry.get(func._overloadpacket)
         flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
-        signature: tuple = (str(func), described(args))
-        if kwargs:
-            signature += (tuple((key, described(one)) for key, one in sorted(kwargs.items())),)
+        signature = (str(func), described(args), tuple((key, described(one)) for key, one in sorted(kwargs.items())))
         dtype = str((written or read)[0].dtype).removeprefix("torch.")
         phase: Any = self.phase
         self.events.append(OpEvent(str(func), phase, "", signature, flops, _bytes(read), _bytes(written), dtype))

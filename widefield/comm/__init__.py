@@ -5,6 +5,7 @@
     devices.py         the device of a rank, and the backend of its messages
     process_groups.py  the process groups that a mesh needs
     collectives.py     collectives under the same name in every version of torch
+    link_times.py      how long messages take between the ranks that there are
     point_to_point.py  send and receive, through the host's memory where gloo serves GPUs
     halo.py            pixels from the ranks that own them to the ranks that want them, and sums over ranks
     failure.py         an error on one rank ends the run on all ranks, with its reason

@@ -317,13 +317,11 @@ def join(
 
 def apart(mesh: Mesh) -> Mesh:
     """A mesh of several ranks like this one, all of whose groups are its own.  Every rank calls it, and `leave` ends them."""
-    return replace(_with_groups(mesh.plan, mesh.world, mesh.device, dist.new_group), watch=mesh.watch)
+    return replace(_with_groups(mesh.plan, mesh.world, mesh.device, dist.new_group, "gloo"), watch=mesh.watch)
 
 
-def _with_groups(
-    plan: Plan, world: World, device: torch.device, of_all: Callable[[], Any], control_backend: str | None = "gloo"
-) -> Mesh:
-    """A mesh with new groups.  of_all: gives the group of all ranks."""
+def _with_groups(plan: Plan, world: World, device: torch.device, of_all: Callable[[], Any], control: str | None) -> Mesh:
+    """A mesh with new groups.  of_all: gives the group of all ranks.  control: see `control_backend` of join."""
     settle_before_exit()
     before = set(c10d_world.pg_map)
     everyone = of_all()
@@ -336,10 +334,10 @@ def _with_groups(
         group=everyone,
         data_group=process_groups.data_group(plan) if plan.channel * plan.stage > 1 else everyone,
         statistics_group=process_groups.data_group(plan),
-        checkpoint_group=process_groups.checkpoint_group(control_backend),
+        checkpoint_group=process_groups.checkpoint_group(control),
         channel_group=devices.get_group("channel") if plan.channel > 1 else None,
         stage_group=process_groups.line(devices, "stage") if plan.stage > 1 else None,
-        copy_group=process_groups.copy_group(plan, device, everyone, control_backend),
+        copy_group=process_groups.copy_group(plan, device, everyone, control),
         grid=process_groups.grid_of(plan, devices, rank=world.rank),
         shards=process_groups.shards_of(plan, devices, everyone) if plan.shard > 1 else None,
     )

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from widefield.geometry.layout import Layout
 from widefield.kernels import moments
-from widefield.private_torch.process_groups import resolve_process_group
 from widefield.private_torch.fake_tensors import is_emulated
+from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.partial_gradient import full_value, partial_of
 from widefield.tiled.redistribute import move_cuts, to_layout, whole_of
 from widefield.tiled.tensor import TiledTensor, wrap

@@ -205,9 +205,9 @@ def rebuilt(parts: Parts, mesh: Mesh, *, batch: int) -> Parts:
 
 
 def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learner, list[str]]:
-    """A learner at step 0, its model parallelized over the mesh, and the reasons of what was chosen.  Every rank calls it.
+    """A learner at step 0, parallelized over the mesh, and the reasons of what was chosen.  Every rank calls it.
 
-    dummy_batch: a batch of one image of the training split; None reads one.
+    dummy_batch: of one image of the training split; None reads one.
     """
     config, mesh, model = parts.config, parts.mesh, parts.model
     steps = Steps(len(parts.dataset.train), config.data.batch)
@@ -239,13 +239,8 @@ def learner_of(parts: Parts, *, dummy_batch: Batch | None = None) -> tuple[Learn
     _parallelize(learner, layers_of(model) if config.optimizer.layer_decay is not None else None)
     why_stream = look_ahead(learner)
     seed_everything(seed_of(config.seed, "rank", 0 if mesh.plan.is_one_batch else mesh.copy))
-    reasons = [
-        *([why_lr] if why_lr else []),
-        *why_frozen,
-        *_cuts_of(learner.dummy_batch, mesh),
-        *parallel_reasons(learner.model),
-    ]
-    return learner, [*reasons, *why_stream]
+    reasons = [*([why_lr] if why_lr else []), *why_frozen, *_cuts_of(learner.dummy_batch, mesh)]
+    return learner, [*reasons, *parallel_reasons(learner.model), *why_stream]
 
 
 def _parallelize(learner: Learner, layers: dict[str, int] | None) -> None:

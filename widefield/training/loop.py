@@ -147,7 +147,7 @@ class Learner:
         AgreedError, on every rank, with the weights unchanged: a rank could not read its data.  NonFiniteLossError likewise.
         """
         passes = [batch for batch in passes if not batch.idle]
-        nominal = len(self.steps.positions(self.step)) * self._losses_per_image(self.dummy_batch)
+        nominal = len(self.steps.positions(self.step)) * self.losses_per_image(self.dummy_batch)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr_now() * group.get("lr_scale", 1.0)
         epoch = self.steps.seen(self.step) // self.steps.samples
@@ -165,7 +165,7 @@ class Learner:
             self.skipped += [name for batch in passes for name in batch.skipped]
         return loss_sum / count, wants_to_stop
 
-    def _losses_per_image(self, batch: Batch) -> int:
+    def losses_per_image(self, batch: Batch) -> int:
         """The number of losses of one image: 1, or the number of its pixels, times that of its classes if it has several."""
         if getattr(self.task, "counts_images", False) or self._finish is not None:
             return 1

@@ -5,7 +5,7 @@ from the program.  Only three things are put in its place.
 
 values.py   tensors without data for all that is large.  Small tensors that are made without large ones are real: counters, the
             marks by which ranks compare themselves
-groups.py   process groups that record messages and send none.  Other ranks are taken to do what this one does
+comm/planned_groups.py   process groups that record messages and send none.  Other ranks are taken to do what this one does
 recording.py  what is written down, and how long each allocation lives
 
 kernel_memory.py says what kernels allocate for themselves while they run, which no operation shows.

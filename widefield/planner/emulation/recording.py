@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from widefield.module_paths import ModulePaths
 from widefield.planner.emulation.kernel_memory import transient_bytes
 from widefield.planner.step_record import Event, MemoryPoint, MessageEvent, OpEvent, Part, Phase, StepRecord, WaitEvent
-from widefield.private_torch.autograd import current_autograd_node, current_graph_task_id, sequence_number
+from widefield.private_torch.autograd import current_autograd_node, current_graph_task_id, next_node_number, node_number_of
 from widefield.private_torch.pytree import tree_leaves, tree_map
 from widefield.private_torch.tensors import cdata
 
@@ -90,9 +90,7 @@ class Recording:
 
     def operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """An operation has run.  args, kwargs, out: with fake tensors."""
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.holds(tensor)
+        self.hold_all(out)
         if not self._is_on or func.is_view:
             return
         phase, module = self._place()
@@ -123,10 +121,10 @@ class Recording:
         phase = self.phase
         if phase == "backward":
             node = current_autograd_node()
-            return phase, "" if node is None else self._module_of.get(node._sequence_nr(), "")
+            return phase, "" if node is None else self._module_of.get(node_number_of(node), "")
         module = self._module or ""
         if phase != "optimizer":
-            self._module_of[sequence_number() - 1] = module
+            self._module_of[next_node_number() - 1] = module
         return phase, module
 
     def message(self, kind: Any, tensors: Iterable[Tensor], ranks: tuple[int, ...], peer: int | None, *, control: bool) -> int:
@@ -148,6 +146,12 @@ class Recording:
             self._events.append(WaitEvent(number))
 
     # ------------------------------------------------------------------------------------------ memory
+
+    def hold_all(self, made: Any) -> None:
+        """`holds` of each tensor in what an operation has returned."""
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self.holds(tensor)
 
     def holds(self, tensor: Tensor) -> None:
         """A tensor exists: its storage is an allocation, if it is a new one."""
@@ -209,9 +213,7 @@ class Recording:
         known = {cdata(t.untyped_storage()): part for part, found in tensors.items() for t in found}
         at = self._peak_event
         alive = [
-            life
-            for life in (*self._ended, *self._lives.values())
-            if life.born <= at and (life.died is None or life.died > at)
+            life for life in (*self._ended, *self._lives.values()) if life.born <= at and (life.died is None or life.died > at)
         ]
         parts: dict[Part, int] = {}
         for life in alive:

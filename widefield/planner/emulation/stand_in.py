@@ -44,9 +44,7 @@ class StandIn:
         return Batch(image[None], torch.as_tensor(target)[None], torch.zeros(1, dtype=torch.int64))
 
 
-def stand_in_data(
-    image: Sequence[int], *, classes: int, samples: int = 1 << 20, task: TaskName = "classification"
-) -> Given:
+def stand_in_data(image: Sequence[int], *, classes: int, samples: int = 1 << 20, task: TaskName = "classification") -> Given:
     """Data for `emulated_step` that has sizes and no pixels.
 
     image: (C, H, W) or (C, D, H, W).  samples: in the training split.
@@ -54,7 +52,9 @@ def stand_in_data(
     """
     shape = tuple(image)
     if len(shape) not in (3, 4) or min(shape) < 1:
-        raise ValueError(f"the image {'x'.join(map(str, shape))} is none; give channels and pixels, as 3x1024x1024 or 1x64x64x64")
+        raise ValueError(
+            f"the image {'x'.join(map(str, shape))} is none; give channels and pixels, as 3x1024x1024 or 1x64x64x64"
+        )
     if classes < 1 or samples < 1:
         raise ValueError(f"{classes} classes and {samples} images are too few; give 1 or more of each")
     split = StandIn(shape, samples, task == "segmentation")

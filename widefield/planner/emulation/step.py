@@ -13,10 +13,10 @@ import torch
 
 from widefield import sharded_state
 from widefield.comm.mesh import Mesh
+from widefield.comm.planned_groups import planned_world
 from widefield.config import RunConfig
 from widefield.data.batch import Batch
 from widefield.data.order import Steps, TrainSampler
-from widefield.planner.emulation.groups import planned_world
 from widefield.planner.emulation.recording import Recording
 from widefield.planner.emulation.stand_in import StandIn
 from widefield.planner.emulation.values import Emulation, emulated
@@ -25,9 +25,9 @@ from widefield.planner.step_record import StepRecord
 from widefield.plans import check, plan_of
 from widefield.training.agreed import dummy_batch_of
 from widefield.training.assemble import Parts, assemble, learner_of
+from widefield.training.batch_sharding import window_of
 from widefield.training.given import NOTHING, Given
 from widefield.training.loop import Learner
-from widefield.training.batch_sharding import window_of
 
 WARM_STEPS = 1
 """Steps before the recorded one: the first makes the optimizer's states, buckets and captures."""
@@ -59,7 +59,7 @@ def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given 
 
 def _recorded(learner: Learner, parts: Parts, emulation: Emulation) -> StepRecord:
     recording, samples = emulation.recording, len(learner.steps.positions(0))
-    COUNT.append(float(samples * learner._losses_per_image(learner.dummy_batch)))
+    COUNT.append(float(samples * learner.losses_per_image(learner.dummy_batch)))
     try:
         batches = [emulation.batch_of(learner.dummy_batch, rows, samples=rows) for rows in _rows(learner, parts)]
         for step in range(WARM_STEPS + 1):

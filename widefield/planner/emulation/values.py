@@ -2,7 +2,7 @@
 
 A step asks for numbers here and there: how many ranks have a gradient, at which layer the others are, the optimizer's count of
 steps.  These come from small tensors made without pixels or weights, so small tensors that no large one has touched are real.
-Where a truth value of a fake tensor is asked for, it is true: the step asks whether ranks, or runs of the same operations, agree.
+Where a fake tensor is asked for a truth value, it is true: the step asks whether ranks, or runs of one operation, agree.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Emulation(TorchDispatchMode):
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if not fakes and _is_small(args, tensors):
             with disable_current_modes():
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+            self.recording.hold_all(out)
+            return out
         if fakes and _writes_to_real_ones_alone(func, args, kwargs):
             return args[0] if schema_of(func).returns else None  # a count stays what it was
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from widefield.comm.mesh import Mesh, World, join
@@ -31,14 +30,8 @@ class EmulatedMesh(Mesh):
 
         The message is sent as ever; what it would bring depends on the data.
         """
-        work = None if self.group is None else dist.all_reduce(tensor, group=self.group, async_op=True)
-
-        def sums() -> list[float]:
-            if work is not None:
-                work.wait()
-            return [0.0, COUNT[-1], *[0.0] * (tensor.numel() - 2)]
-
-        return sums
+        arrived = super().start_sum(tensor)
+        return lambda: (arrived(), [0.0, COUNT[-1], *[0.0] * (tensor.numel() - 2)])[1]
 
 
 COUNT: list[float] = []

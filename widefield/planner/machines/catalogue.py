@@ -150,3 +150,11 @@ CPU_CORE = Device(
 def cpu_core(memory_bytes: int | None = None) -> Device:
     """A core where nothing was measured.  memory_bytes: of one rank."""
     return CPU_CORE if memory_bytes is None else replace(CPU_CORE, memory_bytes=memory_bytes)
+
+
+def gpu_named(name: str) -> Device:
+    """The row of a GPU by the name that its driver gives it, as `NVIDIA A100-SXM4-80GB`; the nearest in name where none
+    fits."""
+    words = name.lower().replace("geforce ", "").replace(" ", "").replace("-", "")
+    fitting = [device for key, device in DEVICES.items() if key.split("-")[0] in words]
+    return max(fitting, key=lambda device: device.name[-3:-1] in name, default=DEVICES["a100-80g"])

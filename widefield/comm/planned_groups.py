@@ -9,24 +9,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from widefield.planner.emulation.recording import Recording
 from widefield.private_torch.dispatcher import disable_current_modes
 from widefield.private_torch.fake_tensors import FakeTensor
 from widefield.private_torch.process_groups import c10d_world
 
 BACKEND = "widefield_planned"
-_current: list[Recording] = []
-"""The recording that messages go to; the last."""
 
 
-class PlannedGroup(dist.ProcessGroup):
+_Group: Any = dist.ProcessGroup
+"""(torch's stubs give other signatures than torch calls a group in Python with.)"""
+
+
+class MessageRecorder(Protocol):
+    """What is told of messages.  rank, ranks: of this process in the world that is planned."""
+
+    rank: int
+    ranks: int
+
+    def message(self, kind: Any, tensors: Iterable[Tensor], ranks: tuple[int, ...], peer: int | None, *, control: bool) -> int:
+        """A message begins; returns its number.  ranks: of its group.  peer: a global rank.  control: of small numbers."""
+
+    def waited(self, number: int) -> None:
+        """The program waits for a message."""
+
+
+_recorders: list[MessageRecorder] = []
+"""Who is told of messages; the last."""
+
+
+class PlannedGroup(_Group):
     """A group of `size` ranks of which only this process is there."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -63,11 +81,11 @@ class PlannedGroup(dist.ProcessGroup):
 
     def _posted(self, kind: str, tensors: Iterable[Tensor], peer: int | None = None, result: Any = None) -> dist.Work:
         tensors = list(tensors)
-        recording = _current[-1]
+        recorder = _recorders[-1]
         other = None if peer is None else self.members[peer]
-        control = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        number = recording.message(kind, tensors, self.members, other, control=control)
-        return _Arrived(lambda: recording.waited(number), tensors if result is None else result)
+        control = peer is None and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        number = recorder.message(kind, tensors, self.members, other, control=control)
+        return _Arrived(lambda: recorder.waited(number), tensors if result is None else result)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
@@ -84,21 +102,27 @@ class PlannedGroup(dist.ProcessGroup):
 
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> dist.Work:
         for parts, tensor in zip(gathered, tensors, strict=True):
-            _on_real(parts, lambda part, tensor=tensor: part.copy_(tensor))
+            for part in parts:
+                _fill(part, tensor)
         return self._posted("all_gather", tensors, result=gathered)
 
     def all_gather_single(self, gathered: Tensor, part: Tensor, opts: Any = None) -> dist.Work:
-        _on_real([gathered], lambda all_of_it: all_of_it.view(-1).copy_(part.reshape(-1).repeat(self._size)))
+        self._fill_with_repeats(gathered, part)
         return self._posted("all_gather", [part], result=gathered)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, gathered: list[Tensor], parts: list[Tensor], opts: Any = None) -> dist.Work:
         for whole, part in zip(gathered, parts, strict=True):
-            _on_real([whole], lambda each, part=part: each.view(-1).copy_(part.reshape(-1).repeat(self._size)))
+            self._fill_with_repeats(whole, part)
         return self._posted("all_gather", parts, result=gathered)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _fill_with_repeats(self, whole: Tensor, part: Tensor) -> None:
+        if not isinstance(whole, FakeTensor):
+            with disable_current_modes(), torch.no_grad():
+                whole.view(-1).copy_(part.reshape(-1).repeat(self._size))
 
     def reduce_scatter(self, parts: list[Tensor], tensors: list[list[Tensor]], opts: Any = None) -> dist.Work:
         return self._posted("reduce_scatter", [tensor for each in tensors for tensor in each], result=parts)
@@ -151,6 +175,10 @@ class _NoStore(dist.Store):
     """A store that nobody meets in."""
 
 
+def _fill(part: Tensor, value: Tensor) -> None:
+    _on_real([part], lambda each: each.copy_(value))
+
+
 def _on_real(tensors: Iterable[Tensor], change: Callable[[Tensor], Any]) -> None:
     """Change the tensors that have numbers."""
     with disable_current_modes(), torch.no_grad():
@@ -160,8 +188,8 @@ def _on_real(tensors: Iterable[Tensor], change: Callable[[Tensor], Any]) -> None
 
 
 @contextmanager
-def planned_world(recording: Recording) -> Iterator[None]:
-    """Inside, torch.distributed is initialized with this process as the recording's rank, alone.
+def planned_world(recorder: MessageRecorder) -> Iterator[None]:
+    """Inside, torch.distributed is initialized with this process as the recorder's rank, alone.
 
     RuntimeError: it is initialized already.
     """
@@ -170,16 +198,16 @@ def planned_world(recording: Recording) -> Iterator[None]:
             "a step is planned with process groups of its own, and torch.distributed is initialized in this process; plan "
             "before it is, or in another process"
         )
-    _current.append(recording)
+    _recorders.append(recorder)
     try:
-        if recording.ranks > 1:
+        if recorder.ranks > 1:
             _register()
-            dist.init_process_group(BACKEND, rank=recording.rank, world_size=recording.ranks, store=_NoStore())
+            dist.init_process_group(BACKEND, rank=recorder.rank, world_size=recorder.ranks, store=_NoStore())
         yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _current.pop()
+        _recorders.pop()
 
 
 def _register() -> None:

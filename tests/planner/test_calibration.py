@@ -1,0 +1,190 @@
+"""What is measured on this machine: calls rebuilt from signatures, the file, and what a measurement changes."""
+
+import json
+import math
+
+import pytest
+import torch
+from planner.recorded import Z, message, op, record, recorded, waited
+from torch import nn
+
+from widefield.planner.cost import step_time
+from widefield.planner.cost.op_time import OpTimes
+from widefield.planner.machines import cluster_of
+from widefield.planner.machines.calibrate import cnn_kernels, local_messages
+from widefield.planner.machines.calibration import (
+    Calibration,
+    Kernel,
+    SentMessage,
+    calibration_path,
+    read_calibration,
+    write_calibration,
+)
+from widefield.planner.machines.catalogue import CPU_LINK, cpu_core, gpu_named
+from widefield.planner.machines.signature import call_of
+from widefield.planner.machines.timing import measure_signatures
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def small_net() -> nn.Module:
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2)]
+    return nn.Sequential(*layers, nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+def calibration(**more) -> Calibration:
+    return Calibration({"device": "here"}, cpu_core(), CPU_LINK, **more)
+
+
+def test_kernels_of_a_step_run_again_from_their_signatures():
+    """All that cost time: names, shapes, strides and dtypes of the results are those of the step."""
+    step, _ = recorded(small_net(), torch.rand(2, 3, 16, 16).contiguous(memory_format=torch.channels_last))
+    ran = {}
+    for event in step.operations:
+        call = call_of(event.signature, CPU)
+        if call is not None:
+            with torch.no_grad():
+                out = call()
+            first = out[0] if isinstance(out, tuple | list) else out
+            if first is not None and event.bytes_written:
+                assert str(first.dtype) == f"torch.{event.dtype}"
+            ran[event.name] = True
+    missing = {event.name for event in step.operations} - set(ran)
+    assert not missing, missing
+
+
+def test_channels_last_stays_so():
+    spec = ("tensor", (1, 4, 5, 6), (120, 1, 24, 4), "float64")
+    call = call_of(("aten.relu.default", (spec,), ()), CPU)
+    assert call is not None and call.tensors[0].stride() == (120, 1, 24, 4) and call.tensors[0].dtype is torch.float64
+    assert call().is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("signature", ["text", ("aten.no_such_thing.default", (), ()), ("aten.relu.default",), 3, None])
+def test_what_is_no_call_is_none(signature):
+    assert call_of(signature, CPU) is None
+
+
+def test_a_calibrations_kernels_all_run():
+    for event in cnn_kernels(CPU):
+        size = event.bytes_read + event.bytes_written
+        if size < 2**20 and event.flops < 1e7:
+            call = call_of(event.signature, CPU)
+            assert call is not None, event
+            call()
+
+
+def test_convolutions_of_the_calibration_count_as_recorded_ones_do():
+    """Flops, bytes and signatures are those that a recorded step has, so that neighbours are alike."""
+    step, _ = recorded(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.Flatten(), nn.Linear(64 * 32 * 32, 2)),
+                       torch.rand(8, 64, 32, 32, requires_grad=True))  # fmt: skip
+    of_step = {event.name: event for event in step.operations if "convolution" in event.name}
+    of_table = {(event.name, event.signature[1][:2]): event for event in cnn_kernels(CPU)}
+    assert len(of_step) == 2
+    for event in of_step.values():
+        same = of_table[event.name, event.signature[1][:2]]
+        assert (same.name, same.flops, same.bytes_read, same.bytes_written, same.signature[1]) == (
+            event.name, event.flops, event.bytes_read, event.bytes_written, event.signature[1]
+        )  # fmt: skip
+
+
+def test_measured_kernels_are_used_as_measured():
+    step, _ = recorded(small_net(), torch.rand(2, 3, 16, 16))
+    own = calibration()
+    before = step_time([step], cluster_of("cpu", calibration=own))
+    found = measure_signatures(step, own, budget_seconds=20)
+    assert found and own.kernels.keys() == {kernel.signature for kernel in found}
+    after = step_time([step], cluster_of("measured", calibration=own))
+    assert before.sources == {"roofline": 1.0} and after.sources["measured"] > 0.9
+    assert "aten.convolution.default" in before.extrapolated and "aten.convolution.default" not in after.extrapolated
+    assert measure_signatures(step, own, budget_seconds=20) == []
+    spread = (after.high_seconds - after.low_seconds) / after.seconds
+    assert spread < (before.high_seconds - before.low_seconds) / before.seconds
+
+
+def test_a_neighbour_gives_its_efficiency():
+    """Half of the roofline's speed at one shape is half at another; a shape far away says nothing."""
+    own = calibration()
+    plain = OpTimes(cluster_of("cpu", calibration=own))
+    known = op("aten.convolution.default", flops=1e9, size=Z)
+    own.add([Kernel(known.signature, known.name, "float32", 1e9, Z, 2 * plain.of(known).seconds)])
+    times = OpTimes(cluster_of("cpu", calibration=own))
+    near, far = (op(known.name, flops=flops, size=int(Z * flops / 1e9)) for flops in (2e9, 1e13))
+    assert times.of(known).source == "measured"
+    assert times.of(near).source == "interpolated"
+    assert times.of(near).seconds == pytest.approx(2 * plain.of(near).seconds)
+    assert times.of(far).source == "roofline"
+    assert times.of(op("aten.relu.default")).source == "roofline"
+
+
+def test_messages_between_measured_sizes_are_interpolated():
+    sent = [SentMessage("all_reduce", 2, size, seconds) for size, seconds in ((1000, 1.0), (2000, 3.0))]
+    own = calibration(messages=sent)
+
+    def seconds(size: int, ranks: int = 2) -> float:
+        cluster = cluster_of(f"cpu:{ranks}", calibration=own)
+        return step_time([record(waited(message("all_reduce", size, range(ranks), 1)), ranks=ranks)], cluster).seconds
+
+    assert [seconds(size) for size in (10, 1000, 1500, 4000)] == pytest.approx([1.0, 1.0, 2.0, 6.0])
+    assert seconds(1500, ranks=4) > seconds(1500)
+
+
+def test_the_file_holds_what_was_measured():
+    own = calibration(messages=[SentMessage("send", 2, 8, 1e-5)], host_seconds=1e-5)
+    own.add(
+        [
+            Kernel(
+                ("aten.relu.default", (("tensor", (2, 3), (3, 1), "float32"),), ()),
+                "aten.relu.default",
+                "float32",
+                0.0,
+                48,
+                1e-6,
+            )
+        ]
+    )
+    path = calibration_path("cpu", 1)
+    write_calibration(own, path)
+    assert read_calibration(path) == own == read_calibration()
+    assert cluster_of("measured:2").calibration == own
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_no_file_is_no_measurement_and_a_damaged_one_is_refused():
+    assert read_calibration() is None
+    path = calibration_path("cpu", 1)
+    path.parent.mkdir(parents=True)
+    for text in ("{", "[]", json.dumps({"format": 99})):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="no measurement that this version reads .* widefield plan --calibrate, or delete"):
+            cluster_of("measured")
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80G"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40G"),
+        ("NVIDIA H100 80GB HBM3", "H100-80G"),
+        ("Tesla V100-SXM2-32GB", "V100-32G"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+    ],
+)
+def test_a_gpu_is_known_by_its_drivers_name(name, row):
+    assert gpu_named(name).name == row
+
+
+def test_messages_of_local_ranks_take_time():
+    rows = local_messages(2, sizes=(2**10, 2**20), timeout_seconds=60)
+    assert {(row.kind, row.ranks) for row in rows} == {
+        (kind, 2) for kind in ("all_reduce", "all_gather", "reduce_scatter", "send")
+    }
+    assert all(0 < row.seconds < 5 and math.isfinite(row.seconds) for row in rows)
+    assert {row.bytes for row in rows if row.kind == "all_reduce"} == {2**10, 2**20}
+    assert {row.bytes for row in rows if row.kind == "all_gather"} == {2**9, 2**19}

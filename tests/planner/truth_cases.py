@@ -1,0 +1,162 @@
+"""The training runs whose steps are both measured and emulated: models by name, plans by name, and which meet.
+
+Each model meets each plan that it can run on, with both optimizers in turn.  Images are such that a step takes a second or so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from widefield.config import RunConfig, parse_config
+from widefield.data.map_style import dataset_of
+from widefield.training.given import Given
+
+CLASSES = 3
+SAMPLES = 24
+
+
+@dataclass(frozen=True)
+class Net:
+    """A model of a recipe.  image: (C, *pixels).  task: `classification` or `segmentation`."""
+
+    name: str
+    image: tuple[int, ...]
+    task: str = "classification"
+    options: dict = field(default_factory=dict)
+    batch: int = 4
+
+
+PAGE, VOLUME = (3, 96, 96), (1, 32, 32, 32)
+_SEGMENTATION = "segmentation"
+_MONAI_3D = {"spatial_dims": 3, "in_channels": 1}
+
+NETS = {
+    "unet": Net("unet", PAGE, _SEGMENTATION, {"widths": [16, 32, 64]}),
+    "unet group": Net("unet", PAGE, _SEGMENTATION, {"widths": [16, 32, 64], "norm": "group"}),
+    "unet 3-D": Net("unet", VOLUME, _SEGMENTATION, {"widths": [8, 16, 32]}, batch=2),
+    "resnet": Net("resnet", PAGE, options={"widths": [16, 32, 64], "blocks": 2}),
+    "resnet50": Net("torchvision/resnet50", PAGE),
+    "vgg11_bn": Net("torchvision/vgg11_bn", (3, 64, 64)),
+    "deeplabv3": Net("torchvision/segmentation/deeplabv3_resnet50", PAGE, _SEGMENTATION),
+    "convnext": Net("timm/convnext_atto", PAGE),
+    "efficientnet": Net("timm/efficientnet_b0", PAGE),
+    "vit": Net("timm/vit_tiny_patch16_224", PAGE, options={"img_size": 96}),
+    "densenet": Net("timm/densenet121", PAGE),
+    "mobilenet": Net("timm/mobilenetv3_small_100", PAGE),
+    "smp unet": Net("smp/Unet", PAGE, _SEGMENTATION, {"encoder_name": "resnet18", "encoder_weights": None}),
+    "monai unet 3-D": Net(
+        "monai/UNet",
+        VOLUME,
+        _SEGMENTATION,
+        _MONAI_3D | {"channels": [8, 16, 32], "strides": [2, 2], "num_res_units": 1},
+        batch=2,
+    ),
+    "dynunet 3-D": Net(
+        "monai/DynUNet",
+        VOLUME,
+        _SEGMENTATION,
+        _MONAI_3D | {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [8, 16, 32]},
+        batch=2,
+    ),
+}
+
+PLANS: dict[str, tuple[int, list[str]]] = {
+    "one": (1, []),
+    "copies": (2, []),
+    "zero3": (2, ["mesh.replicate=1", "mesh.shard=2"]),
+    "rows": (2, ["mesh.replicate=1", "mesh.space=[2,1]"]),
+    "tiles": (4, ["mesh.replicate=1", "mesh.space=[2,2]"]),
+    "channel": (2, ["mesh.replicate=1", "mesh.channel=2"]),
+    "stages": (2, ["mesh.replicate=1", "mesh.stage=2"]),
+    "recompute": (1, ["recompute={}"]),
+    "stream": (1, ["stream.tiles=[2,2]"]),
+    "copies of rows": (4, ["mesh.replicate=2", "mesh.space=[2,1]"]),
+    "zero3 of rows": (4, ["mesh.replicate=1", "mesh.shard=2", "mesh.space=[2,1]"]),
+    "copies, recompute": (2, ["recompute={}"]),
+}
+"""By name: the ranks, and what a plan sets in a recipe.  Sizes of space and stream are those of images; volumes get one more."""
+
+OPTIMIZERS = {"sgd": ["optimizer.name=sgd", "optimizer.lr=1e-3"], "adamw": ["optimizer.name=adamw", "optimizer.lr=1e-3"]}
+
+
+@dataclass(frozen=True)
+class TruthCase:
+    """A model under a plan with an optimizer, by their names."""
+
+    net: str
+    plan: str
+    optimizer: str
+
+    def __str__(self) -> str:
+        return f"{self.net}, {self.plan}, {self.optimizer}"
+
+    @property
+    def ranks(self) -> int:
+        return PLANS[self.plan][0]
+
+    @property
+    def config(self) -> RunConfig:
+        net = NETS[self.net]
+        return parse_config(_recipe(net), [*_plan_of(net, self.plan), *OPTIMIZERS[self.optimizer]])
+
+
+def all_cases() -> list[TruthCase]:
+    """Every model under every plan once, the optimizers in turn."""
+    return [
+        TruthCase(net, plan, ("sgd", "adamw")[(row + column) % 2])
+        for row, net in enumerate(NETS)
+        for column, plan in enumerate(PLANS)
+    ]
+
+
+def _plan_of(net: Net, plan: str) -> list[str]:
+    settings = PLANS[plan][1]
+    if len(net.image) == 4:
+        settings = [text.replace("[2,1]", "[2,1,1]").replace("[2,2]", "[2,2,1]") for text in settings]
+    return settings
+
+
+def _recipe(net: Net) -> str:
+    options = ", ".join(f"{name}: {_yaml(value)}" for name, value in net.options.items())
+    return f"""
+model: {{name: {net.name}, options: {{{options}}}}}
+data: {{name: digits, batch_size: {net.batch}, workers: 0}}
+task: {{name: {net.task}}}
+schedule: {{name: constant, length: 1ep}}
+"""
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+class RandomSamples:
+    """Images of random pixels from 0 to 1 with labels, made when they are asked for, so that none is held."""
+
+    classes = [f"class {number}" for number in range(CLASSES)]
+
+    def __init__(self, image: tuple[int, ...], task: str) -> None:
+        self.image, self.task = image, task
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
+        random = np.random.default_rng(index)
+        image = torch.from_numpy(random.random(self.image, dtype=np.float32))
+        if self.task == "classification":
+            return image, index % CLASSES
+        return image, torch.from_numpy(random.integers(0, CLASSES, self.image[1:]))
+
+
+def data_of(case: TruthCase) -> Given:
+    net = NETS[case.net]
+    samples = RandomSamples(net.image, net.task)
+    return Given(data=lambda: dataset_of(samples, samples, classes=RandomSamples.classes))

@@ -1,0 +1,81 @@
+"""How long do messages take between the ranks that there are?  Every rank runs the same messages in the same order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from widefield.comm.collectives import all_gather_single
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+SECONDS_EACH = 0.05
+"""Of repeats, for each kind and size."""
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def message_seconds(
+    sizes: Sequence[int], *, group: dist.ProcessGroup, device: torch.device, kinds: Sequence[str] = KINDS
+) -> list[tuple[str, int, float]]:
+    """(kind, bytes of this rank's input, seconds) of each kind of message at each size, as this rank sees it.
+
+    sizes: in bytes; rounded up to a number for every rank.  An all_gather's input is a rank's part, so that of `size` bytes is
+    measured at size / ranks.  A send goes to rank 0 from rank 1, or the other way, in turn; a round trip counts as two.
+    Seconds are the lower quartile, which other programs on the machine disturb least.
+    """
+    found = []
+    for kind in kinds:
+        for size in sizes:
+            numbers = -(-size // (4 * group.size())) * group.size()
+            send, input_bytes = _message(kind, numbers, group, device)
+            found.append((kind, input_bytes, _timed(send, group, device) / (2 if kind == "send" else 1)))
+    return found
+
+
+def _message(kind: str, numbers: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Callable[[], None], int]:
+    """A function that sends one message and waits for it, and the bytes of its input."""
+    whole, part = torch.ones(numbers, device=device), torch.ones(numbers // group.size(), device=device)
+    if kind == "all_reduce":
+        return lambda: _ended(dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group, async_op=True)), whole.nbytes
+    if kind == "all_gather":
+        return lambda: _ended(all_gather_single(whole, part, group, async_op=True)), part.nbytes
+    if kind == "reduce_scatter":
+        return lambda: _ended(_REDUCE_SCATTER(part, whole, group=group, async_op=True)), whole.nbytes
+    return lambda: _there_and_back(whole, group), whole.nbytes
+
+
+def _ended(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _there_and_back(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    rank = group.rank()
+    if rank == 0:
+        dist.send(tensor, group=group, group_dst=1)
+        dist.recv(tensor, group=group, group_src=1)
+    elif rank == 1:
+        dist.recv(tensor, group=group, group_src=0)
+        dist.send(tensor, group=group, group_dst=0)
+
+
+def _timed(send: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of one; every rank repeats it as often as rank 0 finds right."""
+    dist.barrier(group=group)
+    first = _once(send, device)
+    repeats = torch.tensor([min(50.0, max(3.0, SECONDS_EACH / max(first, 1e-6)))], device=device)
+    dist.broadcast(repeats, group_src=0, group=group)
+    dist.barrier(group=group)
+    seconds = sorted(_once(send, device) for _ in range(int(repeats.item())))
+    return seconds[len(seconds) // 4]
+
+
+def _once(send: Callable[[], None], device: torch.device) -> float:
+    began = time.perf_counter()
+    send()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
