@@ -1,4 +1,4 @@
-"""The arguments of an operation, looked through without torch's general and slow way, and how much Python an operation costs."""
+"""The arguments of an operation, looked through without torch's slow way, and how much Python an operation on tiles costs."""
 
 from __future__ import annotations
 
