@@ -11,7 +11,7 @@ from torch import nn
 from widefield.planner.cost import step_time
 from widefield.planner.cost.op_time import OpTimes
 from widefield.planner.machines import cluster_of
-from widefield.planner.machines.calibrate import cnn_kernels, local_messages
+from widefield.planner.machines.calibrate import cnn_kernels, host_seconds, local_messages
 from widefield.planner.machines.calibration import (
     Calibration,
     Kernel,
@@ -178,6 +178,18 @@ def test_no_file_is_no_measurement_and_a_damaged_one_is_refused():
 )
 def test_a_gpu_is_known_by_its_drivers_name(name, row):
     assert gpu_named(name).name == row
+
+
+def test_the_hosts_share_of_operations_and_messages_counts_on_a_cpu():
+    own = calibration(host_seconds=1.0, message_host_seconds=10.0, messages=[SentMessage("all_reduce", 2, 8, 100.0)])
+    events = [op(size=8), *waited(message("all_reduce", 8, (0, 1), 1)), op(size=8)]
+    step = step_time([record(events, ranks=2)], cluster_of("cpu:2", calibration=own))
+    assert step.seconds == pytest.approx(1 + 10 + 100 + 1, rel=1e-6)
+    assert step.parts["communication"] == pytest.approx(100, rel=1e-6)
+
+
+def test_what_is_measured_of_the_host_is_in_microseconds():
+    assert 1e-6 <= host_seconds(CPU) < 1e-3
 
 
 def test_messages_of_local_ranks_take_time():

@@ -21,7 +21,7 @@ from widefield.module_paths import ModulePaths
 from widefield.planner.emulation.kernel_memory import transient_bytes
 from widefield.planner.step_record import Event, MemoryPoint, MessageEvent, OpEvent, Part, Phase, StepRecord, WaitEvent
 from widefield.private_torch.autograd import current_autograd_node, current_graph_task_id, next_node_number, node_number_of
-from widefield.private_torch.pytree import tree_leaves, tree_map
+from widefield.private_torch.pytree import tree_leaves
 from widefield.private_torch.tensors import cdata
 
 
@@ -42,8 +42,8 @@ class _Life:
 class Recording:
     """One rank's record of the step since `begin`."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, rank: int, ranks: int, *, kernels: bool = True) -> None:
+        self.rank, self.ranks, self.kernels = rank, ranks, kernels
         self.assumed: dict[str, None] = {}
         self.paths: ModulePaths | None = None
         self._lives: dict[int, _Life] = {}
@@ -78,18 +78,21 @@ class Recording:
     @property
     def phase(self) -> Phase:
         """What runs now."""
+        return self._phase_in(self._module)
+
+    def _phase_in(self, module: str | None) -> Phase:
         if self._in_optimizer:
             return "optimizer"
         if current_graph_task_id() != -1:
             return "backward"
-        return "forward" if self._module else "loss"
+        return "loss" if module is None else "forward"
 
     @property
     def _module(self) -> str | None:
         return None if self.paths is None else self.paths.running_or_none()
 
-    def operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """An operation has run.  args, kwargs, out: with fake tensors."""
+    def operation(self, func: Any, args: tuple, kwargs: dict, out: Any, signature: Hashable) -> None:
+        """An operation has run.  args, kwargs, out: with fake tensors.  signature: see `signature_of`."""
         self.hold_all(out)
         if not self._is_on or func.is_view:
             return
@@ -102,14 +105,14 @@ class Recording:
                 name=str(func),
                 phase=phase,
                 module=module,
-                signature=signature_of(func, args, kwargs),
+                signature=signature,
                 flops=0.0 if count is None else float(count(*args, **kwargs, out_val=out)),
                 bytes_read=sum(map(_bytes, reads)),
                 bytes_written=sum(map(_bytes, outs)) or (_bytes(reads[0]) if reads else 0),
                 dtype=str((outs or reads)[0].dtype).removeprefix("torch.") if outs or reads else "",
             )
         )
-        extra = transient_bytes(str(func), args, kwargs, out)
+        extra = transient_bytes(str(func), args, kwargs, out) if self.kernels else 0
         if extra is None:
             self._unknown[str(func)] = None
         elif extra:
@@ -118,14 +121,14 @@ class Recording:
 
     def _place(self) -> tuple[Phase, str]:
         """The phase, and the module: in the backward that of the forward operation whose gradient is computed."""
-        phase = self.phase
-        if phase == "backward":
+        if current_graph_task_id() != -1 and not self._in_optimizer:
             node = current_autograd_node()
-            return phase, "" if node is None else self._module_of.get(node_number_of(node), "")
-        module = self._module or ""
+            return "backward", "" if node is None else self._module_of.get(node_number_of(node), "")
+        module = self._module
+        phase = self._phase_in(module)
         if phase != "optimizer":
-            self._module_of[next_node_number() - 1] = module
-        return phase, module
+            self._module_of[next_node_number() - 1] = module or ""
+        return phase, module or ""
 
     def message(self, kind: Any, tensors: Iterable[Tensor], ranks: tuple[int, ...], peer: int | None, *, control: bool) -> int:
         """A message begins; returns its number."""
@@ -272,16 +275,12 @@ def _bytes(tensor: Tensor) -> int:
 
 def signature_of(func: Any, args: tuple, kwargs: dict) -> Hashable:
     """All that decides a kernel's time: its name and arguments, a tensor as ("tensor", shape, strides, dtype)."""
-    return str(func), _hashable(tree_map(_spec, args)), _hashable(tree_map(_spec, kwargs))
+    return str(func), _spec(args), tuple((key, _spec(value)) for key, value in kwargs.items())
 
 
-def _spec(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return "tensor", tuple(leaf.shape), tuple(leaf.stride()), str(leaf.dtype).removeprefix("torch.")
-    return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else str(leaf)
-
-
-def _hashable(value: Any) -> Hashable:
-    if isinstance(value, dict):
-        return tuple((key, _hashable(each)) for key, each in sorted(value.items()))
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+def _spec(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return "tensor", tuple(value.shape), value.stride(), str(value.dtype)[6:]
+    if isinstance(value, list | tuple):
+        return tuple(map(_spec, value))
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

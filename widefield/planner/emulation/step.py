@@ -33,35 +33,38 @@ WARM_STEPS = 1
 """Steps before the recorded one: the first makes the optimizer's states, buckets and captures."""
 
 
-def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING) -> StepRecord:
+def emulated_step(
+    config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, kernels: bool = True
+) -> StepRecord:
     """What rank `rank` of `ranks` does in a training step of a config, once the optimizer's states exist.
 
     given: objects in place of the config's, see `stand_in_data`.  torch's, NumPy's and Python's generators stay as they are.
+    kernels: count what the CPU's kernels hold for themselves, for which small ones are run; a GPU's kernels hold other memory.
     ValueError, NotImplementedError: the plan cannot run, in the words of the strategy that refuses it.
     CannotEmulate: the step depends on numbers that only data has.
     RuntimeError: torch.distributed is initialized in this process.
     """
     plan = plan_of(config, ranks)
     check(plan, ranks=ranks, samples_per_step=config.data.batch)
-    recording = Recording(rank, ranks)
+    recording = Recording(rank, ranks, kernels=kernels)
     with _generators_kept(), planned_world(recording):
         if config.model.compile:
             recording.assumed["model.compile=true is planned as false: what a compiler fuses is not known"] = None
             config = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
         mesh = emulated_mesh(plan, rank=rank, ranks=ranks)
         parts = assemble(config, mesh, given=given, initial_weights=False)
-        dummy_batch = _dummy_batch(parts, mesh)
+        dummy_batch, rows = _dummy_batch(parts, mesh), _rows(parts)
         with emulated(recording) as emulation:
             emulation.model_of(parts.model)
             learner, _ = learner_of(parts, dummy_batch=emulation.batch_of(dummy_batch, 1, samples=0))
-            return _recorded(learner, parts, emulation)
+            return _recorded(learner, rows, emulation)
 
 
-def _recorded(learner: Learner, parts: Parts, emulation: Emulation) -> StepRecord:
+def _recorded(learner: Learner, rows: list[int], emulation: Emulation) -> StepRecord:
     recording, samples = emulation.recording, len(learner.steps.positions(0))
     COUNT.append(float(samples * learner.losses_per_image(learner.dummy_batch)))
     try:
-        batches = [emulation.batch_of(learner.dummy_batch, rows, samples=rows) for rows in _rows(learner, parts)]
+        batches = [emulation.batch_of(learner.dummy_batch, count, samples=count) for count in rows]
         for step in range(WARM_STEPS + 1):
             if step == WARM_STEPS:
                 recording.begin(learner.model)
@@ -81,7 +84,7 @@ def _recorded(learner: Learner, parts: Parts, emulation: Emulation) -> StepRecor
     )
 
 
-def _rows(learner: Learner, parts: Parts) -> list[int]:
+def _rows(parts: Parts) -> list[int]:
     """The samples of this rank in each pass of a step."""
     config, mesh = parts.config, parts.mesh
     sampler = TrainSampler(

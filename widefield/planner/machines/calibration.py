@@ -54,6 +54,7 @@ class Calibration:
     device, link: figures of this machine, fitted to the rest.
     kernels: by signature.  messages: in no order.
     host_seconds: of the Python of one operation of a module, on top of the kernel.
+    message_host_seconds: of the Python around one message of a step, on top of the message.
     """
 
     conditions: dict[str, str]
@@ -62,6 +63,7 @@ class Calibration:
     kernels: dict[Hashable, Kernel] = field(default_factory=dict)
     messages: list[SentMessage] = field(default_factory=list)
     host_seconds: float = 0.0
+    message_host_seconds: float = 0.0
 
     def add(self, kernels: Iterable[Kernel]) -> None:
         self.kernels.update((kernel.signature, kernel) for kernel in kernels)
@@ -116,6 +118,7 @@ def _from_json(described: dict[str, Any]) -> Calibration:
         {kernel.signature: kernel for kernel in kernels},
         [SentMessage(**row) for row in described["messages"]],
         described["host_seconds"],
+        described.get("message_host_seconds", 0.0),
     )
 
 
