@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from widefield.planner.machines.calibration import (
     read_calibration,
     write_calibration,
 )
-from widefield.planner.machines.catalogue import CPU_LINK, cpu_core, gpu_named
+from widefield.planner.machines.catalogue import CPU_LINK, DEVICES, cpu_core, gpu_named
 from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import measure_signatures
 
@@ -153,6 +154,20 @@ def test_the_file_holds_what_was_measured():
     assert read_calibration(path) == own == read_calibration()
     assert cluster_of("measured:2").calibration == own
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_measurement_is_used_for_the_same_threads_and_the_same_gpu(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    one, two, gpu = (calibration(host_seconds=seconds) for seconds in (1.0, 2.0, 3.0))
+    gpu.device = replace(DEVICES["l4"], memory_bytes_per_second=1e11)
+    write_calibration(two, calibration_path("cpu", 2))
+    write_calibration(one, calibration_path("cpu", 1))
+    write_calibration(gpu, calibration_path("cuda", 0))
+    assert cluster_of("cpu:2").calibration == two and cluster_of("measured").calibration == two
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert cluster_of("cpu").calibration in (one, two)
+    assert cluster_of("8xL4").calibration == gpu and cluster_of("8xL4").device.memory_bytes_per_second == 1e11
+    assert cluster_of("8xA100").calibration is None
 
 
 def test_no_file_is_no_measurement_and_a_damaged_one_is_refused():

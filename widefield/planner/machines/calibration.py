@@ -89,14 +89,15 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     os.replace(file.name, path)
 
 
-def read_calibration(path: Path | None = None) -> Calibration | None:
+def read_calibration(path: Path | None = None, *, kind: str = "") -> Calibration | None:
     """The file's contents; of this host's newest file where no path is given.  None: there is none.
 
+    kind: `cpu` or `cuda`, where the newest file must be of such a device.
     ValueError: the file is damaged, or of another version of this program.
     """
     if path is None:
         host = re.sub(r"[^A-Za-z0-9.]+", "_", platform.node() or "here")
-        files = sorted(cache_folder().glob(f"{host}_*.json"), key=lambda one: one.stat().st_mtime)
+        files = sorted(cache_folder().glob(f"{host}_{kind}*.json"), key=lambda one: one.stat().st_mtime)
         if not files:
             return None
         path = files[-1]
