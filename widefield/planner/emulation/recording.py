@@ -127,7 +127,7 @@ class Recording:
         module = self._module
         phase = self._phase_in(module)
         if phase != "optimizer":
-            self._module_of[next_node_number() - 1] = module or ""
+            self._module_of.setdefault(next_node_number() - 1, module or "")  # later ones may make no node
         return phase, module or ""
 
     def message(self, kind: Any, tensors: Iterable[Tensor], ranks: tuple[int, ...], peer: int | None, *, control: bool) -> int:

@@ -2,12 +2,14 @@
 
 A step asks for numbers here and there: how many ranks have a gradient, at which layer the others are, the optimizer's count of
 steps.  These come from small tensors made without pixels or weights, so small tensors that no large one has touched are real.
-Where a fake tensor is asked for a truth value, it is true: the step asks whether ranks, or runs of one operation, agree.
+Where this package asks a fake tensor for a truth value, it is true: it asks whether ranks, or runs of one operation, agree.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+import types
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +28,7 @@ from widefield.private_torch.fake_tensors import (
     FakeTensor,
 )
 from widefield.private_torch.modules import buffers_of, parameters_of
-from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_unflatten
+from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from widefield.private_torch.tensors import cdata
 from widefield.tiled.redistribute import is_dense
 from widefield.tiled.replicated_ops import is_in_place
@@ -40,6 +42,17 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
 class CannotEmulate(NotImplementedError):
     """The step depends on numbers that only data or weights have."""
+
+
+def _asks_of_ranks() -> bool:
+    """Whether the code that asks for a truth value is of this package, and not of a user's or a library's model."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(("torch.", __name__)):
+            return name.startswith("widefield.")
+        frame = frame.f_back
+    return False
 
 
 def _is_small(args: tuple, tensors: list[Tensor]) -> bool:
@@ -154,7 +167,7 @@ class Emulation(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             with disable_current_modes():
                 torch.rand(1)  # the generator moves on, which tells that the forward draws
-        if func is aten.equal.default:
+        if func is aten.equal.default and _asks_of_ranks():
             return True
         if func is aten._local_scalar_dense.default:
             return self._number_of(tensors[0])
@@ -174,6 +187,8 @@ class Emulation(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if key in self._results:
             return self._results[key].again(self.fakes, given)
+        if any(type(tensor) is not FakeTensor for tensor in given):
+            args, kwargs = tree_map(self._without_numbers, (args, kwargs))
         try:
             out = func(*args, **kwargs) if func is not aten.batch_norm_update_stats.default else self._statistics_of(args[0])
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -183,6 +198,13 @@ class Emulation(TorchDispatchMode):
             self._results[key] = found
         return out
 
+    def _without_numbers(self, leaf: Any) -> Any:
+        """A real tensor among fake ones as a fake one: torch's own conversion asks for its history, too."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        with disable_current_modes():
+            return FakeTensor(self.fakes, torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"), _CPU)
+
     def _statistics_of(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance per channel: torch's fake tensors do not know `batch_norm_update_stats`, and would compute it."""
         channels = image.shape[1]
@@ -191,7 +213,7 @@ class Emulation(TorchDispatchMode):
         return mean, var
 
     def _number_of(self, tensor: Tensor) -> bool:
-        if tensor.dtype is torch.bool:
+        if tensor.dtype is torch.bool and _asks_of_ranks():
             return True
         raise self._refusal(f"the value of a tensor of {list(tensor.shape)}")
 
