@@ -2,12 +2,14 @@
 
 speed      a U-Net's training step on one 1024 x 1024 image: 2 ranks of 1 thread, each with half of it, against 1 rank of
            1 thread with the whole; the other rank sleeps meanwhile
+nets       nets that others wrote, in turns: the whole on rank 0 alone, tiles on all ranks, and on all ranks at once a plain
+           step on that rank's part of the image without any message: the limit of what tiles can gain on this machine
 memory     peak of what the allocator holds during that step beside weights and gradients, per rank over the whole's
 overhead   16 residual blocks with GroupNorm on one rank, as a tiled tensor with nothing to exchange, against plain
            PyTorch: at 8 x 8 pixels and 4 channels, where Python is all there is, and at 256 x 256 and 32 channels;
            beside it DTensor and PhysicsNeMo's ShardTensor, where they are installed
 
-  python benchmarks/tiles.py speed memory overhead [--side 1024] [--pairs 7]
+  python benchmarks/tiles.py speed nets memory overhead [--side 1024] [--pairs 7] [--nets ResNet-50 ...]
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +34,7 @@ from torch.nn import functional as F
 
 import widefield as wf
 from widefield.comm.halo import TRAFFIC
-from widefield.comm.mesh import join, leave
+from widefield.comm.mesh import Mesh, join, leave
 from widefield.config import ModelConfig
 from widefield.geometry.layout import Grid
 from widefield.launchers import world_from
@@ -89,21 +92,87 @@ def speed(options: argparse.Namespace) -> dict:
     if alone is not None:
         expected = [alone() for _ in range(2)]
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-3, (losses, expected)
-    ratios, wholes = [], []
+    turns = []
     for _ in range(options.pairs):
-        whole = seconds_of(alone, 1) if alone is not None else 0.0
-        sleep_until_all_are_here(mesh)
         TRAFFIC.clear()
-        began = time.perf_counter()
-        tiled()
-        dist.barrier()
-        ratios.append(whole / (time.perf_counter() - began))
-        wholes.append(whole)
-    found = {"speed of tiles over whole": spread(ratios), "seconds of the whole, median": round(statistics.median(wholes), 3)}
+        turns.append(turn_of(mesh, alone, tiled))
+    found: dict[str, Any] = {"speed of tiles over whole": spread([whole / tiles for whole, tiles in turns])}
+    found["seconds of the whole, median"] = round(statistics.median(whole for whole, _ in turns), 3)
     found["messages to peers per step and rank"] = TRAFFIC.pixel_messages
     found["MiB to peers per step and rank"] = round(TRAFFIC.pixel_bytes / 2**20, 3)
     leave(mesh)
     return found
+
+
+class Net(NamedTuple):
+    """A net that others wrote: `make` builds it; batch: images per step; is_dense: whether it gives outputs per pixel."""
+
+    make: Callable[[Any, Any], nn.Module]
+    batch: int = 1
+    is_dense: bool = False
+
+
+NETS = {
+    "ResNet-50": Net(lambda timm, smp: timm.create_model("resnet50", num_classes=CLASSES)),
+    "U-Net, ResNet-18": Net(lambda timm, smp: smp.Unet("resnet18", encoder_weights=None, classes=CLASSES), is_dense=True),
+    "DeepLabV3+, ResNet-18": Net(
+        lambda timm, smp: smp.DeepLabV3Plus("resnet18", encoder_weights=None, classes=CLASSES, decoder_aspp_dropout=0.0),
+        batch=2,  # its batch norm after global pooling wants two values
+        is_dense=True,
+    ),
+    "EfficientNet-B0": Net(lambda timm, smp: timm.create_model("efficientnet_b0", num_classes=CLASSES)),
+    "ConvNeXt-Tiny": Net(lambda timm, smp: timm.create_model("convnext_tiny", num_classes=CLASSES)),
+}
+"""By the name in the results; from `timm` and `segmentation_models_pytorch`."""
+
+
+def nets(options: argparse.Namespace) -> dict:
+    """Turns of (whole on rank 0 alone, tiles on all ranks, parts on all ranks without a message) of the net `options.net`."""
+    mesh = join(world_from(os.environ), Plan(space=[dist_size(), 1]))
+    net, side = NETS[options.net], options.side
+    torch.manual_seed(1)
+    image = torch.randn(net.batch, 3, side, side)
+    target = torch.randint(0, CLASSES, (net.batch, side, side) if net.is_dense else (net.batch,))
+    rows = side // dist_size()
+    part = stepper(made_by_others(net), image[:, :, :rows].clone(), target[:, :rows].clone() if net.is_dense else target)
+    alone = stepper(made_by_others(net), image, target) if mesh.is_main else None
+    model = wf.parallelize(made_by_others(net), mesh)
+    tiled = stepper(model, wf.tile(image, mesh), wf.tile(target, mesh) if net.is_dense else target)
+    losses = [tiled() for _ in range(2)]
+    if alone is not None:
+        expected = [alone() for _ in range(2)]
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-3, (losses, expected)
+    part()
+    turns = [turn_of(mesh, alone, tiled, part) for _ in range(options.pairs)]
+    leave(mesh)
+    return {
+        "speed of tiles over whole": spread([whole / tiles for whole, tiles, _ in turns]),
+        "speed of parts without a message over whole, the limit": spread([whole / parts for whole, _, parts in turns]),
+        "share of the limit": spread([parts / tiles for _, tiles, parts in turns]),
+        "seconds of the whole, median": round(statistics.median(whole for whole, _, _ in turns), 3),
+        "load of the machine": round(os.getloadavg()[0], 1),
+    }
+
+
+def made_by_others(net: Net) -> nn.Module:
+    import segmentation_models_pytorch as smp
+    import timm
+
+    torch.manual_seed(0)
+    return net.make(timm, smp)
+
+
+def turn_of(mesh: Mesh, alone: Callable | None, *steps: Callable[[], object]) -> tuple[float, ...]:
+    """Seconds of a step of the whole on rank 0 alone, and then of each of `steps` on all ranks, until the last has ended."""
+    seconds = [seconds_of(alone, 1) if alone is not None else 0.0]
+    sleep_until_all_are_here(mesh)
+    for step in steps:
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+    return tuple(seconds)
 
 
 def dist_size() -> int:
@@ -257,7 +326,8 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def write(part: str, found: dict, options: argparse.Namespace) -> None:
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    conditions = {"norm": options.norm, "widths": options.widths, "side": options.side} if part != "overhead" else {}
+    conditions = {"side": options.side} if part != "overhead" else {}
+    conditions |= {"norm": options.norm, "widths": options.widths} if part == "speed" or part.startswith("memory") else {}
     conditions |= {"pairs": options.pairs, "threads per rank": 1, "device": "cpu", "processor": platform.machine()}
     conditions |= {
         "cores": os.cpu_count(),
@@ -272,20 +342,22 @@ def write(part: str, found: dict, options: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=["speed", "memory", "overhead"])
+    parser.add_argument("parts", nargs="+", choices=["speed", "nets", "memory", "overhead"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--square", action="store_true", help="2 x 2 tiles")
     parser.add_argument("--side", type=int, default=1024)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--norm", default="batch")
     parser.add_argument("--widths", type=lambda text: [int(n) for n in text.split(",")], default=[16, 32, 64, 128])
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS), metavar="NET", help=", ".join(NETS))
+    parser.add_argument("--net", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if "WORLD_SIZE" in os.environ:
         torch.set_num_threads(1)
         (part,) = options.parts
-        found = {"speed": speed, "memory": memory}[part](options)
+        found = {"speed": speed, "nets": nets, "memory": memory}[part](options)
         if os.environ["RANK"] == "0":
-            write(part if part == "speed" else f"{part}, {options.ranks} ranks", found, options)
+            write({"speed": part, "nets": f"nets, {options.net}"}.get(part, f"{part}, {options.ranks} ranks"), found, options)
             sys.stdout.flush()
         os._exit(0)
     for part in options.parts:
@@ -293,10 +365,11 @@ def main() -> int:
             write(part, overhead(options), options)
             continue
         os.environ["OMP_NUM_THREADS"] = "1"
-        rest = [word for word in sys.argv[1:] if word not in options.parts]
-        status = start(options.ranks, [part, *rest], program=[sys.executable, __file__])
-        if status:
-            return status
+        rest = [word for word in sys.argv[1:] if word not in (*options.parts, "--nets", *options.nets)]
+        for more in [["--net", name] for name in options.nets] if part == "nets" else [[]]:
+            status = start(options.ranks, [part, *more, *rest], program=[sys.executable, __file__])
+            if status:
+                return status
     return 0
 
 

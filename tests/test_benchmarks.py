@@ -27,3 +27,23 @@ def test_a_benchmark_runs_and_prints_its_ratios(name, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout[done.stdout.index("{") :])
     assert "ratio, median of pairs" in json.dumps(told)
+
+
+def test_the_planners_benchmark_finds_its_gates_kept(tmp_path):
+    command = [
+        sys.executable,
+        str(FOLDER / "planner.py"),
+        "memory",
+        "messages",
+        "flops",
+        "--nets",
+        "resnet",
+        "--plans",
+        "one;rows",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout[done.stdout.index("{") :])
+    assert told["gates that do not hold"] == told["messages that differ"] == told["FLOPs that differ"] == []
+    assert [row["rank"] for row in told["rows"]] == [0, 0, 1]

@@ -17,7 +17,21 @@ from widefield.cli import main, parse
 from widefield.config import parse_config
 from widefield.naming import load, names_in
 
-VERBS = ("init", "data", "inspect", "train", "evaluate", "predict", "export", "verify", "bench", "list", "report", "view")
+VERBS = (
+    "init",
+    "data",
+    "inspect",
+    "train",
+    "evaluate",
+    "predict",
+    "export",
+    "verify",
+    "plan",
+    "bench",
+    "list",
+    "report",
+    "view",
+)
 CASES = [
     pytest.param(name, words, expected, id=f"{name}: {' '.join(words)}")
     for name in names_in("widefield.cli")

@@ -41,6 +41,8 @@ from widefield.verification.forward import compare
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+MODELS = ("timm/resnet50", "unet")
+"""Planned by their names, for images of a size."""
 STARTERS = ("widefield", "python", "srun", "mpirun", "torchrun")
 
 
@@ -98,6 +100,8 @@ def test_every_command_is_one_that_the_command_takes(launcher, words, monkeypatc
     (options,) = taken
     recipe = getattr(options, "recipe", None)
     if str(recipe).endswith("/"):  # a folder of images
+        return
+    if getattr(options, "image", None) is not None and recipe in MODELS:
         return
     of_a_page = next((block.text for block in blocks("yaml") if block.text.startswith(f"# {recipe}\n")), None)
     if of_a_page is not None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from PIL import Image
@@ -26,6 +26,7 @@ from widefield.config.recipe import EVALUATED, refuse_unused
 from widefield.data.map_style import dataset_of
 from widefield.inference import evaluate_run, single_rank
 from widefield.launchers import world_from
+from widefield.naming import did_you_mean
 from widefield.plans import Plan, check, plan_of, ranks_asked_for
 from widefield.prediction.answers import Answer
 from widefield.prediction.labels import Probabilities
@@ -38,6 +39,9 @@ from widefield.training.given import Given, check_trainable, overrides_for
 from widefield.training.run_events import check_callbacks
 from widefield.training.run_folder import WEIGHTS, existing_folder, fresh_folder, load_weights, stored_dataset
 from widefield.training.trainer import Outcome
+
+if TYPE_CHECKING:
+    from widefield.planner.search.answer import PlanAnswer
 
 Config = str | Path | Mapping[str, Any] | RunConfig
 """A recipe: its path, the name of a packaged one (`digits`), a dict of the same nesting, or a RunConfig."""
@@ -183,16 +187,65 @@ def _filed(
     return found.answers
 
 
-def plan(config: Config, *overrides: str, ranks: int | None = None, trust: bool = False) -> Plan:
-    """The plan that a recipe asks for on `ranks` ranks, checked as for a run; `str(plan)` describes it.  Starts nothing.
+@overload
+def plan(config: Config, *overrides: str, ranks: int | None = None, trust: bool = False) -> Plan: ...
 
-    ranks: None: those of the mesh, or as many as this machine has GPUs where mesh.replicate is null.
-    ValueError, NotImplementedError: the plan cannot be carried out.
+
+@overload
+def plan(
+    config: Config, *overrides: str, cluster: str, trust: bool = False, model: nn.Module | None = None, **request: Any
+) -> PlanAnswer: ...
+
+
+def plan(
+    config: Config,
+    *overrides: str,
+    ranks: int | None = None,
+    cluster: str | None = None,
+    trust: bool = False,
+    model: nn.Module | None = None,
+    **request: Any,
+) -> Plan | PlanAnswer:
+    """The plan that a recipe asks for; with `cluster`, all plans that these machines have, as `widefield plan` gives them.
+
+    Without `cluster`: the plan on `ranks` ranks, checked as for a run; `str(plan)` describes it.  ranks: None: those of the
+    mesh, or as many as this machine has GPUs where mesh.replicate is null.
+
+    cluster: as `4x8xH100-80G` or `cpu:2`.  config: also the name of a model, where `image` is given.
+    model: a module in place of `model.name`.
+    request: further fields of widefield.planner.search.ask.PlanRequest: image=(C, *pixels), classes, batch, task, network,
+        largest=("image", "batch"), fewest, dollars_per_hour, seconds, scales.
+    Returns a PlanAnswer: `best`, `estimates`, `verdict`, `reasons`, `changes`, `scaling`, `answers`; `to_tree()` is --json's.
+    Starts nothing.
+    ValueError, NotImplementedError: the plan cannot be carried out; no such device; the model cannot be emulated.
     """
+    if cluster is not None:
+        return _planned(config, overrides, cluster, trust=trust, model=model, request=request)
+    if model is not None or request:
+        names = ", ".join([*(["model"] if model is not None else []), *request])
+        raise ValueError(f"{names}: for plans of machines; name them too, as wf.plan(..., cluster='8xH100')")
     read = _read(config, _keys(overrides, None, None, None), trust=trust)
     found = plan_of(read, ranks or ranks_asked_for(read) or torch.cuda.device_count() or 1)
     check(found, ranks=ranks or found.ranks, samples_per_step=read.data.batch_if_known)
     return found
+
+
+def _planned(
+    config: Config, overrides: Sequence[str], cluster: str, *, trust: bool, model: nn.Module | None, request: dict[str, Any]
+) -> PlanAnswer:
+    from widefield.planner.search.ask import PlanRequest, ask
+
+    known = {field.name for field in fields(PlanRequest)} - {"recipe", "cluster", "overrides", "trust", "given"}
+    for name in request:
+        if name not in known:
+            raise ValueError(
+                f"wf.plan takes no {name}{did_you_mean(name, known)} With cluster it takes: {', '.join(sorted(known))}"
+            )
+    if model is not None:
+        check_trainable(model)
+    keys = _keys(overrides, model, None, None)
+    recipe = config_of(config) if isinstance(config, Mapping) else config
+    return ask(PlanRequest(recipe, cluster, keys, trust=trust, given=_given(model, None, None, None), **request))
 
 
 def _read(config: Config, overrides: Sequence[str], *, run: str | Path | None = None, trust: bool = False) -> RunConfig:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from widefield import sharded_state
 from widefield.comm.failure import FailureWatch
@@ -30,6 +30,7 @@ from widefield.training.heartbeat import Heartbeat
 from widefield.training.interrupt import Interrupt
 from widefield.training.learning_rate_finder import find_learning_rate
 from widefield.training.loop import Learner, Passes
+from widefield.training.planned import read_planned
 from widefield.training.record import Record
 from widefield.training.resume import resume
 from widefield.training.run_folder import check_fresh, claim, stored_dataset, with_batch_of_run, write_config
@@ -47,6 +48,10 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     AgreedError, on every rank: config, data or checkpoints do not allow the run, or the loss is not finite; checkpoints stay.
     Any other error of one rank is a PeerFailedError on the others, within seconds.
     """
+    if config.mesh.auto:
+        from widefield.planner.search.starting import planned_together  # imported late, as most runs need no planner
+
+        config = planned_together(config, folder, world, given)
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_if_known)
     with ExitStack() as stack:
@@ -85,7 +90,10 @@ def _train(
         record = stack.enter_context(Record.open(folder, log=config.log, resumed_step=found and learner.step))
         changed = write_config(folder, config, mesh.plan)
         write_model_of(folder, parts)
-        _begin(record, parts, learner, reasons=[*why_batch, *parts.reasons, *reasons], last=last)
+        planned = read_planned(folder)
+        chosen = [] if planned is None else [f"mesh.auto: {text}" for text in planned.reasons]
+        prediction = {} if planned is None else planned.prediction
+        _begin(record, parts, learner, [*chosen, *why_batch, *parts.reasons, *reasons], prediction, last=last)
         for line in changed:
             record.warning(f"the config has changed since this run began: {line}")
         if found is not None:
@@ -198,7 +206,9 @@ def _check_sizes(parts: Parts) -> None:
         )
 
 
-def _begin(record: Record, parts: Parts, learner: Learner, *, reasons: list[str], last: int) -> None:
+def _begin(
+    record: Record, parts: Parts, learner: Learner, reasons: list[str], prediction: Mapping[str, Any], *, last: int
+) -> None:
     """Print what is about to run, with the reasons of chosen values, and write the record's start line."""
     mesh, steps, dataset = parts.mesh, learner.steps, parts.dataset
     whole = sharded_state.shapes(learner.model)
@@ -221,4 +231,5 @@ def _begin(record: Record, parts: Parts, learner: Learner, *, reasons: list[str]
         fallbacks=fallbacks(learner.model),
         objects=parts.given.described(dataset),
         memory_of="process" if mesh.device.type == "cpu" else "GPU",
+        prediction=prediction if prediction.get("plan") == str(mesh.plan) else {},
     )

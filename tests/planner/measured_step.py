@@ -7,6 +7,7 @@ optimizer's states are there.  Nothing here knows of the emulation that is compa
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -58,9 +59,9 @@ def measured(mesh: Mesh, case: TruthCase) -> MeasuredStep:
     step = MeasuredStep()
     with _unhurried(), allocations() as found:
         try:
-            learner, batches = _learner(mesh, case)
+            learner, batches = learner_and_batches(mesh, case)
         except (ValueError, NotImplementedError) as error:
-            step.refused = f"{type(error).__name__}: {error}"
+            step.refused = re.sub(r"^rank \d+: ", "", str(error))  # whose error it is comes first, where ranks agree on one
         else:
             step.losses = [learner.learn(batches, stop=False)[0] for _ in range(WARMUP)]
             for number in range(STEPS):
@@ -78,7 +79,8 @@ def measured(mesh: Mesh, case: TruthCase) -> MeasuredStep:
     return step
 
 
-def _learner(mesh: Mesh, case: TruthCase) -> tuple[Learner, list[Any]]:
+def learner_and_batches(mesh: Mesh, case: TruthCase) -> tuple[Learner, list[Any]]:
+    """As a run makes them: the learner, and this rank's batches of the first step."""
     parts: Parts = mesh.together(lambda: assemble(case.config, mesh, given=data_of(case)))
     learner, _ = mesh.together(lambda: learner_of(parts))
     passes = Passes(training_batches(parts, first=0, last=1), parts.config.gradient.accumulate)
@@ -178,7 +180,7 @@ def _gloo(recorder: torch.profiler.profile, first: int, last: int) -> dict[str, 
 
 def flops_of(mesh: Mesh, case: TruthCase) -> int:
     """Of a step of the plain model on one rank: forward and backward of its whole batch."""
-    learner, batches = _learner(mesh, case)
+    learner, batches = learner_and_batches(mesh, case)
     with FlopCounterMode(display=False) as counter:
         learner.learn(batches, stop=False)
     return counter.get_total_flops()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from widefield.planner.cost import step_time
 from widefield.planner.cost.op_time import OpTimes
 from widefield.planner.machines import cluster_of
-from widefield.planner.machines.calibrate import cnn_kernels, local_messages
+from widefield.planner.machines.calibrate import cnn_kernels, host_seconds, local_messages
 from widefield.planner.machines.calibration import (
     Calibration,
     Kernel,
@@ -20,7 +21,7 @@ from widefield.planner.machines.calibration import (
     read_calibration,
     write_calibration,
 )
-from widefield.planner.machines.catalogue import CPU_LINK, cpu_core, gpu_named
+from widefield.planner.machines.catalogue import CPU_LINK, DEVICES, cpu_core, gpu_named
 from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import measure_signatures
 
@@ -155,6 +156,20 @@ def test_the_file_holds_what_was_measured():
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_measurement_is_used_for_the_same_threads_and_the_same_gpu(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    one, two, gpu = (calibration(host_seconds=seconds) for seconds in (1.0, 2.0, 3.0))
+    gpu.device = replace(DEVICES["l4"], memory_bytes_per_second=1e11)
+    write_calibration(two, calibration_path("cpu", 2))
+    write_calibration(one, calibration_path("cpu", 1))
+    write_calibration(gpu, calibration_path("cuda", 0))
+    assert cluster_of("cpu:2").calibration == two and cluster_of("measured").calibration == two
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert cluster_of("cpu").calibration in (one, two)
+    assert cluster_of("8xL4").calibration == gpu and cluster_of("8xL4").device.memory_bytes_per_second == 1e11
+    assert cluster_of("8xA100").calibration is None
+
+
 def test_no_file_is_no_measurement_and_a_damaged_one_is_refused():
     assert read_calibration() is None
     path = calibration_path("cpu", 1)
@@ -178,6 +193,18 @@ def test_no_file_is_no_measurement_and_a_damaged_one_is_refused():
 )
 def test_a_gpu_is_known_by_its_drivers_name(name, row):
     assert gpu_named(name).name == row
+
+
+def test_the_hosts_share_of_operations_and_messages_counts_on_a_cpu():
+    own = calibration(host_seconds=1.0, message_host_seconds=10.0, messages=[SentMessage("all_reduce", 2, 8, 100.0)])
+    events = [op(size=8), *waited(message("all_reduce", 8, (0, 1), 1)), op(size=8)]
+    step = step_time([record(events, ranks=2)], cluster_of("cpu:2", calibration=own))
+    assert step.seconds == pytest.approx(1 + 10 + 100 + 1, rel=1e-6)
+    assert step.parts["communication"] == pytest.approx(100, rel=1e-6)
+
+
+def test_what_is_measured_of_the_host_is_in_microseconds():
+    assert 1e-6 <= host_seconds(CPU) < 1e-3
 
 
 def test_messages_of_local_ranks_take_time():

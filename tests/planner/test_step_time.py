@@ -68,6 +68,21 @@ def test_messages_of_a_group_queue():
     assert step.seconds == pytest.approx(4 * within("all_reduce", 10**8, 2, cluster.inside), rel=1e-2)
 
 
+def test_small_messages_pass_large_ones():
+    """BatchNorm's statistics have a process group of their own, so they do not wait for buckets of gradients."""
+    cluster = cluster_of("2xA100")
+    large, small = message("all_reduce", 10**9, (0, 1), 1), message("all_reduce", 1000, (0, 1), 2)
+    step = step_time([record([large, small, WaitEvent(2)], ranks=2)], cluster)
+    assert step.seconds < within("all_reduce", 10**9, 2, cluster.inside) / 10
+
+
+def test_a_mark_on_one_rank_alone_does_not_part_a_message():
+    """What is on the host here may be on the device there."""
+    mine, other = (waited(message("broadcast", 8, (0, 1), 1, control=control)) for control in (True, False))
+    step = step_time([record(mine, ranks=2), record(other, rank=1, ranks=2)], cluster_of("2xA100"))
+    assert step.seconds < 1e-3
+
+
 def pipeline(stages: int, batches: int) -> list[StepRecord]:
     """GPipe: every stage runs all forwards, then all backwards, which take twice as long; messages are tiny."""
 

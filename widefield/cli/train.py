@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from widefield.cli._arguments import add_trust, given_text
 from widefield.cli._ranks import world_of
 from widefield.cli.init import recipe_of
-from widefield.config import json_schema, read_config
+from widefield.config import RunConfig, json_schema, read_config
 from widefield.launchers import is_launched
 from widefield.section import to_yaml
 from widefield.training.terminal import say
@@ -35,6 +35,9 @@ already, it is used as it is:
 
 The same command with the same --run goes on where the run stopped: after Ctrl-C, SIGTERM, a crash or
 a kill.  Ctrl-C saves after the step it is in; a second one ends at once.
+
+mesh.auto=true lets the planner choose the plan for this machine (see widefield plan --help); the choice,
+its reasons and what it should take are printed and kept in the run folder.
 
 Ranks: one per GPU is started here, or as many as mesh.replicate asks.  Under torchrun, srun, mpirun or
 Kubeflow the same command sees its place in the environment and starts nothing:
@@ -80,6 +83,8 @@ def run(options: Namespace) -> int:
     if not is_launched(os.environ):
         text = f"{config.model.name} on {config.data.name}, for {config.schedule.length}: loading torch, the data and the model"
         say(text)
+    if config.mesh.auto and not is_launched(os.environ):
+        config = _planned(config, options)
     world, started = world_of(config, options, lambda: _as_a_rank(options))
     if world is None:
         return started
@@ -115,6 +120,20 @@ def _recipe_for(folder: str) -> Path:
     print(write_recipe(folder, path), end="")
     print(f"written to {path}", flush=True)
     return path
+
+
+def _planned(config: RunConfig, options: Namespace) -> RunConfig:
+    """The config with a plan for this machine in place of mesh.auto; ranks get it as overrides, and the same run folder.
+
+    ValueError, NotImplementedError: nothing fits, or the model cannot be planned.
+    """
+    from widefield.planner.search.automatic import planned_run
+    from widefield.planner.search.starting import local_ranks_to_plan
+
+    options.run = options.run or str(_fresh())
+    found = planned_run(config, Path(options.run), ranks=local_ranks_to_plan(), say=say)
+    options.overrides = [*options.overrides, "mesh.auto=false", *found.overrides]
+    return found.applied(config)
 
 
 def _as_a_rank(options: Namespace) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,22 @@ class Move:
         """Whether this rank neither sends nor receives."""
         return not self.route.sends and not self.route.receives
 
+    @cached_property
+    def sends(self) -> list[tuple[int, tuple[slice, ...]]]:
+        """Each peer that gets pixels, and the index that takes them from this rank's tile."""
+        return [(peer, within(self.owned, box)) for peer, box in self.route.sends]
+
+    @cached_property
+    def receives(self) -> list[tuple[int, int]]:
+        """Each peer that pixels come from, and how many."""
+        return [(peer, _pixels(box)) for peer, box in self.route.receives]
+
+    @cached_property
+    def share_received(self) -> float:
+        """The fraction of the wanted box that comes from other ranks."""
+        whole = _pixels(self.wanted)
+        return sum(pixels for _, pixels in self.receives) / whole if whole else 0.0
+
 
 def move_of(index: int, owned: Sequence[Box], wanted: Sequence[Box], sources: Sequence[Sequence[int]] | None = None) -> Move:
     """The exchange, as rank `index` of the grid sees it, in which rank r owns `owned[r]` and gets `wanted[r]`; see `route`."""
@@ -117,12 +134,11 @@ def start(moves: Sequence[Move], tiles: Sequence[Tensor], group_name: str) -> Pe
     sizes: dict[int, int] = {}
     packed = len(moves) > 1
     for move, tile in zip(moves, tiles, strict=True):
-        for peer, box in move.route.sends:
-            piece = tile.detach()[within(move.owned, box)].reshape(-1)
+        for peer, index in move.sends:
+            piece = tile.detach()[index].reshape(-1)
             sends.setdefault(peer, []).append(_as_bytes(piece) if packed else piece)
-        for peer, box in move.route.receives:
-            count = torch.Size(size_of(box)).numel() * (tile.element_size() if packed else 1)
-            sizes[peer] = sizes.get(peer, 0) + count
+        for peer, pixels in move.receives:
+            sizes[peer] = sizes.get(peer, 0) + pixels * (tile.element_size() if packed else 1)
     messages = {peer: pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces) for peer, pieces in sends.items()}
     shapes = [list(move.route.receives) for move in moves]
     dtype = torch.uint8 if packed else tiles[0].dtype
@@ -151,9 +167,7 @@ def _count(moves: Sequence[Move], messages: dict[int, Tensor]) -> None:
     TRAFFIC.pixel_messages += len(messages)
     TRAFFIC.pixel_bytes += sum(message.numel() * message.element_size() for message in messages.values())
     for move in moves:
-        whole = torch.Size(size_of(move.wanted)).numel()
-        got = sum(torch.Size(size_of(box)).numel() for _, box in move.route.receives)
-        TRAFFIC.largest_share = max(TRAFFIC.largest_share, got / whole if whole else 0.0)
+        TRAFFIC.largest_share = max(TRAFFIC.largest_share, move.share_received)
 
 
 def _send(messages: dict[int, Tensor], buffers: dict[int, Tensor], group_name: str) -> list[dist.Work]:

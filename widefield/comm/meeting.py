@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -35,3 +37,24 @@ def store_of_meeting(*, place: str, rank: int, size: int, timeout: datetime.time
         _stores[place], _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         _stores[place].set_timeout(timeout)
     return dist.PrefixStore(f"widefield/meeting/{next(_meetings)}", _stores[place])
+
+
+def said_by_first_rank(make: Callable[[], str], *, place: str, rank: int, size: int, seconds: float) -> str:
+    """The text that rank 0 makes, on every rank, before any group of ranks exists.  Every rank calls it.
+
+    make: called on rank 0 alone; it raises nothing.  seconds: until the text must be there.
+    ValueError: the other ranks, or the text, do not come in time.
+    """
+    os.environ.setdefault("RANK", str(rank))
+    os.environ.setdefault("WORLD_SIZE", str(size))
+    os.environ.update(zip(("MASTER_ADDR", "MASTER_PORT"), place.rsplit(":", 1), strict=True))
+    try:
+        store = store_of_meeting(place=place, rank=rank, size=size, timeout=datetime.timedelta(seconds=seconds))
+        if rank == 0:
+            store.set("text", make())
+        return store.get("text").decode()
+    except dist.DistError as error:
+        raise ValueError(
+            f"rank {rank} of {size} did not hear from rank 0 at {place} within {seconds:.0f} s ({error}); see that all ranks "
+            "were started and that the port is open between their machines"
+        ) from None

@@ -165,6 +165,9 @@ at different times, and two objects would send them different ways."""
 
 def layout_of(shape: tuple[int, ...], cuts: Cuts, grid: Grid) -> Layout:
     """The Layout of a shape with these cuts; a cut into one tile becomes None.  AssertionError: cuts that do not fit."""
+    found = _LAYOUTS.get((shape, cuts, grid))
+    if found is not None:
+        return found
     cuts = tuple(None if cut is None or len(cut.bounds) == 2 else cut for cut in cuts)
     key = (shape, cuts, grid)
     found = _LAYOUTS.get(key)

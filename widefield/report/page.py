@@ -27,6 +27,7 @@ from widefield.report import bytes_read, mistakes, plots, run_whole, samples, st
 from widefield.report.class_scores import class_scores
 from widefield.report.evaluations import best_of, metric_name, metric_text, table_of_evaluations
 from widefield.report.filling import from_files, render
+from widefield.report.predicted import predicted
 from widefield.training.disk import replace_text
 from widefield.training.record import Line, read
 from widefield.training.run_folder import check_own
@@ -101,6 +102,7 @@ def _page(run: _RunPage) -> str:
         evaluations=table_of_evaluations(run.of("evaluation")),
         plan=_plan(run.start),
         stages=stages.stages(run.start),
+        predicted=predicted(run.start, run.usual_steps),
         reasons=run.start.get("reasons", []),
         fallbacks=run_whole.tables(run.start),
         machine=_machine(run.start),
@@ -238,9 +240,8 @@ def _card(value: str, label: str, detail: str) -> dict[str, str]:
 def _metric_card(run: _RunPage) -> dict[str, str]:
     if run.evaluation is None or not run.evaluation["metrics"]:
         return _card("–", "no evaluation yet", "one is due after evaluate.every")
-    evaluation = run.evaluation
+    evaluation, matrix = run.evaluation, run.evaluation.get("confusion") or []
     name, value = next(iter(evaluation["metrics"].items()))
-    matrix = evaluation.get("confusion") or []
     unit = " pixels" if evaluation.get("unit") == "pixels" else ""
     right = f"{sum(row[i] for i, row in enumerate(matrix)):,} of {sum(map(sum, matrix)):,}{unit} right; " if matrix else ""
     seen = f"{evaluation['images']:,}/{evaluation['of']:,} images"
@@ -353,12 +354,11 @@ def _machine(start: Line) -> list[tuple[str, str]]:
     if not start:
         return []
     machine = start["machine"]
-    memory = memory_text(machine["memory_bytes"])
     gpus = [f"{count} × {name}" for name, count in Counter(machine["gpus"]).items()]
     return [
         ("host", machine["host"]),
         ("processor", f"{machine['cpu']}, {count_of(machine['cores'], 'core')}"),
-        ("memory", memory),
+        ("memory", memory_text(machine["memory_bytes"])),
         ("GPUs", ", ".join(gpus) or "none"),
         ("parameters", f"{start['parameters']:,}"),
         ("samples per epoch", f"{start['samples_per_epoch']:,}"),

@@ -16,6 +16,7 @@ from widefield.private_torch.dispatcher import (
     OpOverload,
     disable_current_modes,
     dispatch_has_kernel_for_dispatch_key,
+    op_of,
     schema_of,
 )
 from widefield.private_torch.pytree import tree_map
@@ -36,8 +37,8 @@ from widefield.tiled.overrides import install_overrides
 from widefield.tiled.partial_gradient import INTO_LEAF, into_leaf, is_for_leaf
 from widefield.tiled.pointwise import is_pointwise
 from widefield.tiled.redistribute import local_of, move_cuts, redistribute, to_layout, whole_of
-from widefield.tiled.replicated_ops import is_in_place, on_every_rank, on_uncut, tensors_in
-from widefield.tiled.schemas import new_of, outs_of, written_by
+from widefield.tiled.replicated_ops import broadcast_shape, is_in_place, on_every_rank, on_uncut, tensors_in
+from widefield.tiled.schemas import NUMBERS, new_of, outs_of, written_by
 from widefield.tiled.tensor import TiledTensor, wrap
 from widefield.tiled.view_writeback import counted, version_of
 
@@ -66,7 +67,7 @@ def handler_of(func: Any) -> Callable:
     if written_by(func):
         found = partial(counted, found)
     if _gives_new(func):
-        found = partial(ordered, found)
+        found = ordered(func, found)
     return partial(_unless_for_leaf, found) if func in INTO_LEAF else found
 
 
@@ -134,8 +135,8 @@ def alias(func: Any, args: tuple, kwargs: dict) -> Any:
 def _mixed(func: Any, args: tuple, kwargs: dict) -> Any:
     """A pointwise operation on operands of several layouts, or plain ones among them."""
     flat = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    shape = torch.broadcast_shapes(*(a.shape for a in flat))
-    layout = _common_layout([a for a in flat if type(a) is TiledTensor], tuple(shape))
+    shape = broadcast_shape(*[a.shape for a in flat])
+    layout = _common_layout([a for a in flat if type(a) is TiledTensor], shape)
     if not layout.is_cut and not any_cut(flat):  # a cut dim of one pixel that broadcasts is gathered
         return on_uncut(func, args, kwargs)
     call = partial(_operand, layout=layout)
@@ -170,6 +171,8 @@ def _common_layout(tensors: Sequence[TiledTensor], shape: tuple[int, ...]) -> La
 
 def _backward(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
     """A backward operation; where only the gradient is tiled, the forward was plain, and it runs on the gathered gradient."""
+    if type(args[0]) is type(args[1]) is TiledTensor:
+        return run(func, args, kwargs)
     gradient, *others = tensors_in(args, kwargs)
     if others and type(gradient) is TiledTensor and not any(type(other) is TiledTensor for other in others):
         return func(whole_of(gradient), *args[1:], **kwargs)
@@ -180,7 +183,7 @@ def by_rule(function: Callable[..., Description], func: Any, args: tuple, kwargs
     """Run `func` by the rule `function`.  What executes the rule's description is cached by the arguments' metadata."""
     tensors: list[Tensor] = []
     is_cut = False
-    key: list = [func]
+    key: list = [op_of(func)]  # which has a hash in C; that of `func` is a function in Python
     for arg in args if not kwargs else (*args, *kwargs.items()):
         kind = type(arg)
         if kind is TiledTensor:
@@ -191,8 +194,8 @@ def by_rule(function: Callable[..., Description], func: Any, args: tuple, kwargs
             key.append(arg.dtype)
             is_cut = is_cut or arg.tile_layout.is_cut
         elif kind is list:
-            key.append(_key_of_list(arg, tensors))
-        elif isinstance(arg, Tensor):
+            key.append(tuple(arg) if arg and type(arg[0]) in NUMBERS else _key_of_list(arg, tensors))
+        elif kind not in NUMBERS and isinstance(arg, Tensor):
             tensors.append(arg)
             key.append(arg.shape)
             key.append(arg.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from widefield.private_torch.pytree import tree_leaves, tree_map
 from widefield.rules import COMPOSED
 from widefield.tiled.pointwise import is_pointwise
 from widefield.tiled.redistribute import is_dense
+from widefield.tiled.schemas import NUMBERS
 from widefield.tiled.tensor import TiledTensor, same_order, wrap_view
 
 aten = torch.ops.aten
@@ -43,12 +45,20 @@ _ROW_MAJOR = {
 """Operations whose result is always row-major."""
 
 
-def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The results of run(func, args, kwargs), all new tensors, with their dims in the order of the single device's."""
-    out = run(func, args, kwargs)
+def ordered(func: Any, run: Callable) -> Callable:
+    """`run`, which runs `func` as run(func, args, kwargs), with all its results' dims in the order of the single device's.
+
+    The results must be new tensors.
+    """
     if func in _MADE_OF_OTHERS:
-        return out
-    is_unsure = _is_unsure(args, of_tiles=is_pointwise(func) and func not in COMPOSED)
+        return run
+    of_tiles = is_pointwise(func) and func not in COMPOSED
+    return partial(_ordered, run, of_tiles)
+
+
+def _ordered(run: Callable, of_tiles: bool, func: Any, args: tuple, kwargs: dict) -> Any:
+    out = run(func, args, kwargs)
+    is_unsure = _is_unsure(args, of_tiles)
     if type(out) is TiledTensor:
         return _in_order(out, _strides(func, args, kwargs), 0) if is_unsure or out.tile_layout.is_thin else out
     if type(out) is tuple and (is_unsure or any(type(each) is TiledTensor and each.tile_layout.is_thin for each in out)):
@@ -57,7 +67,7 @@ def ordered(run: Callable, func: Any, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-def _is_unsure(args: Sequence[Any], *, of_tiles: bool) -> bool:
+def _is_unsure(args: Sequence[Any], of_tiles: bool) -> bool:
     """Whether the results may have another order of dims in memory than the single device's.
 
     Tiles of one pixel on a dim may give another order on each rank.  For inputs that are not row-major, some of torch's
@@ -65,14 +75,16 @@ def _is_unsure(args: Sequence[Any], *, of_tiles: bool) -> bool:
     of_tiles: the operation itself runs on the tiles, as torch's pointwise operations do.
     """
     for arg in args:
-        if type(arg) is TiledTensor:
+        kind = type(arg)
+        if kind is TiledTensor:
             if arg.tile_layout.is_thin or not (of_tiles or arg.is_contiguous()):
+                return True
+        elif kind is list:
+            if arg and type(arg[0]) not in NUMBERS and _is_unsure(arg, of_tiles):
                 return True
         elif isinstance(arg, Tensor):
             if not (of_tiles or arg.is_contiguous()):
                 return True
-        elif type(arg) is list and _is_unsure(arg, of_tiles=of_tiles):
-            return True
     return False
 
 

@@ -27,12 +27,12 @@ from widefield.comm import halo
 from widefield.geometry.layout import Grid
 from widefield.private_torch.autograd import current_autograd_node, current_graph_task_id, engine_run_backward_code
 from widefield.private_torch.dispatcher import schema_of
-from widefield.private_torch.pytree import tree_flatten, tree_map
+from widefield.private_torch.pytree import tree_map
 from widefield.private_torch.tensors import disabled_torch_function_impl, make_wrapper_subclass
 from widefield.rooms import is_of_engine
 from widefield.tiled.in_place import each
 from widefield.tiled.redistribute import space_group, whole_of
-from widefield.tiled.replicated_ops import has_internal_overlap, is_in_place
+from widefield.tiled.replicated_ops import has_internal_overlap, is_in_place, mapped, tensors_in
 from widefield.tiled.schemas import targets_of
 from widefield.tiled.tensor import OTHER_KINDS, TiledTensor, wrap_uncut
 from widefield.tiled.view_writeback import version_of
@@ -184,8 +184,8 @@ def into_leaf(func: Any, args: tuple, kwargs: dict) -> Any:
         if type(target) is PartialGradient:
             target.writes[0] += 1
     grids = [value.grid for value in args if type(value) is PartialGradient]
-    args, kwargs = tree_map(lambda value: take(value) if isinstance(value, Tensor) else value, (args, kwargs))
-    out = func(*args, **kwargs)
+    given, named = mapped(lambda value: take(value) if isinstance(value, Tensor) else value, args, kwargs)
+    out = func(*given, **named)
     return partial_of(out, grids[0]) if is_managed and grids and func is aten.detach.default else out
 
 
@@ -205,17 +205,19 @@ def run_partial(func: Any, args: tuple, kwargs: dict) -> Any:
     if schema_of(func).name.startswith("aten::_foreach_"):
         return each(func, args, kwargs)
     check = _affine_if(func)
-    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    tensors = tensors_in(args, kwargs)
     is_affine = check is not None and check(args, kwargs) and all(map(_is_replicated, tensors))
     if any(type(target) is PartialGradient for target in targets_of(func, args, kwargs)):
         return _in_place(func, args, kwargs, is_affine=is_affine and is_in_place(func))
     grid = next(tensor.grid for tensor in tensors if type(tensor) is PartialGradient)
     if is_affine:
-        out = func(*tree_map(_local, args), **tree_map(_local, kwargs))
+        parts, named = mapped(_local, args, kwargs)
+        out = func(*parts, **named)
         return tree_map(lambda leaf: _made(leaf, grid, args[0] if func.is_view else None), out)
     if func in _SUMS and _have_one_shape(tensors):
-        return partial_of(func(*tree_map(_part, args), **kwargs), grid)
-    return func(*tree_map(full_value, args), **tree_map(full_value, kwargs))
+        return partial_of(func(*map(_part, args), **kwargs), grid)
+    values, named = mapped(full_value, args, kwargs)
+    return func(*values, **named)
 
 
 def _affine_if(func: Any) -> Callable[[tuple, dict], bool] | None:
@@ -243,7 +245,7 @@ def _made(leaf: Any, grid: Grid, source: Any) -> Any:
 def _in_place(func: Any, args: tuple, kwargs: dict, *, is_affine: bool) -> Any:
     """An in-place operation: on the parts if it is affine in them; else on the values, which then become every rank's part."""
     targets = [target for target in targets_of(func, args, kwargs) if type(target) is PartialGradient]
-    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    tensors = tensors_in(args, kwargs)
     for target in targets:
         if has_internal_overlap(target.part):
             target.part, target.writes, target.cached = target.part.contiguous(), [0], None
@@ -287,7 +289,7 @@ def _is_replicated(tensor: Tensor) -> bool:
 
 
 def _count(values: Any) -> int:
-    return sum(type(leaf) is PartialGradient for leaf in tree_flatten(values)[0])
+    return sum(type(tensor) is PartialGradient for tensor in tensors_in(values))
 
 
 def _is_backward(func: Any) -> bool:

@@ -10,6 +10,9 @@ import torch
 
 from widefield.private_torch.dispatcher import schema_of
 
+NUMBERS = (int, float, bool)
+"""A list that begins with one of these holds no tensors: an operation's lists are of one kind."""
+
 
 @cache
 def written_by(func: Any) -> tuple[int | str, ...]:

@@ -17,11 +17,10 @@ from widefield.private_torch.tensors import make_wrapper_subclass
 from widefield.rules import COMPOSED, PLAIN_OUTPUTS
 from widefield.tiled.dispatch import alias, load_rules
 from widefield.tiled.replicated_ops import on_every_rank
-from widefield.tiled.schemas import outs_of, written_by
+from widefield.tiled.schemas import NUMBERS, outs_of, written_by
 from widefield.tiled.tensor import TiledTensor, swap, wrap_view
 from widefield.tiled.view_writeback import count_write, counted
 
-_NUMBERS = (int, float, bool)
 _aten = torch.ops.aten
 _DETACH, _ALIAS = _aten.detach.default, _aten.alias.default
 _CONJUGATE, _NEGATIVE = _aten._conj.default, _aten._neg_view.default
@@ -87,7 +86,7 @@ def _written(names: Sequence[str], kwargs: dict) -> Any:
 
 
 def _plain_list(values: list) -> list:
-    if not values or type(values[0]) in _NUMBERS:
+    if not values or type(values[0]) in NUMBERS:
         return values
     return [value.local if type(value) is TiledTensor else value for value in values]
 

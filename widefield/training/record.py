@@ -5,6 +5,7 @@ One JSON object per line, each with `kind` and `time` (unix seconds):
     start       versions, machine, ranks, plan (YAML text), reasons, resumed_from, steps, samples_per_epoch, parameters,
                 fallbacks (operations that do not run as the plan asks: kind, module, operation, bytes, why, count);
                 memory_of (process or GPU: what memory_bytes counts on rank 0);
+                prediction, where the plan was chosen or predicted: memory of rank 0 and time of a step, with their parts;
                 objects, where a Python program passed any: `model`, `data`, `task` with class, sizes and text
     step        step, epoch (epochs done), loss, lr, samples (over all ranks), seconds, data_seconds, memory_bytes (peak)
     evaluation  step, epoch, images, of, duplicates, skipped, loss, metrics, seconds, best (whether it was the best so far)
@@ -145,17 +146,19 @@ class Record:
         fallbacks: Sequence[Fallback] = (),
         objects: Mapping[str, Any] | None = None,
         memory_of: Literal["process", "GPU"] = "process",
+        prediction: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the line `start`, before the first step.  steps: optimizer steps of the whole run.
 
         memory_of: what the figures of memory count: the resident pages of rank 0's process, or what torch allocated on its GPU.
+        prediction: what the planner said of this plan, see planned.py.
         """
         self._steps, self._memory_of = steps, memory_of
         line = self._write(
             "start", versions=versions(), machine=machine(), ranks=ranks, plan=plan, reasons=list(reasons),
             resumed_from=self._resumed_step, steps=steps, samples_per_epoch=samples_per_epoch, parameters=parameters,
             fallbacks=[asdict(one) for one in by_size(fallbacks)], memory_of=memory_of,
-            **({"objects": objects} if objects else {}),
+            **({"objects": objects} if objects else {}), **({"prediction": dict(prediction)} if prediction else {}),
         )  # fmt: skip
         self._log_to_scalars(lambda log: log.describe(line))
         self._terminal.begin(self._resumed_step or 0, steps)

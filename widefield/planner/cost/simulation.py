@@ -2,9 +2,9 @@
 
 A rank has a host, which starts operations in their order, and a device.  On a GPU the host runs ahead: an operation starts when
 it is launched and its predecessor is done, t = max(launch, kernel), and messages run beside it.  On a CPU the host computes
-itself. A message starts when all of its ranks have reached it and the group's previous message is done; a WaitEvent holds its
-rank until it has arrived.  Messages of a CPU use the cores that compute: what overlaps slows the rank by CPU_SHARE of its
-seconds.
+itself. A message starts when all of its ranks have reached it and the previous large one among these ranks is done; a WaitEvent
+holds its rank until it has arrived.  Messages of a CPU use the cores that compute: what overlaps slows the rank by CPU_SHARE of
+its seconds.
 
 Ranks without a record of their own count as punctual: they reach a message when those with a record do.  So one record stands
 for all replicas, and one for each stage makes a pipeline, whose bubble comes out of the waiting.
@@ -22,6 +22,9 @@ from widefield.planner.step_record import MessageEvent, OpEvent, StepRecord, Wai
 Kind = Literal["compute", "message", "wait", "data"]
 CPU_SHARE = 0.5
 """Of a message between CPU ranks, the part in which its thread computes (copies, sums, the kernel's network stack)."""
+
+SMALL_BYTES = 64 * 2**10
+"""Messages up to it do not wait for larger ones among the same ranks: those of statistics have a process group of their own."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Simulation:
     """Runs records to their ends.
 
     op_seconds, message_seconds: of an event; of a message on a rank.  launch_seconds: of the host, for each operation.
+    message_host_seconds: of a CPU's host, for each message, to make and unpack it.
     on_cpu: the host computes.  spans: whether each rank's timeline is kept.
     """
 
@@ -89,12 +93,14 @@ class Simulation:
         message_seconds: Callable[[MessageEvent, int], float],
         *,
         launch_seconds: float,
+        message_host_seconds: float = 0.0,
         on_cpu: bool,
         spans: bool = True,
     ) -> None:
         self.clocks = {record.rank: RankClock(record) for record in records}
         self.op_seconds, self.message_seconds = op_seconds, message_seconds
-        self.launch_seconds, self.on_cpu, self.keeps_spans = launch_seconds, on_cpu, spans
+        self.launch_seconds, self.message_host_seconds = launch_seconds, message_host_seconds
+        self.on_cpu, self.keeps_spans = on_cpu, spans
         self.meetings: dict[tuple, Meeting] = {}
         self.queue_free: dict[tuple, float] = defaultdict(float)
         self.members: dict[tuple[int, ...], int] = {}
@@ -146,6 +152,11 @@ class Simulation:
         self._span(clock, "compute", event.name, event.phase, event.module, start, seconds)
 
     def _send(self, clock: RankClock, event: MessageEvent) -> None:
+        if self.on_cpu and not event.control:
+            self._span(clock, "compute", event.kind, event.phase, event.module, clock.host, self.message_host_seconds)
+            clock.host += self.message_host_seconds
+            clock.device = clock.host
+            clock.busy[event.phase] += self.message_host_seconds
         key, expected = self._key(clock, event)
         meeting = self.meetings.setdefault(key, Meeting(expected))
         meeting.arrived[clock.record.rank] = clock.now
@@ -153,8 +164,10 @@ class Simulation:
         clock.host += 0.0 if self.on_cpu else self.launch_seconds
         if len(meeting.arrived) == meeting.expected:
             queue = key[0]
-            meeting.start = max(*meeting.arrived.values(), self.queue_free[queue])
-            meeting.end = self.queue_free[queue] = meeting.start + self.message_seconds(event, clock.record.rank)
+            queued = self.queue_free[queue] if event.bytes > SMALL_BYTES else 0.0
+            meeting.start = max(*meeting.arrived.values(), queued)
+            meeting.end = meeting.start + self.message_seconds(event, clock.record.rank)
+            self.queue_free[queue] = max(self.queue_free[queue], meeting.end)
             for rank in meeting.arrived:
                 other = self.clocks[rank]
                 seconds = meeting.end - meeting.start
@@ -164,7 +177,7 @@ class Simulation:
         """(((queue), how many before it), ranks with a record that take part)."""
         rank = clock.record.rank
         if event.peer is None:
-            queue: tuple = ("all", event.ranks, event.control)
+            queue: tuple = ("all", event.ranks)
             if event.ranks not in self.members:
                 self.members[event.ranks] = sum(one in self.clocks for one in event.ranks)
             expected = self.members[event.ranks]

@@ -128,7 +128,15 @@ def _in_blocks(image: Tensor) -> int:
     return _bytes_of(image) // max(1, image.shape[1]) * (-(-image.shape[1] // 16) * 16)
 
 
+def _products(args: Sequence[Any], threads: int) -> int | None:
+    """Nothing, for matrices whose rows or columns lie one after the other, as BLAS takes them.  None: of other ones."""
+    matrices = [tensor for tensor in args if isinstance(tensor, Tensor) and tensor.ndim > 1]
+    return 0 if all(1 in tensor.stride()[-2:] and tensor.dtype == torch.float32 for tensor in matrices) else None
+
+
 _FORMULAS: dict[str, Callable[[Sequence[Any], int], int | None]] = {
+    "addmm": _products,
+    "mm": _products,
     "native_batch_norm": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
     "native_layer_norm": _layer_norm,

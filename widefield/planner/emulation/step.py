@@ -33,9 +33,7 @@ WARM_STEPS = 1
 """Steps before the recorded one: the first makes the optimizer's states, buckets and captures."""
 
 
-def emulated_step(
-    config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, kernels: bool = True
-) -> StepRecord:
+def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given = NOTHING, kernels: bool = True) -> StepRecord:
     """What rank `rank` of `ranks` does in a training step of a config, once the optimizer's states exist.
 
     given: objects in place of the config's, see `stand_in_data`.  torch's, NumPy's and Python's generators stay as they are.

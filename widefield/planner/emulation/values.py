@@ -2,12 +2,14 @@
 
 A step asks for numbers here and there: how many ranks have a gradient, at which layer the others are, the optimizer's count of
 steps.  These come from small tensors made without pixels or weights, so small tensors that no large one has touched are real.
-Where a fake tensor is asked for a truth value, it is true: the step asks whether ranks, or runs of one operation, agree.
+Where this package asks a fake tensor for a truth value, it is true: it asks whether ranks, or runs of one operation, agree.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+import types
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +28,7 @@ from widefield.private_torch.fake_tensors import (
     FakeTensor,
 )
 from widefield.private_torch.modules import buffers_of, parameters_of
-from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_unflatten
+from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from widefield.private_torch.tensors import cdata
 from widefield.tiled.redistribute import is_dense
 from widefield.tiled.replicated_ops import is_in_place
@@ -40,6 +42,17 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
 class CannotEmulate(NotImplementedError):
     """The step depends on numbers that only data or weights have."""
+
+
+def _asks_of_ranks() -> bool:
+    """Whether the code that asks for a truth value is of this package, and not of a user's or a library's model."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(("torch.", __name__)):
+            return name.startswith("widefield.")
+        frame = frame.f_back
+    return False
 
 
 def _is_small(args: tuple, tensors: list[Tensor]) -> bool:
@@ -69,39 +82,65 @@ def _writes_to_real_ones_alone(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 @dataclass(frozen=True)
-class Result:
-    """The description of new tensors that an operation returns.  tensors: shape, strides and dtype; None for no tensor."""
+class Made:
+    """The description of a tensor that an operation returns.
 
-    tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
+    of: the place, among the operation's tensors, of the one whose memory it shows; None of a new one.
+    offset: of its first number behind that tensor's first.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    of: int | None
+    offset: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """The description of what an operation returns; None for no tensor.  spec: of the tree that they are leaves of."""
+
+    tensors: tuple[Made | None, ...]
     spec: Any
 
     @classmethod
-    def of(cls, out: Any, args: tuple, kwargs: dict) -> Result | None:
-        """None where a tensor is not new, or has another memory than its strides tell."""
+    def of(cls, out: Any, given: list[Tensor]) -> Result | None:
+        """None where a new tensor has another memory than its strides tell.  given: the operation's tensors."""
         leaves, spec = tree_flatten(out)
-        given = {cdata(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        made: list[Any] = []
+        places = {cdata(tensor.untyped_storage()): place for place, tensor in reversed([*enumerate(given)])}
+        made: list[Made | None] = []
         for leaf in leaves:
             if leaf is None:
                 made.append(None)
                 continue
-            if type(leaf) is not FakeTensor or not is_dense(leaf) or leaf.storage_offset():
+            if type(leaf) is not FakeTensor:
                 return None
             key = cdata(leaf.untyped_storage())
-            if key in given:
+            source = places.get(key)
+            if source is None and (not is_dense(leaf) or leaf.storage_offset()):
                 return None
-            given.add(key)
-            made.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
+            if source is not None and type(given[source]) is not FakeTensor:
+                return None
+            offset = 0 if source is None else leaf.storage_offset() - given[source].storage_offset()
+            made.append(Made(tuple(leaf.shape), leaf.stride(), leaf.dtype, source, offset))
+            places.setdefault(key, -1)  # two results in one memory: not described
+            if source == -1:
+                return None
         return cls(tuple(made), spec)
 
-    def again(self, fakes: EmulatedFakeMode) -> Any:
+    def again(self, fakes: EmulatedFakeMode, given: list[Tensor]) -> Any:
         """New tensors like those."""
         with disable_current_modes():
-            made = [
-                one and FakeTensor(fakes, torch.empty_strided(one[0], one[1], dtype=one[2], device="meta"), _CPU)
-                for one in self.tensors
-            ]
-        return tree_unflatten(made, self.spec)
+            return tree_unflatten([one and _made_again(one, fakes, given) for one in self.tensors], self.spec)
+
+
+def _made_again(one: Made, fakes: EmulatedFakeMode, given: list[Tensor]) -> Tensor:
+    if one.of is None:
+        return FakeTensor(fakes, torch.empty_strided(one.shape, one.strides, dtype=one.dtype, device="meta"), _CPU)
+    source = given[one.of]
+    shown = torch.empty(0, dtype=one.dtype, device="meta")
+    shown.set_(source.untyped_storage(), source.storage_offset() + one.offset, one.shape, one.strides)
+    return FakeTensor(fakes, shown, _CPU)
 
 
 class Emulation(TorchDispatchMode):
@@ -128,7 +167,7 @@ class Emulation(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             with disable_current_modes():
                 torch.rand(1)  # the generator moves on, which tells that the forward draws
-        if func is aten.equal.default:
+        if func is aten.equal.default and _asks_of_ranks():
             return True
         if func is aten._local_scalar_dense.default:
             return self._number_of(tensors[0])
@@ -145,17 +184,26 @@ class Emulation(TorchDispatchMode):
         if is_in_place(func) and torch.Tag.inplace_view not in func.tags:
             return args[0] if schema_of(func).returns else None
         key = signature, tuple(map(type, args)), tuple(map(type, kwargs.values()))  # for 1 == 1.0 == True
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if key in self._results:
-            return self._results[key].again(self.fakes)
+            return self._results[key].again(self.fakes, given)
+        if any(type(tensor) is not FakeTensor for tensor in given):
+            args, kwargs = tree_map(self._without_numbers, (args, kwargs))
         try:
             out = func(*args, **kwargs) if func is not aten.batch_norm_update_stats.default else self._statistics_of(args[0])
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self._refusal(str(func)) from error
-        if not func.is_view:
-            found = Result.of(out, args, kwargs)
-            if found is not None:
-                self._results[key] = found
+        found = Result.of(out, given)
+        if found is not None:
+            self._results[key] = found
         return out
+
+    def _without_numbers(self, leaf: Any) -> Any:
+        """A real tensor among fake ones as a fake one: torch's own conversion asks for its history, too."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        with disable_current_modes():
+            return FakeTensor(self.fakes, torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"), _CPU)
 
     def _statistics_of(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance per channel: torch's fake tensors do not know `batch_norm_update_stats`, and would compute it."""
@@ -165,7 +213,7 @@ class Emulation(TorchDispatchMode):
         return mean, var
 
     def _number_of(self, tensor: Tensor) -> bool:
-        if tensor.dtype is torch.bool:
+        if tensor.dtype is torch.bool and _asks_of_ranks():
             return True
         raise self._refusal(f"the value of a tensor of {list(tensor.shape)}")
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from widefield.comm.link_times import KINDS, message_seconds
 from widefield.comm.mesh import Mesh
+from widefield.parallel.parallelize import parallelize
 from widefield.planner.machines.calibration import Calibration, Kernel, SentMessage, calibration_path, write_calibration
 from widefield.planner.machines.catalogue import CPU_LINK, cpu_core, gpu_named
 from widefield.planner.machines.device import Device
@@ -28,6 +29,7 @@ from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import cpu_clock, measure_events, on_cpu
 from widefield.planner.step_record import OpEvent
 from widefield.plans import Plan
+from widefield.tiled.api import tile
 from widefield.verification.own_ranks import on_own_ranks
 
 KERNEL_SHARE = 0.6
@@ -56,6 +58,7 @@ def calibrate(
             say(f"messages of {ranks} ranks")
             calibration.messages += local_messages(ranks, timeout_seconds=max(60.0, 2 * seconds))
         calibration.link = _link(calibration.messages)
+        calibration.message_host_seconds = message_host_seconds(timeout_seconds=max(60.0, 2 * seconds))
     say("kernels")
     measure_events(cnn_kernels(device), calibration, time.monotonic() + seconds * KERNEL_SHARE, device)
     calibration.device = _fitted(calibration.device, calibration.kernels.values())
@@ -201,22 +204,31 @@ def _fitted(device: Device, kernels: Iterable[Kernel]) -> Device:
 
 def host_seconds(device: torch.device) -> float:
     """Of modules, autograd and Python for each operation, beside what a kernel's own call takes: a net of few numbers."""
-    layers = [nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU()) for _ in range(20)]
-    net, image, clock = nn.Sequential(*layers).to(device), torch.rand(1, 2, 2, 2, device=device), cpu_clock()
+    net, image = small_net(20, 1).to(device), torch.rand(1, 2, 2, 2, device=device)
     shape, operations = (1, 2, 2, 2), 20 * 3 * 2
     kinds = [*convolution(shape, 2, 1, 1, "float32"), *(one for one in pointwise(shape, "float32") if _in_net(one.name))]
     calls = [call for one in kinds if (call := call_of(one.signature, device)) is not None]
     with torch.no_grad():
         kernels = sum(on_cpu(call, other=False) for call in calls) * 20
 
-    def step() -> float:
-        began = clock()
-        net(image).sum().backward()
-        return clock() - began
+    seconds = step_seconds(lambda: net(image).square().sum().backward())
+    return max(1e-6, (seconds - kernels) / operations)
 
-    for _ in range(5):
+
+def small_net(layers: int, kernel: int) -> nn.Sequential:
+    """Convolutions of two channels with batch norm and ReLU: nearly all of its time is the host's."""
+    blocks = [(nn.Conv2d(2, 2, kernel, padding=kernel // 2), nn.BatchNorm2d(2), nn.ReLU()) for _ in range(layers)]
+    return nn.Sequential(*(module for block in blocks for module in block))
+
+
+def step_seconds(step: Callable[[], None], runs: int = 30) -> float:
+    """The median, by this thread's clock where it is alone, after 5 runs."""
+    clock, seconds = cpu_clock(), []
+    for _ in range(runs + 5):
+        began = clock()
         step()
-    return max(1e-6, (statistics.median(step() for _ in range(30)) - kernels) / operations)
+        seconds.append(clock() - began)
+    return statistics.median(seconds[5:])
 
 
 def _in_net(name: str) -> bool:
@@ -237,6 +249,26 @@ def local_messages(ranks: int, *, sizes: tuple[int, ...] = SIZES, timeout_second
 def _messages_on_rank(mesh: Mesh, sizes: tuple[int, ...], kinds: tuple[str, ...]) -> list[tuple[str, int, float]]:
     assert mesh.group is not None, "messages have two ranks or more"
     return message_seconds(sizes, group=mesh.group, device=mesh.device, kinds=kinds)
+
+
+def message_host_seconds(*, timeout_seconds: float = 60.0) -> float:
+    """Of the host around one message: what a step in two tiles takes more than one on a rank, for each of its messages.
+
+    A convolution in tiles has three (the halo forward, again in the backward, and its gradient), batch norm two.  The clock is
+    that of the thread, which stands still while a message is under way.  RuntimeError: the ranks failed.
+    """
+    body: Any = _tiles_on_rank
+    seconds: Any = on_own_ranks(Plan(space=[2, 1]), body, timeout_seconds)
+    return float(seconds)
+
+
+def _tiles_on_rank(mesh: Mesh, layers: int = 8) -> float:
+    torch.manual_seed(0)
+    image, net = torch.rand(1, 2, 16, 16), small_net(layers, 3)
+    alone = step_seconds(lambda: net(image).square().sum().backward(), runs=15)
+    net, cut = parallelize(net, mesh), tile(image, mesh)  # type: ignore[assignment]
+    tiled = step_seconds(lambda: net(cut).square().sum().backward(), runs=15)
+    return max(0.0, (tiled - alone) / (5 * layers))
 
 
 def _link(messages: Iterable[SentMessage]) -> Link:

@@ -54,6 +54,7 @@ class Calibration:
     device, link: figures of this machine, fitted to the rest.
     kernels: by signature.  messages: in no order.
     host_seconds: of the Python of one operation of a module, on top of the kernel.
+    message_host_seconds: of the Python around one message of a step, on top of the message.
     """
 
     conditions: dict[str, str]
@@ -62,6 +63,7 @@ class Calibration:
     kernels: dict[Hashable, Kernel] = field(default_factory=dict)
     messages: list[SentMessage] = field(default_factory=list)
     host_seconds: float = 0.0
+    message_host_seconds: float = 0.0
 
     def add(self, kernels: Iterable[Kernel]) -> None:
         self.kernels.update((kernel.signature, kernel) for kernel in kernels)
@@ -87,14 +89,15 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     os.replace(file.name, path)
 
 
-def read_calibration(path: Path | None = None) -> Calibration | None:
+def read_calibration(path: Path | None = None, *, kind: str = "") -> Calibration | None:
     """The file's contents; of this host's newest file where no path is given.  None: there is none.
 
+    kind: `cpu` or `cuda`, where the newest file must be of such a device.
     ValueError: the file is damaged, or of another version of this program.
     """
     if path is None:
         host = re.sub(r"[^A-Za-z0-9.]+", "_", platform.node() or "here")
-        files = sorted(cache_folder().glob(f"{host}_*.json"), key=lambda one: one.stat().st_mtime)
+        files = sorted(cache_folder().glob(f"{host}_{kind}*.json"), key=lambda one: one.stat().st_mtime)
         if not files:
             return None
         path = files[-1]
@@ -116,6 +119,7 @@ def _from_json(described: dict[str, Any]) -> Calibration:
         {kernel.signature: kernel for kernel in kernels},
         [SentMessage(**row) for row in described["messages"]],
         described["host_seconds"],
+        described.get("message_host_seconds", 0.0),
     )
 
 

@@ -15,7 +15,7 @@ import re
 from dataclasses import replace
 
 from widefield.naming import did_you_mean
-from widefield.planner.machines.calibration import Calibration, read_calibration
+from widefield.planner.machines.calibration import Calibration, calibration_path, read_calibration
 from widefield.planner.machines.catalogue import (
     ALIASES,
     CPU_LINK,
@@ -60,6 +60,9 @@ def cluster_of(
         cluster = _here(text, name, nodes, devices, count, at or network, calibration)
     else:
         cluster = _of_gpus(text, name, nodes, devices, count, at or network)
+        found = calibration or _measured_gpu(cluster.device)
+        if found is not None:
+            cluster = replace(cluster, device=found.device, calibration=found)
     if not 1 <= cluster.ranks <= RANKS_MOST:
         raise ValueError(f"{text!r} has {cluster.ranks} devices; write 1 to {RANKS_MOST:,}")
     priced = replace(cluster.device, dollars_per_hour=dollars_per_hour)
@@ -93,20 +96,34 @@ def _here(
     text: str, name: str, nodes: int, devices: int, count: str | None, network: str | None, calibration: Calibration | None
 ) -> Cluster:
     """This machine, or several like it."""
-    calibration = calibration or read_calibration()
-    if name == "measured" and calibration is None:
-        raise ValueError("measured: this machine was not measured yet; run widefield plan --calibrate, or name a device")
     if count is not None and devices > 1:
         raise ValueError(f"{text!r} gives the ranks of a machine twice; write {name}:{count}")
     devices = int(count) if count is not None else devices
     if devices < 1:
         raise ValueError(f"{text!r} has {devices} ranks; write {name}:1 or more")
+    calibration = calibration or _measured_cpu(devices)
+    if name == "measured" and calibration is None:
+        raise ValueError("measured: this machine was not measured yet; run widefield plan --calibrate, or name a device")
     device: Device = cpu_core(_machine_bytes() // devices) if calibration is None else calibration.device
     if device.is_cpu:
         device = replace(device, memory_bytes=_machine_bytes() // devices)
     inside = CPU_LINK if calibration is None else calibration.link
     between = inside if nodes == 1 else NETWORKS[_network(network or "10gbe")].link(devices)
     return Cluster(text, nodes, devices, device, inside, between, calibration=calibration)
+
+
+def _measured_cpu(ranks: int) -> Calibration | None:
+    """What was measured with the threads that each of `ranks` ranks has, as the launcher sets them; else with others."""
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
+    path = calibration_path("cpu", threads)
+    return read_calibration(path) if path.exists() else read_calibration(kind="cpu")
+
+
+def _measured_gpu(device: Device) -> Calibration | None:
+    """What was measured on this machine's GPU, if it is such a device."""
+    path = calibration_path("cuda", 0)
+    found = read_calibration(path) if path.exists() else None
+    return found if found is not None and found.device.name == device.name else None
 
 
 def _machine_bytes() -> int:

@@ -20,6 +20,10 @@ from widefield.planner.step_record import OpEvent, StepRecord
 
 OTHER_BYTES = 64 * 2**20
 """Read between two runs, to have other numbers in the caches; larger than a core's share of any."""
+SMALL_BYTES = 2**18
+"""Below it a kernel is timed with its operands in the caches alone: after other numbers it would wait for its own code, which
+in a
+step is there."""
 REPEATS_MOST, SECONDS_EACH = 15, 0.3
 NOT_TIMED = ("resize", "set_", "_local_scalar_dense", "record_stream", "empty", "random_", "bernoulli", "dropout")
 """Parts of names of operations that change their operands' storages, wait for numbers, or do nothing."""
@@ -68,7 +72,12 @@ def kernel_seconds(event: OpEvent, device: torch.device) -> float | None:
     try:
         with torch.no_grad():
             call()
-            return _on_gpu(call) if device.type == "cuda" else (on_cpu(call, other=False) + on_cpu(call, other=True)) / 2
+            if device.type == "cuda":
+                return _on_gpu(call)
+            warm = on_cpu(call, other=False)
+            if event.bytes_read + event.bytes_written < SMALL_BYTES:
+                return warm
+            return (warm + on_cpu(call, other=True)) / 2
     except (RuntimeError, ValueError, TypeError, NotImplementedError):
         return None
 

@@ -1,0 +1,148 @@
+"""Is the planner right?  What real ranks hold, send, compute and take, beside what is planned without them.
+
+    memory      the peak of the CPU allocator's bytes of every rank beside the emulated step's: median, worst, never below
+    messages    number and bytes of messages of every rank beside the emulated step's, exactly
+    flops       of the plain model by torch's FlopCounterMode, exactly
+    time        seconds of steps of models and plans that no calibration has seen, beside the planned ones; how the order of
+                plans agrees (Kendall's tau), and how much slower the planned best is than the measured best
+
+Ranks are those of the tests, one thread each.  Memory, messages and FLOPs do not depend on what else the machine does; time
+does, so `time` wants a quiet machine, and its figures are of one with at least as many cores as ranks.
+
+    python benchmarks/planner.py memory messages flops [--nets unet,resnet] [--plans one,rows] [--save]
+    python benchmarks/planner.py time [--ranks 2] [--steps 5] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[0] = str(HERE.parent / "tests")  # in place of this folder, where `planner` would be this file
+
+import devices  # noqa: E402  the tests', as the next ones
+import torch  # noqa: E402
+from planner import timed  # noqa: E402
+from planner.comparison import Gates, PeakRow, difference_of_messages, emulated, peak_rows, summary  # noqa: E402
+from planner.measured_step import MeasuredStep, flops_of, measured  # noqa: E402
+from planner.truth_cases import NETS, PLANS, TruthCase, all_cases  # noqa: E402
+from ranks import RankFailed, close_all, on_ranks  # noqa: E402
+
+from widefield.comm.mesh import Mesh, World  # noqa: E402
+from widefield.plans import Plan, plan_of  # noqa: E402
+
+RESULTS = HERE / "results"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    devices.CURRENT.append("cpu")
+    try:
+        if {"memory", "messages", "flops"} & set(asked.what):
+            _finish("planner_steps", _steps(asked), asked)
+        if "time" in asked.what:
+            _finish("planner_time", {"conditions": _conditions(), **timed.compared(asked.ranks, steps=asked.steps)}, asked)
+    finally:
+        close_all()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="+", choices=["memory", "messages", "flops", "time"])
+    parser.add_argument("--nets", type=lambda text: text.split(","), default=list(NETS), help=", ".join(NETS))
+    parser.add_argument("--plans", type=lambda text: text.split(";"), default=list(PLANS), help="; ".join(PLANS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--save", action="store_true", help="keep the table in benchmarks/results/")
+    return parser
+
+
+def _finish(name: str, result: dict[str, Any], asked: argparse.Namespace) -> None:
+    text = json.dumps(result, indent=1)
+    if asked.save:
+        (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def _conditions() -> dict[str, Any]:
+    return {
+        "device": "cpu", "processor": platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(), "threads per rank": 1, "torch": torch.__version__,
+        "python": platform.python_version(), "date": date.today().isoformat(),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- memory, messages, FLOPs
+
+
+def _steps(asked: argparse.Namespace) -> dict[str, Any]:
+    cases = [case for case in all_cases() if case.net in asked.nets and case.plan in asked.plans]
+    cases.sort(key=lambda case: (case.ranks, list(PLANS).index(case.plan)))  # ranks start anew when their number changes
+    peaks: list[PeakRow] = []
+    rows = [row for case in cases for row in _rows(case, asked.what, peaks)]
+    ran = [row for row in rows if "refused" not in row]
+    return {
+        "question": "what real ranks hold, send and compute in a step, beside the emulated step",
+        "conditions": _conditions(),
+        "memory": summary(peaks),
+        "gates that do not hold": Gates().failures(peaks),
+        "messages that differ": [row["case"] for row in ran if row.get("messages")],
+        "FLOPs that differ": [row["case"] for row in ran if len(set(row.get("flops", [0]))) > 1],
+        "rows": rows,
+    }
+
+
+def _rows(case: TruthCase, what: Sequence[str], peaks: list[PeakRow]) -> Iterator[dict[str, Any]]:
+    """A row for each rank of a case, or one that tells who refuses it in which words."""
+    began = time.perf_counter()
+    steps, real = _tried(lambda: on_ranks(case.ranks, measured, case, plan=plan_of(case.config, case.ranks)))
+    refused = real or steps[0].refused
+    records, crash = _tried(lambda: emulated(case))
+    told = crash or (records if isinstance(records, str) else "")
+    print(f"{case}: {time.perf_counter() - began:.1f} s {refused or told}", file=sys.stderr, flush=True)
+    if refused or told:
+        same = "the same words" if refused == told else {"ranks": refused or "run", "emulation": told or "runs"}
+        yield {"case": str(case), "refused": refused if same == "the same words" else same}
+        return
+    own = peak_rows(case, steps, records)
+    peaks += own
+    for step, record, peak in zip(steps, records, own, strict=True):
+        yield _row(case, what, step, record, peak)
+
+
+def _row(case: TruthCase, what: Sequence[str], step: MeasuredStep, record: Any, peak: PeakRow) -> dict[str, Any]:
+    row: dict[str, Any] = {"case": str(case), "rank": peak.rank}
+    if "memory" in what:
+        row |= {"measured bytes": peak.measured, "emulated bytes": peak.emulated, "error": f"{peak.error:+.3%}"}
+        row |= {"unknown": record.unknown} if record.unknown else {}
+    if "messages" in what:
+        row |= {"messages": difference_of_messages(step, record), "sent": len(step.messages)}
+    if "flops" in what and case.plan == "one":
+        row["flops"] = [flops_of(Mesh(Plan(), World(), torch.device("cpu")), case), round(record.flops)]
+    return row
+
+
+def _tried(work: Callable[[], Any]) -> tuple[Any, str]:
+    """What `work` gives, or the last line of its error."""
+    try:
+        return work(), ""
+    except RankFailed as error:
+        return None, f"the ranks fail: {str(error).strip().splitlines()[-1]}"
+    except (ValueError, NotImplementedError) as error:
+        return None, str(error)
+    except (RuntimeError, AssertionError, TypeError, AttributeError) as error:
+        return None, f"it crashes with {type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

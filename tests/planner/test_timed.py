@@ -1,0 +1,26 @@
+"""Do the figures that judge the order of plans judge it?  By hand, and the emulation's seconds of one small step."""
+
+from __future__ import annotations
+
+from planner.timed import CHOICES, kendall_tau, planned_seconds, regret
+from planner.truth_cases import PLANS, TruthCase
+
+
+def test_kendalls_tau_is_1_of_one_order_and_less_by_2_of_its_pairs_for_each_pair_that_is_turned():
+    assert kendall_tau([(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]) == 1
+    assert kendall_tau([(1.0, 30.0), (2.0, 20.0), (3.0, 10.0)]) == -1
+    assert kendall_tau([(1.0, 20.0), (2.0, 10.0), (3.0, 30.0)]) == 1 / 3
+
+
+def test_regret_is_what_the_choice_takes_beyond_the_best():
+    assert regret([(1.0, 10.0), (1.5, 5.0), (2.0, 20.0)]) == 0.5
+    assert regret([(1.0, 1.0), (1.5, 5.0)]) == 0
+
+
+def test_at_least_eight_plans_of_two_ranks_are_to_choose_from():
+    assert len(CHOICES) >= 8 and all(PLANS[plan][0] == 2 for plan in CHOICES)
+
+
+def test_a_step_gets_seconds():
+    seconds = planned_seconds(TruthCase("monai unet 3-D", "one", "sgd"))
+    assert not isinstance(seconds, str) and 1e-4 < seconds < 60

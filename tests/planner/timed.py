@@ -1,0 +1,121 @@
+"""Seconds of real steps beside planned ones: their errors, whether the order of plans is the same, what the choice costs.
+
+The models are none that a calibration has timed: a calibration times single kernels and messages (widefield/planner/machines).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from planner.comparison import emulated
+from planner.measured_step import learner_and_batches
+from planner.truth_cases import TruthCase
+from ranks import RankFailed, on_ranks
+
+from widefield.comm.mesh import Mesh
+from widefield.planner.cost.step_time import step_time
+from widefield.planner.machines.cluster_text import cluster_of
+from widefield.plans import plan_of
+
+WARMUP = 2
+HOLD_OUT = ("resnet", "unet", "resnet50", "densenet", "unet 3-D")
+CHOICES = (
+    "copies",
+    "zero3",
+    "rows",
+    "columns",
+    "channel",
+    "stages",
+    "copies, recompute",
+    "zero3, recompute",
+    "rows, recompute",
+    "zero2",
+)
+"""Plans of two ranks for one and the same batch, of which the planner would choose."""
+
+
+def seconds_of_steps(mesh: Mesh, case: TruthCase, steps: int) -> list[float] | str:
+    """The seconds of each of so many steps on this rank, or the words in which the plan is refused."""
+    try:
+        learner, batches = learner_and_batches(mesh, case)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    found = []
+    for _ in range(WARMUP + steps):
+        mesh.barrier()
+        began = time.perf_counter()
+        learner.learn(batches, stop=False)
+        found.append(time.perf_counter() - began)
+    return found[WARMUP:]
+
+
+def measured_seconds(case: TruthCase, steps: int) -> float | str:
+    """The median over steps of the slowest rank's seconds."""
+    try:
+        ranks = on_ranks(case.ranks, seconds_of_steps, case, steps, plan=plan_of(case.config, case.ranks))
+    except (RankFailed, ValueError, NotImplementedError) as error:
+        return str(error).strip().splitlines()[-1]
+    refused = next((found for found in ranks if isinstance(found, str)), None)
+    return refused or statistics.median(max(of_ranks) for of_ranks in zip(*ranks, strict=True))
+
+
+def planned_seconds(case: TruthCase) -> float | str:
+    records = emulated(case)
+    if isinstance(records, str):
+        return records
+    cluster = cluster_of(f"cpu:{case.ranks}")
+    return step_time(records, cluster, spans=False).seconds
+
+
+def compared(ranks: int, *, steps: int, nets: Sequence[str] = HOLD_OUT, plans: Sequence[str] = CHOICES) -> dict[str, Any]:
+    """Every model under every plan: seconds, errors, and of each model the agreement of the orders and the regret."""
+    rows, orders = [], {}
+    for net in nets:
+        pairs = []
+        for plan in plans:
+            case = TruthCase(net, plan, "sgd")
+            assert case.ranks == ranks, f"{case} is of {case.ranks} ranks, not of {ranks}"
+            real, told = measured_seconds(case, steps), planned_seconds(case)
+            row: dict[str, Any] = {"case": str(case), "measured seconds": real, "planned seconds": told}
+            if not isinstance(real, str) and not isinstance(told, str):
+                row["error"] = told / real - 1
+                pairs.append((real, told))
+            rows.append(row)
+        if len(pairs) > 1:
+            orders[net] = {"plans": len(pairs), "Kendall's tau": kendall_tau(pairs), "regret": regret(pairs)}
+    return {"question": "seconds of real steps beside planned ones"} | _summary(rows, orders)
+
+
+def _summary(rows: list[dict[str, Any]], orders: dict[str, dict[str, float]]) -> dict[str, Any]:
+    errors = sorted(abs(row["error"]) for row in rows if "error" in row)
+    regrets = [order["regret"] for order in orders.values()]
+    if not errors or not regrets:
+        return {"rows": rows}
+    return {
+        "median error": statistics.median(errors),
+        "90th percentile": errors[int(0.9 * (len(errors) - 1))],
+        "Kendall's tau, mean": statistics.mean(order["Kendall's tau"] for order in orders.values()),
+        "regret, mean": statistics.mean(regrets),
+        "regret, worst": max(regrets),
+        "orders": orders,
+        "rows": rows,
+    }
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Pairs of plans that both orders rank alike, less those that they rank otherwise, over all (tau-a)."""
+    signs = [_sign(a[0] - b[0]) * _sign(a[1] - b[1]) for a, b in combinations(pairs, 2)]
+    return sum(signs) / len(signs)
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
+def regret(pairs: Sequence[tuple[float, float]]) -> float:
+    """How much slower than the best of the measured plans is the one that is planned to be the best?"""
+    return min(pairs, key=lambda pair: pair[1])[0] / min(real for real, _ in pairs) - 1

@@ -1,0 +1,137 @@
+"""`mesh.auto=true`: the plan is chosen before ranks start, and the run folder keeps what was chosen and what it should take.
+
+planned.json in the run folder has the choice, its reasons, the machines and the prediction.  A run that is resumed on as many
+ranks of the same devices with the same recipe goes on with it; on others it is planned anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from widefield.config import RunConfig
+from widefield.planner.emulation import CannotEmulate
+from widefield.planner.machines import Cluster, cluster_of
+from widefield.planner.machines.catalogue import DEVICES
+from widefield.planner.search.ask import image_of, on_device
+from widefield.planner.search.estimate import PlanEstimate
+from widefield.planner.search.layouts import layout_of
+from widefield.planner.search.pricing import Pricing
+from widefield.planner.search.reasons import changes, reasons, verdict
+from widefield.planner.search.search import search
+from widefield.section import to_yaml
+from widefield.training.given import NOTHING, Given
+from widefield.training.planned import PlannedRun, read_planned, write_planned
+
+SECONDS = 20.0
+MOST_REASONS = 3
+Say = Callable[[str], None]
+
+
+def planned_run(config: RunConfig, folder: Path, *, ranks: int, nodes: int = 1, given: Given = NOTHING, say: Say) -> PlannedRun:
+    """The plan of a run on `ranks` ranks of this machine's kind: the folder's, or a new one, which the folder gets.
+
+    say: hears the choice and its reasons.
+    ValueError: no plan fits, which one comes nearest, and what is missing; a GPU that the catalogue does not know.
+    NotImplementedError: the model cannot be planned without running it.
+    """
+    if config.data.batch_if_known is None:
+        raise ValueError(
+            "mesh.auto=true chooses a plan for a batch and data.batch_size=auto a batch for a plan; set "
+            "data.batch_size to a number"
+        )
+    own = [name for name in ("recompute", "stream") if getattr(config, name) is not None]
+    if own:
+        raise ValueError(
+            f"mesh.auto=true chooses recompute and stream too, and the recipe sets {' and '.join(own)}; leave that out, or set "
+            "mesh.auto=false"
+        )
+    cluster = cluster_here(ranks, nodes)
+    key = _key(config, cluster)
+    before = read_planned(folder)
+    if before is not None and before.key == key:
+        say(f"mesh.auto: as planned when this run began: {' '.join(before.overrides)}")
+        return before
+    if before is not None:
+        say(f"mesh.auto: planned anew for {cluster.text}: the run was planned for {before.machines}, or the recipe has changed")
+    found = _chosen(config, cluster, key, given)
+    for text in found.reasons:
+        say(f"mesh.auto: {text}")
+    write_planned(folder, found)
+    return found
+
+
+def _chosen(config: RunConfig, cluster: Cluster, key: str, given: Given) -> PlannedRun:
+    image, _, _ = image_of(config, given)
+    pricing = Pricing(on_device(config, cluster, dims=len(image) - 1), cluster, given)
+    try:
+        found = search(pricing, cluster.ranks, image[1:], seconds=SECONDS, own=False)
+    except CannotEmulate as error:
+        raise NotImplementedError(
+            f"mesh.auto=true plans a model by running its step without data, and this one needs numbers: {error}; set the "
+            "axes of mesh yourself, and widefield bench measures which are fastest"
+        ) from None
+    said = verdict(found, f"one {cluster.device.name}")
+    if found.best is None:
+        raise ValueError(f"mesh.auto=true: {said}")
+    text = [said, *reasons(found)[:MOST_REASONS], *changes(found)]
+    return PlannedRun(key, cluster.text, list(found.best.layout.overrides()), text, prediction_of(found.best, cluster))
+
+
+def predicted_run(config: RunConfig, *, ranks: int, nodes: int = 1, given: Given = NOTHING) -> PlannedRun:
+    """What a run with the plan of its own recipe should take, with no reasons.  As `planned_run` refuses."""
+    cluster = cluster_here(ranks, nodes)
+    image, _, _ = image_of(config, given)
+    layout = layout_of(config, ranks)
+    estimate = Pricing(on_device(config, cluster, dims=len(image) - 1), cluster, given).estimate(layout)
+    if estimate.state == "refused":
+        raise ValueError(estimate.reason)
+    return PlannedRun(_key(config, cluster), cluster.text, list(layout.overrides()), [], prediction_of(estimate, cluster))
+
+
+def prediction_of(estimate: PlanEstimate, cluster: Cluster) -> dict[str, Any]:
+    """For the record of a run: what rank 0 should hold, and how long a step should take."""
+    first = min(estimate.memory, key=lambda rank: rank.rank)
+    return {
+        "machines": cluster.text, "device": cluster.device.name, "plan": estimate.name,
+        "measured_device": cluster.calibration is not None, "peak_memory_bytes": first.peak_memory_bytes,
+        "total_bytes": first.total_bytes, "parts": dict(first.parts), "where": first.where, "seconds": estimate.seconds,
+        "seconds_low": estimate.low_seconds, "seconds_high": estimate.high_seconds,
+        "seconds_by": dict(estimate.seconds_by), "message_bytes": estimate.message_bytes,
+    }  # fmt: skip
+
+
+def cluster_here(ranks: int, nodes: int = 1) -> Cluster:
+    """`ranks` devices like those of this machine, on `nodes` machines.
+
+    ValueError: a GPU that neither the catalogue nor a calibration knows.
+    """
+    each = max(1, ranks // nodes)
+    if torch.cuda.is_available():
+        return cluster_of(f"{nodes}x{each}x{_gpu_here()}")
+    return cluster_of(f"{nodes}x1xcpu:{each}" if nodes > 1 else f"cpu:{each}")
+
+
+def _gpu_here() -> str:
+    """The catalogue's name of this machine's GPU: of those of its family, the one nearest in memory."""
+    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    plain = name.upper().replace(" ", "").replace("GEFORCE", "")
+    family = [device for device in DEVICES.values() if device.name.upper().partition("-")[0] in plain]
+    longest = max((len(device.name.partition("-")[0]) for device in family), default=0)
+    nearest = [device for device in family if len(device.name.partition("-")[0]) == longest]
+    if not nearest:
+        raise ValueError(
+            f"the catalogue of devices has no '{name}', so its plans have no price; measure it with widefield plan "
+            "--calibrate and name --cluster measured, or set the axes of mesh yourself"
+        )
+    return min(nearest, key=lambda device: abs(device.memory_bytes - memory)).name
+
+
+def _key(config: RunConfig, cluster: Cluster) -> str:
+    """Of all that the choice depends on: the recipe and the machines."""
+    text = f"{to_yaml(config)}\n{cluster.text}\n{cluster.device}"
+    return hashlib.sha256(text.encode()).hexdigest()
