@@ -226,6 +226,7 @@ assert found.conditions["threads"] == "2" and torch.get_num_threads() == 2
 """
 
 
+@pytest.mark.long
 def test_a_machine_is_measured_with_one_thread_and_with_its_own(tmp_path, monkeypatch):
     """In a process of its own, since it forks ranks that run a backward."""
     subprocess.run([sys.executable, "-c", CALIBRATES], check=True, timeout=100)
