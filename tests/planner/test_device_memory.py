@@ -1,26 +1,21 @@
 """Allocated and reserved on a GPU, plain on a CPU."""
 
 import random
-from dataclasses import dataclass
 
 import pytest
 from planner.recorded import Z, message, op, record
 
+from widefield.config import parse_config
 from widefield.planner.cost import device_memory
 from widefield.planner.cost.device_memory import packed
+from widefield.planner.emulation import emulated_step, stand_in_data
 from widefield.planner.machines import cluster_of
+from widefield.planner.step_record import Block
 
 
 @pytest.fixture(autouse=True)
 def nothing_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-@dataclass(frozen=True)
-class Made:
-    made: int
-    freed: int | None
-    bytes: int
 
 
 def test_on_a_cpu_memory_is_what_is_allocated():
@@ -58,6 +53,7 @@ def test_what_does_not_fit_says_how_much_is_missing():
         ([(0, 1, 30 * Z), (1, None, 30 * Z)], 30 * Z, 30 * Z),  # freed, then used again
         ([(0, 1, 30 * Z), (1, None, 31 * Z)], 31 * Z, 62 * Z),  # too small for what comes
         ([(0, 2, 5 * Z), (1, 2, 5 * Z), (3, None, 9 * Z)], 10 * Z, 20 * Z),  # neighbours are joined
+        ([(1, 1, 30 * Z), (1, 1, 30 * Z), (2, None, 30 * Z)], 60 * Z, 60 * Z),  # freed at the event that made it
     ],
 )
 def test_the_caching_allocators_segments(blocks, allocated, reserved):
@@ -66,7 +62,7 @@ def test_the_caching_allocators_segments(blocks, allocated, reserved):
 
 def test_blocks_of_a_record_are_put_into_segments():
     step = record([], peak=62 * Z)
-    step.blocks = [Made(0, 1, 30 * Z), Made(1, None, 31 * Z)]  # type: ignore[attr-defined]
+    step.blocks = [Block(0, 1, 30 * Z), Block(1, None, 31 * Z)]
     memory = device_memory(step, cluster_of("A100"))
     assert memory.allocated == 31 * Z and memory.reserved - memory.workspace == 62 * Z
     assert not any("slack" in line for line in memory.assumed)
@@ -85,3 +81,22 @@ def test_no_two_blocks_overlap_and_all_that_is_freed_comes_back():
         twice = [*once, *((begin + 300, end + 300, size) for begin, end, size in once)]
         assert packed(twice, 512)[0] == allocated
         assert packed(twice, 512)[1] <= reserved * 1.5
+
+
+def test_an_emulated_steps_blocks_are_all_that_it_holds():
+    """They add up to the peak that the emulation saw, but for what a CPU's kernel holds while it runs."""
+    config = parse_config(
+        """
+model: {name: resnet, options: {widths: [8, 16], blocks: 1}}
+data: {name: digits, batch_size: 8}
+task: {name: classification}
+schedule: {name: constant, length: 1ep}
+""",
+        [],
+    )
+    step = emulated_step(config, ranks=1, given=stand_in_data((3, 64, 64), classes=5))
+    memory = device_memory(step, cluster_of("T4"))
+    exact, _ = packed([(one.made, one.freed, one.bytes) for one in step.blocks], 1)
+    assert step.peak_bytes - step.parts["transient"] <= exact <= step.peak_bytes
+    assert exact <= memory.allocated < 1.05 * exact + 512 * len(step.blocks)
+    assert memory.allocated <= memory.reserved - memory.workspace

@@ -74,6 +74,15 @@ class MemoryPoint:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Block:
+    """An allocation of `bytes`.  made, freed: indices of the events before which it comes and goes; freed None: it stays."""
+
+    made: int
+    freed: int | None
+    bytes: int
+
+
 @dataclass
 class StepRecord:
     """One training step of one rank.
@@ -84,6 +93,7 @@ class StepRecord:
     assumed: what could not be known without numbers and was taken for granted, a sentence each.
     unknown: operations whose kernels' own temporary memory is not known, by name.
     samples: of the whole step, on all ranks.
+    blocks: every allocation that there is at the beginning or that the step makes, without what kernels hold while they run.
     """
 
     rank: int
@@ -98,6 +108,7 @@ class StepRecord:
     assumed: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     samples: int = 0
+    blocks: list[Block] = field(default_factory=list)
 
     @property
     def operations(self) -> Iterator[OpEvent]:

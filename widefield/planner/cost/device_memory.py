@@ -60,9 +60,8 @@ def device_memory(record: StepRecord, cluster: Cluster) -> DeviceMemory:
         return DeviceMemory(peak, 0, peak, device.context_bytes, peak + device.context_bytes, device.memory_bytes - peak)
     workspace = _workspace(record) + BLAS_WORKSPACE
     assumed = [f"kernels' own memory: at most {workspace / MIB:.0f} MiB, not measured"]
-    blocks = getattr(record, "blocks", None)
-    if blocks:
-        allocated, reserved = packed([(one.made, one.freed, one.bytes) for one in blocks], device.block_bytes)
+    if record.blocks:
+        allocated, reserved = packed([(one.made, one.freed, one.bytes) for one in record.blocks], device.block_bytes)
     else:
         allocated = record.peak_bytes
         reserved = int(allocated * (1 + SLACK))
@@ -90,15 +89,17 @@ def packed(blocks: Sequence[tuple[int, int | None, int]], block_bytes: int) -> t
     blocks: (event at which it is made, at which it is freed or None, bytes).  What is freed at an event is free for what is
     made there.
     """
-    changes = [(made, 1, index) for index, (made, _, size) in enumerate(blocks) if size]
-    changes += [(freed, 0, index) for index, (_, freed, size) in enumerate(blocks) if size and freed is not None]
+    sized = [(made, freed, index) for index, (made, freed, size) in enumerate(blocks) if size]
+    makes = [(made, 1, index) for made, _, index in sized]
+    # What comes and goes between the same two events goes after it has come.
+    frees = [(freed, 2 if freed == made else 0, index) for made, freed, index in sized if freed is not None]
     pools, places, now, most = Segments(), {}, 0, 0
-    for _, is_made, index in sorted(changes):
+    for _, order, index in sorted(makes + frees):
         size = -(-blocks[index][2] // block_bytes) * block_bytes
-        if is_made:
+        if order == 1:
             places[index] = pools.take(size)
             now += size
-        elif index in places:
+        else:
             pools.give_back(places.pop(index), size)
             now -= size
         most = max(most, now)

@@ -14,6 +14,7 @@ from widefield.planner.machines import Cluster
 from widefield.planner.search.layouts import RunLayout
 from widefield.planner.search.pricing import Pricing
 from widefield.planner.search.reasons import seconds_text
+from widefield.quantity import count_of
 
 SIZES = (1, 8, 64, 512, 1024, 16384)
 GOOD, POOR = 0.9, 0.5
@@ -89,7 +90,9 @@ def where_it_stops(points: Sequence[ScalePoint]) -> str:
         )
     good = [point for point in points if point.efficiency >= GOOD]
     text = (
-        f"it keeps {100 * GOOD:.0f} % up to {good[-1].devices:,} devices; at {fair.devices:,} it has " if good else "at once "
+        f"it keeps {100 * GOOD:.0f} % up to {count_of(good[-1].devices, 'device')}; at {fair.devices:,} it has "
+        if good
+        else "at once "
     )
     text += f"{100 * fair.efficiency:.0f} %, since {_grown(first, fair)}"
     if poor is not None and poor is not fair:
