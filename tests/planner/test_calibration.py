@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -163,9 +165,15 @@ def test_a_measurement_is_used_for_the_same_threads_and_the_same_gpu(monkeypatch
     write_calibration(two, calibration_path("cpu", 2))
     write_calibration(one, calibration_path("cpu", 1))
     write_calibration(gpu, calibration_path("cuda", 0))
-    assert cluster_of("cpu:2").calibration == two and cluster_of("measured").calibration == two
+    assert cluster_of("cpu:2").calibration == two and cluster_of("cpu:2").notes == ()
+    assert cluster_of("measured").calibration == gpu and cluster_of("measured").inside.kind == "pcie"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert cluster_of("cpu").calibration in (one, two)
+    other = cluster_of("cpu", calibration=Calibration({"threads": "1"}, cpu_core(), CPU_LINK)).advice()
+    assert other == [
+        "a rank has 3 threads here and was measured with 1, so times are off; measure again with OMP_NUM_THREADS=3 widefield "
+        "plan --calibrate"
+    ]
     assert cluster_of("8xL4").calibration == gpu and cluster_of("8xL4").device.memory_bytes_per_second == 1e11
     assert cluster_of("8xA100").calibration is None
 
@@ -205,6 +213,32 @@ def test_the_hosts_share_of_operations_and_messages_counts_on_a_cpu():
 
 def test_what_is_measured_of_the_host_is_in_microseconds():
     assert 1e-6 <= host_seconds(CPU) < 1e-3
+
+
+CALIBRATES = """
+import torch
+from widefield.planner.machines import calibrate
+torch.set_num_threads(2)
+calibrate.RANKS = (2,)
+calibrate.SIZES = (2**10, 2**18)
+found = calibrate.calibrate(seconds=3)
+assert found.conditions["threads"] == "2" and torch.get_num_threads() == 2
+"""
+
+
+@pytest.mark.long
+def test_a_machine_is_measured_with_one_thread_and_with_its_own(tmp_path, monkeypatch):
+    """In a process of its own, since it forks ranks that run a backward."""
+    subprocess.run([sys.executable, "-c", CALIBRATES], check=True, timeout=100)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one, two = (read_calibration(calibration_path("cpu", threads)) for threads in (1, 2))
+    assert one is not None and two is not None and one.messages == two.messages
+    assert cluster_of("measured").calibration == one
+    for found in (one, two):
+        device = found.device
+        assert device.source == found.link.source == "measured on this machine"
+        assert 1e8 < device.peak_flops("float32") < 1e14 and 1e8 < found.link.bytes_per_second < 1e12
+        assert found.kernels and 0 < found.host_seconds < 1e-2 and 0 <= found.message_host_seconds < 0.1
 
 
 def test_messages_of_local_ranks_take_time():

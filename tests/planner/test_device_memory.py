@@ -10,7 +10,7 @@ from widefield.planner.cost import device_memory
 from widefield.planner.cost.device_memory import packed
 from widefield.planner.emulation import emulated_step, stand_in_data
 from widefield.planner.machines import cluster_of
-from widefield.planner.step_record import Block
+from widefield.planner.step_record import AllocatedBlock
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_the_caching_allocators_segments(blocks, allocated, reserved):
 
 def test_blocks_of_a_record_are_put_into_segments():
     step = record([], peak=62 * Z)
-    step.blocks = [Block(0, 1, 30 * Z), Block(1, None, 31 * Z)]
+    step.blocks = [AllocatedBlock(0, 1, 30 * Z), AllocatedBlock(1, None, 31 * Z)]
     memory = device_memory(step, cluster_of("A100"))
     assert memory.allocated == 31 * Z and memory.reserved - memory.workspace == 62 * Z
     assert not any("slack" in line for line in memory.assumed)

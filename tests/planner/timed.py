@@ -5,6 +5,7 @@ The models are none that a calibration has timed: a calibration times single ker
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -97,7 +98,7 @@ def _summary(rows: list[dict[str, Any]], orders: dict[str, dict[str, float]]) ->
         return {"rows": rows}
     return {
         "median error": statistics.median(errors),
-        "90th percentile": errors[int(0.9 * (len(errors) - 1))],
+        "90th percentile": errors[math.ceil(0.9 * len(errors)) - 1],
         "Kendall's tau, mean": statistics.mean(order["Kendall's tau"] for order in orders.values()),
         "regret, mean": statistics.mean(regrets),
         "regret, worst": max(regrets),

@@ -75,7 +75,7 @@ class MemoryPoint:
 
 
 @dataclass(frozen=True)
-class Block:
+class AllocatedBlock:
     """An allocation of `bytes`.  made, freed: indices of the events before which it comes and goes; freed None: it stays."""
 
     made: int
@@ -108,7 +108,7 @@ class StepRecord:
     assumed: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     samples: int = 0
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[AllocatedBlock] = field(default_factory=list)
 
     @property
     def operations(self) -> Iterator[OpEvent]:

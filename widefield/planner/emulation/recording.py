@@ -19,7 +19,17 @@ from torch.utils.flop_counter import flop_registry
 
 from widefield.module_paths import ModulePaths
 from widefield.planner.emulation.kernel_memory import transient_bytes
-from widefield.planner.step_record import Block, Event, MemoryPoint, MessageEvent, OpEvent, Part, Phase, StepRecord, WaitEvent
+from widefield.planner.step_record import (
+    AllocatedBlock,
+    Event,
+    MemoryPoint,
+    MessageEvent,
+    OpEvent,
+    Part,
+    Phase,
+    StepRecord,
+    WaitEvent,
+)
 from widefield.private_torch.autograd import current_autograd_node, current_graph_task_id, next_node_number, node_number_of
 from widefield.private_torch.pytree import tree_leaves
 from widefield.private_torch.tensors import cdata
@@ -227,7 +237,7 @@ class Recording:
             parts["transient"] = parts.get("transient", 0) + rest
         module, op = self._peak_place
         lives = sorted((*self._ended, *self._lives.values()), key=lambda life: life.born)
-        blocks = [Block(life.born, life.died, life.bytes) for life in lives]
+        blocks = [AllocatedBlock(life.born, life.died, life.bytes) for life in lives]
         return StepRecord(
             self.rank, self.ranks, self._events, self._points, self._peak, at, module, op, parts,
             list(self.assumed), list(self._unknown), samples, blocks,

@@ -48,25 +48,48 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine and keep the result in the user's cache.
 
-    device: the CPU with torch's number of threads by default.  seconds: that it may take, about.  say: told each part.
-    keep: whether to write the file; see calibration.py for where it is.
+    device: the CPU by default, with torch's number of threads and, as ranks that share its cores have them, with one.
+    seconds: that it may take, about.  say: told each part.
+    keep: whether to write a file for each number of threads; see calibration.py for where they are.
+    Returns what was measured with torch's number of threads.
     """
     device = device or torch.device("cpu")
-    calibration = Calibration(_conditions(device), _guess(device), CPU_LINK)
-    if device.type == "cpu":  # first, while this process has no threads that a fork would lose
-        for ranks in RANKS:
-            say(f"messages of {ranks} ranks")
-            calibration.messages += local_messages(ranks, timeout_seconds=max(60.0, 2 * seconds))
-        calibration.link = _link(calibration.messages)
-        calibration.message_host_seconds = message_host_seconds(timeout_seconds=max(60.0, 2 * seconds))
-    say("kernels")
-    measure_events(cnn_kernels(device), calibration, time.monotonic() + seconds * KERNEL_SHARE, device)
-    calibration.device = _fitted(calibration.device, calibration.kernels.values())
-    say("the host's share of an operation")
-    calibration.host_seconds = host_seconds(device) if device.type == "cpu" else 0.0
-    if keep:
-        write_calibration(calibration, calibration_path(device.type, _threads(device)))
+    messages, per_message = _messages(seconds, say) if device.type == "cpu" else ([], 0.0)
+    own = torch.get_num_threads()
+    counts = sorted({1, own}) if device.type == "cpu" else [own]
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            calibration = Calibration(_conditions(device), _guess(device), CPU_LINK, {}, messages, 0.0, per_message)
+            _add_kernels(calibration, device, seconds * KERNEL_SHARE / len(counts), say)
+            if messages:
+                calibration.link = _link(messages)
+            if keep:
+                write_calibration(calibration, calibration_path(device.type, _threads(device)))
+    finally:
+        torch.set_num_threads(own)
     return calibration
+
+
+def _messages(seconds: float, say: Callable[[str], None]) -> tuple[list[SentMessage], float]:
+    """Messages of local ranks, and the host's share of one; before this process has threads that a fork would lose."""
+    found: list[SentMessage] = []
+    for ranks in RANKS:
+        say(f"messages of {ranks} ranks")
+        found += local_messages(ranks, sizes=SIZES, timeout_seconds=max(60.0, 2 * seconds))
+    try:
+        return found, message_host_seconds(timeout_seconds=max(60.0, 2 * seconds))
+    except RuntimeError:  # a process that has run a backward cannot be forked into one that does
+        say("the host's share of a message is not measured, and counts as none: measure in a new process")
+        return found, 0.0
+
+
+def _add_kernels(calibration: Calibration, device: torch.device, seconds: float, say: Callable[[str], None]) -> None:
+    say("kernels" if device.type != "cpu" else f"kernels, threads: {torch.get_num_threads()}")
+    measure_events(cnn_kernels(device), calibration, time.monotonic() + seconds, device)
+    calibration.device = _fitted(calibration.device, calibration.kernels.values())
+    if device.type == "cpu":
+        calibration.host_seconds = host_seconds(device)
 
 
 def _threads(device: torch.device) -> int:

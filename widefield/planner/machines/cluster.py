@@ -18,6 +18,7 @@ class Cluster:
     inside: between two ranks of a node.  between: between nodes; it may be `inside` where there is one node.
     oversubscription: by how much slower than `between` the network is when all nodes send at once, 1 or more.
     calibration: what was measured on this machine; None: figures of data sheets alone.
+    notes: sentences about the figures, which are part of the advice.
     """
 
     text: str
@@ -28,6 +29,7 @@ class Cluster:
     between: Link
     oversubscription: float = 1.0
     calibration: Calibration | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -59,7 +61,7 @@ class Cluster:
         A network should carry at least a tenth of what a device's memory does, in one unit: 900 GB/s of memory want 90 GB/s
         of network, which is 720 Gbit/s.
         """
-        found = []
+        found = list(self.notes)
         wanted, has = self.device.memory_bytes_per_second / 10, self.network_bytes_per_second()
         if self.nodes > 1 and has < wanted:
             memory = f"{self.device.memory_bytes_per_second / 1e9:,.0f} GB/s"

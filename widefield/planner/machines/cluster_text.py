@@ -101,28 +101,45 @@ def _here(
     devices = int(count) if count is not None else devices
     if devices < 1:
         raise ValueError(f"{text!r} has {devices} ranks; write {name}:1 or more")
-    calibration = calibration or _measured_cpu(devices)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // devices))
+    calibration = calibration or (_of_file("cuda", 0) if name == "measured" else None) or _measured_cpu(threads)
     if name == "measured" and calibration is None:
         raise ValueError("measured: this machine was not measured yet; run widefield plan --calibrate, or name a device")
     device: Device = cpu_core(_machine_bytes() // devices) if calibration is None else calibration.device
     if device.is_cpu:
         device = replace(device, memory_bytes=_machine_bytes() // devices)
     inside = CPU_LINK if calibration is None else calibration.link
+    if not device.is_cpu:
+        inside = INSIDE[LINKS_OF.get(device.name.lower(), LINKS_ELSE)[0]]
     between = inside if nodes == 1 else NETWORKS[_network(network or "10gbe")].link(devices)
-    return Cluster(text, nodes, devices, device, inside, between, calibration=calibration)
+    notes = () if calibration is None or not device.is_cpu else _other_threads(calibration, threads)
+    return Cluster(text, nodes, devices, device, inside, between, calibration=calibration, notes=notes)
 
 
-def _measured_cpu(ranks: int) -> Calibration | None:
-    """What was measured with the threads that each of `ranks` ranks has, as the launcher sets them; else with others."""
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
-    path = calibration_path("cpu", threads)
-    return read_calibration(path) if path.exists() else read_calibration(kind="cpu")
+def _of_file(kind: str, threads: int) -> Calibration | None:
+    path = calibration_path(kind, threads)
+    return read_calibration(path) if path.exists() else None
+
+
+def _measured_cpu(threads: int) -> Calibration | None:
+    """What was measured with the threads that a rank has, as the launcher sets them; else with others, the newest."""
+    return _of_file("cpu", threads) or read_calibration(kind="cpu")
+
+
+def _other_threads(calibration: Calibration, threads: int) -> tuple[str, ...]:
+    """A sentence where the measurement was of ranks with another number of threads."""
+    measured = calibration.conditions.get("threads", str(threads))
+    if measured == str(threads):
+        return ()
+    return (
+        f"a rank has {threads} threads here and was measured with {measured}, so times are off; measure again with "
+        f"OMP_NUM_THREADS={threads} widefield plan --calibrate",
+    )
 
 
 def _measured_gpu(device: Device) -> Calibration | None:
     """What was measured on this machine's GPU, if it is such a device."""
-    path = calibration_path("cuda", 0)
-    found = read_calibration(path) if path.exists() else None
+    found = _of_file("cuda", 0)
     return found if found is not None and found.device.name == device.name else None
 
 
