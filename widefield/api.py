@@ -117,7 +117,7 @@ def evaluate(
 def predict(
     run: str | Path,
     images: Any,
-    *,
+    *overrides: str,
     output: str | Path | None = None,
     top: int = 3,
     batch_size: int = 1,
@@ -125,6 +125,9 @@ def predict(
     probabilities: Probabilities | None = None,
     overlays: bool = False,
     outlines: bool = False,
+    sliding: int | Sequence[int] | None = None,
+    overlap: float = 0.5,
+    compare: bool = False,
     overwrite: bool = False,
     model: nn.Module | None = None,
     task: str | Task | None = None,
@@ -134,26 +137,36 @@ def predict(
     """Predict images with a run's model as `widefield predict` does; returns an Answer for each, in their order.
 
     images: one or several paths, PIL images, or tensors (C, H, W), or (C, D, H, W) of volumes, with the dtype and channels of
-        the run's dataset.
+        the run's dataset.  overrides: `key=value`, as on the command line.
     output: a folder, into which the answers for paths are written as the command does, and then paths may be folders, patterns
         or lists too.  None: no file is written, and an Answer has the labels of pixels itself.
     top: how many classes to return.  batch_size: images of one size per pass.  flips: the mean over mirror images.
     probabilities: of pixels, in the Answers, or files, `npy` or `png`.  overlays, outlines, overwrite: as the command does.
+    sliding: with `output`, blend windows of so many pixels, on every dim or on all alike.  overlap: the share that the next one
+        covers too.  compare: say at how many pixels labels are not the whole image's.
     model, task: as passed to `train`.  weights: best, last, a checkpoint's step, or a .safetensors file; None: the best, where
         the run has them.  trust: as for `evaluate`.
     ValueError: an image cannot be read, or is of another kind than the run's; with `output`, after the others are written.
     """
-    folder = existing_folder(run)
+    windows = (sliding,) if isinstance(sliding, int) else None if sliding is None else tuple(sliding)
+    wishes = Wishes(top, batch_size, flips, probabilities, overlays, overwrite, outlines, windows, overlap, compare)
+    file, given = None if weights is None else str(weights), _given(model, None, task, None)
+    refuse_unused(overrides)
+    keys, chosen = _keys(overrides, model, None, task), {"weights": file, "trust": trust, "given": given}
+    return _predicted(existing_folder(run), images, keys, output, wishes, chosen)
+
+
+def _predicted(
+    folder: Path, images: Any, keys: list[str], output: str | Path | None, wishes: Wishes, chosen: dict[str, Any]
+) -> list[Answer]:
     is_single = isinstance(images, str | Path | Image.Image) or (isinstance(images, Tensor) and images.ndim == _ndim(folder))
     things = [images] if is_single else list(images)
-    wishes = Wishes(top, batch_size, flips, probabilities, overlays, overwrite, outlines)
-    file = None if weights is None else str(weights)
-    chosen: dict[str, Any] = {"weights": file, "trust": trust, "given": _given(model, None, task, None)}
-    keys = _keys((), model, None, task)
-    if output is None:
-        parts, _ = single_rank(folder, chosen.pop("weights"), keys, streams=True, **chosen)
-        return predict_objects(parts, things, wishes)
-    return _filed(folder, things, keys, Path(output), wishes, chosen)
+    if output is not None:
+        return _filed(folder, things, keys, Path(output), wishes, chosen)
+    if wishes.sliding is not None:
+        raise ValueError("sliding reads files by window and writes their labels so; name a folder, as output='answers'")
+    parts, _ = single_rank(folder, chosen.pop("weights"), keys, streams=True, **chosen)
+    return predict_objects(parts, things, wishes)
 
 
 def _ndim(folder: Path) -> int:

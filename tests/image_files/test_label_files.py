@@ -9,6 +9,7 @@ import pytest
 
 from widefield.geometry.box import Box, size_of, slices
 from widefield.image_files import open_image
+from widefield.image_files.band_image import BandImage
 from widefield.image_files.info import ImageInfo, one_level
 from widefield.image_files.label_image import LabelImage, halved, read_smaller
 from widefield.naming import load
@@ -109,3 +110,22 @@ def test_the_same_labels_are_the_same_bytes(tmp_path):
     (tmp_path / "b").mkdir()
     files = [nifti_pair(tmp_path / name, "Nifti1Image")[1].read_bytes() for name in ("a", "b")]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("size", [(6, 16, 12), (3, 700, 600)])
+def test_labels_and_probabilities_of_a_volume_are_written_as_ome_tiff_with_its_spacing(tmp_path, size):
+    module, random = load("widefield.image_files.label_files", "tiff"), np.random.default_rng(0)
+    pixels, likely = random.integers(0, 3, size).astype(np.uint8), random.random((3, *size)).astype(np.float32)
+    info = ImageInfo("OME-TIFF", "reader", "ZYX", 1, "uint8", one_level(size), spacing=(2.0, 0.5, 0.25), unit="um")
+    classes, colours = ("a", "b", "c"), ((0, 0, 0), (1, 1, 1), (2, 2, 2))
+    labels = LabelImage(Path("scan.ome.tif"), info, "uint8", classes, colours, notes={"made": "by a test"})
+    bands = BandImage(Path("scan.ome.tif"), info, "float32", classes, nodata=np.nan, scale=1.0, notes={})
+    module.write_labels(tmp_path / "labels.tif", labels, lambda box: pixels[slices(box)])
+    module.write_bands(tmp_path / "likely.tif", bands, lambda number, box: likely[number][slices(box)])
+    for name, expected in (("labels.tif", pixels[None]), ("likely.tif", likely)):
+        with open_image(tmp_path / name) as image:
+            assert image.info.format == "OME-TIFF" and image.info.spacing == pytest.approx((2.0, 0.5, 0.25))
+            assert np.array_equal(image.read(), expected)
+    with open_image(tmp_path / "labels.tif") as image:
+        assert len(image.info.levels) == 1 + (size[1] > 512)
+        assert np.array_equal(image.read(level=len(image.info.levels) - 1)[0], pixels if size[1] < 512 else halved(pixels))

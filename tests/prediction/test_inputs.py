@@ -60,3 +60,11 @@ def test_words_that_mean_no_file_are_named_and_stop_only_when_all_do(tmp_path):
         find_inputs([tmp_path / "empty"])
     with pytest.raises(ValueError, match="the list .*nowhere.txt cannot be read as text"):
         find_inputs([f"@{tmp_path}/nowhere.txt"])
+
+
+@pytest.mark.parametrize("name", ["shards.tar", "shards.TAR", "shards.tar.gz", "shards.tgz"])
+def test_a_tar_of_samples_is_left_out_with_the_command_that_unpacks_it(tmp_path, name):
+    made(tmp_path, "1.png", name)
+    found, (left,) = find_inputs([tmp_path / name, tmp_path / "1.png"])
+    assert [one.path.name for one in found] == ["1.png"] and left.path == str(tmp_path / name)
+    assert f"mkdir samples && tar -xf {name} -C samples, and name that folder" in left.reason

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from argparse import ArgumentParser
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,9 @@ from ranks import on_ranks
 from torch import nn
 from wide_scene import Stopped, labels_in, patched, predicted, stop_after
 
+import widefield as wf
+import widefield.cli.predict
+from widefield import cli
 from widefield.comm.mesh import World
 from widefield.geometry import Interval
 from widefield.geometry.box import slices
@@ -84,6 +89,21 @@ def test_the_answer_says_how_far_blended_labels_are_from_exact_ones(blended_alon
     folder = Path(answer.labels).parent
     assert json.loads((folder / "predictions.json").read_text())["predictions"][0]["apart"] == answer.apart
     assert (folder / "scene.geojson").is_file() and not list((folder / ".predictions" / "exact").glob("*"))
+
+
+def test_the_function_blends_as_the_command_does(run, scene, blended_alone, tmp_path):
+    drawn = run / "drawn.safetensors"
+    (answer,) = wf.predict(run, scene, output=tmp_path / "out", sliding=32, compare=True, weights=drawn)
+    assert answer.apart == blended_alone.answers[0].apart
+    with pytest.raises(ValueError, match="sliding reads files by window and writes .*, as output='answers'"):
+        wf.predict(run, scene, sliding=32)
+
+
+def test_the_function_has_the_options_of_the_command():
+    parser = ArgumentParser()
+    cli.predict.add_arguments(parser)
+    named = {action.dest for action in parser._actions} - {"help", "inputs", "overrides"}
+    assert set(inspect.signature(wf.predict).parameters) == named | {"images", "overrides", "model", "task"}
 
 
 def _on_ranks(mesh, run: Path, scene: Path, output: Path, overrides: list[str]) -> Predicted:

@@ -172,7 +172,7 @@ def test_where_a_case_is_one_file_others_are_cases_too(tmp_path):
 
 def test_tensors_tell_no_spacing_and_are_refused(whole):
     parts, _ = single_rank(whole, None, [])
-    with pytest.raises(ValueError, match=r"is taken as it is, and this run brings images to a spacing of 2.2 x 1.1 x 0.9"):
+    with pytest.raises(ValueError, match=r"is taken as it is, and this run brings images to a spacing of 2.2 x 1.1 x 0.9 mm"):
         predict_objects(parts, [torch.zeros(2, 9, 22, 17)], Wishes())
 
 

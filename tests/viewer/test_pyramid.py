@@ -77,6 +77,31 @@ def test_probabilities_are_means_for_each_class(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])
+def test_a_voxel_without_probability_in_nifti_is_shown_as_0(tmp_path, dtype):
+    """Steps of 16 bits are read with their scale, as floating-point numbers: that of no probability is above 1 then."""
+    pytest.importorskip("nibabel")
+    from widefield.geometry.box import slices
+    from widefield.image_files import open_image
+    from widefield.image_files.band_image import BandImage
+    from widefield.image_files.info import ImageInfo, one_level
+    from widefield.image_files.label_files import nifti
+    from widefield.viewer.likely import BandProbabilities
+
+    likely = RNG.random((2, 3, 6, 5)).astype(np.float32)
+    likely[0, 0, 0] = 1
+    stored = likely if dtype == "float32" else np.rint(likely * np.float64(65534)).astype(np.uint16)
+    stored[:, 1:, 2:4] = np.nan if dtype == "float32" else 65535
+    info = ImageInfo("NumPy", "", "ZYX", 1, "uint8", one_level((3, 6, 5)))
+    bands = BandImage(tmp_path / "scan.npy", info, dtype, ("a", "b"), stored.flat[-1], 1.0 if dtype == "float32" else 1 / 65534)
+    nifti.write_bands(tmp_path / "likely.nii", bands, lambda number, box: stored[number][slices(box)])
+    with open_image(tmp_path / "likely.nii") as file:
+        found = BandProbabilities(file)[slice(None), slice(0, 3), slice(0, 6), slice(0, 5)]
+    likely[:, 1:, 2:4] = 0
+    np.testing.assert_allclose(found, likely, rtol=0, atol=1e-5)
+    assert (found[:, 1:, 2:4] == 0).all() and (found[0, 0, 0] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
 def test_probabilities_in_a_file_of_bands_are_shown_as_an_array_is(tmp_path, dtype):
     rasterio = pytest.importorskip("rasterio")
     from widefield.viewer import Viewer, open_scene

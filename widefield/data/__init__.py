@@ -29,7 +29,7 @@ class Images(Protocol):
 
     It may have `target_of(index)`, the target without reading the image; `weight_of(index) -> float`, how often a sample is
     drawn; `group_of(index)`, what it belongs to, as a patient; `spacing_of(index)`, the lengths of a voxel along each dim, in
-    mm for example.  They are used where they are there.
+    mm (BadImageError: it has a spacing in no unit of length).  They are used where they are there.
     """
 
     def __len__(self) -> int: ...
@@ -119,10 +119,21 @@ def open_dataset(config: DataConfig) -> Dataset:
 
 
 def spacing_of(images: Images, index: int) -> tuple[float, ...] | None:
-    """The lengths of a pixel of an image along each dim; None where the images do not tell."""
+    """The lengths of a pixel of an image along each dim, in mm; None where the images do not tell.
+
+    BadImageError: the image tells them in no unit of length.
+    """
     of = getattr(images, "spacing_of", None)
     found = None if of is None else of(index)
     return None if found is None else tuple(float(length) for length in found)
+
+
+def spacing_if_told(images: Images, index: int) -> tuple[float, ...] | None:
+    """As `spacing_of`; None also where the unit is not known, for what can do without."""
+    try:
+        return spacing_of(images, index)
+    except BadImageError:
+        return None
 
 
 def checked(made: Any, name: str) -> Dataset:

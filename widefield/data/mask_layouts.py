@@ -9,7 +9,7 @@ from pathlib import Path
 
 from widefield.data import masks
 from widefield.data.pixel_files import SUFFIXES
-from widefield.data.vector_masks import SUFFIX as VECTORS
+from widefield.data.vector_masks import SUFFIXES as VECTORS
 from widefield.data.vector_masks import UNREAD
 from widefield.data.windowed_files import name_of_image
 from widefield.image_files import is_image_file, is_series
@@ -112,7 +112,7 @@ def pair(folders: Folders, *, ending: str | None, missing: str) -> tuple[list[Pa
     ending: of the stems of masks, as _mask; None: any of the usual ones, or none.  missing: "stop", or "skip" such images.
     ValueError: an image without mask, a mask without image, or two for one.
     """
-    labels = files_below(folders.masks, (*masks.SUFFIXES, *masks.LOSSY, VECTORS, *UNREAD))
+    labels = files_below(folders.masks, (*masks.SUFFIXES, *masks.LOSSY, *VECTORS, *UNREAD))
     endings = ("", *ENDINGS) if ending is None else (ending,)
     images = files_below(folders.images, SUFFIXES, lambda stem: any(stem + one in labels for one in endings))
     pairs, used, skipped = [], set(), 0

@@ -65,4 +65,6 @@ def _save(volume_DHW: Tensor, spacing: tuple[float, ...], path: Path) -> None:
         ) from None
     array = np.ascontiguousarray(volume_DHW.numpy())
     array = array.astype(np.uint8) if array.dtype == np.int64 else array
-    nibabel.save(nibabel.Nifti1Image(array.T, np.diag([*spacing[::-1], 1.0])), path)
+    image = nibabel.Nifti1Image(array.T, np.diag([*spacing[::-1], 1.0]))
+    image.header.set_xyzt_units("mm")
+    nibabel.save(image, path)

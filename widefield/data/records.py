@@ -14,7 +14,7 @@ from widefield.config import DataConfig
 from widefield.data import BadImageError, Dataset, Images, Labels
 from widefield.data.image import read_image, shape_and_dtype_of, size_of
 from widefield.data.splits import Item, split_items
-from widefield.data.windowed_files import windowed
+from widefield.data.windowed_files import spacing_of_file, windowed
 from widefield.geometry import Interval
 from widefield.image_files import ImageFile
 from widefield.image_files.image_file import ImageFileError
@@ -98,9 +98,8 @@ class FileImages:
         return (self.kind.channels, *self._checked(file, size_of(file)))
 
     def spacing_of(self, index: int) -> tuple[float, ...] | None:
-        """The lengths of a pixel along each dim, where the file tells them."""
-        image = windowed(self.records[index].files[0])
-        spacing = () if image is None else image.info.spacing
+        """The lengths of a pixel along each dim, in mm, where the file tells them.  BadImageError: in no unit of length."""
+        spacing = spacing_of_file(self.records[index].files[0])
         return spacing if len(spacing) == self.kind.dims else None
 
     def read_window(self, index: int, window: tuple[Interval, ...]) -> tuple[Tensor, int | Tensor]:

@@ -80,7 +80,7 @@ class WeightedResampledImages(ResampledImages):
 
 
 def told_spacing(images: Images, index: int) -> tuple[float, ...]:
-    """The spacing of an image.  ValueError: it tells none."""
+    """The spacing of an image, in mm.  ValueError: it tells none, or in no unit of length."""
     found = spacing_of(images, index)
     if found is None or not all(0 < length < 1e9 for length in found):
         raise ValueError(
@@ -94,8 +94,8 @@ def told_spacing(images: Images, index: int) -> tuple[float, ...]:
 def with_spacing(dataset: Dataset, spacing: Any, order: Any) -> Dataset:
     """The dataset on a common grid.
 
-    spacing: a length per dim, or "median", of all images along each dim, those to evaluate among them, so that folds share a
-        grid.  order: of interpolation, linear or cubic (Keys 1981 with a = -0.75, as torch's bicubic one).
+    spacing: a length per dim in mm, or "median", of all images along each dim, those to evaluate among them, so that folds
+        share a grid.  order: of interpolation, linear or cubic (Keys 1981 with a = -0.75, as torch's bicubic one).
     ValueError, which names the file: an image tells no spacing, or has other dims than the spacing.
     """
     splits = (dataset.train, dataset.evaluate)
@@ -103,6 +103,10 @@ def with_spacing(dataset: Dataset, spacing: Any, order: Any) -> Dataset:
     if spacing == "median":
         spacing = median_of(found)
     resampling = made(spacing, order)
+    lengths, names = len(resampling.spacing), (images.name_of(index) for images in splits for index in range(len(images)))
+    for one, name in zip(found, names, strict=True):
+        if len(one) == lengths == dataset.dims:
+            resampling.check(one, name)
     if len(resampling.spacing) != dataset.dims:
         raise ValueError(
             f"data.options.spacing is {list(resampling.spacing)} and images have {dataset.dims} dims; give one length per dim"

@@ -1,8 +1,9 @@
-"""Masks that are polygons in GeoJSON: the class of each pixel, on the image's grid, window by window.
+"""Masks that are polygons in GeoJSON or a shapefile: the class of each pixel, on the image's grid, window by window.
 
 A pixel has the class of the last polygon in the file that its centre is in; one that is in none has the class `background`, or
 does not count.  Where an image has a place in the world, coordinates are longitude and latitude, or what the file's `crs` says,
-and are taken to the image's coordinate system; of any other image they are pixels, as QuPath has them.
+and are taken to the image's coordinate system; of any other image they are pixels, as QuPath has them.  A shapefile says its
+system in the .prj beside it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from widefield.naming import did_you_mean
 from widefield.outlines.filling import Polygon, filled, polygon
 from widefield.outlines.geojson import Feature, VectorFile, read_geojson, rings_in
 from widefield.outlines.place import LONGITUDE_LATITUDE, Georeference, place_of, transformed
+from widefield.outlines.shapefiles import SUFFIX as SHAPEFILE
+from widefield.outlines.shapefiles import read_shapefile
 
-SUFFIX = ".geojson"
-UNREAD = (".shp", ".gpkg", ".kml", ".gml", ".fgb", ".parquet")
+READERS = {".geojson": read_geojson, ".shp": read_shapefile}
+SUFFIXES = tuple(READERS)
+UNREAD = (".gpkg", ".kml", ".gml", ".fgb", ".parquet")
 """Of other files of polygons, which no library here reads."""
 BACKGROUND = "background"
 USUAL = ("class", "classification", "label", "name")
@@ -42,10 +46,15 @@ def is_vector(file: Path) -> bool:
     suffix = file.suffix.lower()
     if suffix in UNREAD:
         raise ValueError(
-            f"the mask {file} is {suffix}, and polygons are read from GeoJSON; write them so: "
-            f"ogr2ogr {file.with_suffix(SUFFIX).name} {file.name}"
+            f"the mask {file} is {suffix}, and polygons are read from GeoJSON and shapefiles; write them so: "
+            f"ogr2ogr {file.with_suffix('.geojson').name} {file.name}"
         )
-    return suffix == SUFFIX
+    return suffix in SUFFIXES
+
+
+def read_vectors(file: Path) -> VectorFile:
+    """ValueError: the file cannot be read."""
+    return READERS[file.suffix.lower()](file)
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ def classes_of_polygons(given: Any, files: Sequence[Path], key: str | None, outs
         raise ValueError(f"data.options.classes is {given!r}; of polygons give a list of names, or names with values")
     pairs = {str(name): str(value) for name, value in given.items()} if isinstance(given, Mapping) else None
     if given is None:
-        found = {_class_in(one, feature, key) for one in files for feature in read_geojson(one).features}
+        found = {_class_in(one, feature, key) for one in files for feature in read_vectors(one).features}
         names = sorted(found - {BACKGROUND})
     else:
         names = list(map(str, given))
@@ -148,9 +157,14 @@ def _polygons(
     file: Path, stamp: tuple[int, int], image: Path, of_image: tuple[int, int], classes: ClassesOfPolygons
 ) -> list[Polygon]:
     """Those of a file, in pixels of the image.  stamp, of_image: of both, so that what was changed is read again."""
-    vectors, number_of = read_geojson(file), dict(classes.number_of)
+    vectors, number_of = read_vectors(file), dict(classes.number_of)
     opened = windowed(image)
     place = None if opened is None else place_of(opened.info)
+    if file.suffix.lower() == SHAPEFILE and not vectors.system and place is not None and place.world:
+        raise ValueError(
+            f"{file} does not say its coordinate system, and its image has a place in the world; put it beside, as "
+            f"{file.with_suffix('.prj').name}, or export the file with it"
+        )
     found = []
     for feature, rings in rings_in(vectors):
         name = _class_in(file, feature, classes.key)

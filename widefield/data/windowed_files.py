@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from widefield.data import BadImageError
 from widefield.geometry import Interval
 from widefield.image_files import ImageFile, is_image_file, is_series, opened_image, stem_of
+from widefield.image_files.info import spacing_in_mm
 
 Array = np.ndarray[Any, Any]
 PLAIN = (".jpg", ".jpeg", ".png", ".tif", ".tiff", ".webp", ".bmp", ".npy")
@@ -75,6 +77,18 @@ def read_box(image: ImageFile, window: tuple[Interval, ...] | None) -> Array:
 def size_of(image: ImageFile) -> tuple[int, ...]:
     """(H, W), or (D, H, W) of a volume with more than one slice."""
     return image.info.size[1:] if _is_slice(image) else image.info.size
+
+
+def spacing_of_file(path: Path) -> tuple[float, ...]:
+    """The lengths of a pixel on each axis, in mm; () where the file tells none.
+
+    BadImageError: it tells them in no unit of length.  OSError, ImageFileError: it cannot be opened.
+    """
+    image = windowed(path)
+    try:
+        return () if image is None else spacing_in_mm(image.info)
+    except ValueError as error:
+        raise BadImageError(f"{path}: {error}") from None
 
 
 def _is_slice(image: ImageFile) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from widefield.config import ModelConfig
-from widefield.data import spacing_of
+from widefield.data import spacing_if_told
 from widefield.data.nnunet import channel_names, is_nnunet
 from widefield.data.resampled import median_of
 from widefield.data.spatial.resampling import Resampling
@@ -42,7 +42,7 @@ FLIPS = ["RandomHorizontalFlip", "RandomVerticalFlip", "RandomDepthFlip"]
 
 @dataclass(frozen=True)
 class FoundVolumes:
-    """sizes, spacings: of the volumes to train on, as they are; spacings None where a file tells none.
+    """sizes, spacings: of the volumes to train on, as they are; in mm; spacings None where a file tells none.
 
     median: of the spacings, or 1 where they are not known.  names: of the channels, "" where they are not known.
     """
@@ -66,7 +66,7 @@ class FoundVolumes:
 def volumes_of(look: Look) -> FoundVolumes:
     """From the headers of all volumes to train on."""
     images, folder = look.dataset.train, Path(look.data.path or "")
-    spacings = [spacing_of(images, index) for index in range(len(images))]
+    spacings = [spacing_if_told(images, index) for index in range(len(images))]
     sizes = [tuple(images.shape(index)[1:]) for index in range(len(images))]  # type: ignore[attr-defined]
     known = [one for one in spacings if one is not None and all(length > 0 for length in one)]
     names = channel_names(folder) if is_nnunet(folder) else []
@@ -189,8 +189,9 @@ def _task(look: Look, found: FoundVolumes) -> Iterator[RecipeEntry]:
     for entry in choices.task_of(look):
         yield RecipeEntry(entry.key, entry.value, entry.reason.replace("pixels", "voxels"))
     if look.dataset.labels in ("pixels", "layers"):
-        unit = "mm" if found.spacings else "voxels, for no file tells its spacing"
-        yield RecipeEntry("task.metrics", ["dice_cases", "surface"], f"means over volumes; distances of surfaces in {unit}")
+        surface: Any = "surface" if found.spacings else {"surface": {"spacing": [1, 1, 1]}}
+        unit = "mm" if found.spacings else "voxels, for not every file tells its spacing"
+        yield RecipeEntry("task.metrics", ["dice_cases", surface], f"means over volumes; distances of surfaces in {unit}")
 
 
 def spacing_in_words(found: FoundVolumes) -> str:

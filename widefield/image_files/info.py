@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Affine = tuple[tuple[float, ...], ...]
+MILLIMETRES = {
+    "nm": 1e-6, "um": 1e-3, "mm": 1.0, "m": 1e3, "angstrom": 1e-7, "centimeter": 10.0, "kilometer": 1e6, "inch": 25.4,
+    "foot": 304.8, "US survey foot": 1200e3 / 3937,
+}  # fmt: skip
+"""Of the units of length in which formats tell a spacing."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,30 @@ class ImageInfo:
     def shape(self) -> tuple[int, ...]:
         """(C, *size) at full resolution."""
         return (self.channels, *self.size)
+
+
+def spacing_in_mm(info: ImageInfo) -> tuple[float, ...]:
+    """The size of a pixel on each axis, in millimetres; () where the file tells none.
+
+    ValueError: the file tells one, but not in a unit of length.
+
+    >>> from dataclasses import replace
+    >>> zarr = ImageInfo("Zarr", "", "ZYX", 1, "uint8", one_level((2, 3, 4)), spacing=(2.0, 0.5, 0.5), unit="um")
+    >>> spacing_in_mm(zarr)
+    (0.002, 0.0005, 0.0005)
+    >>> spacing_in_mm(replace(zarr, unit=""))
+    Traceback (most recent call last):
+    ValueError: its spacing of 2 x 0.5 x 0.5 is in no unit, and lengths in mm are wanted; save it with a unit of length
+    """
+    if not info.spacing:
+        return ()
+    if info.unit not in MILLIMETRES:
+        lengths = " x ".join(f"{length:g}" for length in info.spacing)
+        raise ValueError(
+            f"its spacing of {lengths} is in {info.unit or 'no unit'}, and lengths in mm are wanted; save it with a unit of "
+            "length"
+        )
+    return tuple(length * MILLIMETRES[info.unit] for length in info.spacing)
 
 
 def one_level(size: Sequence[int], block: Sequence[int] | None = None) -> tuple[Level, ...]:

@@ -88,7 +88,7 @@ def read_geojson(path: Path) -> VectorFile:
     found = tree.get("features") if kind == "FeatureCollection" else [tree] if kind == "Feature" else tree
     if not isinstance(found, list) or not all(isinstance(one, dict) and one.get("type") == "Feature" for one in found):
         raise ValueError(f"{path} holds no features of GeoJSON; export it as a FeatureCollection of polygons")
-    features = tuple(_read_feature(path, number, one) for number, one in enumerate(found, start=1))
+    features = tuple(read_feature(path, number, one) for number, one in enumerate(found, start=1))
     return VectorFile(path, features, _system(path, tree))
 
 
@@ -107,7 +107,8 @@ def _system(path: Path, tree: Any) -> str:
     return name
 
 
-def _read_feature(path: Path, number: int, tree: Mapping[str, Any]) -> Feature:
+def read_feature(path: Path, number: int, tree: Mapping[str, Any]) -> Feature:
+    """The feature of GeoJSON with this number.  ValueError: it has no polygon."""
     geometry, properties = tree.get("geometry"), tree.get("properties")
     kind = geometry.get("type") if isinstance(geometry, dict) else None
     if kind not in ("Polygon", "MultiPolygon"):

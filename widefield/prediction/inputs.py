@@ -16,6 +16,8 @@ from widefield.data.image import SUFFIXES
 from widefield.data.windowed_files import name_of_image
 from widefield.image_files import is_image_file, is_series
 
+TARS = (".tar", ".tar.gz", ".tgz")
+
 
 @dataclass(frozen=True)
 class Input:
@@ -78,6 +80,9 @@ def _meant_by(word: str, lefts: list[Left], *, is_list: bool, volumes: bool) -> 
         if not files:
             lefts.append(Left(word, f"the folder has no image ({', '.join(SUFFIXES)})"))
         yield from ((file, file.relative_to(path)) for file in files)
+    elif path.is_file() and path.name.lower().endswith(TARS):
+        why = "a tar, of whose samples data.name=webdataset makes a dataset, while files of images are predicted; unpack it"
+        lefts.append(Left(word, f"{why}: mkdir samples && tar -xf {path.name} -C samples, and name that folder"))
     elif path.exists():
         yield path, Path(path.name)
     elif is_list and word.startswith("@"):

@@ -290,9 +290,11 @@ def _pixels_of(image: Any, path: str, *, parts: Parts) -> Tensor:
     """An image as a tensor.  ValueError: the run was trained on images with other channels or another dtype."""
     dataset = parts.dataset
     if dataset.resampling is not None:
+        cure = "predict a file that tells its spacing, as NIfTI, with --output"
+        if labels_of(parts.task) != "pixels":
+            cure = "that is done by window, for one class per pixel alone: train without data.options.spacing to predict it"
         raise ValueError(
-            f"{path} is taken as it is, and this run brings images to a spacing of {dataset.resampling.in_words()}; predict a "
-            "file that tells its spacing, as NIfTI, with --output"
+            f"{path} is taken as it is, and this run brings images to a spacing of {dataset.resampling.in_words()} mm; {cure}"
         )
     if isinstance(image, tuple):
         return _checked(torch.cat([read_image(file, 1, dataset.dtype, dims=dataset.dims) for file in image]), path, dataset)

@@ -15,6 +15,7 @@ from widefield.data.spatial.resampling import GridMap
 from widefield.data.windowed_files import size_of
 from widefield.geometry.box import Box
 from widefield.image_files import ImageFile, open_image
+from widefield.image_files.info import spacing_in_mm
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,22 @@ class WideSource:
 
 def grid_of(image: ImageFile, dataset: Dataset) -> GridMap:
     """The map from an image's grid to the run's.  ValueError: the run has a spacing, and the image tells none."""
-    size, spacing = size_of(image), image.info.spacing
+    size = size_of(image)
     if dataset.resampling is None:
         return GridMap(size, size)
+    spacing = _millimetres(image)
     if len(spacing) != len(size) or not all(length > 0 for length in spacing):
         raise ValueError(
             f"{image.path} tells no spacing, and this run brings images to a spacing of "
             f"{dataset.resampling.in_words()}; save it in a format that tells it, as NIfTI"
         )
+    dataset.resampling.check(spacing, str(image.path))
     return dataset.resampling.map_of(size, spacing)
+
+
+def _millimetres(image: ImageFile) -> tuple[float, ...]:
+    """ValueError: the image tells its spacing in no unit of length."""
+    try:
+        return spacing_in_mm(image.info)
+    except ValueError as error:
+        raise ValueError(f"{image.path}: {error}") from None

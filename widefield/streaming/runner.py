@@ -21,6 +21,7 @@ from widefield.streaming.progress import counted
 from widefield.streaming.regions import Env, Leaves, Region, all_of, arguments, crop, detached_unless_wanted, leaf_of, merged
 from widefield.streaming.schedule import FusedRegion, Stage, StreamedTile, TileSchedule
 from widefield.streaming.spatial import SpatialStream
+from widefield.streaming.storage.heap import trimmed
 from widefield.streaming.storage.memory_pool import Pool
 from widefield.streaming.storage.offload_buffer import ByteBudget, OffloadBuffer
 from widefield.streaming.storage.result_writer import ResultWriter
@@ -139,7 +140,7 @@ class Runner:
         sources = self._sources(segment)
         parts: dict[TracedOp, list[Tensor]] = {unit: [] for unit in segment.parts}
         self.stores.update({value: self._new(value) for value in segment.kept})
-        for tile in counted(self.spatial.local(segment.tiles), "forward", segment, self.program.segments):
+        for tile in trimmed(counted(self.spatial.local(segment.tiles), "forward", segment, self.program.segments), self.keeps):
             if self.needed is not None and tile.number not in self.needed[segment]:
                 continue
             env: Env = {value: (sources[value].read(box), box) for value, box in tile.sources.items()}
@@ -228,8 +229,7 @@ class Runner:
         if value in self.layouts:
             return self.grad_buffers[value].all() if value in self.grad_buffers else None
         found = [self.grads[value]] if value in self.grads else []
-        if value in self.parts_of_grads:
-            found.append(self.parts_of_grads[value] * self.spatial.grid.size)
+        found += [self.parts_of_grads[value] * self.spatial.grid.size] if value in self.parts_of_grads else []
         return sum(found[1:], found[0]) if found else None
 
     def _add(self, value: Value, grad: Tensor, box: Box | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from widefield.config import RunConfig
-from widefield.data import Dataset, Labels
+from widefield.data import BadImageError, Dataset, Labels, spacing_of
 from widefield.data.map_style import MapStyle
 from widefield.data.transform_checks import check_transforms
 from widefield.tasks import Task, labels_of
@@ -17,6 +17,7 @@ def check_data(config: RunConfig, dataset: Dataset, task: Task, given: Given, *,
     _check_channels(config, dataset)
     _check_labels(config, dataset, task)
     _check_classes(config, dataset, given)
+    _check_spacings(config, dataset)
     return list(check_transforms(config.data, dataset, ignore=getattr(task, "ignore_index", None), cut=cut))
 
 
@@ -39,6 +40,24 @@ def _check_classes(config: RunConfig, dataset: Dataset, given: Given) -> None:
         raise ValueError(
             f"data.name={config.data.name} has one class only, '{dataset.classes[0]}', which every answer would be; "
             f"task.name={config.task.name} tells classes apart, so give it two or more"
+        )
+
+
+def _check_spacings(config: RunConfig, dataset: Dataset) -> None:
+    """ValueError: distances are wanted, and volumes tell no unit, or some tell a spacing and others none."""
+    named = [entry if isinstance(entry, dict) else {entry: {}} for entry in config.task.metrics]
+    if dataset.dims != 3 or not any("spacing" not in (one["surface"] or {}) for one in named if "surface" in one):
+        return
+    cure = "give it one for all volumes, as task.metrics=[{surface: {spacing: [2.5, 1, 1]}}]"
+    images = dataset.evaluate
+    try:
+        told = [spacing_of(images, index) is not None for index in range(len(images))]
+    except BadImageError as error:
+        raise ValueError(f"task.metrics has surface, whose distances are in mm, and of {error}; or {cure}") from None
+    if len(set(told)) > 1:
+        raise ValueError(
+            f"task.metrics has surface, whose distances are in mm, and {images.name_of(told.index(False))} tells no spacing "
+            f"while {images.name_of(told.index(True))} does; {cure}"
         )
 
 

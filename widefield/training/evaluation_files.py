@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from widefield.data import Images, spacing_of
+from widefield.data import Images, spacing_if_told
 from widefield.data.image import write_image, write_labels
 from widefield.training.disk import replace_text
 from widefield.training.evaluation import Evaluation, Mistake
@@ -130,7 +130,7 @@ def _write_sample(folder: Path, pieces: list[Thumbnail], images: Images, index: 
     told = {"id": images.name_of(index), "size": list(about.size), "right": about.right, "counted": about.counted}
     if not about.view:
         return told | _write_pictures(folder, about)
-    spacing = spacing_of(images, index)
+    spacing = spacing_if_told(images, index)
     views = [{"view": piece.view, **_write_pictures(folder, piece)} for piece in sorted(pieces, key=_by_view)]
     return told | {"spacing": None if spacing is None else list(spacing), "views": views}
 

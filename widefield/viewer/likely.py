@@ -32,6 +32,6 @@ class BandProbabilities:
         dims = len(self.file.info.size)
         found = self.file.read([Interval(one.start, one.stop) for one in box][-dims:])
         found = found.reshape(len(found), *(one.stop - one.start for one in box))[classes]
-        if found.dtype.kind == "f":
-            return np.nan_to_num(found, nan=0.0)
+        if found.dtype.kind == "f":  # of a NIfTI of steps too, which stand for 0 to 1, and no probability for one step more
+            return np.where(found > 1 + 0.5 / STEPS, 0, np.nan_to_num(found, nan=0.0)).astype(found.dtype)
         return np.where(found > STEPS, 0, found / np.float32(STEPS)).astype(np.float32)

@@ -62,7 +62,7 @@ def open_dataset(
     group: of folders, a regular expression whose match in a name is the group; of a table, a column.
     property, outside: of polygons: which property has the class, and what pixels in none are, "background" or "ignore".
     mask (several are one per class), image, split, fold, weight, root: of a table.  channels, dtype: None: the first image's.
-    spacing: bring all images to one, a length per dim in the files' unit, or "median".  interpolation: "linear" or "cubic".
+    spacing: bring all images to one, a length per dim in mm, or "median".  interpolation: "linear" or "cubic".
     ValueError, which names the file: folders, partners, sizes, numbers or classes that do not fit.
     """
     source, on_grid = _existing(config.path, missing), partial(_on_grid, spacing=spacing, order=interpolation)

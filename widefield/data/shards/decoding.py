@@ -16,7 +16,7 @@ from widefield.data.image import image_of, read_image
 from widefield.data.masks import Coding, raw_mask
 from widefield.data.pixel_files import pixels_in
 from widefield.data.shards.open_shards import StoredMember
-from widefield.data.windowed_files import windowed
+from widefield.data.windowed_files import spacing_of_file
 from widefield.image_files.opened import forget
 
 
@@ -41,12 +41,11 @@ def image_in(
 
 
 def spacing_in(member: StoredMember) -> tuple[float, ...] | None:
-    """The lengths of a pixel along each dim, where a TIFF tells them.  Reads the member."""
+    """The lengths of a pixel along each dim, in mm, where a TIFF tells them.  Reads the member."""
     if not member.extension.endswith(("tif", "tiff")):
         return None
     with as_file(member, member.read()) as path:
-        image = windowed(path)
-        return None if image is None else image.info.spacing
+        return spacing_of_file(path) or None
 
 
 def labels_in(member: StoredMember, coding: Coding) -> Tensor:

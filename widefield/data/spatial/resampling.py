@@ -24,6 +24,8 @@ Order = Literal["linear", "cubic"]
 Size = tuple[int, ...]
 _AS_WARP: dict[Order, tuple[Interpolation, int, int]] = {"linear": ("bilinear", 0, 1), "cubic": ("bicubic", 1, 2)}
 """What warp.py calls it, and how many pixels before and behind the one below a position are read."""
+FAR = 500
+"""Spacings that differ by more than this factor are taken for lengths in different units; those of um and mm by 1,000."""
 _CLOSE = 1e-6
 """Spacings of one grid differ by no more than this share, the rounding of float32 headers."""
 
@@ -91,7 +93,7 @@ class GridMap:
 
 @dataclass(frozen=True)
 class Resampling:
-    """The spacing, one length per axis in the unit of the files, that all images are brought to."""
+    """The spacing, one length per axis in mm, that all images are brought to."""
 
     spacing: tuple[float, ...]
     order: Order = "linear"
@@ -103,6 +105,16 @@ class Resampling:
             for extent, own, wanted in zip(size, spacing, self.spacing, strict=True)
         )
         return GridMap(tuple(size), output, self.order)
+
+    def check(self, spacing: Sequence[float], name: str) -> None:
+        """ValueError: an image's lengths are so far from these that one of both is in another unit than mm."""
+        ratios = [own / wanted for own, wanted in zip(spacing, self.spacing, strict=True)]
+        if min(ratios) < 1 / FAR or max(ratios) > FAR:
+            raise ValueError(
+                f"{name} has a spacing of {' x '.join(f'{length:.6g}' for length in spacing)} mm, and images are brought to "
+                f"{self.in_words()} mm, more than {FAR} times as much or less; lengths are in mm: mend "
+                "data.options.spacing or the file"
+            )
 
     def spacing_of(self, size: Sequence[int], spacing: Sequence[float]) -> tuple[float, ...]:
         """The lengths that a pixel of the output has: those of the image, over the number of its pixels."""

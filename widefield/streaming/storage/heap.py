@@ -1,0 +1,48 @@
+"""Gives freed memory of the heap back to the system while a stream runs without gradients.
+
+The C library keeps what is freed below a block that is still in use, and oneDNN leaves such blocks all over: it caches a
+program for every shape of a tile.  Tiles of a volume made a process grow by some 10 MiB each (docs/log.md, 2026-11-25).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import TypeVar
+
+T = TypeVar("T")
+SECONDS = 1.0
+"""Between two calls, at least: one takes some 50 ms where the heap has hundreds of MiB."""
+LARGE_BYTES = 1 << 20
+"""From so many on, memory comes from the system itself and returns to it when it is freed.  glibc raises this to 32 MiB while a
+program runs, and lets tensors below lie between each other."""
+_MMAP_THRESHOLD = -3
+"""mallopt's number for it."""
+
+_called = 0.0
+
+
+def trimmed(tiles: Iterable[T], keeps: bool = False) -> Iterator[T]:
+    """The tiles, one after another; between two of them the heap is trimmed, at most every `SECONDS`.
+
+    keeps: whether a backward follows; nothing is done then, since the next step wants the memory again.
+    """
+    global _called
+    trim = None if keeps else _trim()
+    for tile in tiles:
+        yield tile
+        if trim is not None and time.monotonic() - _called >= SECONDS:
+            trim(0)
+            _called = time.monotonic()
+
+
+@cache
+def _trim() -> Callable[[int], object] | None:
+    """malloc_trim of glibc, after its threshold was set for this process; None: the C library is another one."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "malloc_trim"):
+        return None
+    library.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+    return library.malloc_trim
