@@ -104,8 +104,9 @@ def test_an_image_twice_as_high_takes_twice_the_activations():
 
 
 def test_ranks_of_tiles_hold_what_their_tiles_have():
-    whole = record(kernels=False, batch=1)
-    tiles = [record("mesh.space=[2,1]", ranks=2, rank=rank, kernels=False, batch=1) for rank in (0, 1)]
+    wide = {"kernels": False, "batch": 1, "image": (3, 256, 64)}
+    whole = record(**wide)
+    tiles = [record("mesh.space=[2,1]", ranks=2, rank=rank, **wide) for rank in (0, 1)]
     written = [sum(e.bytes_written for e in step.operations if e.phase == "forward") for step in (whole, *tiles)]
     assert written[1] < 0.75 * written[0] and abs(written[1] - written[2]) < 0.1 * written[1]
 
