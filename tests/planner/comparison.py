@@ -67,7 +67,10 @@ def emulated(case: TruthCase) -> list[StepRecord] | str:
 
 
 def peak_rows(case: TruthCase, steps: Sequence[MeasuredStep], records: Sequence[StepRecord]) -> list[PeakRow]:
-    return [PeakRow(case, record.rank, max(step.peaks), record.peak_bytes) for step, record in zip(steps, records, strict=True)]
+    return [
+        PeakRow(case, record.rank, max(step.peaks), record.allocator_peak_bytes)
+        for step, record in zip(steps, records, strict=True)
+    ]
 
 
 def messages_of(record: StepRecord) -> Counter:

@@ -11,9 +11,9 @@ from typing import Literal
 
 Phase = Literal["forward", "loss", "backward", "optimizer", "other"]
 MessageKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "receive", "all_to_all", "barrier"]
-Part = Literal["weights", "gradients", "optimizer", "activations", "transient", "messages", "inputs", "buffers"]
+Part = Literal["weights", "gradients", "optimizer", "activations", "transient", "messages", "inputs", "buffers", "stored"]
 """What an allocation is for.  activations: it outlives the forward.  transient: made and freed within a phase.  buffers: of the
-model, as running statistics."""
+model, as running statistics.  stored: by a stream between its tiles, in the process's memory beside the allocator's."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class StepRecord:
     unknown: operations whose kernels' own temporary memory is not known, by name.
     samples: of the whole step, on all ranks.
     blocks: every allocation that there is at the beginning or that the step makes, without what kernels hold while they run.
+    allocator_peak_bytes: the largest number of bytes of torch's allocator, which has all but the part `stored`.
     """
 
     rank: int
@@ -109,6 +110,7 @@ class StepRecord:
     unknown: list[str] = field(default_factory=list)
     samples: int = 0
     blocks: list[AllocatedBlock] = field(default_factory=list)
+    allocator_peak_bytes: int = 0
 
     @property
     def operations(self) -> Iterator[OpEvent]:

@@ -126,9 +126,29 @@ def _threads(number: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def _recorder() -> profile:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler prints its start and its end
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+@contextmanager
+def _recorder() -> Iterator[profile]:
+    recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with _without_stderr():
+        recorder.start()
+    try:
+        yield recorder
+    finally:
+        with _without_stderr():
+            recorder.stop()
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """The profiler prints its start and its end, unless an environment variable was set before torch was loaded."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def memory_changes(recorder: profile) -> list[int]:

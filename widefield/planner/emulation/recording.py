@@ -45,6 +45,7 @@ class _Life:
     key: int
     died: int | None = None
     is_message: bool = False
+    is_stored: bool = False
     before: bool = False
     """Whether it was there when the step began."""
 
@@ -61,7 +62,7 @@ class Recording:
         self._refs: dict[int, weakref.ref] = {}
         self._in_optimizer = False
         self._is_on = False
-        self._now = 0
+        self._now = self._stored = self._allocator_peak = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -80,7 +81,7 @@ class Recording:
         self.paths = ModulePaths(model)
         for life in self._lives.values():
             life.before, life.born = True, 0
-        self._is_on, self._peak = True, self._now
+        self._is_on, self._peak, self._allocator_peak = True, self._now, self._now - self._stored
         self._points.append(MemoryPoint(0, self._now))
 
     # ------------------------------------------------------------------------------------------ what happens
@@ -166,16 +167,20 @@ class Recording:
             if isinstance(tensor, Tensor):
                 self.holds(tensor)
 
-    def holds(self, tensor: Tensor) -> None:
-        """A tensor exists: its storage is an allocation, if it is a new one."""
+    def holds(self, tensor: Tensor, *, stored: bool | None = False) -> None:
+        """A tensor exists: its storage is an allocation, if it is a new one.
+
+        stored: between tiles of a stream, in memory that is the process's and not the allocator's; None: in a file.
+        """
         storage = tensor.untyped_storage()
         key = cdata(storage)
         if key in self._lives:
             return
-        life = _Life(storage.nbytes(), len(self._events), self.phase, key)
+        size = 0 if stored is None else storage.nbytes()
+        life = _Life(size, len(self._events), self.phase, key, is_stored=bool(stored))
         self._lives[key] = life
         self._refs[key] = weakref.ref(storage, lambda _: self._frees(key))
-        self._changes(life.bytes)
+        self._changes(life.bytes, stored=life.is_stored)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """A storage gets another size, as FSDP's gathered weights do: it ends, and another one begins in its place."""
@@ -196,10 +201,12 @@ class Recording:
         life.died = len(self._events)
         if self._is_on:
             self._ended.append(life)
-        self._changes(-life.bytes)
+        self._changes(-life.bytes, stored=life.is_stored)
 
-    def _changes(self, by: int) -> None:
+    def _changes(self, by: int, *, stored: bool = False) -> None:
         self._now += by
+        self._stored += by if stored else 0
+        self._allocator_peak = max(self._allocator_peak, self._now - self._stored)
         if self._is_on:
             self._points.append(MemoryPoint(len(self._events), self._now))
             if by > 0 and self._now > self._peak:
@@ -214,6 +221,7 @@ class Recording:
         """While the operation just recorded ran, it held `extra` bytes more."""
         event = len(self._events) - 1
         self._points += [MemoryPoint(event, self._now + extra), MemoryPoint(event + 1, self._now)]
+        self._allocator_peak = max(self._allocator_peak, self._now - self._stored + extra)
         if self._now + extra > self._peak:
             self._peak, self._peak_event, self._peak_transient = self._now + extra, event, extra
             self._peak_place = place
@@ -240,7 +248,7 @@ class Recording:
         blocks = [AllocatedBlock(life.born, life.died, life.bytes) for life in lives]
         return StepRecord(
             self.rank, self.ranks, self._events, self._points, self._peak, at, module, op, parts,
-            list(self.assumed), list(self._unknown), samples, blocks,
+            list(self.assumed), list(self._unknown), samples, blocks, self._allocator_peak,
         )  # fmt: skip
 
     @contextmanager
@@ -274,6 +282,8 @@ def _part_of(life: _Life, known: dict[int, Part], peak: int) -> Part:
     """What an allocation that is held at the peak is for."""
     if life.key in known and (life.died is None or life.before):
         return known[life.key]
+    if life.is_stored:
+        return "stored"
     if life.is_message:
         return "messages"
     if life.before:

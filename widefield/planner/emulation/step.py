@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ def _recorded(learner: Learner, rows: list[int], emulation: Emulation) -> StepRe
         batches = [emulation.batch_of(learner.dummy_batch, count, samples=count) for count in rows]
         for step in range(WARM_STEPS + 1):
             if step == WARM_STEPS:
+                gc.collect()  # the first step leaves cycles, as of other stages' weights, which a run collects at some time
                 recording.begin(learner.model)
             learner.learn(batches, stop=False)
     finally:

@@ -30,6 +30,7 @@ from widefield.private_torch.fake_tensors import (
 from widefield.private_torch.modules import buffers_of, parameters_of
 from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from widefield.private_torch.tensors import cdata
+from widefield.streaming.storage import memory_pool
 from widefield.tiled.redistribute import is_dense
 from widefield.tiled.replicated_ops import is_in_place
 
@@ -63,6 +64,14 @@ def _is_small(args: tuple, tensors: list[Tensor]) -> bool:
     if sizes is None:  # arange(end), scalar_tensor(value)
         return max([abs(arg) for arg in args if isinstance(arg, int | float) and math.isfinite(arg)], default=0) <= SMALL
     return math.prod(size for size in sizes if isinstance(size, int)) <= SMALL
+
+
+def _is_meta(tensors: list[Tensor], kwargs: dict) -> bool:
+    """Whether an operation is on meta tensors alone, or makes one."""
+    asked = kwargs.get("device")
+    if asked is not None:
+        return torch.device(asked).type == "meta"
+    return bool(tensors) and all(type(tensor) is not FakeTensor and tensor.is_meta for tensor in tensors)
 
 
 def _writes_to_real_ones_alone(func: Any, args: tuple, kwargs: dict) -> bool:
@@ -158,6 +167,9 @@ class Emulation(TorchDispatchMode):
             return NotImplemented  # a tiled tensor or a part of a gradient: its own operations come here
         if func.namespace == "prim":
             return func(*args, **kwargs)  # a question, as for a tensor's device: no kernel runs
+        if _is_meta(tensors, kwargs):
+            with disable_current_modes():
+                return func(*args, **kwargs)  # of another rank's weights only shapes are kept, as in a run
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if not fakes and _is_small(args, tensors):
             with disable_current_modes():
@@ -252,6 +264,13 @@ class Emulation(TorchDispatchMode):
         self.recording.holds(fake)
         return fake
 
+    def stored(self, size_bytes: int, is_file: bool) -> Tensor:
+        """The memory of what a stream stores between its tiles, as bytes.  A file is not the process's, so it counts none."""
+        with disable_current_modes(), self.fakes:
+            memory = torch.empty(size_bytes, dtype=torch.uint8)
+        self.recording.holds(memory, stored=None if is_file else True)
+        return memory
+
     def batch_of(self, batch: Batch, rows: int, *, samples: int) -> Batch:
         """A batch of `rows` images like the first of `batch`, without pixels.  samples: as in Batch; 0 of a dummy batch."""
         rows = max(1, rows)
@@ -269,5 +288,10 @@ class Emulation(TorchDispatchMode):
 def emulated(recording: Recording) -> Iterator[Emulation]:
     """Inside, operations are recorded and have no data."""
     fakes = EmulatedFakeMode(allow_non_fake_inputs=True)
-    with fakes, recording.watched(), Emulation(recording, fakes) as emulation:
-        yield emulation
+    emulation = Emulation(recording, fakes)
+    memory_pool.STAND_INS.append(emulation.stored)
+    try:
+        with fakes, recording.watched(), emulation:
+            yield emulation
+    finally:
+        memory_pool.STAND_INS.pop()

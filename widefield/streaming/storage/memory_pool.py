@@ -16,6 +16,7 @@ import sys
 import tempfile
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,21 @@ def _reserve(file: int, size_bytes: int) -> None:
         os.ftruncate(file, size_bytes)
 
 
+class NoBlock(Block):
+    """A block of which there is nothing but the size."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.bytes = size_bytes
+
+    def _advise(self, advice: int | None, start: int, stop: int) -> None:
+        """There is nothing to advise on."""
+
+
+STAND_INS: list[Callable[[int, bool], Tensor]] = []
+"""While there is one, the last makes the memory of blocks, from their bytes and whether they are a file: a step that is only
+planned stores nothing."""
+
+
 class FreeList:
     """Blocks of one kind, in use or idle.
 
@@ -110,6 +126,8 @@ class FreeList:
 
     def take(self, size_bytes: int) -> tuple[Block, Tensor]:
         """A block of at least so many bytes, and a uint8 tensor of all of it; it becomes idle once no tensor refers to it."""
+        if STAND_INS:
+            return NoBlock(size_bytes), STAND_INS[-1](size_bytes, self.folder is not None)
         self._sort_back()
         fitting = [block for block in self.idle if size_bytes <= block.bytes <= self.most_waste * size_bytes]
         if fitting:
