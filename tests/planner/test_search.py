@@ -260,3 +260,9 @@ def test_an_answer_is_data_that_json_holds():
     assert tree["best"]["name"] == found.best.name == tree["plans"][0]["name"]
     assert tree["best"]["peak_memory_bytes"] > 0 and tree["answers"][0]["question"] == "largest batch"
     assert tree["cluster"]["ranks"] == 8 and tree["scaling"]
+
+
+def test_a_search_that_ends_by_the_clock_says_what_it_has_not_looked_at():
+    found = search(made_pricing(MadeModel(activations=2 * GIB), "8xA100-40G", batch=16), 8, PIXELS, seconds=-1)
+    assert len(found.estimates) == 1 and found.untried > 0
+    assert re.search(r"the time for the search was over with \d+ layouts waiting.*--seconds gives it more", reasons(found)[-1])

@@ -69,7 +69,7 @@ def reasons(found: SearchResult) -> list[str]:
     losers = [*slower[:MOST_SLOWER], *(why_too_large(estimate, best) for estimate in large[:MOST_TOO_LARGE])]
     more = len(found.ranking) - 1 + len(too_large) - len(losers)
     losers += [f"{count_of(more, 'further plan')}, most of them of these kinds, lost too; --json has all"] if more else []
-    return [*losers, *refusals(found), *_left_out(found)]
+    return [*losers, *refusals(found), *_left_out(found), *_untried(found)]
 
 
 def why_slower(estimate: PlanEstimate, best: PlanEstimate) -> str:
@@ -118,6 +118,15 @@ def _left_out(found: SearchResult) -> list[str]:
     return [
         f"{count_of(len(found.left_out), 'further plan')} of {count_of(len(kinds), 'kind')} hold at least "
         f"{bytes_text(least)} per rank ({example}) and were not looked at"
+    ]
+
+
+def _untried(found: SearchResult) -> list[str]:
+    if not found.untried:
+        return []
+    return [
+        f"the time for the search was over with {count_of(found.untried, 'layout')} waiting, the least likely to win last; "
+        "--seconds gives it more"
     ]
 
 
