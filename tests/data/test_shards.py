@@ -179,7 +179,7 @@ def test_the_spacing_of_a_tiff_is_told(tmp_path):
     members = [(f"{number}.{end}", data) for number in range(4) for end, data in (("tif", buffer.getvalue()), ("cls", b"0"))]
     members += [(f"{number}.{end}", data) for number in (4, 5) for end, data in (("png", png(0)), ("cls", b"0"))]
     images = opened(tar(tmp_path / "train-0.tar", members), options={"val": str(tar(tmp_path / "b.tar", members))}).train
-    assert images.spacing_of(0) == pytest.approx((0.5, 1.0)) and images.spacing_of(5) is None
+    assert images.spacing_of(0) == pytest.approx((0.0005, 0.001)) and images.spacing_of(5) is None  # millimetres
 
 
 def labelled(place: Path, extension: str, texts: list[str], **options) -> Dataset:
