@@ -83,7 +83,12 @@ class PictureFile(ImageFile):
     def _decoded(self) -> Array:
         with _opened(self.path) as image:
             kind = np.dtype(self.info.dtype)
-            ImageOps.exif_transpose(image, in_place=True)
+            try:
+                ImageOps.exif_transpose(image, in_place=True)
+            except OSError as error:
+                if image.format != "TIFF":
+                    raise
+                raise ValueError(f"Pillow: {error}; tifffile may read it: pip install 'widefield[tiff]'") from None
             pixels = np.asarray(_plain(image, mode_of(image)))
         pixels = pixels.reshape(*pixels.shape[:2], -1)
         if pixels.dtype != kind:
