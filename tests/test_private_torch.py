@@ -511,6 +511,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "FakeTensorMode": check_fake_mode,
     "EmulatedFakeMode": check_fake_mode,
     "is_captured": lambda captured: holds([captured(one) for one in in_modes()] == [False, True, False]),
+    "is_eager": lambda eager: holds([eager(one) for one in in_modes()] == [True, False, True]),
     "is_emulated": lambda emulated: holds([emulated(one) for one in in_modes()] == [False, False, True]),
     "DataDependentOutputException": check_values_asked,
     "DynamicOutputShapeException": check_shapes_asked,

@@ -111,6 +111,27 @@ def test_ranks_of_tiles_hold_what_their_tiles_have():
     assert written[1] < 0.75 * written[0] and abs(written[1] - written[2]) < 0.1 * written[1]
 
 
+def test_ranks_compare_generators_before_a_draw_on_tiles():
+    def sent(layer: nn.Module) -> list:
+        net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+        step = record("mesh.space=[2,1]", ranks=2, kernels=False, given=given_model(net))
+        return [(message.kind, message.bytes) for message in step.messages]
+
+    drawing, plain = sent(nn.Dropout(0.5)), sent(nn.Identity())
+    assert drawing.count(("all_gather", 8)) == 1 and ("all_gather", 8) not in plain
+
+
+def test_copies_of_a_model_that_draws_share_its_batch():
+    """One device draws for all samples, so each copy draws for all and keeps its own: see SharedForward."""
+
+    def drawn(layer: nn.Module) -> list[tuple[int, ...]]:
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+        step = record("mesh.replicate=2", ranks=2, kernels=False, given=given_model(net))
+        return [event.signature[1][0][1] for event in step.operations if "bernoulli" in event.name]
+
+    assert drawn(nn.Dropout(0.5)) == [(4, 4, 30, 30)] and drawn(nn.Identity()) == []
+
+
 def test_an_uneven_batch_gives_ranks_their_own_samples():
     sizes = [record(ranks=2, rank=rank, batch=5, kernels=False).parts["inputs"] for rank in (0, 1)]
     assert sizes[0] > sizes[1]

@@ -12,11 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather_single(gathered: Tensor, part: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
     """Concatenate every rank's `part` along dim 0 into `gathered`, in the order of the group's ranks."""
     return _ALL_GATHER(gathered, part, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(part: Tensor, whole: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+    """Sum every rank's `whole`, and give each rank its `part` of dim 0, in the order of the group's ranks."""
+    return _REDUCE_SCATTER(part, whole, group=group, async_op=async_op)
 
 
 def copy_to_host_async(tensor: Tensor, work: dist.Work | None) -> Callable[[], list[float]]:

@@ -22,7 +22,7 @@ from widefield.comm import collectives, point_to_point
 from widefield.geometry.box import Box, Route, holds, is_empty, route, size_of, within
 from widefield.geometry.strides import stride_order
 from widefield.private_torch.dispatcher import EffectType, register_effectful_op
-from widefield.private_torch.fake_tensors import is_emulated
+from widefield.private_torch.fake_tensors import is_eager
 from widefield.private_torch.process_groups import resolve_process_group
 
 Piece = tuple[Box, Tensor]
@@ -224,7 +224,7 @@ def add_sums(part: Tensor, group_name: str) -> Tensor:
 
 def _is_traced(tensor: Tensor) -> bool:
     """Whether torch.compile traces: then messages must be custom operators."""
-    return type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter and not is_emulated(tensor)
+    return not is_eager(tensor)
 
 
 def _gather(part: Tensor, num_ranks: int, group_name: str) -> Tensor:

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from widefield.comm.collectives import all_gather_single
+from widefield.comm.collectives import all_gather_single, reduce_scatter_single
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 SECONDS_EACH = 0.05
 """Of repeats, for each kind and size."""
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def message_seconds(
@@ -43,7 +42,7 @@ def _message(kind: str, numbers: int, group: dist.ProcessGroup, device: torch.de
     if kind == "all_gather":
         return lambda: _ended(all_gather_single(whole, part, group, async_op=True)), part.nbytes
     if kind == "reduce_scatter":
-        return lambda: _ended(_REDUCE_SCATTER(part, whole, group=group, async_op=True)), whole.nbytes
+        return lambda: _ended(reduce_scatter_single(part, whole, group, async_op=True)), whole.nbytes
     return lambda: _there_and_back(whole, group), whole.nbytes
 
 

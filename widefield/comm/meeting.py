@@ -28,11 +28,14 @@ def host_of_meeting() -> dist.TCPStore:
 
 
 def store_of_meeting(*, place: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    """The store for the rendezvous that begins now, at `place` (host:port; the environment has the same address).
+    """The store for the rendezvous that begins now, at `place` (host:port), which the environment has afterwards too.
 
     Every rank must call it equally often, since the calls number the key prefixes.
     dist.DistError: the other ranks do not come within `timeout`.
     """
+    os.environ.setdefault("RANK", str(rank))
+    os.environ.setdefault("WORLD_SIZE", str(size))
+    os.environ.update(zip(("MASTER_ADDR", "MASTER_PORT"), place.rsplit(":", 1), strict=True))
     if place not in _stores:
         _stores[place], _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         _stores[place].set_timeout(timeout)
@@ -45,9 +48,6 @@ def said_by_first_rank(make: Callable[[], str], *, place: str, rank: int, size: 
     make: called on rank 0 alone; it raises nothing.  seconds: until the text must be there.
     ValueError: the other ranks, or the text, do not come in time.
     """
-    os.environ.setdefault("RANK", str(rank))
-    os.environ.setdefault("WORLD_SIZE", str(size))
-    os.environ.update(zip(("MASTER_ADDR", "MASTER_PORT"), place.rsplit(":", 1), strict=True))
     try:
         store = store_of_meeting(place=place, rank=rank, size=size, timeout=datetime.timedelta(seconds=seconds))
         if rank == 0:

@@ -379,9 +379,6 @@ def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
             f"rank {world.rank} of {world.size} cannot resolve the meeting place {place} ({error}); "
             f"the environment of {world.launcher} names it: set MASTER_ADDR to a host that every rank can resolve"
         ) from None
-    os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))
-    os.environ.setdefault("RANK", str(world.rank))
-    os.environ.setdefault("WORLD_SIZE", str(world.size))
     backend = backend_for(device)
     try:
         dist.init_process_group(

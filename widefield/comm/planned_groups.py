@@ -102,8 +102,7 @@ class PlannedGroup(_Group):
 
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> dist.Work:
         for parts, tensor in zip(gathered, tensors, strict=True):
-            for part in parts:
-                _fill(part, tensor)
+            _on_real(parts, _copy_of(tensor))
         return self._posted("all_gather", tensors, result=gathered)
 
     def all_gather_single(self, gathered: Tensor, part: Tensor, opts: Any = None) -> dist.Work:
@@ -120,9 +119,7 @@ class PlannedGroup(_Group):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _fill_with_repeats(self, whole: Tensor, part: Tensor) -> None:
-        if not isinstance(whole, FakeTensor):
-            with disable_current_modes(), torch.no_grad():
-                whole.view(-1).copy_(part.reshape(-1).repeat(self._size))
+        _on_real([whole], lambda each: each.view(-1).copy_(part.reshape(-1).repeat(self._size)))
 
     def reduce_scatter(self, parts: list[Tensor], tensors: list[list[Tensor]], opts: Any = None) -> dist.Work:
         return self._posted("reduce_scatter", [tensor for each in tensors for tensor in each], result=parts)
@@ -175,8 +172,8 @@ class _NoStore(dist.Store):
     """A store that nobody meets in."""
 
 
-def _fill(part: Tensor, value: Tensor) -> None:
-    _on_real([part], lambda each: each.copy_(value))
+def _copy_of(value: Tensor) -> Callable[[Tensor], Any]:
+    return lambda each: each.copy_(value)
 
 
 def _on_real(tensors: Iterable[Tensor], change: Callable[[Tensor], Any]) -> None:

@@ -21,7 +21,7 @@ from widefield.geometry.interval import Interval
 from widefield.geometry.resize import Resize, Resized
 from widefield.private_torch.decompositions import get_decompositions
 from widefield.private_torch.dispatcher import dispatch_tls_is_dispatch_key_included
-from widefield.private_torch.fake_tensors import is_emulated
+from widefield.private_torch.fake_tensors import is_eager
 from widefield.rules import RULES, LocalBoxes, Meta, Read, Tile, Windowed, case, rule
 from widefield.tiled.overrides import BELOW, override
 from widefield.tiled.tensor import TiledTensor
@@ -87,7 +87,7 @@ def _resizes(kind: str, extents, size, align_corners: bool, scales: Sequence[flo
 
 def _kernel_for(tile: Tensor, kernel: Any) -> Callable:
     """Torch's kernel; under a compiler its decomposition, if there is one, which fuses with other operations."""
-    return kernel if type(tile) is Tensor or is_emulated(tile) else get_decompositions([kernel]).get(kernel, kernel)
+    return kernel if is_eager(tile) else get_decompositions([kernel]).get(kernel, kernel)
 
 
 def _align(kind: str, align_corners: bool) -> list[bool]:

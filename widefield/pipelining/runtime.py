@@ -36,6 +36,7 @@ from widefield.pipelining.stage import StageModule
 from widefield.pipelining.stage_parts import StageGraph, parts_of
 from widefield.pipelining.stage_state import average_gradients
 from widefield.pipelining.wire import off_wire, on_wire, wire_meta
+from widefield.private_torch.fake_tensors import is_eager
 from widefield.private_torch.modules import BatchNorm
 from widefield.tensor_parallel.runtime import TensorParallelForward
 from widefield.tiled.partial_gradient import partial_of
@@ -232,7 +233,7 @@ class PipelineForward(ForwardOverride):
     def _to_partial_gradients(self, module: nn.Module) -> None:
         """Make existing gradients PartialGradients too: the order in which torch adds two kinds differs between ranks."""
         for parameter in module.parameters() if self.is_tiled else ():
-            if type(parameter.grad) is Tensor and not parameter.grad.is_meta:
+            if is_eager(parameter.grad) and not parameter.grad.is_meta:
                 parameter.grad = partial_of(parameter.grad, self.mesh.grid)
 
     @contextmanager

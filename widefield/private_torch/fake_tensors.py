@@ -34,6 +34,11 @@ def is_emulated(tensor: Any) -> bool:
     return isinstance(tensor, fake.FakeTensor) and isinstance(tensor.fake_mode, EmulatedFakeMode)
 
 
+def is_eager(tensor: Any) -> bool:
+    """Whether kernels run on a tensor as it is: it is no subclass of this package's or a user's, and no compiler traces it."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) or is_emulated(tensor)
+
+
 DataDependentOutputException = fake.DataDependentOutputException
 """Raised where a forward asks a fake tensor for its numbers."""
 

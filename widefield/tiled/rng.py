@@ -14,6 +14,7 @@ from torch import Tensor
 from widefield.comm import collectives, halo
 from widefield.geometry.box import Box, full_box, is_empty, size_of, within
 from widefield.private_torch.dispatcher import EffectType, register_effectful_op
+from widefield.private_torch.fake_tensors import is_eager
 from widefield.private_torch.process_groups import resolve_process_group
 from widefield.tiled.gather_watch import note_drawn
 from widefield.tiled.redistribute import space_group
@@ -100,7 +101,7 @@ def check_generators(tensor: TiledTensor, generator: torch.Generator | None) -> 
     grid, tile = tensor.tile_layout.grid, tensor.local
     if grid.size == 1:
         return
-    if type(tile) is Tensor:
+    if is_eager(tile):
         group = resolve_process_group(space_group(grid))
         compare_generators(group, tensor.device, generator, drawn=tensor.tile_layout.shape)
     elif generator is None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from widefield.planner.emulation.kernel_formulas import blocked_bytes, formula_bytes
+from widefield.planner.emulation.signature import signature_of
 from widefield.private_torch.autograd import profiler_enabled
 from widefield.private_torch.dispatcher import disable_current_modes
 from widefield.private_torch.pytree import tree_leaves, tree_map
@@ -59,7 +60,7 @@ def transient_bytes(
         return known
     if func is None or func_name.partition(".")[0] not in _RUN_FROM:
         return None
-    key = (func_name, threads, torch.are_deterministic_algorithms_enabled(), _signature((args, dict(kwargs))))
+    key = threads, torch.are_deterministic_algorithms_enabled(), repr(signature_of(func_name, args, kwargs))
     if key not in _MEASURED:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         _MEASURED[key] = _found(func_name, func, args, kwargs, size=size, threads=threads)
@@ -71,16 +72,6 @@ def _function_of(name: str) -> Callable | None:
     for part in name.split("."):
         found = getattr(found, part, None)
     return found
-
-
-def _signature(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return ("tensor", tuple(value.shape), value.stride(), value.dtype)
-    if isinstance(value, list | tuple):
-        return tuple(_signature(part) for part in value)
-    if isinstance(value, dict):
-        return tuple((name, _signature(part)) for name, part in sorted(value.items()))
-    return repr(value)
 
 
 def _found(name: str, func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], *, size: int, threads: int) -> int | None:

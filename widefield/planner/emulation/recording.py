@@ -72,7 +72,7 @@ class Recording:
         self._module_of: dict[int, str] = {}
         """The module of a forward operation, by the sequence number of its autograd node."""
         self._unknown: dict[str, None] = {}
-        self._peak, self._peak_event, self._peak_transient, self._peak_place = 0, 0, 0, ("", "")
+        self._peak, self._peak_event, self._peak_place = 0, 0, ("", "")
         self._numbers = 0
 
     def begin(self, model: nn.Module) -> None:
@@ -102,14 +102,13 @@ class Recording:
     def _module(self) -> str | None:
         return None if self.paths is None else self.paths.running_or_none()
 
-    def operation(self, func: Any, args: tuple, kwargs: dict, out: Any, signature: Hashable) -> None:
-        """An operation has run.  args, kwargs, out: with fake tensors.  signature: see `signature_of`."""
+    def operation(self, func: Any, args: tuple, kwargs: dict, out: Any, reads: list[Tensor], signature: Hashable) -> None:
+        """An operation has run.  args, kwargs, out: with fake tensors.  reads: its tensors.  signature: see signature.py."""
         self.hold_all(out)
         if not self._is_on or func.is_view:
             return
         phase, module = self._place()
         outs = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
-        reads = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         count = flop_registry.get(func.overloadpacket)
         self._events.append(
             OpEvent(
@@ -118,8 +117,8 @@ class Recording:
                 module=module,
                 signature=signature,
                 flops=0.0 if count is None else float(count(*args, **kwargs, out_val=out)),
-                bytes_read=sum(map(_bytes, reads)),
-                bytes_written=sum(map(_bytes, outs)) or (_bytes(reads[0]) if reads else 0),
+                bytes_read=sum(tensor.nbytes for tensor in reads),
+                bytes_written=sum(tensor.nbytes for tensor in outs) or (reads[0].nbytes if reads else 0),
                 dtype=str((outs or reads)[0].dtype).removeprefix("torch.") if outs or reads else "",
             )
         )
@@ -147,7 +146,7 @@ class Recording:
         if self._is_on:
             tensors = list(tensors)
             phase, module = self._place()
-            size = sum(map(_bytes, tensors))
+            size = sum(tensor.nbytes for tensor in tensors)
             self._events.append(MessageEvent(kind, size, ranks, phase, module, self._numbers, peer, control))
             for tensor in tensors:
                 life = self._lives.get(cdata(tensor.untyped_storage()))
@@ -210,7 +209,7 @@ class Recording:
         if self._is_on:
             self._points.append(MemoryPoint(len(self._events), self._now))
             if by > 0 and self._now > self._peak:
-                self._peak, self._peak_event, self._peak_transient = self._now, len(self._events), 0
+                self._peak, self._peak_event = self._now, len(self._events)
 
     def _reaches(self, place: tuple[str, str]) -> None:
         """The operation just recorded has allocated what was the peak: that is its place."""
@@ -223,8 +222,7 @@ class Recording:
         self._points += [MemoryPoint(event, self._now + extra), MemoryPoint(event + 1, self._now)]
         self._allocator_peak = max(self._allocator_peak, self._now - self._stored + extra)
         if self._now + extra > self._peak:
-            self._peak, self._peak_event, self._peak_transient = self._now + extra, event, extra
-            self._peak_place = place
+            self._peak, self._peak_event, self._peak_place = self._now + extra, event, place
 
     # ------------------------------------------------------------------------------------------ the record
 
@@ -238,7 +236,7 @@ class Recording:
         ]
         parts: dict[Part, int] = {}
         for life in alive:
-            part = _part_of(life, known, at)
+            part = _part_of(life, known)
             parts[part] = parts.get(part, 0) + life.bytes
         rest = self._peak - sum(parts.values())
         if rest:
@@ -278,7 +276,7 @@ class Recording:
                 hook.remove()
 
 
-def _part_of(life: _Life, known: dict[int, Part], peak: int) -> Part:
+def _part_of(life: _Life, known: dict[int, Part]) -> Part:
     """What an allocation that is held at the peak is for."""
     if life.key in known and (life.died is None or life.before):
         return known[life.key]
@@ -289,20 +287,3 @@ def _part_of(life: _Life, known: dict[int, Part], peak: int) -> Part:
     if life.before:
         return "inputs"
     return "activations" if life.phase in ("forward", "loss") else "transient"
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def signature_of(func: Any, args: tuple, kwargs: dict) -> Hashable:
-    """All that decides a kernel's time: its name and arguments, a tensor as ("tensor", shape, strides, dtype)."""
-    return str(func), _spec(args), tuple((key, _spec(value)) for key, value in kwargs.items())
-
-
-def _spec(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return "tensor", tuple(value.shape), value.stride(), str(value.dtype)[6:]
-    if isinstance(value, list | tuple):
-        return tuple(map(_spec, value))
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
-import numpy as np
 import torch
 
 from widefield import sharded_state
@@ -18,10 +16,11 @@ from widefield.comm.planned_groups import planned_world
 from widefield.config import RunConfig
 from widefield.data.batch import Batch
 from widefield.data.order import Steps, TrainSampler
+from widefield.geometry.box import slices
 from widefield.planner.emulation.recording import Recording
 from widefield.planner.emulation.stand_in import StandIn
 from widefield.planner.emulation.values import Emulation, emulated
-from widefield.planner.emulation.world import COUNT, emulated_mesh
+from widefield.planner.emulation.world import EmulatedMesh, emulated_mesh
 from widefield.planner.step_record import StepRecord
 from widefield.plans import check, plan_of
 from widefield.training.agreed import dummy_batch_of
@@ -29,6 +28,7 @@ from widefield.training.assemble import Parts, assemble, learner_of
 from widefield.training.batch_sharding import window_of
 from widefield.training.given import NOTHING, Given
 from widefield.training.loop import Learner
+from widefield.training.state import load_random_state, random_state
 
 WARM_STEPS = 1
 """Steps before the recorded one: the first makes the optimizer's states, buckets and captures."""
@@ -56,21 +56,18 @@ def emulated_step(config: RunConfig, *, ranks: int, rank: int = 0, given: Given 
         with emulated(recording) as emulation:
             emulation.model_of(parts.model)
             learner, _ = learner_of(parts, dummy_batch=emulation.batch_of(dummy_batch, 1, samples=0))
-            return _recorded(learner, rows, emulation)
+            return _recorded(learner, mesh, rows, emulation)
 
 
-def _recorded(learner: Learner, rows: list[int], emulation: Emulation) -> StepRecord:
+def _recorded(learner: Learner, mesh: EmulatedMesh, rows: list[int], emulation: Emulation) -> StepRecord:
     recording, samples = emulation.recording, len(learner.steps.positions(0))
-    COUNT.append(float(samples * learner.losses_per_image(learner.dummy_batch)))
-    try:
-        batches = [emulation.batch_of(learner.dummy_batch, count, samples=count) for count in rows]
-        for step in range(WARM_STEPS + 1):
-            if step == WARM_STEPS:
-                gc.collect()  # the first step leaves cycles, as of other stages' weights, which a run collects at some time
-                recording.begin(learner.model)
-            learner.learn(batches, stop=False)
-    finally:
-        COUNT.pop()
+    mesh.counts.append(float(samples * learner.losses_per_image(learner.dummy_batch)))
+    batches = [emulation.batch_of(learner.dummy_batch, count, samples=count) for count in rows]
+    for step in range(WARM_STEPS + 1):
+        if step == WARM_STEPS:
+            gc.collect()  # the first step leaves cycles, as of other stages' weights, which a run collects at some time
+            recording.begin(learner.model)
+        learner.learn(batches, stop=False)
     states = [state for states in learner.optimizer.state.values() for state in states.values()]
     return recording.finish(
         {
@@ -104,17 +101,15 @@ def _dummy_batch(parts: Parts, mesh: Mesh) -> Batch:
     if window is None:
         return batch
     own = window(images.shape[1:])
-    cut = (..., *(slice(part.start, part.stop) for part in own))
+    cut = (..., *slices(own))
     target = batch.target[cut] if images.has_labels_of_pixels else batch.target
     return replace(batch, image=batch.image[cut], target=target, whole_shape=images.shape, window=own)
 
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    before = random_state()
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+        load_random_state(before)

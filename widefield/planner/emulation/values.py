@@ -2,7 +2,7 @@
 
 A step asks for numbers here and there: how many ranks have a gradient, at which layer the others are, the optimizer's count of
 steps.  These come from small tensors made without pixels or weights, so small tensors that no large one has touched are real.
-Where this package asks a fake tensor for a truth value, it is true: it asks whether ranks, or runs of one operation, agree.
+Where the rooms that run models ask a fake tensor for a truth value, it is true: do ranks, or runs of one operation, agree?
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from widefield.data.batch import Batch
-from widefield.planner.emulation.recording import Recording, signature_of
+from widefield.planner.emulation.recording import Recording
+from widefield.planner.emulation.signature import signature_of
 from widefield.private_torch.dispatcher import TorchDispatchMode, disable_current_modes, schema_of
 from widefield.private_torch.fake_tensors import (
     DataDependentOutputException,
@@ -30,14 +31,15 @@ from widefield.private_torch.fake_tensors import (
 from widefield.private_torch.modules import buffers_of, parameters_of
 from widefield.private_torch.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from widefield.private_torch.tensors import cdata
+from widefield.rooms import is_of_engine
 from widefield.streaming.storage import memory_pool
 from widefield.tiled.redistribute import is_dense
 from widefield.tiled.replicated_ops import is_in_place
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
-SMALL = 4096
-"""Numbers up to which a tensor that is made without fake ones is real."""
+SMALL, SMALL_BYTES = 4096, 8192
+"""Numbers up to which a tensor that is made without fake ones is real, and bytes: the state of torch's generator has 5,056."""
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
 
@@ -46,24 +48,25 @@ class CannotEmulate(NotImplementedError):
 
 
 def _asks_of_ranks() -> bool:
-    """Whether the code that asks for a truth value is of this package, and not of a user's or a library's model."""
+    """Whether a truth value is asked for by the rooms that run models, and not by a model, a loss or a library."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if not name.startswith(("torch.", __name__)):
-            return name.startswith("widefield.")
+            return is_of_engine(name)
         frame = frame.f_back
     return False
 
 
-def _is_small(args: tuple, tensors: list[Tensor]) -> bool:
+def _is_small(args: tuple, kwargs: dict, tensors: list[Tensor]) -> bool:
     """Whether an operation without fake tensors is on small ones, or makes one."""
     if tensors:
-        return max(tensor.numel() for tensor in tensors) <= SMALL
+        return all(tensor.numel() <= SMALL or tensor.nbytes <= SMALL_BYTES for tensor in tensors)
     sizes = next((arg for arg in args if isinstance(arg, list | tuple)), None)
     if sizes is None:  # arange(end), scalar_tensor(value)
         return max([abs(arg) for arg in args if isinstance(arg, int | float) and math.isfinite(arg)], default=0) <= SMALL
-    return math.prod(size for size in sizes if isinstance(size, int)) <= SMALL
+    numbers = math.prod(size for size in sizes if isinstance(size, int))
+    return numbers <= SMALL or numbers * (kwargs.get("dtype") or torch.get_default_dtype()).itemsize <= SMALL_BYTES
 
 
 def _is_meta(tensors: list[Tensor], kwargs: dict) -> bool:
@@ -126,15 +129,15 @@ class Result:
                 return None
             key = cdata(leaf.untyped_storage())
             source = places.get(key)
+            if source == -1:
+                return None  # two results in one memory
             if source is None and (not is_dense(leaf) or leaf.storage_offset()):
                 return None
             if source is not None and type(given[source]) is not FakeTensor:
                 return None
             offset = 0 if source is None else leaf.storage_offset() - given[source].storage_offset()
             made.append(Made(tuple(leaf.shape), leaf.stride(), leaf.dtype, source, offset))
-            places.setdefault(key, -1)  # two results in one memory: not described
-            if source == -1:
-                return None
+            places.setdefault(key, -1)
         return cls(tuple(made), spec)
 
     def again(self, fakes: EmulatedFakeMode, given: list[Tensor]) -> Any:
@@ -158,7 +161,7 @@ class Emulation(TorchDispatchMode):
     def __init__(self, recording: Recording, fakes: EmulatedFakeMode) -> None:
         super().__init__()
         self.recording, self.fakes = recording, fakes
-        self._results: dict[Hashable, Result] = {}
+        self._results: dict[str, Result] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -171,7 +174,7 @@ class Emulation(TorchDispatchMode):
             with disable_current_modes():
                 return func(*args, **kwargs)  # of another rank's weights only shapes are kept, as in a run
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
-        if not fakes and _is_small(args, tensors):
+        if not fakes and _is_small(args, kwargs, tensors):
             with disable_current_modes():
                 out = func(*args, **kwargs)
             self.recording.hold_all(out)
@@ -185,20 +188,19 @@ class Emulation(TorchDispatchMode):
             return True
         if func is aten._local_scalar_dense.default:
             return self._number_of(tensors[0])
-        signature = signature_of(func, args, kwargs)
-        out = self._out_of(func, args, kwargs, signature)
-        self.recording.operation(func, args, kwargs, out, signature)
+        signature = signature_of(str(func), args, kwargs)
+        out = self._out_of(func, args, kwargs, tensors, signature)
+        self.recording.operation(func, args, kwargs, out, tensors, signature)
         return out
 
-    def _out_of(self, func: Any, args: tuple, kwargs: dict, signature: Hashable) -> Any:
+    def _out_of(self, func: Any, args: tuple, kwargs: dict, given: list[Tensor], signature: Hashable) -> Any:
         """What an operation returns; of one that ran before with equal arguments, without asking torch's fake tensors again.
 
         (They take half a millisecond each.)
         """
         if is_in_place(func) and torch.Tag.inplace_view not in func.tags:
             return args[0] if schema_of(func).returns else None
-        key = signature, tuple(map(type, args)), tuple(map(type, kwargs.values()))  # for 1 == 1.0 == True
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        key = repr(signature)
         if key in self._results:
             return self._results[key].again(self.fakes, given)
         if any(type(tensor) is not FakeTensor for tensor in given):

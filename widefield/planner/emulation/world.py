@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -15,7 +15,12 @@ from widefield.plans import Plan
 
 @dataclass(frozen=True)
 class EmulatedMesh(Mesh):
-    """A mesh whose other ranks have the values that this one has."""
+    """A mesh whose other ranks have the values that this one has.
+
+    counts: of the losses of a step that is emulated, the last: what ranks add up then depends on data that is not there.
+    """
+
+    counts: list[float] = field(default_factory=list, compare=False)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -31,16 +36,11 @@ class EmulatedMesh(Mesh):
         The message is sent as ever; what it would bring depends on the data.
         """
         arrived = super().start_sum(tensor)
-        return lambda: (arrived(), [0.0, COUNT[-1], *[0.0] * (tensor.numel() - 2)])[1]
+        return lambda: (arrived(), [0.0, self.counts[-1], *[0.0] * (tensor.numel() - 2)])[1]
 
 
-COUNT: list[float] = []
-"""The losses that count in the step that is emulated; the last."""
-
-
-def emulated_mesh(plan: Plan, *, rank: int, ranks: int, ranks_per_node: int | None = None) -> Mesh:
+def emulated_mesh(plan: Plan, *, rank: int, ranks: int) -> EmulatedMesh:
     """The mesh as `rank` has it, inside of `planned_world`.  All ranks compute on the CPU, whose operations they record."""
-    each = ranks_per_node or ranks
-    world = World(rank, ranks, rank % each, each, launcher="plan")
+    world = World(rank, ranks, rank, ranks, launcher="plan")
     mesh = join(world, plan, device=torch.device("cpu"), control_backend=None)
-    return EmulatedMesh(**{field.name: getattr(mesh, field.name) for field in fields(Mesh)})
+    return EmulatedMesh(**{each.name: getattr(mesh, each.name) for each in fields(Mesh)})

@@ -13,7 +13,7 @@ from widefield.comm.halo import Move, Piece
 from widefield.geometry.box import Box, is_empty, meet, rest_of, size_of, within
 from widefield.geometry.interval import Interval
 from widefield.geometry.layout import Grid, Layout, layout_of
-from widefield.private_torch.fake_tensors import is_emulated
+from widefield.private_torch.fake_tensors import is_eager
 from widefield.rules import LocalBoxes, Read, Tile, Windowed
 from widefield.tiled.redistribute import boxes_of, following_cuts, local_of, move_for, space_group, wanted_box, wanted_by
 from widefield.tiled.tensor import wrap
@@ -85,8 +85,7 @@ def _save_halo(tensor: Tensor, move: Move | None, pieces: Sequence[Piece]) -> No
 
     One per exchange: two convolutions may read different halos of a tensor, and all ranks must agree on which are saved.
     """
-    local = getattr(tensor, "local", None)
-    if not tensor.requires_grad and (type(local) is Tensor or is_emulated(local)):
+    if not tensor.requires_grad and is_eager(getattr(tensor, "local", None)):
         saved = getattr(tensor, "saved_halos", None) or {}
         saved[id(move)] = (move, pieces)
         tensor.saved_halos = saved  # type: ignore[attr-defined]
