@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 T = TypeVar("T")
@@ -15,10 +15,13 @@ T = TypeVar("T")
 
 def render(template: str, **texts: Any) -> str:
     """Render a template of this folder with the shared style."""
-    folder = resources.files(__package__)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    style = Markup((folder / "style.css").read_text(encoding="utf-8"))
-    return environment.from_string((folder / template).read_text(encoding="utf-8")).render(style=style, **texts)
+    loader = FunctionLoader(_text_of)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(template).render(style=Markup(_text_of("style.css")), **texts)
+
+
+def _text_of(name: str) -> str:
+    return (resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
 def from_files(make: Callable[[], T], folder: Path) -> T:
