@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ from widefield.plans import plan_of
 from widefield.training.abandon import Abandonable
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import Checkpoints
+from widefield.training.guarding import Guarding
 from widefield.training.interrupt import Interrupt
 from widefield.training.loop import Passes
 from widefield.training.record import Record
@@ -113,7 +115,9 @@ def ours(images: Pieces, options: argparse.Namespace, mesh, folder: Path, batch_
         record = Record.open(folder / batch_norm, log=config.log, stream=open(os.devnull, "w"))
         record.start(plan="", reasons=[], ranks=mesh.size, steps=100000, samples_per_epoch=len(images), parameters=0)
     checkpoints = Checkpoints(folder / "checkpoints", mesh, keep_last=1, keep_best=0, warn=print)
-    trainer = Trainer(config, folder, parts, learner, checkpoints, record, 100000, [])
+    batches_from = partial(training_batches, parts, last=100000)
+    guarding = Guarding(learner, folder, checkpoints, record, images, lambda step: batches_from(first=step))
+    trainer = Trainer(config, folder, parts, learner, checkpoints, record, 100000, [], guarding)
     trainer.abandonable = Abandonable(learner, Interrupt(watch_parent=False), passes=1)
     while True:
         trainer.step(passes, stop=False)

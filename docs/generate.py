@@ -25,6 +25,7 @@ END = "<!-- end of keys -->"
 SECTIONS = {
     "data.intensity": "How [pixels](data.md#pixels) become numbers; short: `zscore`, or `{window: {center: 40, width: 400}}`.",
     "data.patches": "[Patches](data.md#patches-of-large-images) of large images; off where the whole section is left out.",
+    "guard": "[Guards](failures.md#guards): NaN, spikes and replicas that differ.",
     "ema": "A moving average of the weights; off where the whole section is left out.",
     "stream": "[Tiles in time](stream.md): images run tile after tile on each device; off where the whole section is left out.",
 }

@@ -24,7 +24,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from widefield.api import evaluate, plan, predict, train
+    from widefield.api import evaluate, plan, predict, replay, train
     from widefield.comm.mesh import Mesh, World
     from widefield.config import RunConfig, read_config
     from widefield.image_files import open_image
@@ -63,6 +63,7 @@ _DOOR = {
     "plan": "api",
     "predict": "api",
     "read_config": "config",
+    "replay": "api",
     "sampler": "training.own_loop",
     "save": "training.own_loop",
     "share_states": "parallel.parallelize",
@@ -98,6 +99,7 @@ __all__ = [
     "plan",
     "predict",
     "read_config",
+    "replay",
     "sampler",
     "save",
     "share_states",

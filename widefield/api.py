@@ -1,4 +1,4 @@
-"""The command's verbs as functions: `wf.train`, `wf.evaluate`, `wf.predict`, `wf.plan`.
+"""The command's verbs as functions: `wf.train`, `wf.evaluate`, `wf.predict`, `wf.plan`, `wf.replay`.
 
 Each does what the verb does, on the ranks that the script was started on: one process, or those of torchrun, Slurm, MPI.
 Where the script runs on several ranks, every rank calls the function, with equal arguments.
@@ -36,6 +36,7 @@ from widefield.section import to_yaml
 from widefield.tasks import Task
 from widefield.training.evaluate import Evaluation
 from widefield.training.given import Given, check_trainable, overrides_for
+from widefield.training.replay import Replayed, replay_step
 from widefield.training.run_events import check_callbacks
 from widefield.training.run_folder import WEIGHTS, existing_folder, fresh_folder, load_weights, stored_dataset
 from widefield.training.trainer import Outcome
@@ -112,6 +113,28 @@ def evaluate(
     read = read_config(folder / "config.yaml", keys, run=folder, trust=trust, builds=EVALUATED)
     file = None if weights is None else str(weights)
     return evaluate_run(folder, keys, _world(read, "wf.evaluate"), weights=file, trust=trust, given=given)
+
+
+def replay(
+    run: str | Path,
+    step: int,
+    *overrides: str,
+    from_checkpoint: bool = False,
+    model: nn.Module | None = None,
+    data: Sequence[Any] | None = None,
+    task: str | Task | None = None,
+    loss: str | Callable[..., Any] | None = None,
+    classes: Sequence[str] | int | None = None,
+    trust: bool = False,
+) -> Replayed:
+    """Run one step of a run again, as `widefield replay` does: its loss, the module that first made NaN, norms of gradients.
+
+    step: counted from 1, as in the run's record.  from_checkpoint: without the steps between the checkpoint and it.
+    model, data, task, loss, classes: objects that were passed to `train`.  trust: as for `evaluate`.
+    Returns what was seen; nothing in the run folder changes.  ValueError: those of the command.
+    """
+    given, keys = _given(model, data, task, classes, loss), _keys(overrides, model, data, task, loss)
+    return replay_step(existing_folder(run), step, keys, from_checkpoint=from_checkpoint, trust=trust, given=given)
 
 
 def predict(

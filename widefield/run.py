@@ -26,10 +26,13 @@ from widefield.training.batch_finder import find_batch_size, without_model
 from widefield.training.checkpoint import Checkpoints
 from widefield.training.disk import Attempts, in_words
 from widefield.training.given import NOTHING, Given, share_given
+from widefield.training.guard import Guard
+from widefield.training.guarding import Guarding, check_guard
 from widefield.training.heartbeat import Heartbeat
 from widefield.training.interrupt import Interrupt
 from widefield.training.learning_rate_finder import find_learning_rate
 from widefield.training.loop import Learner, Passes
+from widefield.training.out_of_memory import FullMemoryError, advice, full_memory_error, is_full, was_full
 from widefield.training.planned import read_planned
 from widefield.training.record import Record
 from widefield.training.resume import resume
@@ -54,12 +57,18 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
         config = planned_together(config, folder, world, given)
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_if_known)
-    with ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=world.rank == 0))
-        mesh = join(world, plan)
-        stack.callback(leave, mesh)
-        with FailureWatch(mesh) as watch:  # ends before the contexts of the stack, so it sees an error first
-            return _train(config, folder, replace(mesh, watch=watch), interrupt, stack, given)
+    check_guard(config)
+    try:
+        with ExitStack() as stack:
+            interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=world.rank == 0))
+            mesh = join(world, plan)
+            stack.callback(leave, mesh)
+            with FailureWatch(mesh) as watch:  # ends before the contexts of the stack, so it sees an error first
+                return _train(config, folder, replace(mesh, watch=watch), interrupt, stack, given)
+    except FullMemoryError as error:
+        if world.size > 1:
+            raise
+        raise FullMemoryError("\n".join([str(error), *_priced(config, 1, given)])) from error
 
 
 def _train(
@@ -80,11 +89,13 @@ def _train(
     parts, why_batch = _parts_of(config, folder, mesh, interrupt, given, goes_on=found is not None)
     config = parts.config
     learner, reasons = mesh.together(lambda: learner_of(parts))
+    learner.guard = Guard(config.guard)
     last = config.schedule.length.in_steps(learner.steps.per_epoch)
     own = None if found is None else mesh.together(lambda: resume(learner, checkpoints, found))
     if config.optimizer.lr == "find" and found is None:
         reasons += find_learning_rate(parts, learner, is_asked_to_stop=lambda: bool(interrupt.asked))
-    batches = training_batches(parts, first=learner.step, last=last, dummy_batch=learner.dummy_batch)
+    batches_from = partial(_batches_from, parts, learner, last)
+    batches = batches_from(learner.step)
 
     def open_record() -> Record:
         record = stack.enter_context(Record.open(folder, log=config.log, resumed_step=found and learner.step))
@@ -107,8 +118,23 @@ def _train(
     if record is not None:
         stack.enter_context(Heartbeat(record, learner, passes, last=last, stream=sys.stdout.fileno))
     mesh.together(lambda: None if own is None else load_random_state(own["random"]))  # last: all of the above may draw
-    trainer = Trainer(config, folder, parts, learner, checkpoints, record, last, warnings)
+    guarding = Guarding(learner, folder, checkpoints, record, parts.dataset.train, batches_from)
+    trainer = Trainer(config, folder, parts, learner, checkpoints, record, last, warnings, guarding)
     return _fit(trainer, passes, interrupt)
+
+
+def _priced(config: RunConfig, ranks: int, given: Given) -> list[str]:
+    """What the planner predicts of changes that take less memory, in lines; none where it cannot."""
+    from widefield.planner.search.relief import in_words, reliefs  # imported late, as most runs need no planner
+
+    try:
+        return in_words(*reliefs(config, ranks, given=given))
+    except Exception:  # advice is extra: the error is told without it
+        return []
+
+
+def _batches_from(parts: Parts, learner: Learner, last: int, step: int) -> Iterator[Batch]:
+    return training_batches(parts, first=step, last=last, dummy_batch=learner.dummy_batch)
 
 
 def _parts_of(
@@ -149,7 +175,10 @@ def _fit(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:
         outcome = trainer.fit(passes, interrupt)
     except Exception as error:
         raised = trainer.mesh.watch.report(error)
-        trainer.fail(raised)
+        step, plan = trainer.learner.step + 1, trainer.mesh.plan
+        if raised is error and is_full(error):
+            raised = full_memory_error(error, rank=trainer.mesh.rank, step=step, config=trainer.config, plan=plan)
+        trainer.fail(f"{raised}. {advice(trainer.config, plan)}" if was_full(raised) else raised)
         _report(trainer.folder, trainer.mesh)
         if raised is error:
             raise

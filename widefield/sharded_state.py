@@ -273,13 +273,25 @@ def total_norm(model: nn.Module, mesh: Mesh, gradients: Mapping[str, Tensor]) ->
 
     gradients: this rank's, by parameter name.
     """
+    return (mesh.sum_(square_norm(model, mesh, gradients)[0]) / mesh.size).sqrt()
+
+
+def square_norm(model: nn.Module, mesh: Mesh, gradients: Mapping[str, Tensor]) -> Tensor:
+    """This rank's part of the squared 2-norm of all gradients: (1,) float64, whose mean over all ranks is that of full tensors.
+
+    gradients: this rank's, by parameter name.  It sends nothing.
+    """
     specs = registered(model)
-    mine = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    alike: dict[int, list[Tensor]] = {}
     for name, gradient in gradients.items():
+        # The sum over all ranks is divided by their number; each element is on one of so many ranks.
         num_shards = (specs[name].num_shards if name in specs else 1) * _num_shards(gradient)
-        # Below, the sum over all ranks is divided by their number; each element is on one of `num_shards` ranks.
-        mine += torch.linalg.vector_norm(local(gradient)).double().square().to(mine.device) * num_shards
-    return (mesh.sum_(mine) / mesh.size).sqrt()
+        alike.setdefault(num_shards, []).append(local(gradient))
+    mine = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    for num_shards, tensors in alike.items():
+        norms = torch.stack([norm.to(mine.device) for norm in foreach_norm(tensors)])
+        mine += norms.double().square().sum() * num_shards
+    return mine
 
 
 def sum_over_shards(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,8 @@ def run(options: Namespace) -> int:
         config = _planned(config, options)
     world, started = world_of(config, options, lambda: _as_a_rank(options))
     if world is None:
+        if started:
+            _advise(config, options)
         return started
     from widefield.run import train
 
@@ -138,7 +141,24 @@ def _planned(config: RunConfig, options: Namespace) -> RunConfig:
 
 def _as_a_rank(options: Namespace) -> list[str]:
     """The arguments of the command that every rank runs, all with the same run folder."""
-    return ["train", options.recipe, *options.overrides, "--run", options.run or str(_fresh()), *["--trust"] * options.trust]
+    options.run = options.run or str(_fresh())
+    return ["train", options.recipe, *options.overrides, "--run", options.run, *["--trust"] * options.trust]
+
+
+def _advise(config: RunConfig, options: Namespace) -> None:
+    """Where the ranks that were started here ended since one ran out of memory: what would take less, with figures."""
+    from widefield.training.out_of_memory import LESS
+    from widefield.training.record import read
+
+    try:
+        ends = [line for line in read(options.run) if line.get("kind") in ("start", "end")]
+        if not ends or ends[-1]["kind"] != "end" or LESS not in str(ends[-1].get("text")):
+            return
+        from widefield.planner.search.relief import in_words, reliefs
+
+        print(*in_words(*reliefs(config, int(ends[-2]["ranks"]))), sep="\n", file=sys.stderr, flush=True)
+    except Exception:  # the run has said what failed: this is extra
+        return
 
 
 def _fresh() -> Path:

@@ -5,6 +5,7 @@ from widefield.config.data import DataConfig
 from widefield.config.ema import EmaConfig
 from widefield.config.evaluate import EvaluateConfig
 from widefield.config.gradient import GradientConfig
+from widefield.config.guard import GuardConfig
 from widefield.config.log import LogConfig
 from widefield.config.mesh import MeshConfig
 from widefield.config.model import ModelConfig
@@ -24,6 +25,7 @@ __all__ = [
     "EmaConfig",
     "EvaluateConfig",
     "GradientConfig",
+    "GuardConfig",
     "LogConfig",
     "MeshConfig",
     "ModelConfig",

@@ -20,7 +20,7 @@ EVALUATED = ("model", "data", "task")
 PREDICTED = ("model", "task")
 """Those that prediction and export build."""
 DATA, LOSS = "data", "task.loss"
-_OF_TRAINING = ("optimizer", "schedule", "ema", "evaluate", "checkpoint", "log")
+_OF_TRAINING = ("optimizer", "schedule", "ema", "evaluate", "checkpoint", "guard", "log")
 """The sections that an evaluation does not use."""
 
 

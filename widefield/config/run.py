@@ -16,6 +16,7 @@ from widefield.config.ema import EmaConfig
 from widefield.config.evaluate import EvaluateConfig
 from widefield.config.field_types import Positive
 from widefield.config.gradient import GradientConfig
+from widefield.config.guard import GuardConfig
 from widefield.config.log import LogConfig
 from widefield.config.mesh import MeshConfig
 from widefield.config.model import ModelConfig
@@ -64,4 +65,5 @@ class RunConfig(Section):
     ema: EmaConfig | None = None
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
     log: LogConfig = LogConfig()

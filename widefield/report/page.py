@@ -11,7 +11,6 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from widefield.report import bytes_read, mistakes, plots, run_whole, samples, st
 from widefield.report.class_scores import class_scores
 from widefield.report.evaluations import best_of, metric_name, metric_text, table_of_evaluations
 from widefield.report.filling import from_files, render
+from widefield.report.guard_events import guard_rows
+from widefield.report.history import history
 from widefield.report.predicted import predicted
 from widefield.training.disk import replace_text
 from widefield.training.record import Line, read
@@ -106,7 +107,8 @@ def _page(run: _RunPage) -> str:
         reasons=run.start.get("reasons", []),
         fallbacks=run_whole.tables(run.start),
         machine=_machine(run.start),
-        history=_history(run),
+        history=history(run.lines),
+        guard=guard_rows(run.lines),
         reads=bytes_read.bytes_of_ranks(run.lines),
         confusion=mistakes.confusion(run.evaluation),
         scores=class_scores(run.evaluation),
@@ -364,26 +366,6 @@ def _machine(start: Line) -> list[tuple[str, str]]:
         ("samples per epoch", f"{start['samples_per_epoch']:,}"),
         *start["versions"].items(),
     ]
-
-
-def _history(run: _RunPage) -> list[tuple[str, str]]:
-    """(time, what happened): starts, ends and the newest checkpoint."""
-    events = []
-    for line in run.lines:
-        if line.get("kind") == "start":
-            resumed = line["resumed_from"]
-            events.append((_when(line), "started" if resumed is None else f"resumed from step {resumed:,}"))
-        if line.get("kind") == "end":
-            events.append((_when(line), f"{line['reason']} at step {line['step']:,}"))
-    checkpoints = run.of("checkpoint")
-    if checkpoints:
-        name = checkpoints[-1]["name"]
-        events.append((_when(checkpoints[-1]), f"newest of {count_of(len(checkpoints), 'checkpoint')}: {name}"))
-    return events
-
-
-def _when(line: Line) -> str:
-    return datetime.fromtimestamp(line["time"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 # ---------------------------------------------------------------------------------------------- warnings

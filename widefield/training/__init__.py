@@ -21,5 +21,9 @@ state.py, resume.py      what a checkpoint has of a run, and how a run under ano
 run_folder.py, record.py, scalars.py, terminal.py, thumbnails.py
                          what a run writes and prints
 disk.py, interrupt.py    a full disk; a signal
+guard.py, guarding.py    NaN, Inf and spikes: which steps are refused, and what the run does then
+refused_batch.py         the batches of refused steps, kept to be run again
+checksums.py             whether replicas hold the same bits
+replay.py, non_finite.py a step that runs again; the module that first makes NaN
 streaming.py             a recipe's stream
 """

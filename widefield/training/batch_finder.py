@@ -30,6 +30,7 @@ from widefield.training.assemble import Parts, evaluate_parts, learner_of, rebui
 from widefield.training.given import share_given
 from widefield.training.loop import Learner, NonFiniteLossError, Passes
 from widefield.training.memory import memory_bytes, peak_memory_bytes, reset_peak, usable_bytes
+from widefield.training.out_of_memory import is_full
 from widefield.training.state import load_random_state, random_state
 from widefield.training.terminal import say
 
@@ -173,8 +174,7 @@ def _reason_of(mesh: Mesh) -> Callable[[Exception], str | None]:
             return None
         if isinstance(error, _RefusedBatchError):
             return text
-        said = any(words in text for words in (_FULL, "allocate memory", "ALLOC_FAILED"))
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and said):
+        if is_full(error):
             return f"{who}{_FULL}" + (f" ({text.splitlines()[0][:200]})" if text else "")
         return f"{who}{text}" if _TOO_SMALL in text else None
 

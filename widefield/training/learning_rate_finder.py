@@ -20,6 +20,7 @@ from widefield import sharded_state
 from widefield.comm.mesh import AgreedError
 from widefield.parallel.strategies.data import hook_state, load_hook_state
 from widefield.training.assemble import Parts, training_batches
+from widefield.training.guard import Guard
 from widefield.training.loop import Learner, NonFiniteLossError, Passes
 from widefield.training.schedule import Schedule
 from widefield.training.state import load_random_state, random_state
@@ -106,8 +107,8 @@ def _as_before(learner: Learner) -> Iterator[None]:
     tensors = {name: tensor.detach().clone() for name, tensor in _tensors(learner.model)}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in learner.optimizer.param_groups]
     scaler, random, hook = learner.scaler.state_dict(), random_state(), hook_state(learner.model)
-    kept = {name: getattr(learner, name) for name in ("schedule", "ema", "step", "order", "lr")}
-    learner.schedule, learner.ema = _constant(learner.schedule), None
+    kept = {name: getattr(learner, name) for name in ("schedule", "ema", "step", "order", "lr", "guard")}
+    learner.schedule, learner.ema, learner.guard = _constant(learner.schedule), None, Guard()
     try:
         yield
     finally:

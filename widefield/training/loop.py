@@ -4,7 +4,8 @@
         passes <- this rank's batches of the step, from the loader
         for each pass:  loss_sum <- task's loss of the model's output;  backward of loss_sum * copies / nominal count
         all ranks add up [loss_sum, count, problem, stop] while the last backward runs
-        a problem or a loss that is not finite: raise on every rank, weights untouched
+        a problem: raise on every rank, weights untouched
+        all ranks add up the squared norms of their gradients;  the guard looks at loss and norm: stop, skip or roll back
         gradients -> clip -> optimizer -> average;  record
         at the end of an epoch, or as asked: evaluate;  save
 
@@ -25,7 +26,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -50,17 +51,12 @@ from widefield.training.arithmetic import Arithmetic
 from widefield.training.batch_sharding import on_tiles
 from widefield.training.best import Best
 from widefield.training.freezing import Freezing
+from widefield.training.guard import Guard, NonFiniteLossError, RollBack, refused
 from widefield.training.heads import has_heads, loss_of_heads
 from widefield.training.reads import Reads
 from widefield.training.schedule import Schedule
 
-
-class NonFiniteLossError(AgreedError):
-    """The loss is NaN or infinite.  index: the numbers of the step's images, of all ranks."""
-
-    def __init__(self, text: str, *, step: int, index: list[int]) -> None:
-        super().__init__(text)
-        self.step, self.index = step, index
+__all__ = ["Learner", "NonFiniteLossError", "Passes", "RollBack", "StepTimes"]
 
 
 @dataclass
@@ -98,6 +94,8 @@ class Learner:
     """A SHA-256 chain over the numbers of the images this rank has trained on: equal where two runs saw the same images."""
     reads: Reads = field(default_factory=Reads)
     """What this rank has read from files since this process began to train."""
+    guard: Guard = field(default_factory=Guard)
+    """Looks at each step before the optimizer steps."""
 
     @property
     def _trained(self) -> list[nn.Parameter]:
@@ -144,7 +142,9 @@ class Learner:
     def learn(self, passes: list[Batch], *, stop: bool) -> tuple[float, bool]:
         """One optimizer step on this rank's passes.  Returns the mean loss of the whole batch, and whether any rank has `stop`.
 
-        AgreedError, on every rank, with the weights unchanged: a rank could not read its data.  NonFiniteLossError likewise.
+        A step that the guard skips changes nothing but the counts.
+        On every rank, with the weights unchanged: AgreedError, a rank could not read its data; RefusedStepError, which is
+        NonFiniteLossError of NaN and Inf, and RollBack, as the guard says.
         """
         passes = [batch for batch in passes if not batch.idle]
         nominal = len(self.steps.positions(self.step)) * self.losses_per_image(self.dummy_batch)
@@ -153,17 +153,65 @@ class Learner:
         epoch = self.steps.seen(self.step) // self.steps.samples
         self.freezing.begin_step(self.model, epoch)
         self.optimizer.zero_grad(set_to_none=True)
+        before = {name: buffer.clone() for name, buffer in self._buffers()} if self.guard.may_skip else {}
         with self.in_passes():
             loss_sum, count, wants_to_stop = self._gradients(passes, stop, nominal)
-        self._check(loss_sum, count, passes)
+        self._check(count)
         self.freezing.drop_gradients(self.model, epoch)
-        self._update(scale=nominal / count)
+        if self._is_taken(loss_sum / count, passes, scale=nominal / count):
+            self._update(scale=nominal / count)
+        else:
+            self._undo(before)
+        self.pass_over(passes)
+        return loss_sum / count, wants_to_stop
+
+    def pass_over(self, passes: list[Batch]) -> None:
+        """Count the samples of a step as seen."""
         self.reads.add(passes, epochs=Fraction(len(self.steps.positions(self.step)), self.steps.samples))
         self.step += 1
         self.order = _chained(self.order, passes)
         if self.mesh.is_first_of_copy:
             self.skipped += [name for batch in passes for name in batch.skipped]
-        return loss_sum / count, wants_to_stop
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        """Those that this rank has: running statistics, and others that a pass may change."""
+        return [(name, buffer) for name, buffer in self.model.named_buffers() if not buffer.is_meta]
+
+    @torch.no_grad()
+    def _undo(self, before: dict[str, Tensor]) -> None:
+        """Leave nothing of a step that is skipped: its running statistics may be NaN."""
+        for name, buffer in self._buffers():
+            buffer.copy_(before[name])
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _is_taken(self, loss: float, passes: list[Batch], *, scale: float) -> bool:
+        """Whether the optimizer may step; False where the step is skipped.  RefusedStepError, RollBack: on every rank."""
+        refusal = self.guard.judge(self.step, loss, self._gradient_norm(scale) if math.isfinite(loss) else None)
+        if refusal is None:
+            return True
+        own = [int(i) for batch in passes if batch.samples and self.mesh.is_first_of_copy for i in batch.index]
+        refusal = replace(refusal, index=[index for part in self.mesh.gather_objects(own) for index in part])
+        if refusal.action == "stop":
+            raise refused(refusal)
+        self.guard.count(refusal)
+        if refusal.action == "roll_back":
+            raise RollBack(refusal.in_words(), refusal)
+        self.guard.told.append(refusal)
+        return False
+
+    def _gradient_norm(self, scale: float) -> float | None:
+        """The norm of the whole gradient as it would be stepped, before it is clipped, the same on every rank.
+
+        None where the guard does not look at it, and where float16's scaler leaves out the step by itself.
+        """
+        if not self.guard.config.gradient:
+            return None
+        named = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        square = self.mesh.start_sum(sharded_state.square_norm(self.model, self.mesh, named))()[0] / self.mesh.size
+        if not self.scaler.is_enabled():
+            return scale * square**0.5 if square >= 0 else math.nan
+        norm = scale * square**0.5 / self.scaler.get_scale()
+        return norm if math.isfinite(norm) else None
 
     def losses_per_image(self, batch: Batch) -> int:
         """The number of losses of one image: 1, or the number of its pixels, times that of its classes if it has several."""
@@ -255,21 +303,11 @@ class Learner:
         rest = torch.tensor([float(problem), float(stop)], dtype=torch.float64).to(own.device, non_blocking=True)
         return self.mesh.start_sum(torch.cat([own, rest]))
 
-    def _check(self, loss_sum: float, count: float, passes: list[Batch]) -> None:
+    def _check(self, count: float) -> None:
         if count == 0:
             raise AgreedError(
                 f"no image of step {self.step + 1} could be read, or none has a pixel that counts, so there is nothing to "
                 "learn from; see data.path"
-            )
-        if not abs(loss_sum) < float("inf"):
-            own = [int(i) for batch in passes if batch.samples and self.mesh.is_first_of_copy for i in batch.index]
-            gathered = self.mesh.gather_objects(own)
-            raise NonFiniteLossError(
-                f"the loss of step {self.step + 1} is {loss_sum}; the optimizer did not step and the weights are those of "
-                f"step {self.step}. Look at its images, which nan.json in the run folder names; a lower optimizer.lr, "
-                "optimizer.clip_norm=1 or a longer schedule.warmup are the usual cures",
-                step=self.step + 1,
-                index=[index for part in gathered for index in part],
             )
 
     def _update(self, scale: float) -> None:
@@ -339,6 +377,11 @@ class Passes:
     def close(self) -> None:
         """End the loader's worker processes."""
         close(self._batches)
+
+    def restart(self, batches: Iterator[Batch]) -> None:
+        """Go on with other batches."""
+        self._batches = batches
+        self.skip_lap()
 
     def skip_lap(self) -> None:
         """Exclude the time since the last lap (evaluation, a save) from the next one."""

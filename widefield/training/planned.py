@@ -41,14 +41,18 @@ class PlannedRun:
 
 def planned_from(text: str) -> PlannedRun:
     """What `to_text` wrote.  ValueError, TypeError: it is damaged."""
-    return PlannedRun(**json.loads(text))
+    found = PlannedRun(**json.loads(text))
+    texts = (found.key, found.machines, *found.overrides, *found.reasons)
+    if not all(isinstance(one, str) for one in texts) or not isinstance(found.prediction, dict):
+        raise TypeError("it holds values that widefield does not write")
+    return found
 
 
 def read_planned(folder: Path) -> PlannedRun | None:
     """What the folder has; None without it, or where it is damaged: a run is then planned anew."""
     try:
         return planned_from((folder / PLANNED).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -12,6 +12,9 @@ One JSON object per line, each with `kind` and `time` (unix seconds):
     checkpoint  step, name
     read        step, ranks: of each, since it began or was resumed, the bytes of images `asked` for and `decoded` in training,
                 the samples it had, and the epochs; where files were read
+    guard       action (stop, skip, roll_back, pass_over); of a refused step: found, batch_step (its number), value, loss,
+                usual, score, samples, index and images, batch (where it is kept), and step unless the run goes back; of a
+                return: left, to, checkpoint; of replicas that differ: found, after_step, part, ranks, replicas, names, is_named
     warning     text
     end         reason (complete, interrupted or failed), step, text
 
@@ -101,22 +104,34 @@ class Record:
     """
 
     def __init__(self, folder: Path, log: LogConfig, resumed_step: int | None, stream: TextIO) -> None:
+        self._folder, self._log = folder, log
         lines = _cut_back(folder, resumed_step)
-        self._folder, self._log, self._resumed_step = folder, log, resumed_step
-        self._evaluations = [line for line in lines if line.get("kind") == "evaluation"]
         self._terminal = terminal(stream)
         self.said = time.monotonic()
         """When a line was printed last.  Other threads may read it."""
         self._pace = Throughput()
         self._steps, self._memory_of = 0, "process"
-        self._lines, self._warned_of_lines = Lines(folder / FILE), False
+        self._warned_of_lines = False
         self.attempt = Attempts(folder, self.warning)
         """For files beside the record that the run can do without."""
+        self._open_files(lines, resumed_step)
+
+    def _open_files(self, lines: list[Line], resumed_step: int | None) -> None:
+        """Go on behind `lines`, which the file has."""
+        self._resumed_step = resumed_step
+        self._evaluations = [line for line in lines if line.get("kind") == "evaluation"]
+        self._lines = Lines(self._folder / FILE)
         self._summarize()
         self._scalars: list[tuple[str, ScalarLog]] = []
-        for name, begin in scalar_logs(folder, log, resumed_step).items():
+        for name, begin in scalar_logs(self._folder, self._log, resumed_step).items():
             begun = self.attempt(name, begin)
             self._scalars += [] if begun is None else [(name, begun)]
+
+    def back_to(self, step: int) -> None:
+        """Delete the lines of steps after `step`, since those steps run again."""
+        self._log_to_scalars(lambda log: log.close())
+        self._lines.close()
+        self._open_files(_cut_back(self._folder, step), step)
 
     @classmethod
     def open(
@@ -221,6 +236,10 @@ class Record:
     def checkpoint(self, *, step: int, name: str) -> None:
         """Write that a checkpoint is complete."""
         self._write("checkpoint", step=step, name=name)
+
+    def guard(self, *, action: str, **values: Any) -> None:
+        """Write what the guard did, see guarding.py."""
+        self._write("guard", action=action, **values)
 
     def read(self, *, step: int, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Write what each rank has read from files of images, see `Reads.to_tree`."""

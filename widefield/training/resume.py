@@ -30,6 +30,7 @@ def state_of(learner: Learner) -> dict[str, Any]:
             "seed": learner.config.seed,
             "best": learner.best.state(),
             "lr": learner.lr,
+            "guard": learner.guard.state(),
         },
     }
     return gather_full(learner.model, learner.mesh, state)
@@ -50,6 +51,7 @@ def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str
     check_state(state, found, own=own)
     learner.step = _step_after(learner, state["progress"], found.folder)
     learner.best.load(state["progress"].get("best") or {})
+    learner.guard.load(state["progress"].get("guard"))
     if learner.config.optimizer.lr == "find":
         learner.lr = _found_rate(state["progress"], found.folder)
     learner.model.load_state_dict(parts(learner.model, state["model"]))
@@ -73,7 +75,7 @@ def check_state(state: Any, found: Found, *, own: Any = None) -> None:
         sections = (optimizer["parameters"], optimizer["groups"], state["scaler"])
         ours = shapes == wanted and average in ({}, wanted) and all(isinstance(section, dict) for section in sections)
         ours = ours and bool(optimizer["groups"]) and all(type(progress[name]) is int for name in counted)
-        ours = ours and _is_of_best(progress.get("best"))
+        ours = ours and _is_of_best(progress.get("best")) and _is_of_guard(progress.get("guard"))
         ours = ours and (own is None or {"random", "order"} <= own.keys())
         problem = None if ours else "its names, shapes or counts do not fit each other"
     except (KeyError, TypeError, AttributeError) as error:
@@ -91,6 +93,14 @@ def _is_of_best(saved: Any) -> bool:
         return True
     numbers = all(saved[name] is None or type(saved[name]) in (int, float) for name in ("value", "step"))
     return numbers and isinstance(saved["metric"], str) and type(saved["since"]) is int
+
+
+def _is_of_guard(saved: Any) -> bool:
+    """Whether `saved` is what `Guard.state` gives, or nothing, as in checkpoints of older versions."""
+    if saved is None:
+        return True
+    numbers = [*saved["losses"], *saved["norms"]]
+    return all(type(number) in (int, float) for number in numbers) and all(type(step) is int for step in saved["refused"])
 
 
 def _load_average(ema: AveragedModel, saved: dict[str, Any], model: dict[str, Any]) -> None:

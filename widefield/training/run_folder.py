@@ -2,7 +2,7 @@
 
 config.yaml  plan.yaml  record.jsonl  summary.csv  tensorboard/  checkpoints/  report.html  model.json
 weights.safetensors  best.safetensors  evaluation.json  evaluation.csv  mistakes/  samples/ (of labels per pixel)
-nan.json (after NaN)  planned.json (where the planner chose the plan)
+nan.json (after NaN)  guard/ (batches that the guard refused)  planned.json (where the planner chose the plan)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WRITTEN = (
 """The files and folders that training writes."""
 _FURTHER = re.compile(
     r"\.lock|evaluated\.(json|csv)|(wandb|mlflow)_run_id\.txt|timeline-rank\d+\.json|bench\.(json|csv)|predictions|"
-    r"model\.(safetensors|pt|onnx)|planned\.json|.*\.part"
+    r"model\.(safetensors|pt|onnx)|planned\.json|guard|.*\.part"
 )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from widefield.comm.failure import PeerFailedError, in_words
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.config import RunConfig
+from widefield.data.batch import Batch
 from widefield.plans import to_text
 from widefield.quantity import Duration
 from widefield.sharded_state import gather_full_on_main
@@ -26,9 +27,12 @@ from widefield.training.checkpoint import About, Checkpoints
 from widefield.training.checkpoint_directory import name_of
 from widefield.training.evaluate import Evaluation
 from widefield.training.evaluation_files import write_evaluation
+from widefield.training.guard import NonFiniteLossError, RefusedStepError, RollBack
+from widefield.training.guarding import Guarding
 from widefield.training.interrupt import Interrupt, StopNow
-from widefield.training.loop import Learner, NonFiniteLossError, Passes
+from widefield.training.loop import Learner, Passes
 from widefield.training.memory import peak_memory_bytes
+from widefield.training.out_of_memory import FullMemoryError
 from widefield.training.record import Record, versions
 from widefield.training.resume import own_state, state_of
 from widefield.training.run_events import EndFacts, EvaluationFacts, StepFacts, call
@@ -70,6 +74,7 @@ class Trainer:
     record: Record | None
     last: int
     warnings: list[str]
+    guarding: Guarding
     evaluation: Evaluation | None = None
     evaluated_step: int = -1
     abandonable: Abandonable = field(init=False)
@@ -86,7 +91,10 @@ class Trainer:
         learner, config, stopped = self.learner, self.config, False
         evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
         while learner.step < self.last and not stopped and not self.ends_early:
+            before = learner.step
             stopped = self.step(passes, stop=interrupt.asked or (self.record is not None and self.record.is_lost))
+            if learner.step <= before and not stopped:
+                continue  # the run went back
             due = learner.step == self.last
             if learner.step % learner.steps.per_epoch == 0 and config.batch_norm == "averaged":
                 self._synchronize_buffers()
@@ -109,19 +117,45 @@ class Trainer:
 
     def step(self, passes: Passes, *, stop: bool) -> bool:
         """One optimizer step and its line in the record; returns whether any rank asked to stop."""
-        learner = self.learner
-        lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
         batches = passes.next()
+        if self.guarding.passes_over(batches):
+            passes.lap()
+            return False
         self.abandonable.begin()
         try:
-            loss, stopped = learner.learn(batches, stop=stop)
+            return self._learn(batches, passes, stop=stop)
         except StopNow:
             self.abandonable.undo()
             return True
+        except RefusedStepError as error:
+            self.guarding.tell_refused(error, batches)
+            raise
+        except RollBack as asked:
+            self.guarding.tell_refused(asked, batches)
+            self.checkpoints.wait()
+            self._record_saves()
+            self.guarding.roll_back(passes, asked.refusal)
+            self.evaluated_step, self.saving = -1, None
+            return False
+
+    def _learn(self, batches: list[Batch], passes: Passes, *, stop: bool) -> bool:
+        learner = self.learner
+        lr, samples = learner.lr_now(), len(learner.steps.positions(learner.step))
+        loss, stopped = learner.learn(batches, stop=stop)
+        skipped = self.guarding.tell_skipped(batches)
         seconds = self._record_step(loss, lr, samples, passes)
         self.abandonable.end(seconds)
-        self._call("on_step", StepFacts(learner.step, learner.epoch, loss, lr, samples, seconds, self.mesh.rank))
+        if self._compares_now(stopped):
+            self.guarding.compare(may_go_back=not stopped)
+        if not skipped:
+            self._call("on_step", StepFacts(learner.step, learner.epoch, loss, lr, samples, seconds, self.mesh.rank))
         return stopped
+
+    def _compares_now(self, stopped: bool) -> bool:
+        """Whether replicas are compared after this step: as the recipe says, and before every save."""
+        step, every = self.learner.step, self.config.guard.checksum_every
+        saves = stopped or step == self.last or step % self._steps(self.config.checkpoint.every) == 0
+        return every is not None and (saves or step % every == 0)
 
     def _call(self, method: str, facts: StepFacts | EvaluationFacts | EndFacts) -> None:
         call(self.parts.given.callbacks, method, facts)
@@ -326,13 +360,13 @@ class Trainer:
         """Write into the record why the run ends: an error of this rank or of all, or a text on that of another rank."""
         if self.record is None:
             return
-        known = isinstance(error, str | AgreedError | PeerFailedError)
+        known = isinstance(error, str | AgreedError | PeerFailedError | FullMemoryError)
         text = str(error) if known else f"rank {self.mesh.rank} {in_words(error)}"
         if isinstance(error, NonFiniteLossError):
-            images = self.parts.dataset.train
-            values = {"step": error.step, "epoch": self.learner.epoch, "index": error.index}
-            values |= {"images": [images.name_of(index) for index in error.index]}
+            images, index = self.parts.dataset.train, list(error.refusal.index)
+            values = {"step": error.refusal.step, "epoch": self.learner.epoch, "index": index}
+            values |= {"images": [images.name_of(one) for one in index]}
             path = self.record.attempt("nan.json", lambda: write_nan(self.folder, values))
-            text += "" if path is None else f". Its {len(error.index)} images are listed in {path}"
+            text += "" if path is None else f". Its {len(index)} images are listed in {path}"
         self.record.end("failed", step=self.learner.step, text=text)
         self._close(self.record)

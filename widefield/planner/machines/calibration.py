@@ -7,6 +7,7 @@ kept by signature, so that what was timed for one model serves the next.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -103,7 +104,7 @@ def read_calibration(path: Path | None = None, *, kind: str = "") -> Calibration
         path = files[-1]
     try:
         return _from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         again = "measure again with widefield plan --calibrate, or delete the file"
         raise ValueError(f"{path} holds no measurement that this version reads ({error}); {again}") from None
 
@@ -112,7 +113,7 @@ def _from_json(described: dict[str, Any]) -> Calibration:
     if described["format"] != FORMAT:
         raise ValueError(f"its format is {described['format']}, and {FORMAT} is read")
     kernels = [Kernel(**(row | {"signature": _as_tuples(row["signature"])})) for row in described["kernels"]]
-    return Calibration(
+    found = Calibration(
         described["conditions"],
         Device(**described["device"]),
         Link(**described["link"]),
@@ -121,6 +122,32 @@ def _from_json(described: dict[str, Any]) -> Calibration:
         described["host_seconds"],
         described.get("message_host_seconds", 0.0),
     )
+    _check(found)
+    return found
+
+
+def _check(found: Calibration) -> None:
+    """ValueError: a figure is no number above 0, or a name no text."""
+    device, link = found.device, found.link
+    above = [device.memory_bytes, device.memory_bytes_per_second, *device.flops_per_second.values(), link.bytes_per_second]
+    above += [device.flops_reached, device.flops_reached_plain, device.bandwidth_reached, device.block_bytes]
+    least = [device.launch_seconds, device.context_bytes, link.latency_seconds, found.host_seconds, found.message_host_seconds]
+    least += [number for one in found.kernels.values() for number in (one.flops, one.bytes, one.seconds)]
+    least += [number for one in found.messages for number in (one.ranks, one.bytes, one.seconds)]
+    least += [] if device.dollars_per_hour is None else [device.dollars_per_hour]
+    odd = next((one for one in (*above, *least) if not _is_number(one)), None)
+    odd = next((one for one in above if not one > 0), next((one for one in least if one < 0), None)) if odd is None else odd
+    if odd is not None:
+        raise ValueError(f"{odd!r} is no figure of a machine")
+    texts = [device.name, device.source, link.name, link.kind, link.source, *found.conditions, *found.conditions.values()]
+    texts += [text for one in found.kernels.values() for text in (one.name, one.dtype)] + [one.kind for one in found.messages]
+    odd = next((text for text in (*texts, *device.flops_per_second) if not isinstance(text, str)), None)
+    if odd is not None or "float32" not in device.flops_per_second or type(device.is_cpu) is not bool:
+        raise ValueError(f"{odd!r} is no text" if odd is not None else "the device has no speed in float32, or is of no kind")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _as_tuples(value: Any) -> Hashable:
