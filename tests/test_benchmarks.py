@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALL = {
     "data_parallel": ["--pairs", "1", "--steps", "1", "--batch", "2", "--side", "32"],
     "strategies": ["--pairs", "1", "--steps", "1", "--batch", "2", "--side", "32", "--only", "DDP"],
+    "guards": ["--pairs", "1", "--steps", "1", "--batch", "2", "--side", "32"],
     "pipeline": ["--pairs", "1", "--steps", "1", "--only", "gpipe"],
 }
 

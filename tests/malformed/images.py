@@ -8,6 +8,8 @@ from pathlib import Path
 from widefield.image_files import open_image
 from widefield.naming import load
 
+from ..damaged_reads import outcome
+from ..image_examples import CASES, pixels_of
 from .mutation import damaged_bytes
 from .trial import Subject
 
@@ -16,8 +18,6 @@ WEIGHT = 0.5
 
 
 def image_subjects(place: Path) -> list[Subject]:
-    from image_examples import CASES, pixels_of
-
     found = []
     for number, (name, file, shape, dtype) in enumerate(CASES):
         folder = place / f"image {number} {name}"
@@ -32,8 +32,6 @@ def image_subjects(place: Path) -> list[Subject]:
 
 
 def _image(file: str, whole: object, folder: Path) -> None:
-    from damaged_reads import outcome
-
     became = outcome(folder / file, whole, is_cut=False)
     assert not became.startswith("wrong"), became
     if became == "refused":
