@@ -9,7 +9,7 @@ from typing import Any
 from widefield.comm import mesh
 from widefield.geometry import layout
 from widefield.kernels import moments
-from widefield.parallel.strategies import _buckets, _reducer, fully_shard, recompute
+from widefield.parallel.strategies import _buckets, _offload, _reducer, fully_shard
 from widefield.tensor_parallel import search
 from widefield.tiled import dispatch, memory_format
 from widefield.tiled.executors import windowed
@@ -20,7 +20,7 @@ LARGE: tuple[tuple[Any, str, Any], ...] = (
     (_buckets, "FIRST_BYTES", 64),
     (_reducer, "LAYOUTS_MOST", 1),
     (fully_shard, "SMALLEST_BYTES", 1),
-    (recompute, "SMALLEST_BYTES", 1),
+    (_offload, "SMALLEST_BYTES", 1),
     (mesh, "BROADCAST_BYTES", 64),
     (moments, "CHUNK", 8),
     (windowed, "SMALL_SHARE", 10.0),

@@ -14,7 +14,7 @@ from torch import nn
 from widefield.planner.cost import step_time
 from widefield.planner.cost.op_time import OpTimes
 from widefield.planner.machines import cluster_of
-from widefield.planner.machines.calibrate import cnn_kernels, host_seconds, local_messages
+from widefield.planner.machines.calibrate import host_seconds, local_messages
 from widefield.planner.machines.calibration import (
     Calibration,
     Kernel,
@@ -24,6 +24,7 @@ from widefield.planner.machines.calibration import (
     write_calibration,
 )
 from widefield.planner.machines.catalogue import CPU_LINK, DEVICES, cpu_core, gpu_named
+from widefield.planner.machines.cnn_kernels import cnn_kernels
 from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import measure_signatures
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from itertools import combinations
@@ -82,6 +83,7 @@ def compared(ranks: int, *, steps: int, nets: Sequence[str] = HOLD_OUT, plans: S
             assert case.ranks == ranks, f"{case} is of {case.ranks} ranks, not of {ranks}"
             real, told = measured_seconds(case, steps), planned_seconds(case)
             row: dict[str, Any] = {"case": str(case), "measured seconds": real, "planned seconds": told}
+            print(row, file=sys.stderr, flush=True)
             if not isinstance(real, str) and not isinstance(told, str):
                 row["error"] = told / real - 1
                 pairs.append((real, told))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,8 +13,8 @@ from torch import Tensor
 from widefield.comm.collectives import all_gather_single, reduce_scatter_single
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
-SECONDS_EACH = 0.05
-"""Of repeats, for each kind and size."""
+SECONDS_EACH, REPEATS = 0.3, 5
+"""For each kind and size: for how long, and how many between two looks at the clock."""
 
 
 def message_seconds(
@@ -23,7 +24,8 @@ def message_seconds(
 
     sizes: in bytes; rounded up to a number for every rank.  An all_gather's input is a rank's part, so that of `size` bytes is
     measured at size / ranks.  A send goes to rank 0 from rank 1, or the other way, in turn; a round trip counts as two.
-    Seconds are the lower quartile, which other programs on the machine disturb least.
+    Seconds are the mean of all but the 5 % fastest and slowest.  A step waits for many messages one after the other, so their
+    mean is what adds up, and that of small ones may be thrice their median: a thread that waits is woken when there is a core.
     """
     found = []
     for kind in kinds:
@@ -62,14 +64,18 @@ def _there_and_back(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _timed(send: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds of one; every rank repeats it as often as rank 0 finds right."""
+    """Seconds of one; every rank repeats it for as long as rank 0 finds right."""
+    began, seconds = time.perf_counter(), []
+    more = torch.ones(1, device=device)
     dist.barrier(group=group)
-    first = _once(send, device)
-    repeats = torch.tensor([min(50.0, max(3.0, SECONDS_EACH / max(first, 1e-6)))], device=device)
-    dist.broadcast(repeats, group_src=0, group=group)
-    dist.barrier(group=group)
-    seconds = sorted(_once(send, device) for _ in range(int(repeats.item())))
-    return seconds[len(seconds) // 4]
+    _once(send, device)
+    while more.item():
+        seconds += [_once(send, device) for _ in range(REPEATS)]
+        more.fill_(time.perf_counter() - began < SECONDS_EACH)
+        dist.broadcast(more, group_src=0, group=group)
+    seconds.sort()
+    ends = len(seconds) // 20
+    return statistics.mean(seconds[ends : len(seconds) - ends])
 
 
 def _once(send: Callable[[], None], device: torch.device) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,24 +21,21 @@ from torch.utils.checkpoint import checkpoint
 
 from widefield.comm.mesh import Mesh
 from widefield.config import RecomputeConfig
-from widefield.geometry.layout import Layout
 from widefield.module_wrapping import Wrapping, wrap_class
 from widefield.parallel.strategies import Case, Phase, data
+from widefield.parallel.strategies._offload import from_host, to_host
 from widefield.parallel.strategies._pick import CONTAINERS, picked, some
 from widefield.parallel.strategies._saved_tensors import fewest_blocks
 from widefield.plans import Plan
 from widefield.private_torch.dispatcher import DispatchKey, SetExcludeDispatchKeyGuard, TorchDispatchMode
 from widefield.private_torch.modules import buffers_of, compiled_call_impl_of
-from widefield.private_torch.tensors import base_of, version_counter
-from widefield.tiled.tensor import TiledTensor, wrap_view
+from widefield.private_torch.pytree import tree_map
+from widefield.private_torch.tensors import version_counter
 
 AXIS = None
 SECTION = "recompute"
 PHASE = Phase.KEEP
 CHECK_ORDER = 30
-
-SMALLEST_BYTES = 1024
-"""Smaller tensors stay on the device: a transfer would cost more than the memory it frees."""
 
 _KEEP = "_widefield_keep"
 _aten = torch.ops.aten
@@ -187,7 +183,30 @@ def _run_recomputed(block: nn.Module, run: Callable[..., Any], args: tuple, kwar
     The block's keywords are bound here, because `checkpoint` has keywords of its own, as `debug`.
     """
     contexts = partial(_contexts, block, vars(block)[_KEEP])
-    return checkpoint(partial(run, **kwargs), *args, use_reentrant=False, early_stop=False, context_fn=contexts)
+    saved_args, saved_kwargs = _own_containers((args, kwargs))
+    passes = _Passes(run, (args, kwargs), saved_kwargs)
+    return checkpoint(passes, *saved_args, use_reentrant=False, early_stop=False, context_fn=contexts)
+
+
+class _Passes:
+    """Runs a block: first with the lists and dicts that its caller gave, afterwards with what was in them then.
+
+    A caller may go on filling a list that it has given to a block, as a dense block does with its features.
+    """
+
+    def __init__(self, run: Callable[..., Any], given: tuple[tuple, dict[str, Any]], kwargs: dict[str, Any]) -> None:
+        self.run, self.kwargs = run, kwargs
+        self.given: tuple[tuple, dict[str, Any]] | None = given
+
+    def __call__(self, *args: Any) -> Any:
+        args, kwargs = self.given or _own_containers((args, self.kwargs))
+        self.given = None
+        return self.run(*args, **kwargs)
+
+
+def _own_containers(arguments: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
+    """The same arguments in lists, tuples and dicts of their own."""
+    return tree_map(lambda leaf: leaf, arguments)
 
 
 def _contexts(block: nn.Module, keep: str) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -283,42 +302,6 @@ def _recompute(block: nn.Module, name: str, keep: str) -> None:
     wrap_class(block, _Recomputed)
 
 
-# ---------------------------------------------------------------------------------------------- to the CPU and back
-
-
-@dataclass(frozen=True)
-class _OffloadedTensor:
-    """A tensor, or the local tile of a TiledTensor, in the CPU's memory.  layout: of the TiledTensor."""
-
-    values: Tensor
-    device: torch.device
-    layout: Layout | None
-
-
-def to_host(tensor: Tensor) -> Any:
-    """What autograd saves in place of an activation; weights and small tensors stay on their device.
-
-    The size of a TiledTensor is that of the whole, so that all ranks choose the same.
-    """
-    is_weight = isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
-    tile = tensor.local if type(tensor) is TiledTensor else tensor
-    if isinstance(tensor, nn.Parameter):
-        return tensor
-    if is_weight or tensor.numel() * tensor.element_size() < SMALLEST_BYTES or type(tile) is not Tensor:
-        return tensor.detach()  # an operation's output saved by that operation itself would be a reference cycle
-    values = torch.empty_like(tile, device="cpu", pin_memory=tile.is_cuda, memory_format=torch.preserve_format)
-    values.copy_(tile.detach(), non_blocking=tile.is_cuda)
-    return _OffloadedTensor(values, tile.device, tensor.tile_layout if type(tensor) is TiledTensor else None)
-
-
-def from_host(kept: Any) -> Tensor:
-    """The activation on its device, from what `to_host` returned."""
-    if not isinstance(kept, _OffloadedTensor):
-        return kept
-    tile = kept.values.to(kept.device, non_blocking=True)
-    return tile if kept.layout is None else wrap_view(tile, kept.layout)
-
-
 # ---------------------------------------------------------------------------------------------- cases
 
 
@@ -347,6 +330,30 @@ class _Block(nn.Module):
         return x + self.norm(self.conv(x)).relu_()
 
 
+class _DenseNet(nn.Module):
+    """Layers that take a list of all earlier features, which grows after their call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_OnList(2 + 3 * number) for number in range(3))
+        self.head = nn.Linear(11, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.layers:
+            features.append(layer(features))
+        return self.head(torch.cat(features, 1).mean((2, 3)))
+
+
+class _OnList(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(channels), nn.Conv2d(channels, 3, 3, padding=1)
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        return self.conv(self.norm(torch.cat(features, 1)).relu_())
+
+
 def _as(**options: Any) -> dict[str, Any]:
     return {"recompute": options}
 
@@ -358,5 +365,6 @@ CASES = [
     Case("convolutions kept", _Net, _SHAPE, _as(keep="convolutions"), "and the results of convolutions and matrix products"),
     Case("accumulation", partial(data._conv_net, nn.Identity), _SHAPE, _as(blocks=["0", "3"]) | {"accumulate": 2}),
     Case("a branch used sometimes", partial(data._Branches, True), (7, 4), _as(blocks=["side"])),
+    Case("a list that grows", _DenseNet, _SHAPE, _as(blocks=["layers"]), r"3 blocks"),
     Case("within a memory", _Net, _SHAPE, _as(memory="13KiB"), "2 blocks .*: as few of 3 blocks as fit 13KiB"),
 ]

@@ -2,7 +2,8 @@
 
 The roofline is max(flops / peak, bytes / bandwidth), each peak times the part of it that kernels reach.  A neighbour has the
 same operation and dtype; it gives its efficiency, roofline over seconds, and not its seconds, so that a shape twice as large
-takes about twice as long.  Neighbours count by their distance in log flops and log bytes.
+takes about twice as long.  Neighbours count by their distance in log flops and log bytes; those of a convolution by the logs of
+its channels, kernel, stride and groups too, on which its speed depends more than on its size.
 
 Parts of the peaks: Device.flops_reached is what NVIDIA's ResNet-50 of `DeepLearningExamples` reaches on a V100 (see the tests).
 """
@@ -30,6 +31,10 @@ FILLING_SECONDS = 6e-6
 """A GPU's kernels reach their share of the peak from this time at the peak on; below, the share falls with the square root."""
 CONVERTED = 2.5
 """Passes of a convolution on tensor cores over an image with its channels first: to channels last, itself, and back."""
+
+
+WITHOUT_KERNEL = ("aten.empty", "aten.new_empty")
+"""They give memory and write nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class OpTimes:
         return self.known[key]
 
     def _time(self, event: OpEvent) -> Timed:
-        if not event.name.startswith("aten."):
+        if not event.name.startswith("aten.") or event.name.startswith(WITHOUT_KERNEL):
             return Timed(0.0, "measured")
         kernel = self.kernels.get(event.signature)
         if kernel is not None:
@@ -88,15 +93,19 @@ class OpTimes:
         )
 
     def _efficiency(self, event: OpEvent, size: int) -> float | None:
-        """Roofline over seconds of the nearest neighbours, the geometric mean by 1 / distance; None: none is near."""
+        """Roofline over seconds of the nearest neighbours, the geometric mean by 1 / distance²; None: none is near."""
         rows = self.neighbours.get((event.name, event.dtype), [])
-        near = sorted((_distance(row, event.flops, size), index) for index, row in enumerate(rows))[:NEIGHBOURS]
-        near = [(distance, index) for distance, index in near if distance <= FAR]
+        form = convolution_form(event.name, event.signature)
+        near = sorted(
+            (distance + _difference(form, convolution_form(row.name, row.signature)), index)
+            for index, row in enumerate(rows)
+            if (distance := _distance(row, event.flops, size)) <= FAR
+        )[:NEIGHBOURS]
         if not near:
             return None
         total = logs = 0.0
         for distance, index in near:
-            row, weight = rows[index], 1 / (0.05 + distance)
+            row, weight = rows[index], 1 / (0.05 + distance) ** 2
             roofline = self.roofline(row.name, row.flops, row.bytes, row.dtype, row.signature)
             total += weight
             logs += weight * math.log(max(roofline, 1e-9) / max(row.seconds, 1e-9))
@@ -139,6 +148,20 @@ def _filling(flops: float, peak: float) -> float:
 
 def _distance(row: Kernel, flops: float, size: int) -> float:
     return abs(math.log((row.flops + 1) / (flops + 1))) / 2 + abs(math.log((row.bytes + 1) / (size + 1))) / 2
+
+
+def convolution_form(name: str, signature: Hashable) -> tuple[float, ...]:
+    """Logs of channels out, channels in of a group, numbers of a kernel, stride and groups; empty: it is no convolution."""
+    if "convolution" not in name or not isinstance(signature, tuple):
+        return ()
+    args = signature[1]
+    weight = args[2][1] if "backward" in name else args[1][1]
+    stride, groups = (args[4], args[-2]) if "backward" in name else (args[3], args[-1])
+    return tuple(math.log(max(1, one)) for one in (weight[0], weight[1], math.prod(weight[2:]), math.prod(stride), groups))
+
+
+def _difference(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=False)) / 2
 
 
 def _by_operation(kernels: Iterable[Kernel]) -> dict[tuple[str, str], list[Kernel]]:

@@ -5,6 +5,7 @@ link.py          Link: latency and bandwidth
 cluster.py       Cluster: nodes of equal devices, the links inside a node and between nodes; advice
 signature.py     a recorded operation as a call that can be timed
 timing.py        seconds of kernels on this machine
+cnn_kernels.py   the kernels that CNNs are made of, which a calibration times
 calibrate.py     measures this machine: kernels, the host, messages
 calibration.py   what was measured on this machine, in the user's cache
 catalogue.py     common GPUs and networks, each figure with its source
