@@ -11,7 +11,7 @@ from widefield.naming import load
 from ..damaged_reads import outcome
 from ..image_examples import CASES, pixels_of
 from .mutation import damaged_bytes
-from .trial import Subject
+from .trial import Refused, Subject
 
 WEIGHT = 0.5
 """Of one example; there are some sixty."""
@@ -35,8 +35,4 @@ def _image(file: str, whole: object, folder: Path) -> None:
     became = outcome(folder / file, whole, is_cut=False)
     assert not became.startswith("wrong"), became
     if became == "refused":
-        raise Refused(became)
-
-
-class Refused(ValueError):
-    """The reader refused the file, by its name."""
+        raise Refused

@@ -41,6 +41,10 @@ class Subject:
     settle: Callable[[Path, random.Random], None] = field(default=lambda folder, draw: None)
 
 
+class Refused(Exception):
+    """The reader said in words that it does not read the input."""
+
+
 class Hangs(Exception):
     """The time is up."""
 
@@ -64,6 +68,8 @@ def _read(subject: Subject, folder: Path) -> str:
     try:
         with _within(SECONDS), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             subject.read(folder)
+    except Refused:
+        return "refused"
     except Hangs:
         return f"wrong: no end within {SECONDS} s"
     except (ValueError, NotImplementedError) as error:

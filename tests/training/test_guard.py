@@ -154,7 +154,7 @@ def test_spikes_are_skipped_by_their_score_on_one_rank_and_on_two(tmp_path, one_
         assert line["score"] > 1000 and line["usual"] == pytest.approx(line["value"] / 1e6, rel=3)
         assert_equal(tmp_path / name, one_rank("one"))
     scores = [record(tmp_path / name, "guard")[0]["score"] for name in ("one", "replicate")]
-    assert scores[0] == pytest.approx(scores[1], rel=0.5)  # the loss of one copy of two was multiplied
+    assert 1 < scores[0] / scores[1] < 4  # of two copies, the loss of one was multiplied
 
 
 def test_the_usual_is_saved_so_that_a_resumed_run_judges_alike(tmp_path):
@@ -219,7 +219,7 @@ def test_scores_are_those_of_the_median():
     median, score = score_of(3.0, usual, least=4)
     assert median == 1.0 and score == pytest.approx(2.0 / (1.4826 * 0.035), rel=1e-6)
     assert score_of(3.0, usual, least=9)[1] == 0.0 and score_of(0.0, usual, least=4)[1] < 0
-    assert score_of(1.02, [1.0] * 9, least=4)[1] == pytest.approx(2.0)  # a hundredth of the median counts as a deviation
+    assert score_of(1.02, [1.0] * 9, least=4)[1] == pytest.approx(1.0)  # a fiftieth of the median counts as a deviation
 
 
 def test_what_was_refused_says_nothing_of_what_is_usual():

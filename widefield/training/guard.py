@@ -19,9 +19,9 @@ from widefield.config import GuardConfig
 
 TO_NORMAL = 1.4826
 """The standard deviation of a normal distribution, in median distances to its median."""
-LEAST_SPREAD = 0.01
-"""A share of the median: where losses hardly differ, one that is a few percent higher is no spike."""
-LEAST_SPREAD_OF_LOGARITHM = 0.05
+LEAST_SPREAD = 0.02
+"""A share of the median: where losses hardly differ, one that is some percent higher is no spike."""
+LEAST_SPREAD_OF_LOGARITHM = 0.1
 
 Kind = Literal["non-finite loss", "non-finite gradient", "loss spike", "gradient spike"]
 

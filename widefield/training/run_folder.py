@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -234,11 +235,12 @@ def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
         shape, classes = [int(length) for length in values["image"]], [str(name) for name in values["classes"]]
         dims = _dims_of(shape)
         mean, std = ([float(value) for value in values[name]] for name in ("mean", "std"))
+        _check_normalization(mean, std, channels=shape[0])
         labels, dtype = _labels_of(values), _dtype_of(values)
         intensity = Intensity.from_tree(values["intensity"]) if "intensity" in values else Intensity()
         grid, channel_files = values.get("resampling"), int(values.get("channel_files", 0))
         resampling = None if grid is None else Resampling.from_tree(grid)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({type(error).__name__}: {error}); take it from where the run was trained"
         ) from None
@@ -249,9 +251,18 @@ def read_model(folder: Path, *, name: str = MODEL) -> Dataset:
 
 def _dims_of(shape: list[int]) -> int:
     """ValueError: no shape of an image, (C, H, W), or of a volume, (C, D, H, W)."""
-    if len(shape) not in (3, 4):
+    if len(shape) not in (3, 4) or min(shape) < 1:
         raise ValueError(f"image is {shape}")
     return len(shape) - 1
+
+
+def _check_normalization(mean: list[float], std: list[float], *, channels: int) -> None:
+    """ValueError: no numbers for so many channels, or for all alike."""
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, channels) or not all(math.isfinite(value) for value in values):
+            raise ValueError(f"{name} is {values} for {channels} channels")
+    if min(std) <= 0:
+        raise ValueError(f"std is {std}")
 
 
 def _labels_of(values: dict[str, Any]) -> Labels:
