@@ -31,6 +31,7 @@ VERBS = (
     "list",
     "report",
     "view",
+    "replay",
 )
 CASES = [
     pytest.param(name, words, expected, id=f"{name}: {' '.join(words)}")

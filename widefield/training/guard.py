@@ -67,7 +67,7 @@ class Refusal:
 class RefusedStepError(AgreedError):
     """The guard ends the run before a step, on every rank, with the weights untouched."""
 
-    def __init__(self, text: str, refusal: Refusal) -> None:
+    def __init__(self, text: str, *, refusal: Refusal) -> None:
         super().__init__(text)
         self.refusal = refusal
 
@@ -149,7 +149,7 @@ class Guard:
                 f"{refusal.in_words()}, and of the last {window} steps {len(self.refused)} batches are refused, where "
                 f"guard.most={self.config.most}; so it is not a batch that is wrong but the run. Look at record.jsonl for the "
                 "others; a lower optimizer.lr, optimizer.clip_norm=1 or a longer schedule.warmup are the usual cures",
-                replace(refusal, action="stop"),
+                refusal=replace(refusal, action="stop"),
             )
 
     def state(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def score_of(
     spread: the least that a standard deviation counts as; None: LEAST_SPREAD of the median.
 
     >>> score_of(9.0, [1.0, 2.0, 3.0], least=3)
-    (2.0, 4.72143531633617...)
+    (2.0, 4.721435316336167)
     """
     if len(usual) < max(1, least):
         return math.nan, 0.0
@@ -195,5 +195,5 @@ def refused(refusal: Refusal) -> RefusedStepError:
         "optimizer.clip_norm=1 or a longer schedule.warmup are the usual cures"
     )
     if refusal.is_finite:
-        return RefusedStepError(text.format(file="record.jsonl"), refusal)
-    return NonFiniteLossError(text.format(file="nan.json"), refusal)
+        return RefusedStepError(text.format(file="record.jsonl"), refusal=refusal)
+    return NonFiniteLossError(text.format(file="nan.json"), refusal=refusal)

@@ -69,7 +69,7 @@ class Guarding:
         """Record the steps that were skipped; returns whether the last one was."""
         told = self.learner.guard.told
         for refusal in told:
-            self._tell(refusal, self._keep(refusal, batches))
+            self._record_refusal(refusal, self._keep(refusal, batches))
         was_skipped = bool(told)
         told.clear()
         return was_skipped
@@ -77,7 +77,7 @@ class Guarding:
     def tell_refused(self, error: RefusedStepError | RollBack, batches: list[Batch]) -> None:
         """Record a step that ends the run, or for which it goes back, and keep its batch."""
         if error.refusal is not None:
-            self._tell(error.refusal, self._keep(error.refusal, batches))
+            self._record_refusal(error.refusal, self._keep(error.refusal, batches))
 
     def roll_back(self, passes: Passes, refusal: Refusal | None) -> int:
         """Go back to the newest checkpoint, as if the run was resumed; returns its step.
@@ -130,7 +130,7 @@ class Guarding:
             return
         text = f"after step {learner.step} {'; '.join(one.in_words() for one in found)}"
         goes_back = learner.config.guard.differs == "roll_back" and may_go_back
-        self._tell_difference(found, "roll_back" if goes_back else "stop")
+        self._record_difference(found, "roll_back" if goes_back else "stop")
         self.differed += 1
         if goes_back and self.differed <= learner.config.guard.most:
             raise RollBack(text, None)
@@ -141,7 +141,7 @@ class Guarding:
             "from sound weights (guard.differs=roll_back does so by itself); see to the machine of that rank"
         )
 
-    def _tell_difference(self, found: Sequence[Difference], action: str) -> None:
+    def _record_difference(self, found: Sequence[Difference], action: str) -> None:
         step = self.learner.step
         for one in found:
             told = {"part": one.part, "ranks": list(one.ranks), "replicas": list(one.replicas), "names": list(one.names[:20])}
@@ -149,7 +149,7 @@ class Guarding:
 
     # ------------------------------------------------------------------------------------------ words and files
 
-    def _tell(self, refusal: Refusal, kept: Path | None) -> None:
+    def _record_refusal(self, refusal: Refusal, kept: Path | None) -> None:
         if self.record is None:
             return
         tree = refusal.to_tree()

@@ -19,6 +19,8 @@ from widefield.training.out_of_memory import changes
 
 SECONDS = 8.0
 """After so many no further change is priced."""
+MOST_WHY = 150
+"""Characters of a reason."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,11 @@ def _priced(config: RunConfig, ranks: int, overrides: Sequence[str], words: str,
 
 
 def in_words(now: Relief, found: Sequence[Relief]) -> list[str]:
-    """A line for each, the run as it is first."""
+    """A line for each, the run as it is first; none where nothing could be priced."""
+    if all(one.memory_bytes is None for one in (now, *found)):
+        return []
     lines = ["predicted memory of the fullest rank:"]
     for one in (now, *found):
         size = bytes_text(one.memory_bytes) if one.memory_bytes is not None else "unknown"
-        lines.append(f"  {size:>10}  {one.words}{f' ({one.why})' if one.why else ''}")
+        lines.append(f"  {size:>10}  {one.words}{f' ({one.why[:MOST_WHY]})' if one.why else ''}")
     return lines
