@@ -55,6 +55,10 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
         from widefield.planner.search.starting import planned_together  # imported late, as most runs need no planner
 
         config = planned_together(config, folder, world, given)
+    elif config.log.predict:
+        from widefield.planner.search.starting import predicted_first
+
+        predicted_first(config, folder, world, given)
     plan = plan_of(config, world.size)
     check(plan, ranks=world.size, samples_per_step=config.data.batch_if_known)
     check_guard(config)

@@ -12,7 +12,7 @@ from planner.recorded import Z, message, op, record, recorded, waited
 from torch import nn
 
 from widefield.planner.cost import step_time
-from widefield.planner.cost.op_time import OpTimes
+from widefield.planner.cost.op_time import OpTimes, convolution_form
 from widefield.planner.machines import cluster_of
 from widefield.planner.machines.calibrate import host_seconds, local_messages
 from widefield.planner.machines.calibration import (
@@ -24,7 +24,7 @@ from widefield.planner.machines.calibration import (
     write_calibration,
 )
 from widefield.planner.machines.catalogue import CPU_LINK, DEVICES, cpu_core, gpu_named
-from widefield.planner.machines.cnn_kernels import cnn_kernels
+from widefield.planner.machines.cnn_kernels import cnn_kernels, convolution
 from widefield.planner.machines.signature import call_of
 from widefield.planner.machines.timing import measure_signatures
 
@@ -109,6 +109,28 @@ def test_measured_kernels_are_used_as_measured():
     assert measure_signatures(step, own, budget_seconds=20) == []
     spread = (after.high_seconds - after.low_seconds) / after.seconds
     assert spread < (before.high_seconds - before.low_seconds) / before.seconds
+
+
+def test_a_convolution_is_as_fast_as_those_of_its_form():
+    """Of two neighbours of the same size the one with its channels counts, and a lone small image is not like a batch."""
+    own = calibration()
+    plain = OpTimes(cluster_of("cpu", calibration=own))
+    (narrow, _), (wide, _) = (list(convolution((8, channels, 32, 32), channels, 3, 1, "float32")) for channels in (16, 64))
+    for one, slower in ((narrow, 4), (wide, 1)):
+        size, seconds = one.bytes_read + one.bytes_written, slower * plain.of(one).seconds
+        own.add([Kernel(one.signature, one.name, "float32", one.flops, size, seconds)])
+    times = OpTimes(cluster_of("cpu", calibration=own))
+    for channels, slower in ((16, 4), (64, 1)):
+        asked, _ = convolution((4, channels, 48, 48), channels, 3, 1, "float32")
+        assert times.of(asked).seconds / plain.of(asked).seconds == pytest.approx(slower, rel=0.3)
+    alone, _ = convolution((1, 16, 32, 32, 32), 16, 3, 1, "float32")
+    batch, _ = convolution((2, 16, 32, 32, 32), 16, 3, 1, "float32")
+    assert convolution_form(alone.name, alone.signature)[-1] > convolution_form(batch.name, batch.signature)[-1] == 0
+
+
+def test_giving_memory_takes_no_time():
+    times = OpTimes(cluster_of("cpu", calibration=calibration()))
+    assert times.of(op("aten.new_empty.default", size=2**30)).seconds == 0
 
 
 def test_a_neighbour_gives_its_efficiency():

@@ -16,7 +16,7 @@ from widefield.planner.emulation import CannotEmulate
 from widefield.planner.machines import cluster_of
 from widefield.planner.search import automatic
 from widefield.planner.search.ask import PlanRequest, ask, image_of, on_device
-from widefield.planner.search.automatic import cluster_here, planned_run, predicted_run
+from widefield.planner.search.automatic import cluster_here, planned_run, predict_into, predicted_run
 from widefield.plans import plan_of
 from widefield.training.given import NOTHING
 from widefield.training.planned import PlannedRun, read_planned, write_planned
@@ -180,6 +180,31 @@ def test_a_run_of_its_own_plan_can_be_predicted():
     assert found.prediction["plan"] == "space=[2, 1]" and found.prediction["seconds"] > 0
     with pytest.raises(ValueError, match="copies of the model share a batch"):
         predicted_run(read_config(DIGITS, [*FAST, "data.batch_size=1", "mesh.replicate=2"]), ranks=2)
+
+
+def test_a_prediction_is_made_once_and_leaves_a_chosen_plan_alone(tmp_path):
+    config = read_config(DIGITS, [*FAST, "log.predict=true"])
+    predict_into(tmp_path, config, ranks=1)
+    first = (tmp_path / "planned.json").stat().st_mtime_ns
+    predict_into(tmp_path, config, ranks=1)
+    assert (tmp_path / "planned.json").stat().st_mtime_ns == first
+    chosen = PlannedRun("another recipe's", "cpu:1", [], reasons=["it is the fastest"])
+    write_planned(tmp_path, chosen)
+    predict_into(tmp_path, config, ranks=1)
+    assert read_planned(tmp_path) == chosen
+
+
+@pytest.mark.alone
+def test_a_run_that_is_to_be_predicted_records_it_or_says_why_not(tmp_path):
+    words = ("train", DIGITS, *FAST, "mesh.replicate=2", "log.predict=true", "schedule.length=3step", "schedule.warmup=0step")
+    run(*words, "--run", tmp_path / "run")
+    start = record(tmp_path / "run", "start")[-1]
+    assert start["prediction"]["plan"] == "replicate=2" and start["prediction"]["seconds"] > 0
+    assert not any(reason.startswith("mesh.auto") for reason in start["reasons"])
+    assert "Predicted and measured" in (tmp_path / "run" / "report.html").read_text()
+    text = run(*words, "data.batch_size=auto", "--run", tmp_path / "other")
+    assert "the run is not predicted: data.batch_size=auto is found as the run begins" in text
+    assert "prediction" not in record(tmp_path / "other", "start")[-1]
 
 
 @pytest.mark.parametrize(

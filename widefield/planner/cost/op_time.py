@@ -33,6 +33,8 @@ CONVERTED = 2.5
 """Passes of a convolution on tensor cores over an image with its channels first: to channels last, itself, and back."""
 
 
+FEW_NUMBERS = 20480
+"""Up to so many, not counting the last dim, an image alone is not oneDNN's (ConvParams::use_mkldnn of torch)."""
 WITHOUT_KERNEL = ("aten.empty", "aten.new_empty")
 """They give memory and write nothing."""
 
@@ -151,13 +153,19 @@ def _distance(row: Kernel, flops: float, size: int) -> float:
 
 
 def convolution_form(name: str, signature: Hashable) -> tuple[float, ...]:
-    """Logs of channels out, channels in of a group, numbers of a kernel, stride and groups; empty: it is no convolution."""
-    if "convolution" not in name or not isinstance(signature, tuple):
+    """Of a convolution; empty: it is none.
+
+    Logs of channels out, channels in of a group, numbers of a kernel, stride and groups; then FAR where a CPU has a kernel of
+    its own for it, which may be many times slower: for one image alone of few numbers.
+    """
+    if "convolution" not in name or len(list(tensors_of(signature))) < 2:
         return ()
-    args = signature[1]
-    weight = args[2][1] if "backward" in name else args[1][1]
-    stride, groups = (args[4], args[-2]) if "backward" in name else (args[3], args[-1])
-    return tuple(math.log(max(1, one)) for one in (weight[0], weight[1], math.prod(weight[2:]), math.prod(stride), groups))
+    assert isinstance(signature, tuple)
+    args = signature[1][1:] if "backward" in name else signature[1]
+    image, weight, stride, groups = args[0][1], args[1][1], args[3], args[-2 if "backward" in name else -1]
+    logs = [math.log(max(1, one)) for one in (weight[0], weight[1], math.prod(weight[2:]), math.prod(stride), groups)]
+    is_few = image[0] == 1 and groups == 1 and math.prod(image[:-1]) <= FEW_NUMBERS
+    return (*logs, FAR if is_few else 0.0)
 
 
 def _difference(one: tuple[float, ...], other: tuple[float, ...]) -> float:

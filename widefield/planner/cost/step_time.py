@@ -125,7 +125,7 @@ def _add_uncertainty(step: StepTime, record: StepRecord, times: OpTimes, message
     all_sent = sum(one.seconds for one in sent)
     exposed = min(1.0, step.parts["communication"] / all_sent) if all_sent else 0.0
     by_source: Counter[str] = Counter()
-    for one in (timed for _, timed in computed):
+    for one in (timed for _, timed in computed if timed.seconds):
         by_source[one.source] += one.seconds  # type: ignore[assignment]
     for one in sent:
         by_source[one.source] += one.seconds * exposed  # type: ignore[assignment]

@@ -82,8 +82,25 @@ def _chosen(config: RunConfig, cluster: Cluster, key: str, given: Given) -> Plan
     return PlannedRun(key, cluster.text, list(found.best.layout.overrides()), text, prediction_of(found.best, cluster))
 
 
+def predict_into(folder: Path, config: RunConfig, *, ranks: int, nodes: int = 1, given: Given = NOTHING) -> None:
+    """Write what a run with its own plan should take into planned.json, unless it is there, or the plan was chosen.
+
+    ValueError, NotImplementedError: it cannot be predicted.
+    """
+    before = read_planned(folder)
+    if before is not None and (before.reasons or before.key == _key(config, cluster_here(ranks, nodes))):
+        return
+    write_planned(folder, predicted_run(config, ranks=ranks, nodes=nodes, given=given))
+
+
 def predicted_run(config: RunConfig, *, ranks: int, nodes: int = 1, given: Given = NOTHING) -> PlannedRun:
-    """What a run with the plan of its own recipe should take, with no reasons.  As `planned_run` refuses."""
+    """What a run with the plan of its own recipe should take, with no reasons.
+
+    ValueError: its plan is refused, or the catalogue does not know the GPU.  NotImplementedError: the model cannot be planned
+    without running it.
+    """
+    if config.data.batch_if_known is None:
+        raise ValueError("data.batch_size=auto is found as the run begins, and a step's memory and time depend on it")
     cluster = cluster_here(ranks, nodes)
     image, _, _ = image_of(config, given)
     layout = layout_of(config, ranks)

@@ -10,7 +10,7 @@ from widefield.comm.devices import ranks_per_gpu
 from widefield.comm.meeting import said_by_first_rank
 from widefield.comm.mesh import AgreedError, World
 from widefield.config import RunConfig
-from widefield.planner.search.automatic import planned_run
+from widefield.planner.search.automatic import planned_run, predict_into
 from widefield.training.given import Given
 from widefield.training.planned import planned_from
 from widefield.training.record import usable_cores
@@ -33,7 +33,7 @@ def planned_together(config: RunConfig, folder: Path, world: World, given: Given
 
     AgreedError, on every rank: nothing fits, or the model cannot be planned.
     """
-    nodes = max(1, world.size // max(1, world.local_size))
+    nodes = _nodes(world)
     if world.size == 1:
         return planned_run(config, folder, ranks=1, given=given, say=say).applied(config)
 
@@ -49,3 +49,25 @@ def planned_together(config: RunConfig, folder: Path, world: World, given: Given
     if text.startswith(REFUSED):
         raise AgreedError(text.removeprefix(REFUSED))
     return planned_from(text).applied(config)
+
+
+def predicted_first(config: RunConfig, folder: Path, world: World, given: Given) -> None:
+    """Predict the run on rank 0, for which the others wait; a run that cannot be predicted goes on, with words that say why."""
+
+    def predict() -> str:
+        try:
+            predict_into(folder, config, ranks=world.size, nodes=_nodes(world), given=given)
+        except (ValueError, NotImplementedError, OSError) as error:
+            say(f"log.predict: the run is not predicted: {error}")
+        return "done"
+
+    if world.size == 1:
+        predict()
+        return
+    said_by_first_rank(
+        predict, place=f"{world.address}:{world.port}", rank=world.rank, size=world.size, seconds=PLANNING_SECONDS
+    )
+
+
+def _nodes(world: World) -> int:
+    return max(1, world.size // max(1, world.local_size))
