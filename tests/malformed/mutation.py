@@ -56,11 +56,13 @@ def damaged_tree(tree: Any, draw: random.Random) -> Any:
         if not places:
             return draw.choice(ODD)
         parent, key = draw.choice(places)
-        _damage(parent, key, draw)
+        if _damage(parent, key, draw):
+            break  # too deep to be gone through again
     return tree
 
 
-def _damage(parent: Any, key: Any, draw: random.Random) -> None:
+def _damage(parent: Any, key: Any, draw: random.Random) -> bool:
+    """Damage a node; returns whether it is nested deep."""
     kind = draw.choice(("odd", "odd", "odd", "remove", "rename", "deep", "other", "number"))
     if kind == "remove":
         del parent[key]
@@ -68,15 +70,18 @@ def _damage(parent: Any, key: Any, draw: random.Random) -> None:
         parent[str(key) + draw.choice(("", "x", "\u200b"))] = parent.pop(key)
     elif kind == "deep":
         value: Any = parent[key]
-        for _ in range(draw.choice((1, 3, 2000))):
+        depth = draw.choice((1, 3, 2000))
+        for _ in range(depth):
             value = [value]
         parent[key] = value
+        return depth > 3
     elif kind == "other":
         parent[key] = copy.deepcopy(draw.choice(list(parent.values()) if isinstance(parent, dict) else parent))
     elif kind == "number" and isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
         parent[key] = draw.choice((-parent[key], parent[key] + 1, parent[key] * 10**6, parent[key] / 3, str(parent[key])))
     else:
         parent[key] = copy.deepcopy(draw.choice(ODD))
+    return False
 
 
 def _places(tree: Any) -> Any:

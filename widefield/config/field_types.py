@@ -18,10 +18,12 @@ def _finite(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    yield from (number for part in inner for number in _numbers(part))
-    if isinstance(value, float):
-        yield value
+    left = [value]
+    while left:  # no recursion: a value of a recipe may be nested deep
+        one = left.pop()
+        left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        if isinstance(one, float):
+            yield one
 
 
 Labels = Literal["class", "classes", "values", "pixels", "layers"]

@@ -56,7 +56,7 @@ def read_table(path: Path) -> Table:
         raise ValueError(f"data.path is {path}; a table is one of {', '.join(SUFFIXES)}")
     try:
         rows = {".jsonl": _json_lines, ".ndjson": _json_lines, ".parquet": _parquet}.get(suffix, _separated)(path)
-    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError, OSError) as error:
+    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError, OSError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as {suffix} ({error}); save it again, in UTF-8") from None
     if not rows:
         raise ValueError(f"{path} has no rows; give one per image")

@@ -198,7 +198,7 @@ def read(
         strides = {name: stride for text in texts for name, stride in tree_json.tensors_in(text).items()}
         tensors = files.read(place, strides)
         values = [tree_json.from_json(text, tensors) for text in texts]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, RuntimeError) as error:
         raise ValueError(
             f"the checkpoint {place} is as its hashes say, and not what widefield writes: {error or type(error).__name__}. "
             "Somebody else made or changed it; take it from where it was written, or delete it"

@@ -74,7 +74,9 @@ def check_state(state: Any, found: Found, *, own: Any = None) -> None:
         optimizer, progress, wanted = state["optimizer"], state["progress"], found.about.model
         sections = (optimizer["parameters"], optimizer["groups"], state["scaler"])
         ours = shapes == wanted and average in ({}, wanted) and all(isinstance(section, dict) for section in sections)
-        ours = ours and bool(optimizer["groups"]) and all(type(progress[name]) is int for name in counted)
+        of_optimizer = (*optimizer["parameters"].values(), *optimizer["groups"].values())
+        ours = ours and bool(optimizer["groups"]) and all(isinstance(values, dict) for values in of_optimizer)
+        ours = ours and all(type(progress[name]) is int for name in counted)
         ours = ours and _is_of_best(progress.get("best")) and _is_of_guard(progress.get("guard"))
         ours = ours and (own is None or {"random", "order"} <= own.keys())
         problem = None if ours else "its names, shapes or counts do not fit each other"
