@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,12 +51,15 @@ class Noise:
         return str(index)
 
 
-def stepping(learner: Learner, batches: list, guard: Guard, sums: Checksums | None) -> Iterator[None]:
+def stepping(learner: Learner, batches: list, guard: Guard, sums: Checksums | None, spent: list[float]) -> Iterator[None]:
+    """spent: gets the processor's seconds of each comparison on this rank."""
     while True:
         learner.guard = guard
         learner.learn(batches, stop=False)
         if sums is not None:
+            began = time.process_time()
             assert not sums.differences(learner.model, learner.optimizer, None)
+            spent.append(time.process_time() - began)
         yield
 
 
@@ -70,10 +75,11 @@ def on_rank(options: argparse.Namespace) -> None:
     learner, _ = learner_of(parts)
     batches = [next(training_batches(parts, first=0, last=1))]
     bare, looking = Guard(GuardConfig(gradient=False)), Guard(GuardConfig(spike="stop", window=1000))
+    spent: list[float] = []
     loops = {
-        "without": stepping(learner, batches, bare, None),
-        "gradient": stepping(learner, batches, looking, None),
-        "checksums": stepping(learner, batches, bare, Checksums(mesh, has_same_buffers=True)),
+        "without": stepping(learner, batches, bare, None, []),
+        "gradient": stepping(learner, batches, looking, None, []),
+        "checksums": stepping(learner, batches, bare, Checksums(mesh, has_same_buffers=True), spent),
     }
     times = turns.in_turns(loops, options, mesh.device)
     if mesh.is_main:
@@ -81,8 +87,10 @@ def on_rank(options: argparse.Namespace) -> None:
         result = {"question": "what guards add to a step", "conditions": about}
         for name in ("gradient", "checksums"):
             result[name] = turns.compared(times, name, "without", options.steps)
-        ratio = result["checksums"]["processor"]["ratio, median of pairs"]
-        result["share of a step, by checksum_every"] = {str(k): round((ratio - 1) / k, 5) for k in EVERY}
+        step = result["checksums"]["processor"]["seconds per step, without"] / mesh.size
+        result["one comparison, processor's seconds of a rank"] = round(statistics.median(spent), 4)
+        result["share of a step, by checksum_every"] = {str(k): round(statistics.median(spent) / step / k, 5) for k in EVERY}
+        result["load of the machine at the end"] = round(os.getloadavg()[0], 1)
         turns.tell(result, RESULT, options)
     leave(mesh)
 

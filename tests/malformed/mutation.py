@@ -100,6 +100,8 @@ def damaged_json(content: bytes, draw: random.Random) -> bytes:
         return json.dumps(damaged_tree(json.loads(content), draw)).encode("utf-8", "surrogatepass")
     except RecursionError:
         return b"[" * 100_000
+    except ValueError:  # it is damaged already
+        return damaged_bytes(content, draw)
 
 
 def damaged_yaml(content: bytes, draw: random.Random) -> bytes:
