@@ -3,6 +3,7 @@
 # make test-all  runs every test
 # make test-ci   runs all but the sweeps: what must pass before a change lands
 # make test-oldest  runs the tests of image files with the oldest libraries for them that pyproject.toml allows
+# make test-cluster  runs the tests on a real Slurm and on hosts of their own, as root; installs Slurm with apt-get
 # make test-gpu  runs the tests that need a GPU, and says how many of them ran
 # make bench-gpu measures on a GPU, within 8 minutes, and writes benchmarks/results/gpu.json
 # make coverage  the same, and which lines no test runs
@@ -11,7 +12,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-ci test-oldest test-gpu bench-gpu coverage docs clean
+.PHONY: demo test test-all test-ci test-oldest test-cluster test-gpu bench-gpu coverage docs clean
 demo: $(VENV)/installed
 	$(BIN)/widefield train recipes/digits.yaml mesh.replicate=2
 	$(BIN)/widefield train recipes/page.yaml 'data.options.pages=[48,8]' schedule.length=4ep schedule.warmup=1ep
@@ -39,6 +40,11 @@ test-oldest: $(VENV)/installed-test
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(ls -d $(OLDEST)/lib/python*/site-packages)/zz_first.pth
 	$(BIN)/python tests/oldest_versions.py | xargs $(OLDEST)/bin/python -m pip install --quiet
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/image_files -m "not long"
+
+# As root, for it makes network namespaces and starts Slurm's daemons in them.  Plain `pytest` leaves this folder out.
+test-cluster: $(VENV)/installed-test
+	sh tests/cluster/install.sh
+	$(ALONE) tests/cluster --durations=0
 
 # In one process, for its ranks share the GPU.  Without a GPU all are skipped, the last lines say so, and the status is 0.
 test-gpu: $(VENV)/installed-test
