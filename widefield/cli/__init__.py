@@ -39,7 +39,10 @@ widefield VERB --help explains each verb.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 2 for an error of the user's, 3 where another rank failed, else 1."""
+    """Run the command; returns the exit status.
+
+    0, 2 for an error of the user's, 3 where another rank failed, 75 for a run to be continued, else 1.
+    """
     options = argparse.Namespace(is_rank=False)
     try:
         options = parse(arguments)

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 
-from widefield.refusal import FOLLOWED, is_ours, printable
+from widefield.refusal import FOLLOWED, REFUSED, is_ours, printable
 
 
 def say(error: Exception, *, is_rank: bool) -> int | None:
@@ -31,12 +31,12 @@ def _refuse(error: Exception, rank: int) -> int:
     """Print a refusal; one that all ranks raise together is printed by rank 0 only."""
     if rank == 0:
         _print_error(str(error))
-        return 2
+        return REFUSED
     from widefield.comm.mesh import AgreedError
 
     if not isinstance(error, AgreedError):
         _print_error(f"rank {rank}: {error}")
-    return 2
+    return REFUSED
 
 
 def _print_error(text: str) -> None:
