@@ -121,15 +121,12 @@ def start(
     On Linux no process of the ranks outlives this call, not even one in a session of its own.
     """
     run_id, again = forked.run_id if forked else new_run_id(), Again(ranks, arguments)
+    command = program or [*python_of_ranks(), "-m", "widefield"]
     group = RankProcesses(run_id, grace_seconds)
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        group.on_signal(number)
-
-    with _signals_to(on_signal):
+    with _signals_to(lambda number, frame: group.on_signal(number)):
         while True:
             began, told = time.time(), restarts.environment if restarts else {}
-            _run(again, group, program or [*python_of_ranks(), "-m", "widefield"], forked, told)
+            _run(again, group, command, forked, told)
             if group.verdict:
                 print(f"widefield: {group.verdict}", file=sys.stderr, flush=True)
             if restarts is None or not group.verdict or group.received is not None:
