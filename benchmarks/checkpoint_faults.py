@@ -84,7 +84,7 @@ WAYS = ("background", "at_once", "waited")
 def blocking_seconds(folder: Path, repeats: int) -> dict[str, list[float]]:
     """How long a save holds training up, each way in turn, each after one that is not counted.
 
-    That is the time in `save` and, after a forward and backward of STEP_SECONDS, in `settle`.
+    That is the time in `save` and, after a forward and backward of STEP_SECONDS, in `wait_until_copied`.
     """
     state = {f"part{index}": torch.randn(SPEED_BYTES // 32) for index in range(8)}
     every = {address_of(tensor) for tensor in state.values()}
@@ -98,7 +98,7 @@ def blocking_seconds(folder: Path, repeats: int) -> dict[str, list[float]]:
             spent = time.perf_counter() - began
             compute(STEP_SECONDS)
             began = time.perf_counter()
-            checkpoints.settle()
+            checkpoints.wait_until_copied()
             spent += time.perf_counter() - began
             checkpoints.wait()
             if repeat:

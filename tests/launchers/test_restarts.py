@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from widefield.cli import main
 from widefield.cli.train import CASES
 from widefield.config import RunConfig, read_config
+from widefield.launchers import torchrun
 from widefield.launchers._restarting import Again, Failure, Restarts, may_change_ranks, restart_in_words
 from widefield.plans import check, plan_of, refit
 
@@ -111,6 +113,16 @@ def test_axes_that_cut_images_and_layers_are_not_fitted():
 
 def test_the_command_knows_the_options():
     assert (["r.yaml", "--max-restarts", "3", "--min-ranks", "1"], {"max_restarts": 3, "min_ranks": 1}) in CASES
+
+
+def test_ranks_of_another_launcher_are_not_ours_to_restart(monkeypatch, capsys, tmp_path):
+    for name, value in {**torchrun.CASES[0][0], "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", "--run", str(tmp_path), "mesh.replicate=8", "--max-restarts", "2"])
+    assert ended.value.code == 2
+    assert "--max-restarts is for ranks that this command starts, and torchrun started this one" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ real processes

@@ -43,13 +43,13 @@ def test_from_the_second_save_on_weights_are_copied_while_training_goes_on(tmp_p
     weight, count, go = torch.ones(1000), torch.zeros(3), threading.Event()
     checkpoints = checkpoints_in(tmp_path)
     saved(weight, count, checkpoints, 1)
-    checkpoints.settle()
+    checkpoints.wait_until_copied()
     weight += 1
     held(monkeypatch, go)
     saved(weight, count, checkpoints, 2)
     count += 5  # as a forward counts; this was copied before `save` returned
     threading.Timer(0.2, go.set).start()
-    checkpoints.settle()  # it waits
+    checkpoints.wait_until_copied()  # it waits
     assert go.is_set()
     weight += 1
     checkpoints.wait()
@@ -73,7 +73,7 @@ def test_weights_that_change_between_updates_are_always_copied_at_once_and_that_
     checkpoints = checkpoints_in(tmp_path, warn=said.append)
     saved(weight, count, checkpoints, 1)
     weight.data.mul_(3)  # a forward that normalizes its weights in place, past autograd's counters
-    checkpoints.settle()
+    checkpoints.wait_until_copied()
     assert said == [
         "weight changed between two updates, so every save copies all tensors before training goes on; that is as safe, and "
         "takes longer"
@@ -91,12 +91,12 @@ def test_a_change_that_autograd_counts_makes_the_save_fail_and_older_ones_stand(
     weight, count, said, go = torch.ones(1000), torch.zeros(3), [], threading.Event()
     checkpoints = checkpoints_in(tmp_path, warn=said.append)
     saved(weight, count, checkpoints, 1)
-    checkpoints.settle()
+    checkpoints.wait_until_copied()
     held(monkeypatch, go)
     saved(weight, count, checkpoints, 2)
-    weight.mul_(3)  # before `settle`
+    weight.mul_(3)  # before `wait_until_copied`
     go.set()
-    checkpoints.settle()
+    checkpoints.wait_until_copied()
     checkpoints.wait()
     assert "weight changed while it was copied, in a forward or backward; set checkpoint.background=false" in said[0]
     assert checkpoints.failure is not None and found_in(tmp_path)["weight"].unique().tolist() == [1.0]
@@ -115,10 +115,10 @@ def test_a_save_that_fails_lets_the_update_go_on(tmp_path, monkeypatch):
     checkpoints = checkpoints_in(tmp_path, warn=said.append)
     weight, count = torch.ones(1000), torch.zeros(3)
     saved(weight, count, checkpoints, 1)
-    checkpoints.settle()
+    checkpoints.wait_until_copied()
     monkeypatch.setattr(checkpoint.files, "assign_writers", lambda sizes: 1 / 0)
     saved(weight, count, checkpoints, 2)
-    checkpoints.settle()
+    checkpoints.wait_until_copied()
     checkpoints.wait()
     assert "ZeroDivisionError" in said[0] or "division by zero" in said[0]
 

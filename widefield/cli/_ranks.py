@@ -28,12 +28,12 @@ def world_of(config: RunConfig, options: Namespace, arguments: Callable[[], list
     """
     from widefield.launchers import world_from
 
-    world = world_from(os.environ)
+    world, watched = world_from(os.environ), getattr(options, "max_restarts", 0) > 0
     if world is not None:
         options.is_rank = world.size > 1
+        _refuse_restarts(world, watched)
         return world, 0
     asked, replica = ranks_asked_for(config), ranks_of_a_replica(config)
-    watched = getattr(options, "max_restarts", 0) > 0
     with _forking(asked or replica, config.data.name, even_one=watched) as forked:
         import torch
 
@@ -50,6 +50,15 @@ def world_of(config: RunConfig, options: Namespace, arguments: Callable[[], list
         given = arguments()
         restarts = _restarts(config, options, given, ranks, gpus * ranks_per_gpu()) if watched else None
         return None, start(ranks, given, forked=None if gpus else forked, restarts=restarts)
+
+
+def _refuse_restarts(world: World, watched: bool) -> None:
+    """ValueError: the command is to restart ranks that another launcher has started."""
+    if watched:
+        raise ValueError(
+            f"--max-restarts is for ranks that this command starts, and {world.launcher} started this one; leave it out and "
+            "let the launcher restart (torchrun --max-restarts N, a requeued Slurm job), or start without one"
+        )
 
 
 def _restarts(config: RunConfig, options: Namespace, arguments: list[str], ranks: int, slots: int) -> Restarts:

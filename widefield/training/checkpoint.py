@@ -77,7 +77,8 @@ class Checkpoints:
         """Save `state`, the same on all ranks, and `own`, which differs between ranks; first wait for an unfinished save.
 
         Leaves are tensors on any device, int, float, str, bool and None, in dicts, lists and tuples.
-        changes: when the tensors of `state` change; None: at any time.  Call `settle` before those change that it calls steady.
+        changes: when the tensors of `state` change; None: at any time.  Call `wait_until_copied` before those change that it
+            calls steady.
         Cost: before this returns, a copy of all tensors to the CPU's memory, but for steady ones on the CPU from the second
             save on; with `wait`, or without background, the write too.
         A save that fails (a full disk) warns and sets `failure`; older checkpoints stay.  One of the same step is replaced.
@@ -95,10 +96,10 @@ class Checkpoints:
         if wait:
             self.wait()
 
-    def settle(self) -> None:
+    def wait_until_copied(self) -> None:
         """Return when an unfinished save has copied all steady tensors; call it before they change."""
         if self._staging is not None:
-            self._staging.settled.wait()
+            self._staging.done_copying.wait()
             self._staging = None
         changed = self._trust.compare()
         if changed is not None:
@@ -171,7 +172,7 @@ class Checkpoints:
             self.failure = self._give_up(staged.about.step, needed, error)
             self._warn(self.failure)
         finally:
-            staged.tensors.settled.set()
+            staged.tensors.done_copying.set()
 
     def _write_and_seal(self, staged: _Staged) -> None:
         """Every step is finished on all ranks before any rank begins the next; an error on one rank stops all."""

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from widefield.private_torch.tensors import version_counter
+
 
 @dataclass(frozen=True)
 class Changes:
     """When tensors change, by the addresses of their memory, see `address_of`.
 
-    steady: not before `Checkpoints.settle` was called.  live: of all tensors that may change at all; others are never changed.
+    steady: not before `Checkpoints.wait_until_copied` was called.
+    live: of all tensors that may change at all; others are never changed.
     """
 
     steady: Set[int] = frozenset()
@@ -36,17 +39,17 @@ def address_of(tensor: Tensor) -> int:
 class Staging:
     """The tensors of one save on one rank: copies, and those that are still to be copied.
 
-    settled: set once no steady tensor is needed any more.
+    done_copying: set once no steady tensor is needed any more.
     """
 
     tensors: dict[str, Tensor]
     steady: dict[str, Tensor] = field(default_factory=dict)
-    settled: threading.Event = field(default_factory=threading.Event)
+    done_copying: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._versions = {name: tensor._version for name, tensor in self.steady.items()}
+        self._versions = {name: version_counter(tensor) for name, tensor in self.steady.items()}
         if not self.steady:
-            self.settled.set()
+            self.done_copying.set()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -56,18 +59,18 @@ class Staging:
     def copy(self, names: Set[str]) -> None:
         """Copy those of the steady tensors that are among `names`, and forget the others.
 
-        RuntimeError: one has changed meanwhile, by what `_version` counts.
+        RuntimeError: one has changed meanwhile, as autograd counts.
         """
         try:
             self.tensors |= copied({name: tensor for name, tensor in self.steady.items() if name in names})
-            changed = [name for name, tensor in self.steady.items() if tensor._version != self._versions[name]]
+            changed = [name for name, tensor in self.steady.items() if version_counter(tensor) != self._versions[name]]
             if changed:
                 raise RuntimeError(
                     f"{changed[0]} changed while it was copied, in a forward or backward; set checkpoint.background=false"
                 )
         finally:
             self.steady = {}
-            self.settled.set()
+            self.done_copying.set()
 
 
 class Trust:

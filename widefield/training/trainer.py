@@ -91,7 +91,7 @@ class Trainer:
         """Train to the last step, or until a signal or a full disk asks to stop."""
         self.abandonable = Abandonable(self.learner, interrupt, passes=self.config.gradient.accumulate)
         learner, config, stopped = self.learner, self.config, False
-        learner.before_update = self.checkpoints.settle
+        learner.before_update = self.checkpoints.wait_until_copied
         evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
         while learner.step < self.last and not stopped and not self.ends_early:
             before = learner.step
