@@ -31,6 +31,7 @@ with the numbers that one device with endless memory would give.
   widefield verify timm/resnet50 --image 3x97x101   is it exact on tiles?
   widefield plan digits --cluster 8xH100            what fits there, and how fast?
   widefield bench digits                            which plan is fastest here?
+  widefield doctor                                  what would stop a run here?
   widefield train page 'mesh.space=[2,1]'           half a page on each rank
   widefield train page 'mesh.space=[]' 'stream.tiles=[4,4]'   tile after tile
 

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 
+from widefield.redaction import redacted
 from widefield.refusal import FOLLOWED, REFUSED, is_ours, printable
 
 
@@ -22,7 +23,7 @@ def say(error: Exception, *, is_rank: bool) -> int | None:
     if isinstance(error, PeerFailedError):
         _print_error(f"rank {rank}: {error}")
         return FOLLOWED
-    traceback.print_exception(error)
+    print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     _print_error(f"rank {rank} {in_words(error)}")
     return 1
 
@@ -40,4 +41,4 @@ def _refuse(error: Exception, rank: int) -> int:
 
 
 def _print_error(text: str) -> None:
-    print(printable(f"widefield: {text}"), file=sys.stderr, flush=True)
+    print(printable(f"widefield: {redacted(text)}"), file=sys.stderr, flush=True)
