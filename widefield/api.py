@@ -296,11 +296,11 @@ def doctor(
         from widefield.diagnosis.findings import diagnose
 
         return diagnose(*what)
-    from widefield.diagnosis.checkup import Request, check_up
+    from widefield.diagnosis.checkup import CheckupRequest, check_up
 
     read = None if config is None else _read(config, [], run=run, trust=trust)
     name = str(config) if isinstance(config, str | Path) else None
-    request = Request(name, read, cluster, None if run is None else Path(run))
+    request = CheckupRequest(name, read, cluster, None if run is None else Path(run))
     return check_up(request, current_world() or world_from(os.environ) or World(), seconds=seconds)
 
 

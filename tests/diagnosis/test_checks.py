@@ -15,7 +15,7 @@ from widefield.comm.mesh import Mesh, World
 from widefield.config import parse_config
 from widefield.diagnosis import checkup
 from widefield.diagnosis.checks import interfaces, memory, versions
-from widefield.diagnosis.checkup import CHECKS, Request, check_up, examine
+from widefield.diagnosis.checkup import CHECKS, CheckupRequest, check_up, examine
 from widefield.diagnosis.finding import STATES, Checkup, Finding, differing, in_words
 from widefield.diagnosis.place import Surroundings
 from widefield.naming import load, load_all, names_in
@@ -55,7 +55,7 @@ def test_the_doctests_hold():
 
 
 def test_one_rank_is_looked_at_and_leaves_no_file(tmp_path):
-    found = check_up(Request(folder=tmp_path / "runs" / "one"), World())
+    found = check_up(CheckupRequest(folder=tmp_path / "runs" / "one"), World())
     assert [finding.check for finding in found.findings] == TITLES
     assert not [finding for finding in found.findings if "could not look" in finding.figure]
     assert found["launcher"].figure.startswith("one rank, on ") and found["parity"].state == "not here"
@@ -63,7 +63,7 @@ def test_one_rank_is_looked_at_and_leaves_no_file(tmp_path):
 
 
 def checked_on_ranks(mesh: Mesh, folder: str) -> tuple[str, dict]:
-    found = check_up(Request(folder=Path(folder)), mesh.world)
+    found = check_up(CheckupRequest(folder=Path(folder)), mesh.world)
     return str(found), found.to_tree()
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_computes_one_pixel_wrongly_is_found(tmp_path):
 
 def test_ranks_that_do_not_meet_leave_a_table_of_one(tmp_path):
     world = World(1, 2, 1, 2, "127.0.0.1", 1, "torchrun")  # nobody serves at port 1
-    found = check_up(Request(folder=tmp_path), world, seconds=1.0)
+    found = check_up(CheckupRequest(folder=tmp_path), world, seconds=1.0)
     assert not found.ok and not found.has_met
     assert found["meeting"].state == "bad" and "did not meet the others at 127.0.0.1:1 within 1 s" in found["meeting"].figure
     assert "host name mismatch" in found["meeting"].figure, "a rule knows it"
@@ -121,7 +121,7 @@ def test_ranks_that_do_not_meet_leave_a_table_of_one(tmp_path):
 
 
 def test_a_name_that_does_not_resolve_is_told_by_name(tmp_path):
-    found = check_up(Request(folder=tmp_path), World(1, 2, 0, 1, "node-a.invalid", 29500, "torchrun"), seconds=1.0)
+    found = check_up(CheckupRequest(folder=tmp_path), World(1, 2, 0, 1, "node-a.invalid", 29500, "torchrun"), seconds=1.0)
     assert "cannot resolve the meeting place node-a.invalid:29500" in found["meeting"].figure
     assert (
         found["host names"].state == "bad" and "node-a.invalid, where ranks meet, has no address" in found["host names"].figure
@@ -133,7 +133,7 @@ def test_a_check_that_fails_is_a_finding_and_no_end(tmp_path, monkeypatch):
         raise PermissionError("/proc is closed, with token=abcdefgh")
 
     monkeypatch.setattr(versions, "look", look)
-    found = check_up(Request(folder=tmp_path), World())
+    found = check_up(CheckupRequest(folder=tmp_path), World())
     assert found["versions"].state == "warn" and "could not look: PermissionError: /proc is closed" in found["versions"].figure
     assert "abcdefgh" not in str(found) and found["disk"].state != "not here"
 
@@ -148,10 +148,10 @@ def test_a_recipe_that_does_not_fit_is_told(tmp_path):
 
 
 def test_machines_that_are_named_and_not_there_are_told(tmp_path):
-    found = check_up(Request(cluster="8xH100", folder=tmp_path), World())
+    found = check_up(CheckupRequest(cluster="8xH100", folder=tmp_path), World())
     assert found["GPUs"].state == "bad" and "has no GPU, and H100-80G is wanted" in found["GPUs"].figure
-    with pytest.raises(ValueError, match="no cluster: 'nine'"):
-        check_up(Request(cluster="nine!", folder=tmp_path), World())
+    with pytest.raises(ValueError, match="no cluster: 'nine!'"):
+        check_up(CheckupRequest(cluster="nine!", folder=tmp_path), World())
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):

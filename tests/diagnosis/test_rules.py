@@ -12,8 +12,6 @@ import pytest
 from widefield.config import RunConfig
 from widefield.diagnosis import evidence as evidence_room
 from widefield.diagnosis.evidence import (
-    HEAD_BYTES,
-    TAIL_BYTES,
     Evidence,
     LogFile,
     evidence_of_text,
@@ -59,7 +57,8 @@ def test_a_rule_speaks_of_its_failure_alone_and_names_the_line(name, text, seen)
     if found is not None:
         assert seen in found.line.text and found.line.text in text
         assert name in named(evidence)
-        assert not set(named(evidence, "cause", "inferred")) - {name}, "another rule takes it for its own"
+        others = set(named(evidence, "cause", "inferred")) - {name}
+        assert not others or rule.KIND == "consequence", "another rule takes it for its own"
 
 
 @pytest.mark.parametrize("name", names_in(RULES))
@@ -85,7 +84,7 @@ def keys_of(section: type[Section], prefix: str = "") -> set[str]:
 def test_a_rule_names_no_key_that_recipes_do_not_have(name):
     keys, rule = keys_of(RunConfig), load(RULES, name)
     sections = {key for key in keys if "." not in key}
-    words = re.findall(r"\b([a-z_]+\.[a-z_.]+[a-z_])\b", f"{rule.CAUSE} {rule.REMEDY}")
+    words = re.findall(r"\b([a-z_]+\.[a-z_.]+[a-z_])\b(?!\()", f"{rule.CAUSE} {rule.REMEDY}")
     assert [word for word in words if word.partition(".")[0] in sections - {"model"} and word not in keys] == []
 
 
@@ -212,9 +211,10 @@ def test_a_record_tells_that_the_loader_is_slow(tmp_path):
     assert found.failures[0].cause.startswith("Of the last 30 steps 75 % were waiting for data. ")
 
 
-def test_of_a_large_file_the_beginning_and_the_end_are_read_with_their_numbers(tmp_path):
-    line = "x" * 1023 + "\n"
-    count = (HEAD_BYTES + TAIL_BYTES) // 1024 + 5000
+def test_of_a_large_file_the_beginning_and_the_end_are_read_with_their_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence_room, "HEAD_BYTES", 2**16)
+    monkeypatch.setattr(evidence_room, "TAIL_BYTES", 2**17)
+    line, count = "x" * 1023 + "\n", 5000
     with (tmp_path / "big.log").open("w") as file:
         file.write("OSError: [Errno 24] Too many open files\n")
         file.writelines([line] * count)

@@ -96,12 +96,12 @@ def _before(recipe: str | None, overrides: list[str], options: Namespace) -> int
     if world is None and (ranks := _ranks_here(config, options)) > 1:
         return _started(ranks, recipe, overrides, options)
     from widefield.comm.mesh import World
-    from widefield.diagnosis.checkup import Request, check_up
+    from widefield.diagnosis.checkup import CheckupRequest, check_up
 
     options.is_rank = world is not None and world.size > 1
     world = world or World()
     found = check_up(
-        Request(recipe, config, options.cluster, None if options.run is None else Path(options.run)),
+        CheckupRequest(recipe, config, options.cluster, None if options.run is None else Path(options.run)),
         world,
         seconds=options.seconds,
     )

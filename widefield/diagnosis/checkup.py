@@ -32,7 +32,7 @@ MEETING_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Request:
+class CheckupRequest:
     """What the user names.  recipe: its file or packaged name, where there is one, and what was read of it.
 
     cluster: the machines that should be here.  folder: where the run is to be written; None: `runs`.
@@ -44,7 +44,7 @@ class Request:
     folder: Path | None = None
 
 
-def check_up(request: Request, world: World, *, seconds: float = MEETING_SECONDS) -> Checkup:
+def check_up(request: CheckupRequest, world: World, *, seconds: float = MEETING_SECONDS) -> Checkup:
     """What the checks find on the ranks of `world`, each of which calls it.  seconds: until all ranks must have met.
 
     ValueError: no such cluster.
@@ -65,7 +65,7 @@ def examine(surroundings: Surroundings, *, seconds: float = MEETING_SECONDS) -> 
     for module in modules:
         if module.MESSAGES and not broken:
             seen[module] = _seen(module, surroundings)
-            broken = seen[module].get("error", "")
+            broken = seen[module].get("could_not", "")
     everyone, broken = _gathered(surroundings, {module.TITLE: facts for module, facts in seen.items()}, broken)
     if surroundings.mesh is not None and not broken:
         leave(surroundings.mesh)
@@ -74,11 +74,11 @@ def examine(surroundings: Surroundings, *, seconds: float = MEETING_SECONDS) -> 
 
 
 def _seen(module: ModuleType, surroundings: Surroundings) -> dict[str, Any]:
-    """What this rank sees of a check; `error` where it cannot look."""
+    """What this rank sees of a check; `could_not` where it cannot look."""
     try:
         return module.look(surroundings)
     except Exception as error:  # a check that fails is told as one; no other has to suffer from it
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"could_not": f"{type(error).__name__}: {error}"}
 
 
 def _met(surroundings: Surroundings, seconds: float) -> Surroundings:
@@ -135,14 +135,17 @@ def _all_of(mesh: Mesh, own: dict[str, Any]) -> list[dict[str, Any]]:
 def _judged(module: ModuleType, everyone: Sequence[dict[str, Any]], broken: str) -> Finding:
     facts: list[Facts] = [{**one["seen"][module.TITLE], "rank": one["rank"], "host": one["host"]}
                           for one in everyone if module.TITLE in one["seen"]]  # fmt: skip
-    errors = [one for one in facts if "error" in one]
+    errors = [one for one in facts if "could_not" in one]
     if errors:
-        finding = Finding("warn", f"rank {errors[0]['rank']} on {who(errors)} could not look: {redacted(errors[0]['error'])}")
+        finding = Finding(
+            "warn", f"rank {errors[0]['rank']} on {who(errors)} could not look: {redacted(errors[0]['could_not'])}"
+        )
     elif not facts:
         finding = Finding("not here", f"needs messages between ranks, which failed: {redacted(broken)}")
     else:
         finding = module.judge(facts)
-    return replace(finding, check=module.TITLE)
+    in_order = finding.state in ("ok", "not here")
+    return replace(finding, check=module.TITLE, remedy="" if in_order else finding.remedy)
 
 
 def _head(surroundings: Surroundings, everyone: Sequence[dict[str, Any]]) -> str:

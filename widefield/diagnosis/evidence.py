@@ -26,7 +26,7 @@ FILES_MOST, ALL_BYTES_MOST = 4096, 2**30
 """Of all files of a run that are read."""
 RECORD = "record.jsonl"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_RANK = re.compile(r"\[rank ?(\d+)\]|\bRank (\d+)\]|\[default(\d+)\]:|\brank (\d+)\b", re.IGNORECASE)
+_RANK = re.compile(r"\[rank ?(\d+)\]|\bRank (\d+)\]|\[default(\d+)\]:|\brank(?: |\s*: )(\d+)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

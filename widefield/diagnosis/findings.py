@@ -106,6 +106,8 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
     """What the evidence tells."""
     rules = load_all(RULES)
     found = [(rule, seen) for rule in rules if rule.KIND != "inferred" and (seen := sighting(rule, evidence)) is not None]
+    strong = [rule for rule, _ in found if rule.KIND == "cause" and not getattr(rule, "IS_WEAK", False)]
+    found = [pair for pair in found if not (strong and getattr(pair[0], "IS_WEAK", False))]
     if not any(rule.KIND == "cause" for rule, _ in found):
         inferred = sorted((rule for rule in rules if rule.KIND == "inferred"), key=lambda rule: rule.ORDER)
         hits = ((rule, sighting(rule, evidence)) for rule in inferred)

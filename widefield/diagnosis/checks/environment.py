@@ -39,14 +39,14 @@ def judge(facts: Sequence[Facts]) -> Finding:
                 figure,
                 "set it alike on all ranks: srun --export=ALL, mpirun -x NAME, or in the script that torchrun runs",
             )
-    slow = next((one["slows"] for one in facts if one["slows"]), {})
+    slow: dict[str, str] = next((one["slows"] for one in facts if one["slows"]), {})
     if slow:
         told = "; ".join(f"{name}={value}: {SLOWS[name]}" for name, value in slow.items())
         return Finding("warn", told, "good for finding an error; unset it for training")
     return Finding("ok", "nothing that slows a run is set")
 
 
-_ONE = {"rank": 0, "host": "n1", "slows": {}, "same": dict.fromkeys(SAME, "")}
+_ONE: dict[str, Any] = {"rank": 0, "host": "n1", "slows": {}, "same": dict.fromkeys(SAME, "")}
 
 CASES: list[tuple[list[Facts], State, str]] = [
     ([_ONE], "ok", "nothing that slows"),

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import widefield
 from widefield.diagnosis.finding import Facts, Finding, State, differing
 from widefield.diagnosis.place import Surroundings
 
@@ -15,7 +14,7 @@ ORDER, TITLE, MESSAGES = 22, "same code", False
 
 
 def look(surroundings: Surroundings) -> dict[str, Any]:
-    package = Path(widefield.__file__).parent
+    package = Path(__file__).parents[2]
     own = [] if surroundings.recipe is None else sorted(surroundings.recipe.parent.glob("*.py"))
     recipe = [] if surroundings.recipe is None else [surroundings.recipe]
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 TITLE = "the disk, or the user's quota, is full"
 KIND = "cause"
 PATTERNS = (
-    r"^(?!.*/dev/shm).*(?:\[Errno 28\] )?No space left on device",
+    r"^(?!.*(?:/dev/shm|shared memory)).*(?:\[Errno 28\] )?No space left on device",
     r"PytorchStreamWriter failed writing file",
     r"[Dd]isk quota exceeded",
     r"inline_container\.cc:\d+.*unexpected pos",

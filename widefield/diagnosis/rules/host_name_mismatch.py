@@ -4,6 +4,7 @@ from __future__ import annotations
 
 TITLE = "nobody serves at the meeting place: no host takes that name for its own, or rank 0 is elsewhere (host name mismatch)"
 KIND = "cause"
+IS_WEAK = True
 PATTERNS = (
     r"The client socket has timed out after \d+ ?m?s while trying to connect to \(?\S+",
     r"The client socket has failed to connect to any network address of \(?\S+",

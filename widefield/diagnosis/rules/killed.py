@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from widefield.diagnosis.evidence import Evidence, Sighting
+
 TITLE = "a process was killed (signal 9), most likely because the machine's memory was full"
 KIND = "cause"
 PATTERNS = (
-    r"rank\s*: (?P<rank>\d+) \(local_rank: \d+\)\s+(?P<seen>exitcode\s*: ?-9\b)",
     r"exitcode\s*: ?-9\b",
     r"Signal 9 \(SIGKILL\) received",
     r"is killed by signal: Killed",
@@ -30,6 +31,15 @@ WRONG = {
     "torch.cuda.empty_cache()": "it frees memory of the GPU, and that was not what was missing",
 }
 SOURCE = "MONAI model-zoo#395, nnU-Net#2659, the memory of workers: pytorch/pytorch#13246"
+
+WITH_RANK = r"rank\s*: (?P<rank>\d+) \(local_rank: \d+\)\s+(?P<seen>exitcode\s*: ?-9\b)"
+"""In torchrun's summary, which names the rank; what it prints before names the one on the machine."""
+
+
+def find(evidence: Evidence) -> Sighting | None:
+    """The place that names the rank, if there is one."""
+    return evidence.first(WITH_RANK) or evidence.first(*PATTERNS)
+
 
 CASES: list[tuple[str, str | None]] = [
     (

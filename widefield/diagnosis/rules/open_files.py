@@ -5,10 +5,8 @@ from __future__ import annotations
 TITLE = "too many open files"
 KIND = "cause"
 PATTERNS = (
-    r"\[Errno 24\] Too many open files",
+    r"\bToo many open files\b",
     r"received \d+ items of ancdata",
-    r"OSError: .*Too many open files",
-    r"accept\w*: Too many open files",
 )
 CAUSE = "Each tensor that a loader worker hands over is an open file, each peer some connections; ulimit -n is often 1024."
 REMEDY = (
@@ -25,5 +23,6 @@ SOURCE = "pytorch/pytorch#973, #11201"
 CASES: list[tuple[str, str | None]] = [
     ("OSError: [Errno 24] Too many open files: '/data/train/n0144'", "Errno 24"),
     ("RuntimeError: received 0 items of ancdata", "ancdata"),
+    ("RuntimeError: Too many open files. Communication with the workers is no longer possible.", "Communication"),
     ("FileNotFoundError: [Errno 2] No such file or directory", None),
 ]

@@ -6,6 +6,7 @@ from widefield.diagnosis.evidence import Evidence, Sighting
 
 TITLE = "the port of the meeting place is in use"
 KIND = "cause"
+IS_WEAK = True
 CAUSE = (
     "Another process has it: a run that has not ended, another user's job on a shared machine, or a second process that "
     "thinks it is rank 0."

@@ -9,8 +9,8 @@ TITLE = "a rank did not come to a collective that the others waited in"
 KIND = "inferred"
 ORDER = 30
 CAUSE = (
-    "It works longer than the timeout (a file, a lock, a first compilation), hangs in its loader, has ended, or took "
-    "another way through the code."
+    "It works longer than the timeout (a file, a lock, a first compilation), hangs in its loader, has ended, has run out of "
+    "batches, or took another way through the code."
 )
 REMEDY = (
     "Its own log and its stack say where it is: py-spy dump --pid PID on its host. TORCH_FR_BUFFER_SIZE=2000 keeps what "

@@ -8,6 +8,7 @@ PATTERNS = (
     r"DataLoader worker \(pid[^)]*\) is killed by signal: Bus error",
     r"Unexpected bus error encountered in worker",
     r"/dev/shm/nccl-\S+.*(?:No space left|\(28\))",
+    r"unable to allocate shared memory\(shm\)",
     r"unable to (?:write to file|open shared memory object|mmap \d+ bytes from file) </torch_\S+",
 )
 CAUSE = (

@@ -29,7 +29,7 @@ def find(evidence: Evidence) -> Sighting | None:
     script = evidence.first(rf"^\s*srun\b{command}--node[-_]rank[= ]\"?\$\{{?SLURM_(?:NODEID|PROCID)")
     if script is not None:
         return script
-    zeros = list(evidence.all(r"rdzv_configs\s*: \{'rank': 0\b"))
+    zeros = list(evidence.all(r"rdzv_configs\s*: \{[^}]*'rank': 0\b"))
     return zeros[1] if len(zeros) > 1 and evidence.has(r"min_nodes\s*: (?:[2-9]|\d\d)") else None
 
 

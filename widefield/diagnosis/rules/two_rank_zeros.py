@@ -6,6 +6,7 @@ from widefield.diagnosis.evidence import Evidence, Sighting
 
 TITLE = "two processes are rank 0"
 KIND = "cause"
+IS_WEAK = True
 CAUSE = (
     "Each rank 0 wants to serve the meeting place: on one machine the second finds the port taken, on two each waits for "
     "ranks that joined the other. The rank on the machine was taken for the rank among all, or every node was told "

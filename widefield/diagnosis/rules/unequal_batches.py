@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from widefield.diagnosis.evidence import Evidence, Sighting
-from widefield.diagnosis.waiting import LOST_PEER, other_errors, timed_out
+from widefield.diagnosis.waiting import LOST_PEER, other_errors
 
 TITLE = "ranks had different numbers of batches: one was done while the others waited for it"
 KIND = "inferred"
@@ -26,11 +26,10 @@ SOURCE = "pytorch/pytorch#33148, #38174; lightning#20404"
 
 
 def find(evidence: Evidence) -> Sighting | None:
-    """A rank lost another, or waited for it, in the backward of a step, and no rank has an error of its own."""
-    if other_errors(evidence) is not None or not evidence.has(r"\bbackward\(", r"in backward\b", r"_engine_run_backward"):
+    """A rank lost another, which had ended, in the backward of a step, and no rank has an error of its own."""
+    if other_errors(evidence) is not None or not evidence.has(r"\bbackward\(", r"in backward\b"):
         return None
-    lost = evidence.first(*LOST_PEER)
-    return lost if lost is not None else next(iter(timed_out(evidence).values()), None)
+    return evidence.first(*LOST_PEER)
 
 
 CASES: list[tuple[str, str | None]] = [

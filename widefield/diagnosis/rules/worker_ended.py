@@ -4,6 +4,7 @@ from __future__ import annotations
 
 TITLE = "loader workers ended; their own message is the cause"
 KIND = "cause"
+IS_WEAK = True
 PATTERNS = (
     r"DataLoader worker \(pid\(?s?\)? [^)]*\) exited unexpectedly",
     r"[Oo]ne or more background workers are no longer alive",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 TITLE = "the dataset's own code failed in a loader worker"
 KIND = "cause"
+IS_WEAK = True
 PATTERNS = (
     r"Caught (?P<error>\w+) in DataLoader worker process \d+",
     r"cannot read the image \S+",

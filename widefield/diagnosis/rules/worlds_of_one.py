@@ -6,6 +6,7 @@ from widefield.diagnosis.evidence import Evidence, Sighting
 
 TITLE = "each machine trains alone: the meeting place was localhost"
 KIND = "cause"
+IS_WEAK = True
 CAUSE = (
     "A script fell back to localhost, where scontrol or a name was missing. Each node met itself, and as many models are "
     "trained as there are nodes, each on a part of the data, into the same folder."
