@@ -16,7 +16,7 @@ from typing import Any
 
 EXTRAS = ("tiff", "geo", "zarr", "medical", "hdf5", "slides", "shapefile")
 LEFT_OUT = ("torch", "torchvision")
-BOUNDED = re.compile(r"(?P<name>[\w-]+(?:\[\w,-]+\])?)>=(?P<oldest>[\d.]+),<(?P<below>[\d.]+)")
+BOUNDED = re.compile(r"(?P<name>[\w-]+(?:\[[\w,-]+\])?)>=(?P<oldest>[\d.]+),<(?P<below>[\d.]+)")
 """A requirement with both bounds."""
 
 

@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import audit
 import oldest_versions
@@ -99,7 +98,7 @@ def test_a_run_its_report_and_its_logs_hold_no_secret(tmp_path):
     """Of a run that ends well, and of one whose own code fails with a secret in its message."""
     (tmp_path / "leaky.py").write_text(LEAKY)
     environment = {**os.environ, **SECRETS, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    short = ["schedule.length=3step", "data.workers=0", "log.every=1"]
+    short = ["schedule.length=3step", "schedule.warmup=0step", "data.workers=0", "log.every=1"]
     logs = ""
     for name, more in (("good", []), ("bad", ["model.name=leaky:build"])):
         command = [sys.executable, "-m", "widefield", "train", DIGITS, *short, *more, "--run", str(tmp_path / name)]
@@ -124,20 +123,18 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self, channels, classes):
         super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.LazyLinear(classes)) if False else nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+        self.net = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
     def forward(self, image):
         if self.training and image.shape[0] > 1:
             raise ValueError(f"cannot reach the store at {os.environ['MLFLOW_TRACKING_URI']} with {os.environ['HF_TOKEN']}")
         return self.net(image)
 
-def build(in_channels, num_classes):
+def build(in_channels, num_classes, **options):
     return Net(in_channels, num_classes)
 """
 
 
-def test_where_secrets_of_a_program_are_kept_is_no_secret():
+def test_where_a_secret_is_kept_is_none():
     """Names of variables may be written; only what is in them may not."""
     assert redacted("set WANDB_API_KEY, or log.wandb=null", SECRETS) == "set WANDB_API_KEY, or log.wandb=null"
-    assert Path(__file__).exists()

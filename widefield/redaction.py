@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 
 HIDDEN = "***"
-SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE)
+SECRET_NAME = re.compile(r"TOKEN(?!I)|SECRET|PASSW|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL", re.IGNORECASE)
 """In the name of a variable whose value is a secret."""
 _URL = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/:@'\"]*):[^\s/@'\"]+@", re.IGNORECASE)
 _SETTING = re.compile(
-    r"(\b[\w.-]*(?:token|secret|passw(?:or)?d|api_?key|access_?key|private_?key|credentials?)[\w.-]*['\"]?\s*[=:]\s*['\"]?)"
+    r"(\b[\w.-]*(?:token(?!i)|secret|passw(?:or)?d|api_?key|access_?key|private_?key|credentials?)[\w.-]*['\"]?\s*[=:]\s*['\"]?)"
     r"([^\s'\",;&]{4,})",
     re.IGNORECASE,
 )

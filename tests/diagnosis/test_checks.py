@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from ranks import on_ranks
@@ -26,6 +29,13 @@ CASES = [
     for number, (facts, state, words) in enumerate(load(CHECKS, name).CASES)
 ]
 TITLES = [module.TITLE for module in sorted(load_all(CHECKS), key=lambda module: module.ORDER)]
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """A meeting leaves its address in the environment."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.mark.parametrize(("name", "facts", "state", "words"), CASES)
