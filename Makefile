@@ -2,7 +2,10 @@
 # make test      runs the tests that are not marked long: 15 minutes on two cores
 # make test-all  runs every test
 # make test-ci   runs all but the sweeps: what must pass before a change lands
-# make test-oldest  runs the tests of image files with the oldest libraries for them that pyproject.toml allows
+# make test-oldest  runs tests with the oldest libraries that pyproject.toml allows, torch and torchvision excepted
+# make test-cluster  runs the tests on a real Slurm and on hosts of their own, as root; installs Slurm with apt-get
+# make sbom      writes sbom.json: every installed package with its version and license, as CycloneDX
+# make audit     looks the installed packages up among known vulnerabilities; needs the network, and says so without
 # make test-gpu  runs the tests that need a GPU, and says how many of them ran
 # make bench-gpu measures on a GPU, within 8 minutes, and writes benchmarks/results/gpu.json
 # make coverage  the same, and which lines no test runs
@@ -11,7 +14,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-ci test-oldest test-gpu bench-gpu coverage docs clean
+.PHONY: demo test test-all test-ci test-oldest test-cluster test-gpu bench-gpu coverage docs sbom audit clean
 demo: $(VENV)/installed
 	$(BIN)/widefield train recipes/digits.yaml mesh.replicate=2
 	$(BIN)/widefield train recipes/page.yaml 'data.options.pages=[48,8]' schedule.length=4ep schedule.warmup=1ep
@@ -38,7 +41,30 @@ test-oldest: $(VENV)/installed-test
 	$(PYTHON) -m venv $(OLDEST)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(ls -d $(OLDEST)/lib/python*/site-packages)/zz_first.pth
 	$(BIN)/python tests/oldest_versions.py | xargs $(OLDEST)/bin/python -m pip install --quiet
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/image_files -m "not long"
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(WITH_OLDEST) -m "not long and not alone"
+
+# What uses the libraries: image files, recipes, metrics, pages, records, weights.
+WITH_OLDEST := tests/image_files tests/tasks tests/losses tests/report tests/training/test_record.py tests/test_config.py \
+	tests/test_list.py tests/test_supply_chain.py
+
+# In an environment of their own, so that what they need is not among what they list.
+AUDIT := $(VENV)-audit
+sbom: $(AUDIT)/installed
+	$(AUDIT)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file sbom.json $(BIN)/python
+	@echo "sbom.json lists what is installed in $(VENV)"
+
+audit: $(AUDIT)/installed
+	$(AUDIT)/bin/python tests/audit.py $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+
+$(AUDIT)/installed: $(VENV)/installed
+	$(PYTHON) -m venv $(AUDIT)
+	$(BIN)/python tests/oldest_versions.py --extra audit | xargs $(AUDIT)/bin/python -m pip install --quiet
+	touch $@
+
+# As root, for it makes network namespaces and starts Slurm's daemons in them.  Plain `pytest` leaves this folder out.
+test-cluster: $(VENV)/installed-test
+	sh tests/cluster/install.sh
+	$(ALONE) tests/cluster --durations=0
 
 # In one process, for its ranks share the GPU.  Without a GPU all are skipped, the last lines say so, and the status is 0.
 test-gpu: $(VENV)/installed-test
@@ -69,4 +95,4 @@ $(VENV)/installed-docs: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest site
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-audit site sbom.json

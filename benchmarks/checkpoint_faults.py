@@ -31,9 +31,12 @@ from faults import ONE_RANK, Flip, about_of, kill_saves, missed, no_warning, ran
 
 from widefield.training.checkpoint import Checkpoints  # noqa: E402
 from widefield.training.checkpoint_directory import steps_in  # noqa: E402
+from widefield.training.staging import Changes, address_of  # noqa: E402
 
 STATE_NUMBERS = 250_000
 """1 MB of float32 in what is flipped and killed."""
+STEP_SECONDS = 0.2
+"""Of the forward and backward that follow a timed save."""
 SPEED_BYTES = 200_000_000
 """Of the state whose saves are timed, about ResNet-50's weights with one momentum: 8 tensors."""
 
@@ -74,20 +77,40 @@ def plain_dcp_notices(folder: Path, count: int) -> int:
         return flips_noticed(folder, count, lambda: dcp.load(state_of(0, numbers=STATE_NUMBERS), checkpoint_id=folder))
 
 
-def blocking_seconds(folder: Path, repeats: int) -> tuple[list[float], list[float]]:
-    """How long `save` holds its caller, in the background and waited for, in turn, each after one that is not counted."""
+WAYS = ("background", "at_once", "waited")
+"""In the background with weights copied during the next step, or copied before it; and waited for."""
+
+
+def blocking_seconds(folder: Path, repeats: int) -> dict[str, list[float]]:
+    """How long a save holds training up, each way in turn, each after one that is not counted.
+
+    That is the time in `save` and, after a forward and backward of STEP_SECONDS, in `wait_until_copied`.
+    """
     state = {f"part{index}": torch.randn(SPEED_BYTES // 32) for index in range(8)}
+    every = {address_of(tensor) for tensor in state.values()}
     checkpoints = Checkpoints(folder, ONE_RANK, keep_last=1, keep_best=0, warn=no_warning)
-    seconds: tuple[list[float], list[float]] = ([], [])
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for repeat in range(repeats + 1):
-        for wait in (False, True):
+        for number, way in enumerate(WAYS):
+            changes = Changes(live=every, steady=set() if way == "at_once" else every)
             began = time.perf_counter()
-            checkpoints.save(state, about_of(2 * repeat + wait), wait=wait)
+            checkpoints.save(state, about_of(3 * repeat + number), wait=way == "waited", changes=changes)
             spent = time.perf_counter() - began
+            compute(STEP_SECONDS)
+            began = time.perf_counter()
+            checkpoints.wait_until_copied()
+            spent += time.perf_counter() - began
             checkpoints.wait()
             if repeat:
-                seconds[wait].append(spent)
+                seconds[way].append(spent)
     return seconds
+
+
+def compute(seconds: float) -> None:
+    """What a forward and backward is to a save: multiplications on one thread."""
+    until, matrix = time.perf_counter() + seconds, torch.randn(256, 256)
+    while time.perf_counter() < until:
+        matrix @ matrix
 
 
 def main() -> None:
@@ -110,7 +133,8 @@ def measure(root: Path, asked: argparse.Namespace) -> dict:
     flips, kills, torch_folder, dcp_folder, speed = folders
     found = flips_found(flips, asked.flips)
     left = kill_saves(kills, asked.kills, numbers=STATE_NUMBERS, longest_seconds=0.1)
-    background, waited = blocking_seconds(speed, asked.repeats)
+    seconds = blocking_seconds(speed, asked.repeats)
+    medians = {way: statistics.median(times) for way, times in seconds.items()}
     return {
         "flips": asked.flips,
         "flips_found": found,
@@ -121,9 +145,9 @@ def measure(root: Path, asked: argparse.Namespace) -> dict:
         "contrast_flips": asked.contrast,
         "torch_load_noticed": torch_load_notices(torch_folder, asked.contrast),
         "plain_dcp_noticed": plain_dcp_notices(dcp_folder, asked.contrast),
-        "blocking_background_seconds": background,
-        "blocking_waited_seconds": waited,
-        "blocking_share": statistics.median(background) / statistics.median(waited),
+        **{f"blocking_{way}_seconds": times for way, times in seconds.items()},
+        "blocking_share": medians["background"] / medians["waited"],
+        "blocking_share_where_all_is_copied_at_once": medians["at_once"] / medians["waited"],
     }
 
 
@@ -134,7 +158,8 @@ def report(figures: dict) -> None:
     for name in ("torch_load", "plain_dcp"):
         print(f"{name} noticed {figures[name + '_noticed']} of {figures['contrast_flips']} flips")
     print(
-        f"a background save holds training up for {figures['blocking_share']:.3f} of a waited one "
+        f"a background save holds training up for {figures['blocking_share']:.4f} of a waited one, "
+        f"{figures['blocking_share_where_all_is_copied_at_once']:.3f} where all is copied at once "
         f"({SPEED_BYTES / 1e6:.0f} MB, median of {len(figures['blocking_waited_seconds'])})"
     )
     conditions = {
@@ -145,6 +170,7 @@ def report(figures: dict) -> None:
         "cores": os.cpu_count(),
         "state_bytes": 4 * STATE_NUMBERS,
         "speed_bytes": SPEED_BYTES,
+        "step_seconds": STEP_SECONDS,
     }
     path = HERE / "results" / "checkpoint_faults.json"
     path.parent.mkdir(exist_ok=True)

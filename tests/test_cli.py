@@ -27,6 +27,7 @@ VERBS = (
     "export",
     "verify",
     "plan",
+    "doctor",
     "bench",
     "list",
     "report",

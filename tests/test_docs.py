@@ -30,6 +30,8 @@ from widefield import cli, data, launchers, models, tasks
 from widefield.config import DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TaskConfig, parse_config, read_config
 from widefield.data.image import write_image
 from widefield.data.transforms import Transforms
+from widefield.diagnosis.evidence import evidence_of_text
+from widefield.diagnosis.findings import diagnosis_of
 from widefield.naming import load, names_in
 from widefield.plans import Plan
 from widefield.section import Section
@@ -244,6 +246,13 @@ def test_the_example_of_a_launcher_works(added):
                 launchers.world_from(environment)
         else:
             assert launchers.world_from(environment) == wanted
+
+
+def test_the_example_of_a_failure_works(added):
+    module = added("widefield/diagnosis/rules/wrong_backend.py")
+    for text, seen in module.CASES:
+        told = [failure for failure in diagnosis_of(evidence_of_text(text)).failures if failure.name == "wrong_backend"]
+        assert len(told) == (seen is not None) and all(seen in failure.seen for failure in told)
 
 
 def test_the_example_of_a_verb_works(added, tmp_path, capsys):

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "widefield"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 EXTENSIONS = [
     "widefield.tasks", "widefield.models", "widefield.data.formats", "widefield.launchers", "widefield.parallel.strategies",
-    "widefield.cli", "widefield.losses",
+    "widefield.cli", "widefield.losses", "widefield.diagnosis.checks", "widefield.diagnosis.rules",
 ]  # fmt: skip
 STORIES = {"run.py": 60}
 """The one function that may be longer than the rest, in lines: the story of a run."""

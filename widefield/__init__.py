@@ -16,6 +16,7 @@ wf.train(recipe, model=net, data=(train_set, eval_set))  # with your own objects
 wf.evaluate("runs/one")
 wf.predict("runs/one", "scan.png")
 print(wf.plan("digits", "mesh.shard=4"))
+print(wf.doctor("runs/one"))                             # what stopped it; without a folder, what would stop a run here
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from widefield.api import evaluate, plan, predict, replay, train
+    from widefield.api import doctor, evaluate, plan, predict, replay, train
     from widefield.comm.mesh import Mesh, World
     from widefield.config import RunConfig, read_config
     from widefield.image_files import open_image
@@ -53,6 +54,7 @@ _DOOR = {
     "backward_of": "parallel.passes",
     "build_mesh": "launchers",
     "clip_grad_norm_": "parallel.optimizer_steps",
+    "doctor": "api",
     "evaluate": "api",
     "evaluate_exactly": "training.exact_evaluation",
     "from_reader": "streaming.storage.windowed_image",
@@ -89,6 +91,7 @@ __all__ = [
     "backward_of",
     "build_mesh",
     "clip_grad_norm_",
+    "doctor",
     "evaluate",
     "evaluate_exactly",
     "from_reader",

@@ -15,6 +15,7 @@ def entry() -> None:
         signal.signal(signal.SIGINT, _interrupted)
     from widefield.cli import main
 
+    sys.excepthook = _without_secrets
     sys.exit(main())
 
 
@@ -28,6 +29,15 @@ def forget_the_folder() -> None:
         del sys.path[0]
         if os.path.dirname(os.path.dirname(os.path.abspath(__file__))) == here and here not in sys.path:
             sys.path.append(here)
+
+
+def _without_secrets(kind, error, trace) -> None:  # type: ignore[no-untyped-def]  # as below
+    """Print a traceback as Python does, with `***` in place of what is secret in its message."""
+    import traceback
+
+    from widefield.redaction import redacted
+
+    print(redacted("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _interrupted(number, frame) -> None:  # type: ignore[no-untyped-def]  # `types` would be one more import

@@ -1,4 +1,4 @@
-"""The command's verbs as functions: `wf.train`, `wf.evaluate`, `wf.predict`, `wf.plan`, `wf.replay`.
+"""The command's verbs as functions: `wf.train`, `wf.evaluate`, `wf.predict`, `wf.plan`, `wf.doctor`, `wf.replay`.
 
 Each does what the verb does, on the ranks that the script was started on: one process, or those of torchrun, Slurm, MPI.
 Where the script runs on several ranks, every rank calls the function, with equal arguments.
@@ -42,6 +42,8 @@ from widefield.training.run_folder import WEIGHTS, existing_folder, fresh_folder
 from widefield.training.trainer import Outcome
 
 if TYPE_CHECKING:
+    from widefield.diagnosis.finding import Checkup
+    from widefield.diagnosis.findings import Diagnosis
     from widefield.planner.search.answer import PlanAnswer
 
 Config = str | Path | Mapping[str, Any] | RunConfig
@@ -269,6 +271,37 @@ def _planned(
     keys = _keys(overrides, model, None, None)
     recipe = config_of(config) if isinstance(config, Mapping) else config
     return ask(PlanRequest(recipe, cluster, keys, trust=trust, given=_given(model, None, None, None), **request))
+
+
+def doctor(
+    *what: str | Path,
+    config: Config | None = None,
+    cluster: str | None = None,
+    run: str | Path | None = None,
+    seconds: float = 60.0,
+    trust: bool = False,
+) -> Checkup | Diagnosis:
+    """What would stop a run on the ranks of this script; with `what`, what stopped one, as `widefield doctor` says it.
+
+    what: a run's folder, or logs, tracebacks and batch scripts: they are read as text, on this rank alone.
+    config: a recipe, whose plan and data are looked at too.  cluster: the machines that should be here, as `2x8xH100-80G`.
+    run: the folder that the run is to be written to.  seconds: until all ranks must have met.
+    Without `what` every rank calls it, and each gets the same Checkup.  It is true where nothing is bad, `print` shows the
+    table, and `to_tree()` is --json's; `checkup["ports"]` is one finding.
+    ValueError: a path is not there, or has no logs; no such cluster; logs and a recipe are named at once.
+    """
+    if what:
+        if config is not None or cluster is not None or run is not None:
+            raise ValueError("after a run its folder or logs are all that is looked at; leave config, cluster and run out")
+        from widefield.diagnosis.findings import diagnose
+
+        return diagnose(*what)
+    from widefield.diagnosis.checkup import CheckupRequest, check_up
+
+    read = None if config is None else _read(config, [], run=run, trust=trust)
+    name = str(config) if isinstance(config, str | Path) else None
+    request = CheckupRequest(name, read, cluster, None if run is None else Path(run))
+    return check_up(request, current_world() or world_from(os.environ) or World(), seconds=seconds)
 
 
 def _read(config: Config, overrides: Sequence[str], *, run: str | Path | None = None, trust: bool = False) -> RunConfig:

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+from typing import Any
 
 import numpy
 
@@ -30,13 +31,17 @@ def main() -> bool:
     data, reports = sys.argv[1], int(sys.argv[2])
     forget_the_folder()
     load_all_of(data)
-    line = sys.stdin.readline()
-    if not line:
-        return False  # the launcher has ended, or wants no ranks
-    order = json.loads(line)
     gc.collect()
     gc.freeze()  # else the ranks' collectors would write to, and so copy, every page that they share
-    ranks = {}
+    while line := sys.stdin.readline():  # "": the launcher has ended, or wants no more ranks
+        if _forked(json.loads(line), reports):
+            return True
+    return False
+
+
+def _forked(order: dict[str, Any], reports: int) -> bool:
+    """Fork the ranks of an order and wait for them.  True in a rank."""
+    ranks, number = {}, order["order"]
     for rank, environment in enumerate(order["environments"]):
         pid = os.fork()
         if pid == 0:
@@ -44,11 +49,11 @@ def main() -> bool:
             _become_rank(rank, order["arguments"], environment)
             return True
         ranks[pid] = rank
-        _report(reports, rank=rank, pid=pid)
+        _report(reports, order=number, rank=rank, pid=pid)
     while ranks:
         pid, status = os.waitpid(-1, 0)
         if pid in ranks:
-            _report(reports, rank=ranks.pop(pid), code=os.waitstatus_to_exitcode(status))
+            _report(reports, order=number, rank=ranks.pop(pid), code=os.waitstatus_to_exitcode(status))
     return False
 
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import traceback
 
+REFUSED = 2
+"""The exit status after an error that the user can change, which the same command would meet again."""
 FOLLOWED = 3
 """The exit status of a rank that ends because another one failed, which the launcher then looks for."""
+TO_BE_CONTINUED = 75
+"""The exit status of a run that was asked to stop and did: the same command goes on with it.
+
+EX_TEMPFAIL of sysexits.h, "the user is invited to retry": no shell, Python, Slurm or container runtime gives it a meaning of
+its own.
+"""
 
 
 def is_ours(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -18,13 +19,17 @@ from widefield.comm.stall_watch import StallWatch
 from widefield.comm.timeline import Timeline
 from widefield.config import RunConfig
 from widefield.data.loader import Batch
+from widefield.launchers._restarting import may_change_ranks, restart_in_words
 from widefield.parallel.parallelize import fallbacks
-from widefield.plans import check, plan_of, to_text
+from widefield.plans import check, plan_of, refit, to_text
 from widefield.quantity import count_of
+from widefield.refusal import TO_BE_CONTINUED
 from widefield.training.assemble import Parts, assemble, learner_of, rebuilt, training_batches, write_model_of
 from widefield.training.batch_finder import find_batch_size, without_model
-from widefield.training.checkpoint import Checkpoints
+from widefield.training.checkpoint import Checkpoints, Found
+from widefield.training.checkpoint_directory import steps_in
 from widefield.training.disk import Attempts, in_words
+from widefield.training.endings import forget_stopped, stop_that_stands
 from widefield.training.given import NOTHING, Given, share_given
 from widefield.training.guard import Guard
 from widefield.training.guarding import Guarding, check_guard
@@ -51,6 +56,7 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     AgreedError, on every rank: config, data or checkpoints do not allow the run, or the loss is not finite; checkpoints stay.
     Any other error of one rank is a PeerFailedError on the others, within seconds.
     """
+    config, why_refitted = _refitted(config, folder, world)
     if config.mesh.auto:
         from widefield.planner.search.starting import planned_together  # imported late, as most runs need no planner
 
@@ -68,17 +74,32 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
             mesh = join(world, plan)
             stack.callback(leave, mesh)
             with FailureWatch(mesh) as watch:  # ends before the contexts of the stack, so it sees an error first
-                return _train(config, folder, replace(mesh, watch=watch), interrupt, stack, given)
+                return _train(config, folder, replace(mesh, watch=watch), interrupt, stack, given, why_refitted)
     except FullMemoryError as error:
         if world.size > 1:
             raise
         raise FullMemoryError("\n".join([str(error), *_priced(config, 1, given)])) from error
 
 
+def _refitted(config: RunConfig, folder: Path, world: World) -> tuple[RunConfig, list[str]]:
+    """The config with a mesh for the ranks that are left, where a launcher restarts a run that has begun; and why.
+
+    ValueError: no mesh of the recipe's has so many ranks.
+    """
+    if not may_change_ranks(os.environ) or not steps_in(folder / "checkpoints"):
+        return config, []
+    found, why = refit(config, world.size)
+    return found, [] if why is None else [why]
+
+
 def _train(
-    config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack, given: Given = NOTHING
+    config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, stack: ExitStack, given: Given, why_mesh: list[str]
 ) -> Outcome:
     mesh.together(lambda: _on_disk(folder, lambda: stack.enter_context(claim(folder))) if mesh.is_main else None)
+    stop = mesh.gather_objects(stop_that_stands(folder) if mesh.is_main else None)[0]
+    if stop is not None:
+        _say_that_a_stop_stands(mesh, stop)
+        return Outcome("interrupted", stop, TO_BE_CONTINUED, None, folder)
     warnings: list[str] = []  # from checkpoints, also from their thread; the trainer records them
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -103,17 +124,21 @@ def _train(
 
     def open_record() -> Record:
         record = stack.enter_context(Record.open(folder, log=config.log, resumed_step=found and learner.step))
+        forget_stopped(folder)
         changed = write_config(folder, config, mesh.plan)
         write_model_of(folder, parts)
         planned = read_planned(folder)
         chosen = [] if planned is None else [f"mesh.auto: {text}" for text in planned.reasons]
         prediction = {} if planned is None else planned.prediction
-        _begin(record, parts, learner, [*chosen, *why_batch, *parts.reasons, *reasons], prediction, last=last)
+        _begin(record, parts, learner, [*why_mesh, *chosen, *why_batch, *parts.reasons, *reasons], prediction, last=last)
+        if (restarted := restart_in_words(os.environ)) is not None:
+            record.warning(restarted)
         for line in changed:
             record.warning(f"the config has changed since this run began: {line}")
         if found is not None:
-            fresh = "" if own else "; it was written by another number of ranks, so random states begin anew"
-            record.say(f"resumed from {found.folder} at step {learner.step}{fresh}")
+            record.say(
+                f"resumed from {found.folder} at step {learner.step}{_moved_in_words(found, mesh, has_random=own is not None)}"
+            )
         return record
 
     record = mesh.together(lambda: _on_disk(folder, open_record) if mesh.is_main else None)
@@ -139,6 +164,19 @@ def _priced(config: RunConfig, ranks: int, given: Given) -> list[str]:
 
 def _batches_from(parts: Parts, learner: Learner, last: int, step: int) -> Iterator[Batch]:
     return training_batches(parts, first=step, last=last, dummy_batch=learner.dummy_batch)
+
+
+def _moved_in_words(found: Found, mesh: Mesh, *, has_random: bool) -> str:
+    if found.about.ranks == mesh.size:
+        return ""
+    anew = "" if has_random else ", so random states begin anew, since each copy draws by itself"
+    return f"; it was written by {found.about.ranks} ranks{anew}"
+
+
+def _say_that_a_stop_stands(mesh: Mesh, step: int) -> None:
+    if mesh.is_main:
+        text = f"the run was asked to stop at step {step}, and torchrun restarts it all the same: it ends, to be continued"
+        print(f"widefield: {text}", file=sys.stderr, flush=True)
 
 
 def _parts_of(
@@ -188,6 +226,8 @@ def _fit(trainer: Trainer, passes: Passes, interrupt: Interrupt) -> Outcome:
             raise
         raise raised from error
     _report(trainer.folder, trainer.mesh)
+    if outcome.reason == "interrupted":
+        trainer.mesh.barrier()  # a launcher that sees one rank end with another status than 0 kills the others
     return outcome
 
 

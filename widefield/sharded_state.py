@@ -7,8 +7,10 @@ full tensors only, under the names of the plain model, so that a checkpoint writ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,6 +23,8 @@ from widefield.comm.mesh import Mesh
 from widefield.private_torch.tensors import foreach_norm
 from widefield.tiled.redistribute import dense_strides, is_dense, memory_of
 
+LOADED_BYTES = 2**26
+"""How much of a checkpoint is mapped at a time; one module's tensors may be more."""
 Path = tuple[Any, ...]
 """The keys that lead to a value in nested dicts."""
 
@@ -57,6 +61,28 @@ class RemoteTensor:
 
     def is_contiguous(self) -> bool:
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
+
+@dataclass(frozen=True)
+class UnreadTensor:
+    """A full tensor in a file, of which each rank reads its shard when it has the place for it.
+
+    mapped: gives the tensor in memory that is mapped from the file: only what is touched is read, and it is free again when the
+        tensor is.  Copy what is to stay.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mapped: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def opened(tensor: Tensor | UnreadTensor) -> Tensor:
+    """The tensor; one that is unread is mapped."""
+    return tensor.mapped() if isinstance(tensor, UnreadTensor) else tensor
 
 
 _SPECS: WeakKeyDictionary[nn.Module, dict[str, ShardSpec]] = WeakKeyDictionary()
@@ -113,6 +139,30 @@ def part(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 def parts(model: nn.Module, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`part` of every full tensor in `wholes` that this rank's model has a name for, for `load_state_dict`."""
     return {name: part(model, name, wholes[name]) for name in model.state_dict() if name in wholes}
+
+
+def load_full(model: nn.Module, wholes: Mapping[str, Tensor | UnreadTensor]) -> None:
+    """Load into `model` this rank's shard of every full tensor; some LOADED_BYTES of tensors are mapped at a time.
+
+    wholes: a tensor for each name of the model.
+    """
+    names = list(model.state_dict())
+    missing = [name for name in names if name not in wholes]
+    assert not missing, f"there is no tensor for {missing}"
+    for some in _runs_of_modules(names, {name: wholes[name] for name in names}):
+        model.load_state_dict({name: part(model, name, opened(wholes[name])) for name in some}, strict=False)
+
+
+def _runs_of_modules(names: Sequence[str], wholes: Mapping[str, Tensor | UnreadTensor]) -> Iterator[list[str]]:
+    """The names in runs of some LOADED_BYTES; what one module has stays together, as its own loading may want."""
+    run, size = list[str](), 0
+    for _, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
+        run += (own := list(group))
+        size += sum(wholes[name].nbytes for name in own)
+        if size >= LOADED_BYTES:
+            yield run
+            run, size = [], 0
+    yield run
 
 
 def _named(model: nn.Module, name: str) -> Any:

@@ -25,8 +25,10 @@ from widefield.comm import mesh
 from widefield.comm.mesh import World
 from widefield.launchers import _forking, build_mesh, local, mpi, slurm, torchrun, world_from
 from widefield.launchers._forking import Forking
+from widefield.launchers._rank_processes import RankProcesses
 from widefield.naming import load, names_in
 from widefield.plans import Plan
+from widefield.refusal import TO_BE_CONTINUED
 
 pytestmark = pytest.mark.alone
 
@@ -233,7 +235,7 @@ def on(numbers, act):
         signal.signal(number, act)
 def save(number, frame):
     note(f"saved{rank}", number)
-    sys.exit(0)
+    sys.exit(75)
 def ready():
     note(f"ready{rank}", os.getpid())
     deadline = time.time() + 20
@@ -418,7 +420,7 @@ time.sleep(100)
     ],
 )
 def test_of_ranks_found_dead_together_the_killed_one_has_the_blame(endings, status, verdict):
-    party = local._RankProcesses("a run that never was", 1.0)
+    party = RankProcesses("a run that never was", 1.0)
     party.processes = {rank: subprocess.Popen(["bash", "-c", ending]) for rank, ending in enumerate(endings)}
     for process in party.processes.values():
         process.wait()
@@ -428,9 +430,10 @@ def test_of_ranks_found_dead_together_the_killed_one_has_the_blame(endings, stat
 @pytest.mark.parametrize(
     ("sent", "status", "received"),
     [
-        (signal.SIGTERM, 143, signal.SIGTERM),
+        (signal.SIGTERM, TO_BE_CONTINUED, signal.SIGTERM),
         (signal.SIGINT, 130, signal.SIGINT),
-        (signal.SIGHUP, 129, signal.SIGTERM),  # the terminal is gone: ranks save upon SIGTERM
+        (signal.SIGUSR1, TO_BE_CONTINUED, signal.SIGTERM),
+        (signal.SIGHUP, TO_BE_CONTINUED, signal.SIGTERM),  # the terminal is gone: ranks save upon SIGTERM
     ],
 )
 def test_ranks_save_upon_a_signal_to_their_launcher(launch, sent, status, received):
@@ -447,6 +450,18 @@ def test_ranks_that_die_of_the_signal_are_no_failure(launch):
     launched.until("ready0", "ready1")
     launched.process.send_signal(signal.SIGTERM)
     assert launched.ends() == 143 and "killed" not in launched.said()
+
+
+def test_ranks_that_were_about_to_succeed_have_succeeded(launch):
+    launched = launch("on([TERM], lambda *_: sys.exit(0))\nready()\nwhile True: time.sleep(0.1)")
+    launched.until("ready0", "ready1")
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.ends() == 0
+
+
+def test_a_signal_to_one_rank_alone_ends_the_run_to_be_continued(launch):
+    launched = launch("ready()\nif rank: time.sleep(0.3)\nsys.exit(75)")
+    assert launched.ends() == TO_BE_CONTINUED and launched.said() == ""
 
 
 def test_a_second_signal_ends_all_at_once(launch):
@@ -533,7 +548,7 @@ class TestForked:
             os.kill(int(launched.read("parent0")), number)
         time.sleep(0.3)
         launched.process.send_signal(signal.SIGTERM)
-        assert launched.ends() == 143 and launched.read("saved1") == str(int(signal.SIGTERM))
+        assert launched.ends() == TO_BE_CONTINUED and launched.read("saved1") == str(int(signal.SIGTERM))
 
 
 def test_what_was_to_fork_ranks_ends_where_none_are_wanted():
@@ -590,6 +605,7 @@ from widefield.comm import mesh
 from widefield.comm.mesh import World
 from widefield.launchers import world_from
 from widefield.plans import Plan
+from widefield.refusal import TO_BE_CONTINUED
 def main():  # not at the top: a DeviceMesh that lives until Python's end makes Gloo abort the process there, at times
     world = world_from(os.environ)
     joined = mesh.join(world, Plan(replicate=world.size), timeout_seconds=60)

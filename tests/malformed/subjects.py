@@ -301,8 +301,11 @@ def _newest(folder: Path) -> None:
 
 
 class _ReadOnly:
-    def load(self, found: Any, *, model: Any = None) -> Any:
-        return read(found, rank=0, ranks=1, model=model)
+    def load(self, found: Any, *, model: Any = None, unread: bool = False) -> Any:
+        return read(found, rank=0, ranks=1, model=model, unread=unread)
+
+    def own_of_first(self, found: Any) -> Any:
+        return read(found, unread=True)[1]
 
 
 def _resumed(folder: Path) -> None:

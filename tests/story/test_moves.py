@@ -1,4 +1,4 @@
-"""A checkpoint that one plan wrote is taken up by any other: the state bit for bit, and the next ten losses."""
+"""A checkpoint of one plan is taken up by any other: the state bit for bit, the next ten losses, and every sample once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from marks import few
 from ranks import on_ranks
 
 from widefield.config import read_config
+from widefield.data.order import Steps, order_of
 from widefield.plans import plan_of
 from widefield.training.assemble import assemble, learner_of, training_batches
 from widefield.training.checkpoint import About, Checkpoints, newest_sound_in, read
@@ -41,10 +42,21 @@ PAIRS = [(writer, reader) for writer in ALONE for reader in ALONE if writer != r
 PAIRS += [("channel x stage", "shard x space"), ("shard x space", "replicate x channel"), ("replicate x channel", "zero1")]
 PAIRS += [("zero1", "channel x stage")]
 BEFORE, AFTER = 3, 10
+ARITHMETIC = Steps(samples=8, batch=4)
+IMAGES = [
+    sorted(order_of(0, ARITHMETIC.epoch_of(step), 8)[at.start : at.stop].tolist())
+    for step in range(BEFORE, BEFORE + AFTER)
+    for at in [ARITHMETIC.positions(step)]
+]
+"""Of every step, those that some rank has to count, each once."""
 
 
-def taken_up(mesh, source: Path | None, target: Path, settings: list[str]) -> list[float]:
-    """Take up what `source` has, or train a few steps; save at once into `target`; the losses of ten steps more."""
+Learned = tuple[list[float], list[list[int]]]
+"""The losses of steps, and the numbers of the images that this rank counted in each."""
+
+
+def taken_up(mesh, source: Path | None, target: Path, settings: list[str]) -> Learned:
+    """Take up what `source` has, or train a few steps; save at once into `target`; ten steps more."""
     parts = assemble(read_config(PAGE, settings), mesh)
     learner, _ = learner_of(parts)
     kept = {"keep_last": 9, "keep_best": 0, "background": False, "warn": pytest.fail}
@@ -61,11 +73,16 @@ def taken_up(mesh, source: Path | None, target: Path, settings: list[str]) -> li
     return _learn(parts, learner, AFTER)
 
 
-def _learn(parts, learner, steps: int) -> list[float]:
+def _learn(parts, learner, steps: int) -> Learned:
     passes = Passes(training_batches(parts, first=learner.step, last=learner.step + steps), 1)
-    losses = [learner.learn(passes.next(), stop=False)[0] for _ in range(steps)]
+    losses, images = [], []
+    for _ in range(steps):
+        batches = passes.next()
+        losses.append(learner.learn(batches, stop=False)[0])
+        counted = [batch for batch in batches if not batch.idle and learner.mesh.is_first_of_copy]
+        images.append([int(number) for batch in counted for number in batch.index[: batch.samples]])
     passes.close()
-    return losses
+    return losses, images
 
 
 def under(name: str, source: Path | None, target: Path) -> list[float]:
@@ -73,8 +90,10 @@ def under(name: str, source: Path | None, target: Path) -> list[float]:
     settings = [*SETTINGS, *axes]
     plan = plan_of(read_config(PAGE, settings), ranks)
     found = on_ranks(ranks, taken_up, source, target, settings, plan=plan)
-    assert all(losses == found[0] for losses in found)
-    return found[0]
+    losses, _ = found[0]
+    assert all(of_rank == losses for of_rank, _ in found)
+    assert [sorted(sum((images[step] for _, images in found), [])) for step in range(AFTER)] == IMAGES
+    return losses
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ with the numbers that one device with endless memory would give.
   widefield verify timm/resnet50 --image 3x97x101   is it exact on tiles?
   widefield plan digits --cluster 8xH100            what fits there, and how fast?
   widefield bench digits                            which plan is fastest here?
+  widefield doctor                                  what would stop a run here?
   widefield train page 'mesh.space=[2,1]'           half a page on each rank
   widefield train page 'mesh.space=[]' 'stream.tiles=[4,4]'   tile after tile
 
@@ -39,7 +40,10 @@ widefield VERB --help explains each verb.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 2 for an error of the user's, 3 where another rank failed, else 1."""
+    """Run the command; returns the exit status.
+
+    0, 2 for an error of the user's, 3 where another rank failed, 75 for a run to be continued, else 1.
+    """
     options = argparse.Namespace(is_rank=False)
     try:
         options = parse(arguments)

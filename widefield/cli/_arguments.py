@@ -29,6 +29,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def number(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is no number; write a whole number, 0 or more")
+    return int(text)
+
+
 def sizes(text: str) -> list[int]:
     """`3x97x101` as numbers."""
     if not all(part.isdecimal() and int(part) for part in text.split("x")):

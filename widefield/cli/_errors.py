@@ -6,7 +6,8 @@ import os
 import sys
 import traceback
 
-from widefield.refusal import FOLLOWED, is_ours, printable
+from widefield.redaction import redacted
+from widefield.refusal import FOLLOWED, REFUSED, is_ours, printable
 
 
 def say(error: Exception, *, is_rank: bool) -> int | None:
@@ -22,7 +23,7 @@ def say(error: Exception, *, is_rank: bool) -> int | None:
     if isinstance(error, PeerFailedError):
         _print_error(f"rank {rank}: {error}")
         return FOLLOWED
-    traceback.print_exception(error)
+    print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     _print_error(f"rank {rank} {in_words(error)}")
     return 1
 
@@ -31,13 +32,13 @@ def _refuse(error: Exception, rank: int) -> int:
     """Print a refusal; one that all ranks raise together is printed by rank 0 only."""
     if rank == 0:
         _print_error(str(error))
-        return 2
+        return REFUSED
     from widefield.comm.mesh import AgreedError
 
     if not isinstance(error, AgreedError):
         _print_error(f"rank {rank}: {error}")
-    return 2
+    return REFUSED
 
 
 def _print_error(text: str) -> None:
-    print(printable(f"widefield: {text}"), file=sys.stderr, flush=True)
+    print(printable(f"widefield: {redacted(text)}"), file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from widefield.cli._arguments import add_trust, given_text
+from widefield.cli._arguments import add_trust, count, given_text, number
 from widefield.cli._ranks import world_of
 from widefield.cli.init import recipe_of
 from widefield.config import RunConfig, json_schema, read_config
@@ -47,6 +47,13 @@ Kubeflow the same command sees its place in the environment and starts nothing:
   srun --ntasks 16 widefield train my.yaml --run runs/big
 
 (torchrun takes --run for an abbreviation of its own --run-path; --run-dir means the same and passes.)
+
+With --max-restarts the ranks that are started here start again when one fails or is killed, from the newest sound
+checkpoint, on the devices that are left:
+
+  widefield train my.yaml --run runs/long --max-restarts 10
+
+Exit status: 0 complete, 75 asked to stop and to be continued by the same command, 2 an error of yours, others failed.
 """
 
 
@@ -65,6 +72,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--print-config", action="store_true", help="print the whole config, defaults included, and stop")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors, and stop")
+    restarts = "start the ranks of this machine again after a failure, so often at most; 0, which is the default: never"
+    parser.add_argument("--max-restarts", type=number, default=0, metavar="N", help=restarts)
+    least = "after the same failure twice in a row go on with fewer ranks, down to N; without it the run ends then"
+    parser.add_argument("--min-ranks", type=count, metavar="N", help=least)
     add_trust(parser)
 
 
@@ -84,6 +95,7 @@ def run(options: Namespace) -> int:
     if not is_launched(os.environ):
         text = f"{config.model.name} on {config.data.name}, for {config.schedule.length}: loading torch, the data and the model"
         say(text)
+    options.planned = None
     if config.mesh.auto and not is_launched(os.environ):
         config = _planned(config, options)
     world, started = world_of(config, options, lambda: _as_a_rank(options))
@@ -134,6 +146,7 @@ def _planned(config: RunConfig, options: Namespace) -> RunConfig:
     from widefield.planner.search.starting import local_ranks_to_plan
 
     options.run = options.run or str(_fresh())
+    options.planned = _as_a_rank(options)  # ranks of another number plan anew
     found = planned_run(config, Path(options.run), ranks=local_ranks_to_plan(), say=say)
     options.overrides = [*options.overrides, "mesh.auto=false", *found.overrides]
     return found.applied(config)
@@ -182,6 +195,8 @@ CASES: list[tuple[list[str], dict[str, Any] | str]] = [
     (["r.yaml", "--run", "runs/a", "seed=3"], {"run": "runs/a", "overrides": ["seed=3"], "trust": False}),
     (["r.yaml", "--run-dir", "runs/a"], {"run": "runs/a"}),  # torchrun takes --run for its own
     (["--schema"], {"schema": True, "recipe": None}),
+    (["r.yaml", "--max-restarts", "3", "--min-ranks", "1"], {"max_restarts": 3, "min_ranks": 1}),
+    (["r.yaml", "--max-restarts", "-1"], "'-1' is no number; write a whole number, 0 or more"),
     (["r.yaml", "--run", ""], "it is empty; give it a value, or leave the option out"),
     (["r.yaml", "--rum", "x"], "not understood: --rum x; see widefield VERB --help"),
 ]

@@ -2,6 +2,7 @@
 
     mesh.py            the ranks and the axes of the mesh; join and leave
     meeting.py         the store of the rendezvous
+    keepalive.py       connections to a machine that is gone end with an error
     devices.py         the device of a rank, and the backend of its messages
     process_groups.py  the process groups that a mesh needs
     collectives.py     collectives under the same name in every version of torch

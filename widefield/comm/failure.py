@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from widefield.comm.devices import passes_the_host
+from widefield.comm.keepalive import asking_whether_alive
 from widefield.comm.mesh import AgreedError, Mesh
 from widefield.comm.stall_watch import TORCH, line_in_words, place_of
 from widefield.private_torch.process_groups import abort, c10d_world, get_default_store
@@ -41,7 +42,10 @@ MOST = 4000
 """Characters of an error that are reported."""
 _FAILED, _HEARD, _STOP = "failed", "heard", "stop"
 """Keys of the store."""
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out waiting")
+_LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out waiting",
+    "Connection timed out", "No route to host",
+)  # fmt: skip
 """Texts in errors of gloo and NCCL where a peer is gone."""
 _watches = itertools.count()
 
@@ -69,7 +73,8 @@ class FailureWatch:
         self._thread: threading.Thread | None = None
         if mesh.group is not None:
             number = next(_watches)  # the same on every rank; an earlier watch's report is not taken for a new one
-            self._store = dist.PrefixStore(f"widefield/failure/{number}", get_default_store().clone())
+            with asking_whether_alive():
+                self._store = dist.PrefixStore(f"widefield/failure/{number}", get_default_store().clone())
             self._thread = threading.Thread(target=self._watch, name="widefield failure watch", daemon=True)
 
     def __enter__(self) -> FailureWatch:

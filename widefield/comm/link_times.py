@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from widefield.comm.collectives import all_gather_single, reduce_scatter_single
+from widefield.comm.point_to_point import exchange
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+"""Those that the planner prices; `halo` may be asked for too."""
 SECONDS_EACH, REPEATS = 0.3, 5
 """For each kind and size: for how long, and how many between two looks at the clock."""
 
@@ -24,6 +26,7 @@ def message_seconds(
 
     sizes: in bytes; rounded up to a number for every rank.  An all_gather's input is a rank's part, so that of `size` bytes is
     measured at size / ranks.  A send goes to rank 0 from rank 1, or the other way, in turn; a round trip counts as two.
+    A halo goes from each rank to both of its neighbours at the same time, that many bytes to each; the outer ranks have one.
     Seconds are the mean of all but the 5 % fastest and slowest.  A step waits for many messages one after the other, so their
     mean is what adds up, and that of small ones may be thrice their median: a thread that waits is woken when there is a core.
     """
@@ -45,11 +48,19 @@ def _message(kind: str, numbers: int, group: dist.ProcessGroup, device: torch.de
         return lambda: _ended(all_gather_single(whole, part, group, async_op=True)), part.nbytes
     if kind == "reduce_scatter":
         return lambda: _ended(reduce_scatter_single(part, whole, group, async_op=True)), whole.nbytes
+    if kind == "halo":
+        halos = {peer: torch.empty_like(whole) for peer in (group.rank() - 1, group.rank() + 1) if 0 <= peer < group.size()}
+        return lambda: _exchanged(whole, halos, group), whole.nbytes
     return lambda: _there_and_back(whole, group), whole.nbytes
 
 
 def _ended(work: dist.Work | None) -> None:
     if work is not None:
+        work.wait()
+
+
+def _exchanged(tile: Tensor, halos: dict[int, Tensor], group: dist.ProcessGroup) -> None:
+    for work in exchange(dict.fromkeys(halos, tile), halos, group):
         work.wait()
 
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from widefield.comm import collectives, process_groups
 from widefield.comm.at_exit import settle_before_exit
 from widefield.comm.devices import RANKS_PER_GPU, backend_for, device_of, passes_the_host
+from widefield.comm.keepalive import asking_whether_alive
 from widefield.comm.meeting import store_of_meeting
 from widefield.geometry.layout import Grid
 from widefield.plans import Plan, check
@@ -309,15 +310,17 @@ def join(
     if world.size == 1:
         return Mesh(plan, world, device, grid=Grid(tuple(plan.space)))
     opened = not dist.is_initialized()
-    if opened:
-        _meet(world, device, timeout_seconds)
-    assert dist.group.WORLD is not None
-    return replace(_with_groups(plan, world, device, lambda: dist.group.WORLD, control_backend), opened=opened)
+    with asking_whether_alive():
+        if opened:
+            _meet(world, device, timeout_seconds)
+        assert dist.group.WORLD is not None
+        return replace(_with_groups(plan, world, device, lambda: dist.group.WORLD, control_backend), opened=opened)
 
 
 def apart(mesh: Mesh) -> Mesh:
     """A mesh of several ranks like this one, all of whose groups are its own.  Every rank calls it, and `leave` ends them."""
-    return replace(_with_groups(mesh.plan, mesh.world, mesh.device, dist.new_group, "gloo"), watch=mesh.watch)
+    with asking_whether_alive():
+        return replace(_with_groups(mesh.plan, mesh.world, mesh.device, dist.new_group, "gloo"), watch=mesh.watch)
 
 
 def _with_groups(plan: Plan, world: World, device: torch.device, of_all: Callable[[], Any], control: str | None) -> Mesh:

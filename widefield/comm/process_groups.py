@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from widefield.comm.keepalive import asking_whether_alive
 from widefield.geometry.layout import Grid
 from widefield.plans import Plan
 
@@ -59,7 +60,8 @@ def data_group(plan: Plan) -> dist.ProcessGroup:
 
 def group_among(ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
     """New groups with the given ranks; the one that this rank is in.  Every rank must be in one."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
+    with asking_whether_alive():
+        group, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
     assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is in none of {ranks}"
     return group
 

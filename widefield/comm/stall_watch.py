@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 import torch
 import torch.distributed as dist
 
+from widefield.comm.keepalive import asking_whether_alive
 from widefield.comm.mesh import Mesh
 from widefield.private_torch.process_groups import get_default_store, sequence_number
 
@@ -60,7 +61,8 @@ class StallWatch:
         self, mesh: Mesh, *, seconds: float, at: Callable[[], tuple[int, float | None]], warn: Callable[[str], None]
     ) -> None:
         self._mesh, self._seconds, self._at, self._warn = mesh, seconds, at, warn
-        self._store = dist.PrefixStore("widefield/stall", get_default_store().clone())
+        with asking_whether_alive():
+            self._store = dist.PrefixStore("widefield/stall", get_default_store().clone())
         self._groups = [group for group in {mesh.group, mesh.data_group, mesh.statistics_group} if group is not None]
         self._begun = self._collectives()
         """Collectives begun before the watch; subtracted, since two ranks may have sent each other messages before."""

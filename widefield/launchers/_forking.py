@@ -1,12 +1,12 @@
 """Ranks forked from one process that has loaded torch, and what the launcher knows of them.
 
 Loading torch and the rest takes a rank some five seconds of a core.  `Forking` starts one process, `python -m
-widefield.forked_ranks`, which loads them once, while the launcher still checks the plan, and then forks all ranks.
-It is their parent, so it reports how each ended, and the launcher reads that here.
+widefield.forked_ranks`, which loads them once, while the launcher still checks the plan, and then forks all ranks, and again
+after a failure.  It is their parent, so it reports how each ended, and the launcher reads that here.
 
-    to it, on its stdin     one line, the order: {"arguments": [...], "environments": [{...}, ...]}
-    from it, on a pipe      a line per rank that has begun, {"rank": 0, "pid": 123}, and per rank that has ended,
-                            {"rank": 0, "code": -9}, its code as of Popen
+    to it, on its stdin     a line per order: {"order": 1, "arguments": [...], "environments": [{...}, ...]}
+    from it, on a pipe      a line per rank that has begun, {"order": 1, "rank": 0, "pid": 123}, and per rank that has ended,
+                            {"order": 1, "rank": 0, "code": -9}, its code as of Popen
 """
 
 from __future__ import annotations
@@ -45,25 +45,42 @@ class Forking:
 
     def __init__(self, command: list[str], run_id: str) -> None:
         self.run_id = run_id
+        self._command = command
+        self._order = 0
+        self._ranks: dict[int, _ForkedRank] = {}
+        self._begin()
+
+    def _begin(self) -> None:
         self._reports, theirs = os.pipe()
-        environment = {**os.environ, "TORCHELASTIC_RUN_ID": run_id}
+        environment = {**os.environ, "TORCHELASTIC_RUN_ID": self.run_id}
         try:
             self._process = Popen(
-                [*command, str(theirs)], stdin=PIPE, pass_fds=[theirs], env=environment, start_new_session=True
+                [*self._command, str(theirs)], stdin=PIPE, pass_fds=[theirs], env=environment, start_new_session=True
             )
         finally:
             os.close(theirs)
         os.set_blocking(self._reports, False)
         self._unread = b""
-        self._ranks: dict[int, _ForkedRank] = {}
         self._over = False
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def renew(self) -> None:
+        """Start the process anew, after it has ended."""
+        self.end()
+        self._begin()
+
     def fork(self, arguments: list[str], environments: list[dict[str, str]]) -> None:
-        """Order it to fork a rank per environment as soon as it has loaded."""
+        """Order it to fork a rank per environment as soon as it has loaded, and all ranks of the order before have ended."""
         assert self._process.stdin is not None
+        self.read()
+        self._order, self._ranks = self._order + 1, {}
+        order = {"order": self._order, "arguments": arguments, "environments": environments}
         with contextlib.suppress(BrokenPipeError):  # it has ended: poll() says so
-            self._process.stdin.write(json.dumps({"arguments": arguments, "environments": environments}).encode() + b"\n")
-            self._process.stdin.close()
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
 
     def begun(self) -> dict[int, RankProcess]:
         """The ranks that have begun so far, by rank."""
@@ -77,7 +94,8 @@ class Forking:
     def end(self) -> None:
         """Kill the process.  Ranks that it has forked go on."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.kill()
         self._process.wait()
         self.read()
@@ -99,6 +117,8 @@ class Forking:
                     rank.code = -signal.SIGKILL if rank.code is None else rank.code
 
     def _take(self, report: dict[str, int]) -> None:
+        if report["order"] != self._order:
+            return  # of a rank that was killed before this order
         if "pid" in report:
             self._ranks[report["rank"]] = _ForkedRank(self, report["pid"])
         else:

@@ -2,12 +2,8 @@
 
 `start` gives ranks torchrun's variables, and hosts the store at which they meet on a free port.  It is no agent of torchrun's,
 which waits 30 s for a rank that hangs after another's crash, leaves orphans when a second signal comes meanwhile, and cannot
-fork a rank from a process that has loaded torch (_forking.py).  How ranks end:
-
-    a rank fails      the others get 1 s to end by themselves (each may be about to print an error), then SIGTERM, 1 s later
-                      SIGKILL
-    a first signal    is passed on to all ranks, which save and end; they have `grace_seconds`, unless one of them fails
-    a second signal   SIGKILL to all, at once
+fork a rank from a process that has loaded torch (_forking.py).  How ranks end is in _rank_processes.py, when they start again
+in _restarting.py.
 
 The output of ranks goes to the terminal unchanged.  A rank reads torchrun's variables (torchrun.py).
 """
@@ -26,8 +22,10 @@ from subprocess import Popen
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from widefield.launchers._forking import Forking, RankProcess
-from widefield.refusal import FOLLOWED
+from widefield.launchers._forking import Forking
+from widefield.launchers._rank_processes import POLL_SECONDS, RankProcesses, name_of, verdict
+from widefield.launchers._restarting import Again, Restarts
+from widefield.refusal import TO_BE_CONTINUED
 
 if TYPE_CHECKING:
     from widefield.comm.mesh import World
@@ -36,10 +34,6 @@ PRIORITY = 90
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """SIGUSR1 is how Slurm warns that a job's time is nearly over."""
-OWN_END_SECONDS = 1.0
-"""How long the other ranks may go on after one has failed, before SIGTERM and once more before SIGKILL.  They hear of it and
-end by themselves, see comm/failure.py."""
-POLL_SECONDS = 0.05
 RANKS_PER_CORE = "WIDEFIELD_RANKS_PER_CORE"
 """The environment variable with the largest number of CPU ranks per core that the command starts."""
 RANKS_PER_CORE_MOST = 8
@@ -112,35 +106,59 @@ def start(
     grace_seconds: float = 300.0,
     program: list[str] | None = None,
     forked: Forking | None = None,
+    restarts: Restarts | None = None,
 ) -> int:
     """Run `widefield` with `arguments` on `ranks` ranks of this machine; returns the exit status for the command.
 
     It is 0 where all ranks succeeded; else the exit code of the failed rank, or 128 + the signal that killed it, with one
-    sentence on stderr; 130 after Ctrl-C and 143 after SIGTERM where the ranks then ended normally.
+    sentence on stderr; TO_BE_CONTINUED where ranks that were asked to stop say so; 130 after Ctrl-C, and 128 + the signal where
+    the ranks ended of it.
     grace_seconds: how long the ranks may take to save after the first signal; a second one kills them at once.
     program: the command to run in place of `python -m widefield`.
     forked: the process to fork the ranks from, in place of starting Python for each.
+    restarts: whether and how to start again after a failure; None: never.
     OMP_NUM_THREADS is set to the ranks' share of the cores, unless it is set.  Call it in the main thread: it handles signals.
     On Linux no process of the ranks outlives this call, not even one in a session of its own.
     """
+    run_id, again = forked.run_id if forked else new_run_id(), Again(ranks, arguments)
+    command = program or [*python_of_ranks(), "-m", "widefield"]
+    group = RankProcesses(run_id, grace_seconds)
+    with _signals_to(lambda number, frame: group.on_signal(number)):
+        while True:
+            began, told = time.time(), restarts.environment if restarts else {}
+            _run(again, group, command, forked, told)
+            if group.verdict:
+                print(f"widefield: {group.verdict}", file=sys.stderr, flush=True)
+            if restarts is None or not group.verdict or group.received is not None:
+                return group.status
+            found = restarts.after(group.status, group.verdict, ranks=again.ranks, since=began)
+            print(f"widefield: {restarts.told}", file=sys.stderr, flush=True)
+            if found is None:
+                return group.status
+            before, again, group = group, found, RankProcesses(run_id, grace_seconds)
+            if before.received is not None:  # a signal that came since the ranks have ended
+                return 128 + before.received if before.received == signal.SIGINT else TO_BE_CONTINUED
+
+
+def _run(what: Again, group: RankProcesses, command: list[str], forked: Forking | None, told: Mapping[str, str]) -> None:
+    """Start ranks and return when they have ended; `group` has how.  told: further environment variables."""
     from widefield.comm.meeting import host_of_meeting
 
-    group = _RankProcesses(forked.run_id if forked else new_run_id(), grace_seconds)
+    if forked is not None and forked.poll() is not None and group.received is None and told:
+        forked.renew()
+    group.spared = forked.pid if forked else None
     store = host_of_meeting()  # it serves as long as it lives
-    environments = _environments(ranks, group.run_id, store.host, store.port)
-    with environment_of_ranks(ranks), _signals_to(group.on_signal):
+    environments = [{**one, **told} for one in _environments(what.ranks, group.run_id, store.host, store.port)]
+    with environment_of_ranks(what.ranks):
         try:
             if forked:
-                _fork_each(forked, arguments, group, environments)
+                _fork_each(forked, what.arguments, group, environments)
             else:
-                _start_each([*(program or [*python_of_ranks(), "-m", "widefield"]), *arguments], group, environments)
+                _start_each([*command, *what.arguments], group, environments)
             if not group.verdict:
                 group.watch()
         finally:
             group.kill()
-    if group.verdict:
-        print(f"widefield: {group.verdict}", file=sys.stderr, flush=True)
-    return group.status
 
 
 def new_run_id() -> str:
@@ -157,159 +175,16 @@ def python_of_ranks() -> list[str]:
     return [sys.executable, *([] if package.parent == Path.cwd() else ["-P"])]
 
 
-# ------------------------------------------------------------------------------------------------ endings
-
-
-class _RankProcesses:
-    """The processes of the ranks, the signal that asked them to end, and how they ended."""
-
-    def __init__(self, run_id: str, grace_seconds: float) -> None:
-        self.run_id = run_id
-        self.grace_seconds = grace_seconds
-        self.processes: dict[int, RankProcess] = {}
-        self.received: signal.Signals | None = None
-        self.ended_at_once = False
-        self.expected: tuple[int, ...] = (0,)
-        """The exit codes of ranks that have not failed."""
-        self.status = 0
-        self.verdict = ""
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record the first signal, for `watch` to act on; kill all ranks at the second."""
-        if self.received is None:
-            self.received = signal.Signals(number)
-        else:
-            self.ended_at_once = True
-            self.kill()
-
-    def watch(self) -> None:
-        """Wait until the ranks have ended: by themselves, upon a signal, or because one has failed."""
-        while True:
-            running = self.running()
-            if self.received is not None and not self.all_succeeded():
-                return self.end_after_signal(self.received)
-            if self.has_failure():
-                return self.end_after_failure()
-            if not running:
-                return None
-            time.sleep(POLL_SECONDS)
-
-    def running(self) -> list[int]:
-        """The ranks that are still running."""
-        return [rank for rank, process in self.processes.items() if process.poll() is None]
-
-    def all_succeeded(self) -> bool:
-        return all(process.poll() == 0 for process in self.processes.values())
-
-    def has_failure(self) -> bool:
-        """Whether a rank has failed; sets `status` and `verdict` for the rank to blame.
-
-        It is the first one found, unless its code says that it ended because another rank failed.  Of several found at once
-        it is one that a signal killed, since the others may have failed on losing it.  (SIGABRT counts as an exit: Gloo's
-        threads raise it in a rank that ends with an exception.)
-        """
-        codes = self._codes()
-        if not self.verdict:
-            self._blame({rank: code for rank, code in codes.items() if code != FOLLOWED})
-        return bool(codes)
-
-    def _codes(self) -> dict[int, int]:
-        """The exit codes of the failed ranks."""
-        ended = {rank: code for rank, process in self.processes.items() if (code := process.poll()) is not None}
-        return {rank: code for rank, code in ended.items() if code not in self.expected}
-
-    def _blame(self, codes: dict[int, int]) -> None:
-        if codes:
-            rank = min(codes, key=lambda rank: (codes[rank] > 0 or codes[rank] == -signal.SIGABRT, rank))
-            self.status, self.verdict = _verdict(f"rank {rank}", codes[rank])
-
-    def end_after_signal(self, received: signal.Signals) -> None:
-        """Pass the signal on and wait for the ranks to save and end, unless one of them fails."""
-        name = _name(received)
-        text = f"{name}: the ranks save and end, in {self.grace_seconds:.0f} s at most; a second signal ends them at once"
-        print(f"widefield: {text}", file=sys.stderr, flush=True)
-        passed_on = signal.SIGINT if received == signal.SIGINT else signal.SIGTERM  # ranks save on both
-        self.expected = (0, 128 + received, 128 + passed_on, -passed_on)
-        self.status = 128 + received
-        self.send(passed_on)
-        self.wait(self.grace_seconds, unless=lambda: not self.ended_at_once and self.has_failure())
-        if self.ended_at_once or self.has_failure():
-            self.end_after_failure()
-        elif late := self.running():
-            self.status = 128 + signal.SIGKILL
-            self.verdict = f"rank {late[0]} had not ended {self.grace_seconds:.0f} s after {name} and was killed"
-
-    def end_after_failure(self) -> None:
-        """Give the remaining ranks a moment, then send SIGTERM, then SIGKILL."""
-        self.wait(OWN_END_SECONDS)
-        if (
-            not self.ended_at_once and self.has_failure() and not self.verdict
-        ):  # every failed rank says that another failed; blame one now, before our signals change codes
-            self._blame(self._codes())
-        self.send(signal.SIGTERM)
-        self.wait(OWN_END_SECONDS)
-        self.kill()
-
-    def wait(self, seconds: float, unless: Callable[[], bool] = lambda: False) -> None:
-        """Wait until all ranks have ended, or `seconds` are over, or `unless` comes true."""
-        deadline = time.monotonic() + seconds
-        while not unless() and self.running() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to every running rank and the processes it started: each rank leads a session."""
-        for rank in self.running():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.processes[rank].pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL the ranks and, on Linux, all processes with their run's id in the environment, as a dead rank's workers."""
-        self.send(signal.SIGKILL)
-        for _ in range(20):  # a process may fork while we search, and a killed one takes a moment to disappear
-            left = _processes_of(self.run_id)
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if not left:
-                break
-            time.sleep(POLL_SECONDS)
-        self.wait(OWN_END_SECONDS)  # poll the killed ranks, so that they are no zombies
-
-
-def _verdict(who: str, code: int) -> tuple[int, str]:
-    """The exit status for a process that failed, and a sentence.  code: as of Popen, negative for a signal."""
-    if code > 0:
-        return code, f"{who} ended with exit code {code}; its message is above"
-    hints = {signal.SIGKILL: "; the machine may be out of memory", signal.SIGABRT: "; its message is above"}
-    number = signal.Signals(-code)
-    return 128 - code, f"{who} was killed by {number.name}{hints.get(number, '')}"
-
-
-def _name(number: signal.Signals) -> str:
-    return "Ctrl-C" if number == signal.SIGINT else number.name
-
-
-def _processes_of(run_id: str) -> list[int]:
-    """The processes with this run's id in their environment; [] without /proc."""
-    mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone, or another user's
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
-
-
 # ------------------------------------------------------------------------------------------------ starting
 
 
-def _start_each(command: list[str], group: _RankProcesses, environments: list[dict[str, str]]) -> None:
+def _start_each(command: list[str], group: RankProcesses, environments: list[dict[str, str]]) -> None:
     """Start `command` once per environment, each in a session of its own.  OSError: it cannot be started."""
     for rank, environment in enumerate(environments):
         group.processes[rank] = Popen(command, env={**os.environ, **environment}, start_new_session=True)
 
 
-def _fork_each(forked: Forking, arguments: list[str], group: _RankProcesses, environments: list[dict[str, str]]) -> None:
+def _fork_each(forked: Forking, arguments: list[str], group: RankProcesses, environments: list[dict[str, str]]) -> None:
     """Fork the ranks, and return when they have begun, or at a signal, or when the process that was to fork them has ended."""
     forked.fork(arguments, environments)
     while True:
@@ -319,10 +194,10 @@ def _fork_each(forked: Forking, arguments: list[str], group: _RankProcesses, env
         if len(group.processes) == len(environments):
             return
         if code is not None:
-            group.status, group.verdict = _verdict("the process that forks ranks", code or 1)
+            group.status, group.verdict = verdict("the process that forks ranks", code or 1)
             return
         if stopped is not None:
-            group.status, group.verdict = 128 + stopped, f"{_name(stopped)}: ended before the ranks had begun"
+            group.status, group.verdict = 128 + stopped, f"{name_of(stopped)}: ended before the ranks had begun"
             return
         time.sleep(POLL_SECONDS / 5)
 

@@ -23,6 +23,7 @@ from widefield.training import checkpoint_directory, manifest, tree_json
 from widefield.training import tensors as files
 from widefield.training.checkpoint_directory import ABOUT, PLAIN, About, Found, Warn, newest_sound_in
 from widefield.training.disk import free_bytes, reason_of
+from widefield.training.staging import Changes, Staging, Trust, address_of, copied
 
 T = TypeVar("T")
 __all__ = ["About", "Checkpoints", "Found", "newest_sound_in", "read"]
@@ -33,7 +34,7 @@ class _Staged:
     """One rank's part of a save, copied, so that training may go on while it is written."""
 
     about: About
-    tensors: dict[str, Tensor]
+    tensors: Staging
     texts: dict[str, str] = field(default_factory=dict)
 
 
@@ -60,25 +61,52 @@ class Checkpoints:
         self._keep_last, self._keep_best = keep_last, keep_best
         self._warn: Warn = warn if mesh.is_main else _say_nothing
         self._thread: threading.Thread | None = None
+        self._staging: Staging | None = None
+        self._trust = Trust()
         mesh.agree(_problem_of(lambda: checkpoint_directory.clean(self.folder)) if mesh.is_main else None)
 
-    def save(self, state: dict, about: About, *, own: dict | None = None, wait: bool = False) -> None:
+    def save(
+        self,
+        state: dict,
+        about: About,
+        *,
+        own: dict | None = None,
+        wait: bool = False,
+        changes: Changes | None = None,
+    ) -> None:
         """Save `state`, the same on all ranks, and `own`, which differs between ranks; first wait for an unfinished save.
 
         Leaves are tensors on any device, int, float, str, bool and None, in dicts, lists and tuples.
-        Cost: before this returns, a copy of all tensors to the CPU's memory; with `wait`, or without background, the write too.
+        changes: when the tensors of `state` change; None: at any time.  Call `wait_until_copied` before those change that it
+            calls steady.
+        Cost: before this returns, a copy of all tensors to the CPU's memory, but for steady ones on the CPU from the second
+            save on; with `wait`, or without background, the write too.
         A save that fails (a full disk) warns and sets `failure`; older checkpoints stay.  One of the same step is replaced.
         ValueError, on every rank and before anything is written: a leaf of another type, on any rank.
         """
         self.wait()
         taken: list[_Staged] = []
-        problem = _problem_of(lambda: taken.append(_stage(state, about, own, self._mesh.rank)))
+        wait = wait or not self._background
+        problem = _problem_of(lambda: taken.append(self._staged(state, about, own, changes, wait=wait)))
         self._mesh.agree(problem)
+        self._staging = taken[0].tensors
         # A daemon thread: a rank whose peer died must be able to exit; a half-written checkpoint has no valid name.
         self._thread = threading.Thread(target=self._write, args=taken, name="checkpoint", daemon=True)
         self._thread.start()
-        if wait or not self._background:
+        if wait:
             self.wait()
+
+    def wait_until_copied(self) -> None:
+        """Return when an unfinished save has copied all steady tensors; call it before they change."""
+        if self._staging is not None:
+            self._staging.done_copying.wait()
+            self._staging = None
+        changed = self._trust.compare()
+        if changed is not None:
+            self._warn(
+                f"{changed} changed between two updates, so every save copies all tensors before training goes on; that is "
+                "as safe, and takes longer"
+            )
 
     def wait(self) -> None:
         """Return when no save is unfinished; call it before the process ends.  Never raises: see `failure`."""
@@ -99,27 +127,52 @@ class Checkpoints:
         self.wait()
         return self._together(lambda: newest_sound_in(self.folder, warn=self._warn) if self._mesh.is_main else None)[0]
 
-    def load(self, found: Found, *, model: Mapping[str, Sequence[int]] | None = None) -> tuple[dict, dict | None]:
+    def load(
+        self, found: Found, *, model: Mapping[str, Sequence[int]] | None = None, unread: bool = False
+    ) -> tuple[dict, dict | None]:
         """(state, own) of a checkpoint; see `read`.  An error on one rank is a ValueError on all."""
         self.wait()
         loaded: list[tuple[dict, dict | None]] = []
 
         def work() -> None:
-            loaded.append(read(found, rank=self._mesh.rank, ranks=self._mesh.size, model=model))
+            loaded.append(read(found, rank=self._mesh.rank, ranks=self._mesh.size, model=model, unread=unread))
 
         self._mesh.agree(_problem_of(work))
         return loaded[0]
 
+    def own_of_first(self, found: Found) -> dict | None:
+        """What rank 0 saved of its own; None where it saved none.  An error on one rank is a ValueError on all."""
+        loaded: list[dict | None] = []
+        self._mesh.agree(_problem_of(lambda: loaded.append(read(found, unread=True)[1])))
+        return loaded[0]
+
     # ------------------------------------------------------------------------------------------ writing
+
+    def _staged(self, state: dict, about: About, own: dict | None, changes: Changes | None, *, wait: bool) -> _Staged:
+        """This rank's part of a save, with copies of what may change before it is copied or written."""
+        mine, texts, further = _flattened(state, about, own, self._mesh.rank)
+        on_cpu = {name: tensor for name, tensor in mine.items() if tensor.device.type == "cpu"}
+        if changes is None or not on_cpu:
+            return _Staged(about, Staging(copied(mine | further)), texts)
+        never = {name: tensor for name, tensor in on_cpu.items() if wait or address_of(tensor) not in changes.live}
+        steady = {name: on_cpu[name] for name in on_cpu.keys() - never.keys() if address_of(on_cpu[name]) in changes.steady}
+        later = steady if self._trust.is_earned else {}
+        now = copied({name: mine[name] for name in mine.keys() - never.keys() - later.keys()} | further)
+        if self._trust.is_earned is None and steady:
+            self._trust.look_at(steady, now)
+        return _Staged(about, Staging(never | now, later), texts)
 
     def _write(self, staged: _Staged) -> None:
         """The thread's function: save on every rank or on none."""
+        needed = sum(staged.tensors.sizes.values())
         try:
             self._write_and_seal(staged)
             self.failure = None
         except Exception as error:  # a full disk, a dead peer: training goes on
-            self.failure = self._give_up(staged, error)
+            self.failure = self._give_up(staged.about.step, needed, error)
             self._warn(self.failure)
+        finally:
+            staged.tensors.done_copying.set()
 
     def _write_and_seal(self, staged: _Staged) -> None:
         """Every step is finished on all ranks before any rank begins the next; an error on one rank stops all."""
@@ -127,9 +180,11 @@ class Checkpoints:
         rank, main = self._mesh.rank, self._mesh.is_main
         if self._mesh.device.type == "cuda":
             torch.cuda.set_device(self._mesh.device)  # a new thread begins on GPU 0, and would claim memory there
+        names = files.assign_writers(self._together(lambda: staged.tensors.sizes))[rank]
+        self._together(lambda: staged.tensors.copy(set(names)))
         self._together(lambda: checkpoint_directory.make_anew(partial) if main else None)
         self._together(lambda: _write_texts(partial, staged.texts))
-        self._write_tensors(partial, staged.tensors)
+        self._write_tensors(partial, {name: staged.tensors.tensors[name] for name in names})
         hashes = self._together(lambda: _sync_and_hash(partial, rank))
         self._together(lambda: checkpoint_directory.make_current(partial, _union(hashes)) if main else None)
         if main:
@@ -138,21 +193,18 @@ class Checkpoints:
             )
 
     def _write_tensors(self, partial: Path, tensors: dict[str, Tensor]) -> None:
-        """Write each tensor on one of the ranks that have it, then, on rank 0, the index."""
-        sizes = self._together(lambda: {name: tensor.nbytes for name, tensor in tensors.items()})
-        mine = files.assign_writers(sizes)[self._mesh.rank]
-        entries = self._together(lambda: files.write(partial, self._mesh.rank, {name: tensors[name] for name in mine}))
+        """Write this rank's tensors, then, on rank 0, the index of all."""
+        entries = self._together(lambda: files.write(partial, self._mesh.rank, tensors))
         self._together(lambda: files.write_index(partial, _union(entries)) if self._mesh.is_main else None)
 
-    def _give_up(self, staged: _Staged, error: Exception) -> str:
-        """Remove what a failed save wrote; returns the warning."""
+    def _give_up(self, step: int, needed: int, error: Exception) -> str:
+        """Remove what a failed save wrote; returns the warning.  needed: the bytes of this rank's tensors."""
         if self._mesh.is_main:
-            shutil.rmtree(checkpoint_directory.partial_of(self.folder, staged.about.step), ignore_errors=True)
-        needed = sum(tensor.nbytes for tensor in staged.tensors.values())
+            shutil.rmtree(checkpoint_directory.partial_of(self.folder, step), ignore_errors=True)
         before = checkpoint_directory.steps_in(self.folder)
         current = f"{before[-1].name} stays the newest" if before else "there is none before it"
         return (
-            f"the checkpoint of step {staged.about.step} was not saved: {reason_of(error)}. It takes {needed:,} bytes and "
+            f"the checkpoint of step {step} was not saved: {reason_of(error)}. It takes {needed:,} bytes and "
             f"{free_bytes(self.folder):,} are free in {self.folder}; {current}. Training goes on and saves again at the "
             "next time; until then free some space there, or see to the disk"
         )
@@ -180,12 +232,18 @@ class Checkpoints:
 
 
 def read(
-    found: Found, *, rank: int = 0, ranks: int | None = None, model: Mapping[str, Sequence[int]] | None = None
+    found: Found,
+    *,
+    rank: int = 0,
+    ranks: int | None = None,
+    model: Mapping[str, Sequence[int]] | None = None,
+    unread: bool = False,
 ) -> tuple[dict, dict | None]:
     """(state, own) as they were saved, with full tensors on the CPU.
 
     own: of `rank`; None where it saved none, or where another number of ranks than `ranks` saved.
     model: the names and shapes that the state must have.  ValueError: they differ, or the files are not widefield's.
+    unread: the tensors of the state are UnreadTensors, so that nobody holds them all.
     """
     if model is not None:
         checkpoint_directory.check_model(found, model)
@@ -195,43 +253,39 @@ def read(
         names.append(own_name)
     try:
         texts = [(place / name).read_text(encoding="utf-8") for name in names]
-        strides = {name: stride for text in texts for name, stride in tree_json.tensors_in(text).items()}
-        tensors = files.read(place, strides)
-        values = [tree_json.from_json(text, tensors) for text in texts]
+        values = []
+        for name, text in zip(names, texts, strict=True):
+            tensors_of = files.unread if unread and name == PLAIN else files.read
+            values.append(tree_json.from_json(text, tensors_of(place, tree_json.tensors_in(text))))
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, RuntimeError) as error:
-        raise ValueError(
-            f"the checkpoint {place} is as its hashes say, and not what widefield writes: {error or type(error).__name__}. "
-            "Somebody else made or changed it; take it from where it was written, or delete it"
-        ) from None
+        raise ValueError(not_ours(found, error)) from None
     return values[0], values[1] if len(values) > 1 else None
+
+
+def not_ours(found: Found, error: Exception) -> str:
+    """What to say of a sound checkpoint whose files cannot be read."""
+    return (
+        f"the checkpoint {found.folder} is as its hashes say, and not what widefield writes: {error or type(error).__name__}. "
+        "Somebody else made or changed it; take it from where it was written, or delete it"
+    )
 
 
 # ---------------------------------------------------------------------------------------------- one rank's work
 
 
-def _stage(state: dict, about: About, own: dict | None, rank: int) -> _Staged:
-    """Copies of this rank's tensors, and its texts; rank 0 also has those of `state`."""
+def _flattened(
+    state: dict, about: About, own: dict | None, rank: int
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor]]:
+    """The tensors of `state` that are here, this rank's texts, and the tensors of `own`; rank 0 has the texts of `state`."""
     plain, tensors = tree_json.to_json(state)
-    texts = {}
+    texts, further = dict[str, str](), dict[str, Tensor]()
     if rank == 0:
         texts = {PLAIN: plain, ABOUT: tree_json.to_json(dataclasses.asdict(about))[0]}
     if own is not None:
         own_name = _own_name(rank)
-        texts[own_name], own_tensors = tree_json.to_json(own, name=f"own_{rank}", taken=tensors)
-        tensors = tensors | own_tensors
-    files.check(tensors)
-    return _Staged(about, _copy_to_memory(tensors), texts)
-
-
-def _copy_to_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the CPU's memory with the same strides; those from GPUs are asynchronous until the end."""
-    copies = {}
-    for name, tensor in tensors.items():
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.preserve_format)
-        copies[name] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-    return copies
+        texts[own_name], further = tree_json.to_json(own, name=f"own_{rank}", taken=tensors)
+    files.check(tensors | further)
+    return tensors, texts, further
 
 
 def _write_texts(partial: Path, texts: Mapping[str, str]) -> None:

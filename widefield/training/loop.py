@@ -79,6 +79,8 @@ class Learner:
     best: Best
     between_passes: Callable[[], None] = lambda: None
     """Called on every rank between the passes of a step; it may raise StopNow."""
+    before_update: Callable[[], None] = lambda: None
+    """Called on every rank before weights, optimizer state and their average change."""
     in_passes: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context around all passes of a step."""
     pass_number: int = 0
@@ -159,6 +161,7 @@ class Learner:
         self._check(count)
         self.freezing.drop_gradients(self.model, epoch)
         if self._is_taken(loss_sum / count, passes, scale=nominal / count):
+            self.before_update()
             self._update(scale=nominal / count)
         else:
             self._undo(before)

@@ -41,6 +41,7 @@ from typing import Any, Literal, TextIO
 
 from widefield.config import LogConfig
 from widefield.fallback import Fallback, by_size
+from widefield.redaction import redacted
 from widefield.refusal import printable
 from widefield.training.disk import MOST_BYTES, Attempts, Lines, in_words, replace_text
 from widefield.training.scalars import ScalarLog, check_log, scalar_logs
@@ -247,17 +248,17 @@ class Record:
 
     def warning(self, text: str) -> None:
         """Write and print a warning."""
-        self._write("warning", text=text)
+        self._write("warning", text=redacted(text))
         self.say(f"warning: {text}")
 
     def say(self, text: str) -> None:
         """Print lines that are not part of the record."""
         self.said = time.monotonic()
-        self._terminal.say(printable(text))
+        self._terminal.say(printable(redacted(text)))
 
     def end(self, reason: Literal["complete", "interrupted", "failed"], *, step: int, text: str) -> None:
         """Write how the run ended, and print `text`."""
-        self._write("end", reason=reason, step=step, text=text)
+        self._write("end", reason=reason, step=step, text=redacted(text))
         self.say(text)
 
     @property

@@ -167,8 +167,11 @@ def _load(learner: Learner, folder: Path, step: int) -> str:
 class _ReadOnly:
     """Reads checkpoints as Checkpoints does, which would also remove what a killed run left."""
 
-    def load(self, found: Found, *, model: Any = None) -> tuple[dict, dict | None]:
-        return read(found, rank=0, ranks=1, model=model)
+    def load(self, found: Found, *, model: Any = None, unread: bool = False) -> tuple[dict, dict | None]:
+        return read(found, rank=0, ranks=1, model=model, unread=unread)
+
+    def own_of_first(self, found: Found) -> dict | None:
+        return read(found, unread=True)[1]
 
 
 def _recorded(lines: list[Line], step: int) -> float | None:

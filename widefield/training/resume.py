@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from widefield.parallel.strategies.data import hook_state, load_hook_state
-from widefield.sharded_state import gather_full, parts
-from widefield.training.checkpoint import Checkpoints, Found
+from widefield.sharded_state import gather_full, load_full, local, opened
+from widefield.training.checkpoint import Checkpoints, Found, not_ours
 from widefield.training.loop import Learner
+from widefield.training.staging import Changes, address_of
 from widefield.training.state import load_optimizer_state, optimizer_state, random_state, shapes_of
+from widefield.training.tensors import FormatError
 from widefield.training.weight_average import weights_of
 
 
@@ -36,6 +40,22 @@ def state_of(learner: Learner) -> dict[str, Any]:
     return gather_full(learner.model, learner.mesh, state)
 
 
+def changes_of(learner: Learner) -> Changes:
+    """When what `state_of` refers to changes: what the optimizer steps, in an update; buffers at any time."""
+    optimizer = [value for values in learner.optimizer.state.values() for value in values.values()]
+    averages = [] if learner.ema is None else list(learner.ema.module.parameters())
+    trained = [parameter for group in learner.optimizer.param_groups for parameter in group["params"]]
+    others = [*learner.model.parameters(), *learner.model.buffers()]
+    others += [] if learner.ema is None else [*learner.ema.parameters(), *learner.ema.buffers()]
+    others += [value for group in learner.optimizer.param_groups for value in group.values()]
+    steady = _addresses([*optimizer, *averages, *trained])
+    return Changes(steady=steady - _addresses(learner.model.buffers()), live=steady | _addresses(others))
+
+
+def _addresses(values: Iterable[Any]) -> frozenset[int]:
+    return frozenset(address_of(local(value)) for value in values if isinstance(value, Tensor) and not value.is_meta)
+
+
 def own_state(learner: Learner) -> dict[str, Any]:
     """The state that differs between ranks: random states, the order of images, and the state of compression."""
     hook = hook_state(learner.model)
@@ -45,24 +65,37 @@ def own_state(learner: Learner) -> dict[str, Any]:
 def resume(learner: Learner, checkpoints: Checkpoints, found: Found) -> dict[str, Any] | None:
     """Load a checkpoint into the learner.  Returns this rank's `own_state`, whose random states the caller loads last.
 
-    It is None where another number of ranks saved.  ValueError: the checkpoint does not fit the model, data or optimizer.
+    Each rank reads its own shards.  Where another number of ranks saved, it is None if copies draw random numbers each by
+    itself; else all ranks draw the same, and get the states of rank 0.
+    ValueError: the checkpoint does not fit the model, data or optimizer.
     """
-    state, own = checkpoints.load(found, model=shapes_of(learner.model))
+    moved = found.about.ranks != learner.mesh.size
+    state, own = checkpoints.load(found, model=shapes_of(learner.model), unread=True)
+    if moved and learner.mesh.plan.is_one_batch:
+        own = checkpoints.own_of_first(found)
     check_state(state, found, own=own)
+    try:
+        _load(learner, state, found)
+    except FormatError as error:  # tensors are read only now
+        raise ValueError(not_ours(found, error)) from None
+    if own is not None and not moved:
+        learner.order = own["order"]
+        load_hook_state(learner.model, own.get("hook"))
+    return own
+
+
+def _load(learner: Learner, state: dict[str, Any], found: Found) -> None:
+    """Load what all ranks share."""
     learner.step = _step_after(learner, state["progress"], found.folder)
     learner.best.load(state["progress"].get("best") or {})
     learner.guard.load(state["progress"].get("guard"))
     if learner.config.optimizer.lr == "find":
         learner.lr = _found_rate(state["progress"], found.folder)
-    learner.model.load_state_dict(parts(learner.model, state["model"]))
+    load_full(learner.model, state["model"])
     load_optimizer_state(learner.model, learner.optimizer, state["optimizer"])
     learner.scaler.load_state_dict(state["scaler"])
     if learner.ema is not None:
         _load_average(learner.ema, state["ema"], state["model"])
-    if own is not None:
-        learner.order = own["order"]
-        load_hook_state(learner.model, own.get("hook"))
-    return own
 
 
 def check_state(state: Any, found: Found, *, own: Any = None) -> None:
@@ -77,6 +110,7 @@ def check_state(state: Any, found: Found, *, own: Any = None) -> None:
         of_optimizer = (*optimizer["parameters"].values(), *optimizer["groups"].values())
         ours = ours and bool(optimizer["groups"]) and all(isinstance(values, dict) for values in of_optimizer)
         ours = ours and all(type(progress[name]) is int for name in counted)
+        ours = ours and (not average or list(state["ema"]["n_averaged"].shape) == [])
         ours = ours and _is_of_best(progress.get("best")) and _is_of_guard(progress.get("guard"))
         ours = ours and (own is None or {"random", "order"} <= own.keys())
         problem = None if ours else "its names, shapes or counts do not fit each other"
@@ -108,9 +142,9 @@ def _is_of_guard(saved: Any) -> bool:
 def _load_average(ema: AveragedModel, saved: dict[str, Any], model: dict[str, Any]) -> None:
     """Load the average that was saved, or, where ema was not used before, the model's weights."""
     average = weights_of(saved)
-    ema.module.load_state_dict(parts(ema.module, average or model))
+    load_full(ema.module, average or model)
     if average:
-        ema.n_averaged.copy_(saved["n_averaged"])
+        ema.n_averaged.copy_(opened(saved["n_averaged"]))
 
 
 def _found_rate(progress: dict[str, Any], source: Path) -> float:

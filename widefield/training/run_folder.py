@@ -3,6 +3,7 @@
 config.yaml  plan.yaml  record.jsonl  summary.csv  tensorboard/  checkpoints/  report.html  model.json
 weights.safetensors  best.safetensors  evaluation.json  evaluation.csv  mistakes/  samples/ (of labels per pixel)
 nan.json (after NaN)  guard/ (batches that the guard refused)  planned.json (where the planner chose the plan)
+stopped.json (after a stop, see endings.py)
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _WRITTEN = (
 """The files and folders that training writes."""
 _FURTHER = re.compile(
     r"\.lock|evaluated\.(json|csv)|(wandb|mlflow)_run_id\.txt|timeline-rank\d+\.json|bench\.(json|csv)|predictions|"
-    r"model\.(safetensors|pt|onnx)|planned\.json|guard|.*\.part"
+    r"model\.(safetensors|pt|onnx)|planned\.json|guard|stopped\.json|.*\.part"
 )
 
 

@@ -32,7 +32,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Neste
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Nested) -> None:
-    """Load what `optimizer_state` returned, with full tensors, of which this rank takes its shards.
+    """Load what `optimizer_state` returned, with full tensors, also unread ones, of which this rank takes its shards.
 
     ValueError: the state is of another optimizer class, or of parameters that the model does not have.
     """
@@ -60,18 +60,19 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
 
 def _like(model: nn.Module, name: str, parameter: nn.Parameter, value: Any, shape: list[int]) -> Any:
     """A value of the state on its parameter's device; a tensor of the parameter's shape is sharded as the parameter is."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor | sharded_state.UnreadTensor):
         return value
-    if list(value.shape) == shape:
-        moved = torch.empty_like(parameter, dtype=value.dtype)  # keeps the memory format, which the fused kernels want
-        sharded_state.local(moved).copy_(sharded_state.local(sharded_state.part(model, name, value)))
+    whole = sharded_state.opened(value)
+    if list(whole.shape) == shape:
+        moved = torch.empty_like(parameter, dtype=whole.dtype)  # keeps the memory format, which the fused kernels want
+        sharded_state.local(moved).copy_(sharded_state.local(sharded_state.part(model, name, whole)))
         return moved
-    return value.to(parameter.device)
+    return whole.to(parameter.device, copy=True)
 
 
 def _copied(value: Any) -> Any:
     """A copy, since optimizers count in place and two groups may get the same tensor."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    return sharded_state.opened(value).clone() if isinstance(value, torch.Tensor | sharded_state.UnreadTensor) else value
 
 
 def random_state() -> Nested:

@@ -13,6 +13,7 @@ import json
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from widefield.sharded_state import UnreadTensor
 from widefield.tiled.redistribute import is_dense
 from widefield.trust import inside
 
@@ -138,6 +140,30 @@ def read(folder: Path, strides: Mapping[str, list[int] | None]) -> dict[str, Ten
     return tensors
 
 
+def unread(folder: Path, strides: Mapping[str, list[int] | None]) -> dict[str, UnreadTensor]:
+    """The tensors named by `strides`, each of which is read when it is asked for.  Strides are not kept.
+
+    FormatError: the index holds something else than `write` leaves; a tensor's own file, when it is read.
+    """
+    index = _index(folder)
+    missing = next((name for name in strides if name not in index), None)
+    if missing is not None:
+        raise FormatError(f"{INDEX} has no tensor {missing!r}")
+    return {
+        name: UnreadTensor(tuple(entry["shape"]), _DTYPES[entry["dtype"]], partial(_mapped, folder, name, entry))
+        for name, entry in ((name, index[name]) for name in strides)
+    }
+
+
+def _mapped(folder: Path, name: str, entry: Entry) -> Tensor:
+    """A stored tensor in memory that is mapped from its file."""
+    try:
+        with safe_open(inside(folder, entry["file"]), framework="pt") as opened:
+            return _checked(opened.get_tensor(name), entry)
+    except (SafetensorError, RuntimeError, TypeError) as error:
+        raise FormatError(f"{entry['file']}: {error}") from None
+
+
 def _index(folder: Path) -> dict[str, Entry]:
     try:
         index = json.loads((folder / INDEX).read_text(encoding="ascii"))
@@ -154,13 +180,18 @@ def _index(folder: Path) -> dict[str, Entry]:
     return index
 
 
-def _checked_copy(stored: Tensor, entry: Entry, stride: list[int] | None) -> Tensor:
-    """A copy of a stored tensor, with the dtype of the index and the given strides; FormatError where these do not fit."""
+def _checked(stored: Tensor, entry: Entry) -> Tensor:
+    """A stored tensor with the dtype of the index; FormatError where dtype or shape are others."""
     dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
     pairs = dtype in _PAIRS
     if stored.dtype != _PAIRS.get(dtype, dtype) or list(stored.shape) != [*shape, *[2] * pairs]:
         raise FormatError(f"a tensor is {list(stored.shape)} of {stored.dtype} there, and {INDEX} says {shape} of {dtype}")
-    whole = torch.view_as_complex(stored) if pairs else stored
+    return torch.view_as_complex(stored) if pairs else stored
+
+
+def _checked_copy(stored: Tensor, entry: Entry, stride: list[int] | None) -> Tensor:
+    """A copy of a stored tensor, with the dtype of the index and the given strides; FormatError where these do not fit."""
+    whole, shape, dtype = _checked(stored, entry), entry["shape"], _DTYPES[entry["dtype"]]
     if stride is None:
         return whole.clone(memory_format=torch.contiguous_format)
     layout = torch.empty_strided(shape, stride, dtype=dtype, device="meta")

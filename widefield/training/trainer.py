@@ -17,6 +17,7 @@ from widefield.config import RunConfig
 from widefield.data.batch import Batch
 from widefield.plans import to_text
 from widefield.quantity import Duration
+from widefield.refusal import TO_BE_CONTINUED
 from widefield.sharded_state import gather_full_on_main
 from widefield.tiled.sync_batch_norm import average_running_statistics, broadcast_buffers
 from widefield.training import disk
@@ -25,6 +26,7 @@ from widefield.training.assemble import Parts, evaluate_parts
 from widefield.training.best import value_in
 from widefield.training.checkpoint import About, Checkpoints
 from widefield.training.checkpoint_directory import name_of
+from widefield.training.endings import STOPPED, write_stopped
 from widefield.training.evaluate import Evaluation
 from widefield.training.evaluation_files import write_evaluation
 from widefield.training.guard import NonFiniteLossError, RefusedStepError, RollBack
@@ -34,7 +36,7 @@ from widefield.training.loop import Learner, Passes
 from widefield.training.memory import peak_memory_bytes
 from widefield.training.out_of_memory import FullMemoryError
 from widefield.training.record import Record, versions
-from widefield.training.resume import own_state, state_of
+from widefield.training.resume import changes_of, own_state, state_of
 from widefield.training.run_events import EndFacts, EvaluationFacts, StepFacts, call
 from widefield.training.run_folder import (
     BEST,
@@ -89,6 +91,7 @@ class Trainer:
         """Train to the last step, or until a signal or a full disk asks to stop."""
         self.abandonable = Abandonable(self.learner, interrupt, passes=self.config.gradient.accumulate)
         learner, config, stopped = self.learner, self.config, False
+        learner.before_update = self.checkpoints.wait_until_copied
         evaluate_every, save_every = self._steps(config.evaluate.every), self._steps(config.checkpoint.every)
         while learner.step < self.last and not stopped and not self.ends_early:
             before = learner.step
@@ -266,7 +269,8 @@ class Trainer:
                 f"a weight is no finite number after step {learner.step}, so nothing was saved; the newest checkpoint is from "
                 "before that. A lower optimizer.lr or optimizer.clip_norm=1 are the usual cures"
             )
-        self.checkpoints.save(state_of(learner), self._about(), own=own_state(learner), wait=wait)
+        state, changes = state_of(learner), changes_of(learner)
+        self.checkpoints.save(state, self._about(), own=own_state(learner), wait=wait, changes=changes)
         self.saving = learner.step
         self._record_saves()
 
@@ -299,24 +303,34 @@ class Trainer:
         learner = self.learner
         self.checkpoints.wait()
         self._record_saves()
-        status = 1 if self.checkpoints.failure is not None else 0
-        if not complete and self.mesh.world.launcher != "torchrun":  # torchrun takes any status but 0 for a crash
-            status = 128 + (interrupt.signal or signal.SIGTERM)
         weights = self._full_weights()
-        self.mesh.together(lambda: self._write_weights(weights) if self.record is not None else None)
-        if self.record is not None:
-            self.record.end("complete" if complete else "interrupted", step=learner.step, text=self._end_in_words(complete))
-            status = self._close(self.record) or status
+        if complete:
+            self.mesh.together(lambda: self._write_weights(weights) if self.record is not None else None)
+        elif self.record is not None:  # the run goes on from a checkpoint: nothing here may keep it from ending
+            self.record.attempt(WEIGHTS, lambda: write_weights(self.folder, weights))
         reason: Literal["complete", "interrupted"] = "complete" if complete else "interrupted"
+        status = (1 if self.checkpoints.failure is not None else 0) if complete else self._status_of_stopped(interrupt)
+        if self.record is not None:
+            self.record.end(reason, step=learner.step, text=self._end_in_words(complete))
+            if not complete:
+                self.record.attempt(STOPPED, lambda: write_stopped(self.folder, step=learner.step, by=interrupt.signal))
+            if self._close(self.record) and (complete or self.record.is_lost):
+                status = 1
         best = learner.best
         self._call("on_end", EndFacts(reason, learner.step, self.folder, best.step, best.value, self.mesh.rank))
         return Outcome(reason, learner.step, status, self.evaluation, self.folder)
+
+    def _status_of_stopped(self, interrupt: Interrupt) -> int:
+        """TO_BE_CONTINUED, and 130 where a person pressed Ctrl-C; a launcher knows of that by itself."""
+        by_hand = interrupt.signal == signal.SIGINT and self.mesh.world.launcher == "none"
+        return 128 + signal.SIGINT if by_hand else TO_BE_CONTINUED
 
     def _end_in_words(self, complete: bool) -> str:
         learner, best = self.learner, self.learner.best
         at = f"step {learner.step} of {self.last}"
         if not complete:
-            return f"stopped at {at}; the same command goes on from there"
+            saved = self.checkpoints.failure is None
+            return f"stopped at {at}; the same command goes on from {'there' if saved else 'the newest checkpoint'}"
         text = "trained to the end"
         if learner.step < self.last:
             text = f"ended early at {at}: {best.since} evaluations in a row without a better {best.metric}"

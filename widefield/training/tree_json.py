@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widefield.sharded_state import RemoteTensor
+from widefield.sharded_state import RemoteTensor, UnreadTensor
 
 
 def to_json(value: Any, *, name: str = "", taken: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
@@ -45,7 +45,7 @@ def tensors_in(text: str) -> dict[str, list[int] | None]:
     return found
 
 
-def from_json(text: str, tensors: Mapping[str, Tensor]) -> Any:
+def from_json(text: str, tensors: Mapping[str, Tensor | UnreadTensor]) -> Any:
     """The value from which `to_json` made the text.  tensors: by name; there may be more than the text refers to."""
     return _decode(json.loads(text), tensors)
 
@@ -96,7 +96,7 @@ def _encode_dict(value: Mapping, path: str, tensors: dict[str, Tensor], taken: M
     return {"$dict": [list(pair) for pair in pairs]}
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode(value: Any, tensors: Mapping[str, Tensor | UnreadTensor]) -> Any:
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
