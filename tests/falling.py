@@ -27,11 +27,15 @@ Plant = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """status: as the shell has it, -9 for a kill.  seconds: after the first rank fell; after the start, where none did."""
+    """status: as the shell has it, -9 for a kill.  seconds: after the first rank fell; after the start, where none did.
+
+    time: of the end, as time.time() has it.
+    """
 
     status: int
     said: str
     seconds: float
+    time: float = 0.0
 
 
 def fall(size: int, arguments: list[Any], plant: Plant, *, folder: Path, limit_seconds: float = 90.0) -> list[Ended]:
@@ -59,7 +63,9 @@ def fall(size: int, arguments: list[Any], plant: Plant, *, folder: Path, limit_s
         process.join()
     said = [(folder / f"said{rank}").read_text() for rank in range(size)]
     fell = min([float(when) for text in said for when in re.findall(rf"{FELL} ([\d.]+)", text)], default=began)
-    return [Ended(int(processes[r].exitcode or 0), said[r], ends.get(r, time.time()) - fell) for r in range(size)]
+    last = time.time()
+    times = [ends.get(rank, last) for rank in range(size)]
+    return [Ended(int(processes[r].exitcode or 0), said[r], times[r] - fell, times[r]) for r in range(size)]
 
 
 def _free_port() -> int:
@@ -171,6 +177,11 @@ def worker_killed(who: int, rank: int) -> None:
         return read(self, keys)
 
     SampleReader.__getitems__ = planted  # type: ignore[method-assign]
+
+
+def asking(text: str, rank: int) -> None:
+    """The faults that WIDEFIELD_FAULTS asks for."""
+    os.environ["WIDEFIELD_FAULTS"] = text
 
 
 def nothing(rank: int) -> None:

@@ -454,6 +454,34 @@ def check_stage_backward(run):
     assert list(inspect.signature(run).parameters)[:3] == ["stage_output", "output_grads", "input_values"]
 
 
+def check_flight_records(read) -> None:
+    assert all("entries" not in text or "collective_seq_id" in text for text in read())
+    assert any(name.endswith("_trace_json") for name in dir(torch._C._distributed_c10d))
+
+
+def check_group_hooks(hooked) -> None:
+    if not hasattr(dist.ProcessGroup, "register_pre_hook"):
+        return  # a torch before 2.14, where first steps are not compared
+    called, store = [], dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        close = hooked(dist.group.WORLD, lambda operation, tensors: called.append((operation, tensors[0].shape)))
+        dist.all_reduce(torch.ones(3))
+        close()
+        dist.all_reduce(torch.ones(4))
+    finally:
+        dist.destroy_process_group()
+    assert called == [("ALLREDUCE", torch.Size([3]))]
+
+
+def check_messages_of_stages(replaced) -> None:
+    from torch.distributed.pipelining import schedules
+
+    with replaced(lambda post: lambda operations, desc=None: (post(operations, desc), "asked")):
+        assert schedules._batch_p2p([]) == ([], "asked")
+    assert schedules._batch_p2p([]) == []
+
+
 def holds(found: Any) -> None:
     assert found
 
@@ -554,8 +582,11 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "resolve_process_group": callable,
     "abort": lambda _: holds(dist.ProcessGroup._get_backend),
     "sequence_number": lambda _: holds(dist.ProcessGroup._get_sequence_number_for_group),
+    "flight_records": check_flight_records,
+    "group_hooks": check_group_hooks,
     # pipelining.py, dtensor.py
     "stage_backward": check_stage_backward,
+    "messages_of_stages": check_messages_of_stages,
     "clear_sharding_prop_cache": lambda clear: holds(clear() is None),
 }
 

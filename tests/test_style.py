@@ -24,7 +24,7 @@ STORIES = {"run.py": 60}
 
 MAY_SEND = (
     "comm/", "tiled/", "streaming/", "tensor_parallel/", "pipelining/", "parallel/", "verification/", "sharded_state.py",
-    "training/checkpoint.py", "private_torch/",
+    "training/checkpoint.py", "private_torch/", "faults/points.py",
 )  # fmt: skip
 """Rooms and files that may use torch.distributed."""
 

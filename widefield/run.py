@@ -71,9 +71,10 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     try:
         with ExitStack() as stack:
             interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=world.rank == 0))
-            mesh = join(world, plan)
+            mesh = join(world, plan, timeout_seconds=_longest_wait(config))
             stack.callback(leave, mesh)
             with FailureWatch(mesh) as watch:  # ends before the contexts of the stack, so it sees an error first
+                _with_faults(stack, folder, mesh)
                 return _train(config, folder, replace(mesh, watch=watch), interrupt, stack, given, why_refitted)
     except FullMemoryError as error:
         if world.size > 1:
@@ -179,6 +180,21 @@ def _say_that_a_stop_stands(mesh: Mesh, step: int) -> None:
         print(f"widefield: {text}", file=sys.stderr, flush=True)
 
 
+def _longest_wait(config: RunConfig) -> float:
+    """Seconds after which a message fails by itself: later than the watch ends a run that hangs, which knows more."""
+    return max(600.0, 60.0 + (config.log.hang_seconds or 0.0))
+
+
+def _with_faults(stack: ExitStack, folder: Path, mesh: Mesh) -> None:
+    """Let befall this rank what WIDEFIELD_FAULTS asks for.  ValueError: it cannot be read."""
+    text = os.environ.get("WIDEFIELD_FAULTS")
+    if text:
+        from widefield.faults.points import faults_of, planted  # imported late, as other runs have no use for it
+
+        faults = faults_of(text, ranks=mesh.size, goes_on=(folder / "record.jsonl").is_file())
+        stack.enter_context(planted(faults, mesh, folder))
+
+
 def _parts_of(
     config: RunConfig, folder: Path, mesh: Mesh, interrupt: Interrupt, given: Given, *, goes_on: bool
 ) -> tuple[Parts, list[str]]:
@@ -235,16 +251,25 @@ def _watched(stack: ExitStack, folder: Path, learner: Learner, batches: Iterator
     """The passes of the run's steps, with a timeline and a watch for missing ranks where the config asks for them."""
     log, mesh = learner.config.log, learner.mesh
     warn = partial(print, "warning:", file=sys.stderr, flush=True)
-    attempt, begins = Attempts(folder, warn), None
+    attempt, begins = Attempts(folder, warn), list[Callable[[], object]]()
     if log.timeline:
         timeline = Timeline(folder, rank=mesh.rank)
-        begins = partial(attempt, timeline.path.name, timeline.step)
+        begins.append(partial(attempt, timeline.path.name, timeline.step))
         stack.callback(attempt, timeline.path.name, timeline.close)
-    passes = Passes(batches, learner.config.gradient.accumulate, begins=begins)
+    passes = Passes(batches, learner.config.gradient.accumulate, begins=lambda: [begin() for begin in begins])
     stack.callback(passes.close)
-    if log.stall_seconds is not None and mesh.size > 1:
-        at = lambda: (learner.step, passes.in_step_since)  # noqa: E731
-        stack.enter_context(StallWatch(mesh, seconds=log.stall_seconds, at=at, warn=warn))
+    if mesh.size > 1 and not (log.stall_seconds is None and log.hang_seconds is None):
+        assert mesh.watch is not None
+        watch = StallWatch(
+            mesh,
+            seconds=math.inf if log.stall_seconds is None else log.stall_seconds,
+            at=lambda: (learner.step, passes.in_step_since),
+            warn=warn,
+            hang_seconds=log.hang_seconds,
+            end=mesh.watch.end,
+        )
+        begins.append(stack.enter_context(watch).begin_step)
+        mesh.watch.evidence = watch.oddity
     return passes
 
 

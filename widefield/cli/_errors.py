@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from widefield.redaction import redacted
-from widefield.refusal import FOLLOWED, REFUSED, is_ours, printable
+from widefield.refusal import REFUSED, is_ours, printable
 
 
 def say(error: Exception, *, is_rank: bool) -> int | None:
@@ -22,7 +22,7 @@ def say(error: Exception, *, is_rank: bool) -> int | None:
 
     if isinstance(error, PeerFailedError):
         _print_error(f"rank {rank}: {error}")
-        return FOLLOWED
+        return error.status
     print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     _print_error(f"rank {rank} {in_words(error)}")
     return 1

@@ -11,7 +11,12 @@
     halo.py            pixels from the ranks that own them to the ranks that want them, and sums over ranks
     failure.py         an error on one rank ends the run on all ranks, with its reason
     attempt.py         work that a rank may give up, without an end of the run
-    stall_watch.py     which rank is missing when a step does not end
+    stall_watch.py     which rank is missing when a step does not end, and which is slow; a run that hangs is ended
+    stand.py, verdict.py
+                       what a rank reports of itself, and what follows from all reports
+    fingerprints.py    the first steps' collectives, compared between ranks
+    flight_recorder.py, message_tally.py
+                       which collectives, and which messages between two ranks, a rank has begun
     at_exit.py         threads of messages end before the interpreter does
     timeline.py        profiler traces, and how long a step's messages took
 

@@ -7,6 +7,8 @@ its reason.
 
 A rank that waits for a gloo message gets an error when the failed rank closes its connections; NCCL's waits are aborted here.
 A rank whose main thread still does not return is ended.  A problem that all ranks raise together (AgreedError) needs no report.
+
+A run that hangs has no rank that fails.  All ranks but the first leave at once then, which ends the waits of that one.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from widefield.comm.devices import passes_the_host
+from widefield.comm.fingerprints import RanksDifferError
 from widefield.comm.keepalive import asking_whether_alive
 from widefield.comm.mesh import AgreedError, Mesh
-from widefield.comm.stall_watch import TORCH, line_in_words, place_of
+from widefield.comm.stand import TORCH, line_in_words, place_of
 from widefield.private_torch.process_groups import abort, c10d_world, get_default_store
 from widefield.refusal import FOLLOWED, is_ours
 
@@ -38,6 +42,8 @@ HEARD_SECONDS = 1.0
 """How long a failed rank waits for the others to read its report before it exits."""
 LEAVE_SECONDS = 10.0
 """How long the main thread of a rank may take to leave the watched block after another rank's report was read."""
+HUNG_LEAVE_SECONDS = 1.0
+"""The same of rank 0 where the run is ended because it hangs; the others leave before, and so end its waits."""
 MOST = 4000
 """Characters of an error that are reported."""
 _FAILED, _HEARD, _STOP = "failed", "heard", "stop"
@@ -47,11 +53,21 @@ _LOST = (
     "Connection timed out", "No route to host",
 )  # fmt: skip
 """Texts in errors of gloo and NCCL where a peer is gone."""
+NOBODY = -1
+"""In place of the reporting rank where the run hangs: every rank hears of it, the one that found it out too."""
 _watches = itertools.count()
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank failed or is lost; the text says which, where that is known, and why."""
+    """Another rank failed or is lost; the text says which, where that is known, and why.  status: that this rank exits with."""
+
+    status = FOLLOWED
+
+
+class CulpritError(PeerFailedError):
+    """The ranks cannot go on because of this one, as another rank has found out; the text says why."""
+
+    status = 1
 
 
 class FailureWatch:
@@ -60,15 +76,19 @@ class FailureWatch:
     An error that leaves the block on one rank is raised there unchanged, and becomes a PeerFailedError on the others.  An
     AgreedError is raised as it is, since all ranks raise it.  On a single rank the watch does nothing.
     stuck: called from a thread with the text when the main thread does not leave the block and the process is about to end.
+    evidence: asked when a rank was lost, in what this rank's messages differ from what they were; "" where they do not.
     """
 
     def __init__(self, mesh: Mesh, *, stuck: Callable[[str], None] = lambda text: None) -> None:
         self.stuck, self.stops = stuck, False
+        self.evidence: Callable[[], str] = lambda: ""
         """`stops`: whether a rank has called `ask_to_stop`."""
         self._mesh, self._main = mesh, threading.main_thread().ident
         self._over = threading.Event()
         self._peer_failure: str | None = None
-        """The text of another rank's failure, once it is known."""
+        """The text of another rank's failure, or of why the run hangs, once it is known."""
+        self._culprits: list[int] = []
+        """The ranks because of which it hangs, or because of which messages did not fit."""
         self._has_reported = False
         self._thread: threading.Thread | None = None
         if mesh.group is not None:
@@ -104,14 +124,49 @@ class FailureWatch:
         """
         if self._thread is None or self._has_reported or isinstance(error, (AgreedError, PeerFailedError)):
             return error
-        lost = _is_of_a_lost_peer(error)
-        text = _lost_in_words(error) if lost else in_words(error)
+        text, culprits, lost = self._as_report(error)
         if self._peer_failure is None:  # a failed rank reports before its connections are closed
-            self._peer_failure = self._report_first(text)
+            self._peer_failure = self._report_first(text, culprits)
         if self._peer_failure is not None:
-            return PeerFailedError(self._peer_failure)
+            return self._of_peers(self._peer_failure)
         self._has_reported = True
-        return PeerFailedError(f"rank {self._mesh.rank} {text}") if lost else error
+        self._culprits = culprits
+        return self._of_peers(text if culprits else f"rank {self._mesh.rank} {text}") if lost or culprits else error
+
+    def _as_report(self, error: BaseException) -> tuple[str, list[int], bool]:
+        """What to report of an error, the ranks to blame where they are known, and whether it says that a rank was lost."""
+        cause = cause_of(error)
+        if isinstance(cause, RanksDifferError):
+            return str(cause), cause.culprits, False
+        if not _is_of_a_lost_peer(error):
+            return in_words(error), [], False
+        odd = self.evidence()
+        return _lost_in_words(error) + (f". Or this rank sent what the other did not expect: {odd}" if odd else ""), [], True
+
+    def _of_peers(self, text: str) -> PeerFailedError:
+        return CulpritError(text) if self._mesh.rank in self._culprits else PeerFailedError(text)
+
+    def end(self, text: str, culprits: Sequence[int]) -> None:
+        """End the run on all ranks, this one included, since it hangs.  Any thread may call it.
+
+        text: a sentence that names the ranks that the others wait for, which are the culprits.
+        """
+        if self._thread is None:
+            return
+        try:
+            answer = Future[Any]()
+            threading.Thread(target=self._write_first, args=(text, culprits, answer), daemon=True).start()
+            answer.result(HEARD_SECONDS)
+        except (RuntimeError, TimeoutError):  # nobody can be told: the store is gone, or does not answer
+            self._culprits = list(culprits)
+            self._hear(text, hangs=True)
+
+    def _write_first(self, text: str, culprits: Sequence[int], answer: Future[Any]) -> None:
+        try:
+            report = json.dumps({"rank": NOBODY, "text": text[:MOST], "culprits": list(culprits)})
+            answer.set_result(self._store.compare_set(_FAILED, "", report))
+        except RuntimeError as error:
+            answer.set_exception(error)
 
     def ask_to_stop(self) -> None:
         """Set `stops` on every rank: there is a problem to agree on (Mesh.agree)."""
@@ -121,9 +176,9 @@ class FailureWatch:
 
     # ------------------------------------------------------------------------------------------ the store
 
-    def _report_first(self, text: str) -> str | None:
+    def _report_first(self, text: str, culprits: Sequence[int]) -> str | None:
         """Write this rank's report unless there is one; the report of the rank that was first, None if that is this rank."""
-        mine = json.dumps({"rank": self._mesh.rank, "text": text[:MOST]})
+        mine = json.dumps({"rank": self._mesh.rank, "text": text[:MOST], "culprits": list(culprits)})
         try:
             return self._text_of(self._store.compare_set(_FAILED, "", mine))
         except RuntimeError:  # the process that serves the store has ended
@@ -132,7 +187,10 @@ class FailureWatch:
     def _text_of(self, found: bytes) -> str | None:
         """`rank 1 failed: ...`; None for this rank's own report."""
         report = json.loads(found)
-        return None if report["rank"] == self._mesh.rank else f"rank {report['rank']} {report['text']}"
+        if report["rank"] == self._mesh.rank:
+            return None
+        self._culprits = report["culprits"]
+        return report["text"] if self._culprits or report["rank"] == NOBODY else f"rank {report['rank']} {report['text']}"
 
     def _wait_until_heard(self) -> None:
         """Keep the store and the connections open until the other ranks' threads have read the report."""
@@ -152,29 +210,33 @@ class FailureWatch:
             try:
                 self.stops = self.stops or self._store.check([_STOP])
                 if self._store.check([_FAILED]):
-                    text = self._text_of(self._store.get(_FAILED))
+                    found = self._store.get(_FAILED)
+                    text = self._text_of(found)
                     if text is not None:
                         self._store.add(_HEARD, 1)
-                        self._hear(text)
+                        self._hear(text, hangs=json.loads(found)["rank"] == NOBODY)
                     return
             except RuntimeError:
                 return  # the process that serves the store has ended: a rank that waits for that process gets an error
 
-    def _hear(self, text: str) -> None:
+    def _hear(self, text: str, *, hangs: bool) -> None:
         self._peer_failure = text
         if self._mesh.device.type == "cuda":
             abort_nccl(self._mesh.device, list(c10d_world.pg_map))
-        if self._over.wait(LEAVE_SECONDS):
+        leave_seconds = LEAVE_SECONDS if not hangs else HUNG_LEAVE_SECONDS if self._mesh.is_main else 0.0
+        if self._over.wait(leave_seconds):
             return
         place = place_of(sys._current_frames().get(self._main or 0))
         self.stuck(text)
         print(
             f"widefield: rank {self._mesh.rank}: {text}\nwidefield: rank {self._mesh.rank} did not come back from {place} "
-            f"within {LEAVE_SECONDS:.0f} s and is ended",
+            f"within {leave_seconds:.0f} s and is ended"
+            if leave_seconds
+            else f"widefield: rank {self._mesh.rank}: {text}",
             file=sys.stderr,
             flush=True,
         )
-        os._exit(FOLLOWED)
+        os._exit(self._of_peers(text).status)
 
 
 def abort_nccl(device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:

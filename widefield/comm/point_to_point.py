@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from widefield.comm.devices import passes_the_host
+from widefield.comm.message_tally import note
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
@@ -23,6 +24,10 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group:
 
     sends, receives: contiguous tensors by the peer's rank in the group; unchanged until the works returned were waited for.
     """
+    for peer in receives:
+        note("receive", group, peer)
+    for peer in sends:
+        note("send", group, peer)
     posts = [dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer) for peer, buffer in receives.items()]
     posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer, message in sends.items()]
     return dist.batch_isend_irecv([_through_host(post) for post in posts])
@@ -30,11 +35,13 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], group:
 
 def send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
     """Send a contiguous tensor to rank `peer` of the group, which receives it."""
+    note("send", group, peer)
     dist.send(tensor.cpu() if passes_the_host(group, tensor.device) else tensor, group_dst=peer, group=group)
 
 
 def receive(buffer: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
     """Fill the contiguous `buffer` with what rank `peer` of the group sends, and return it."""
+    note("receive", group, peer)
     if not passes_the_host(group, buffer.device):
         dist.recv(buffer, group_src=peer, group=group)
         return buffer

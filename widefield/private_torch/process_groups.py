@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,3 +29,26 @@ def sequence_number(group: dist.ProcessGroup) -> int:
     """How many collectives a group has begun on this rank: of a rank that hangs, it says which message others wait for."""
     counted: Any = group
     return counted._get_sequence_number_for_group()
+
+
+def flight_records() -> list[str]:
+    """The dumps of torch's flight recorders, of gloo and of NCCL, as JSON: what the last collectives of this rank were."""
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch 2.11 has no recorder of gloo's collectives
+    dumps = [dump for name in names if (dump := getattr(torch._C._distributed_c10d, name, None)) is not None]
+    found = [dump(includeCollectives=True, onlyActive=False) for dump in dumps]
+    return [text.decode() if isinstance(text, bytes) else text for text in found]
+
+
+def group_hooks(group: dist.ProcessGroup, before: Callable[[str, Sequence[torch.Tensor]], None]) -> Callable[[], None]:
+    """Have `before(operation, tensors)` called before each collective of a group, also those that C++ calls.
+
+    What is returned ends that.  `before` may raise: then the collective is not called.  Needs torch 2.14 (`register_pre_hook`).
+    """
+    hooked: Any = group
+    number = id(before)  # any number that no other hook of the group has
+
+    def called(arguments: Any) -> None:
+        before(arguments.name.name, arguments.input_tensors or arguments.output_tensors)
+
+    hooked.register_pre_hook(number, called)
+    return lambda: hooked.unregister_pre_hook(number)

@@ -16,6 +16,7 @@ One JSON object per line, each with `kind` and `time` (unix seconds):
                 usual, score, samples, index and images, batch (where it is kept), and step unless the run goes back; of a
                 return: left, to, checkpoint; of replicas that differ: found, after_step, part, ranks, replicas, names, is_named
     warning     text
+    fault       rank, at (the step), fault, asked: what was injected on purpose, written by that rank before it came
     end         reason (complete, interrupted or failed), step, text
 
 A number that is not finite is written as the text "nan", "inf" or "-inf", which strict JSON parsers and `float(...)` accept;
