@@ -22,6 +22,7 @@ VERBS = (
     "data",
     "inspect",
     "train",
+    "launch",
     "evaluate",
     "predict",
     "export",

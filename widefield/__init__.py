@@ -17,6 +17,7 @@ wf.evaluate("runs/one")
 wf.predict("runs/one", "scan.png")
 print(wf.plan("digits", "mesh.shard=4"))
 print(wf.doctor("runs/one"))                             # what stopped it; without a folder, what would stop a run here
+wf.launch("slurm", "my.yaml", nodes=4, gpus=8, time="12:00:00")
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from widefield.config import RunConfig, read_config
     from widefield.image_files import open_image
     from widefield.launchers import build_mesh
+    from widefield.launching import launch
     from widefield.parallel.optimizer_steps import clip_grad_norm_
     from widefield.parallel.parallelize import parallelize, share_states
     from widefield.parallel.passes import backward_of, without_sync
@@ -59,6 +61,7 @@ _DOOR = {
     "evaluate_exactly": "training.exact_evaluation",
     "from_reader": "streaming.storage.windowed_image",
     "from_tile": "tiled.api",
+    "launch": "launching",
     "load": "training.own_loop",
     "open_image": "image_files",
     "parallelize": "parallel.parallelize",
@@ -96,6 +99,7 @@ __all__ = [
     "evaluate_exactly",
     "from_reader",
     "from_tile",
+    "launch",
     "load",
     "open_image",
     "parallelize",

@@ -351,7 +351,7 @@ note(f"rank{rank}", json.dumps([sys.argv[1:], *map(os.environ.get, ("OMP_NUM_THR
 def test_ranks_have_torchruns_variables(monkeypatch):
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     first, second = local._environments(2, "a run that never was", "127.0.0.1", 29500)
-    assert torchrun.detect(second) == World(1, 2, 1, 2, "127.0.0.1", 29500, "torchrun")
+    assert torchrun.detect(second) == World(1, 2, 1, 2, "127.0.0.1", 29500, "torchrun", "a run that never was")
     assert first["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and first["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     assert local._environments(1, "", "", 1)[0]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError
+import os
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 
 def add_weights(parser: ArgumentParser, *, default: str) -> None:
@@ -14,6 +15,25 @@ def add_weights(parser: ArgumentParser, *, default: str) -> None:
 def add_trust(parser: ArgumentParser) -> None:
     text = "run the code that a run folder's config.yaml names (model.name=module:callable); without it, that is refused"
     parser.add_argument("--trust", action="store_true", help=text)
+
+
+def add_place(parser: ArgumentParser) -> None:
+    """Options of a start by hand, once per rank."""
+    place = parser.add_argument_group("a start by hand, once per rank")
+    place.add_argument("--rank", type=given_text, metavar="N", help="of this process, from 0 on")
+    place.add_argument("--world-size", type=given_text, metavar="N", help="all ranks")
+    text = "rank 0's host and a free port there, or file:///PATH that all hosts share"
+    place.add_argument("--rendezvous", type=given_text, metavar="HOST:PORT", help=text)
+    place.add_argument("--local-rank", type=given_text, metavar="N", help="on this machine; counted if left out")
+    place.add_argument("--local-world-size", type=given_text, metavar="N", help="ranks on this machine; counted if left out")
+    place.add_argument("--job", type=given_text, metavar="NAME", help="of the run; ranks of another one are refused")
+
+
+def set_place(options: Namespace) -> None:
+    """Put the options of `add_place` where launchers/by_hand.py reads them."""
+    names = ("rank", "world_size", "rendezvous", "local_rank", "local_world_size", "job")
+    given = {name: getattr(options, name) for name in names}
+    os.environ.update({f"WIDEFIELD_{name.upper()}": text for name, text in given.items() if text is not None})
 
 
 def given_text(text: str) -> str:

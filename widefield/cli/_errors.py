@@ -9,10 +9,13 @@ import traceback
 from widefield.redaction import redacted
 from widefield.refusal import REFUSED, is_ours, printable
 
+_RANKS = ("WIDEFIELD_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PET_NODE_RANK")
+"""Variables with this process's rank, the first that is set; launchers/ knows more of them."""
+
 
 def say(error: Exception, *, is_rank: bool) -> int | None:
     """Print an error; returns the exit status.  None, and nothing is printed, where Python should print a traceback."""
-    variable = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    variable = next((value for name in _RANKS if (value := os.environ.get(name))), "0")
     rank = int(variable) if variable.isdecimal() else 0
     if isinstance(error, (ValueError, NotImplementedError)) and is_ours(error):
         return _refuse(error, rank)

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from widefield.cli._arguments import add_weights
+from widefield.cli._arguments import add_place, add_weights, set_place
 from widefield.cli._ranks import world_of
 from widefield.config import read_config
 from widefield.config.recipe import EVALUATED, refuse_unused
@@ -31,9 +31,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in the run's config")
     add_weights(parser, default="last")
+    add_place(parser)
 
 
 def run(options: Namespace) -> int:
+    set_place(options)
     from widefield.training.run_folder import existing_folder
 
     config = read_config(

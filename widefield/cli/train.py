@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from widefield.cli._arguments import add_trust, count, given_text, number
+from widefield.cli._arguments import add_place, add_trust, count, given_text, number, set_place
 from widefield.cli._ranks import world_of
 from widefield.cli.init import recipe_of
 from widefield.config import RunConfig, json_schema, read_config
@@ -47,6 +47,9 @@ Kubeflow the same command sees its place in the environment and starts nothing:
   srun --ntasks 16 widefield train my.yaml --run runs/big
 
 (torchrun takes --run for an abbreviation of its own --run-path; --run-dir means the same and passes.)
+Without a launcher, type the command once per rank; widefield launch writes jobs for a cluster:
+
+  widefield train my.yaml --run runs/big --rank 0 --world-size 8 --rendezvous host:29500
 
 With --max-restarts the ranks that are started here start again when one fails or is killed, from the newest sound
 checkpoint, on the devices that are left:
@@ -77,9 +80,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     least = "after the same failure twice in a row go on with fewer ranks, down to N; without it the run ends then"
     parser.add_argument("--min-ranks", type=count, metavar="N", help=least)
     add_trust(parser)
+    add_place(parser)
 
 
 def run(options: Namespace) -> int:
+    set_place(options)
     if options.schema:
         print(json_schema(), end="")
         return 0
@@ -197,6 +202,10 @@ CASES: list[tuple[list[str], dict[str, Any] | str]] = [
     (["--schema"], {"schema": True, "recipe": None}),
     (["r.yaml", "--max-restarts", "3", "--min-ranks", "1"], {"max_restarts": 3, "min_ranks": 1}),
     (["r.yaml", "--max-restarts", "-1"], "'-1' is no number; write a whole number, 0 or more"),
+    (
+        ["r.yaml", "--rank", "1", "--world-size", "4", "--rendezvous", "n0:29500"],
+        {"rank": "1", "world_size": "4", "rendezvous": "n0:29500", "local_rank": None, "job": None},
+    ),
     (["r.yaml", "--run", ""], "it is empty; give it a value, or leave the option out"),
     (["r.yaml", "--rum", "x"], "not understood: --rum x; see widefield VERB --help"),
 ]

@@ -1,8 +1,12 @@
 """All communication between ranks: the mesh, its process groups, and the messages.
 
     mesh.py            the ranks and the axes of the mesh; join and leave
+    world.py           which rank this process is
     meeting.py         the store of the rendezvous
     keepalive.py       connections to a machine that is gone end with an error
+    meeting_file.py    a file that all machines share as the place to meet
+    roll_call.py       are all ranks here, once each, of this job, with the same versions
+    interfaces.py      network interfaces: of messages, and where this process listens
     devices.py         the device of a rank, and the backend of its messages
     process_groups.py  the process groups that a mesh needs
     collectives.py     collectives under the same name in every version of torch

@@ -12,6 +12,8 @@ import os
 import torch
 import torch.distributed as dist
 
+BINDS = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
+"""Environment variables of a launcher that shows each rank a GPU of its own, as the only one."""
 RANKS_PER_GPU = "WIDEFIELD_RANKS_PER_GPU"
 """Environment variable: how many ranks may share a GPU; 1 where it is not set."""
 
@@ -27,12 +29,15 @@ def ranks_per_gpu() -> int:
 def device_of(rank: int, local_rank: int) -> torch.device:
     """The GPU of the rank that is number `local_rank` on its machine, or the CPU where there is no GPU.
 
-    Makes it this process's current GPU.  Ranks that share GPUs are assigned round-robin.
+    Makes it this process's current GPU.  Ranks that share GPUs are assigned round-robin.  Where the launcher shows each rank
+    one GPU alone, it is that one; that no two ranks have the same is seen when they meet (roll_call.py).
     ValueError: the machine has more ranks than GPUs x ranks_per_gpu().
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count, most = torch.cuda.device_count(), torch.cuda.device_count() * ranks_per_gpu()
+    if count == 1 and any(os.environ.get(name) for name in BINDS):
+        local_rank = 0
     if local_rank >= most:
         share = f", for {ranks_per_gpu()} ranks each" if ranks_per_gpu() > 1 else ""
         raise ValueError(
@@ -43,6 +48,11 @@ def device_of(rank: int, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
+
+
+def gpu_of(device: torch.device) -> str | None:
+    """The identity of a GPU, the same for all processes that see it; None of a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def backend_for(device: torch.device) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import gc
 import os
-import socket
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,31 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from widefield.comm import collectives, process_groups
 from widefield.comm.at_exit import settle_before_exit
-from widefield.comm.devices import RANKS_PER_GPU, backend_for, device_of, passes_the_host
+from widefield.comm.devices import RANKS_PER_GPU, backend_for, device_of, gpu_of, passes_the_host
+from widefield.comm.interfaces import interfaces_in_words
 from widefield.comm.keepalive import asking_whether_alive
-from widefield.comm.meeting import store_of_meeting
+from widefield.comm.meeting import placed_on_machine, rendezvous_seconds, store_of_meeting
+from widefield.comm.world import AgreedError, World
 from widefield.geometry.layout import Grid
 from widefield.plans import Plan, check
+from widefield.plans.links import slow_links
 from widefield.private_torch.process_groups import c10d_world
 
 T = TypeVar("T")
-
-
-class AgreedError(ValueError):
-    """A problem that every rank raises with the same text, so one rank has to print it."""
-
-
-@dataclass(frozen=True)
-class World:
-    """What the launcher says of this process: its rank among `size`, its rank on its machine, the rendezvous address."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    address: str = "127.0.0.1"
-    port: int = 0
-    launcher: str = "none"
 
 
 @dataclass(frozen=True)
@@ -107,12 +92,20 @@ class Mesh:
     @property
     def reasons(self) -> list[str]:
         """What a user should know of how the ranks communicate, a sentence each."""
+        between = [] if self.group is None or self.world.has_one_host else self._between_machines
         if not passes_the_host(self.group, self.device):
-            return []
+            return between
         return [
             "messages between GPUs go by gloo through the host's memory, as where ranks share a GPU: NCCL takes one rank per "
-            f"GPU; for speed, start one rank per GPU and leave {RANKS_PER_GPU} out"
+            f"GPU; for speed, start one rank per GPU and leave {RANKS_PER_GPU} out",
+            *between,
         ]
+
+    @property
+    def _between_machines(self) -> list[str]:
+        """The network interface, and the axes that would better be on one machine."""
+        machines = -(-self.world.size // max(1, self.world.local_size))
+        return [f"{machines} machines: {interfaces_in_words()}", *slow_links(self.plan, max(1, self.world.local_size))]
 
     @property
     def copies(self) -> int:
@@ -293,7 +286,7 @@ def join(
     world: World,
     plan: Plan,
     *,
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float | None = None,
     device: torch.device | None = None,
     control_backend: str | None = "gloo",
 ) -> Mesh:
@@ -301,18 +294,22 @@ def join(
 
     A default process group that exists already is used as it is.  On a single rank nothing is initialized.
     device: what this rank computes on; by default its GPU, or the CPU where its machine has none.
+    timeout_seconds: of the rendezvous and of messages; None: `rendezvous_seconds()`.
     control_backend: of the groups whose messages are numbers and checkpoints on the host; None: that of the default group.
-    ValueError: the plan does not fit the number of ranks (before any message), the rendezvous address does not resolve, or
-        the other ranks do not come in time.
+    ValueError: the plan does not fit the number of ranks (before any message), the rendezvous address does not resolve, the
+        other ranks do not come in time, or do not fit (roll_call.py).
     """
     check(plan, ranks=world.size)
+    seconds = rendezvous_seconds() if timeout_seconds is None else timeout_seconds
+    if world.size > 1 and not dist.is_initialized():
+        world = placed_on_machine(world, timeout=datetime.timedelta(seconds=seconds))
     device = device or device_of(world.rank, world.local_rank)
     if world.size == 1:
         return Mesh(plan, world, device, grid=Grid(tuple(plan.space)))
     opened = not dist.is_initialized()
     with asking_whether_alive():
         if opened:
-            _meet(world, device, timeout_seconds)
+            _meet(world, device, seconds)
         assert dist.group.WORLD is not None
         return replace(_with_groups(plan, world, device, lambda: dist.group.WORLD, control_backend), opened=opened)
 
@@ -374,26 +371,18 @@ def leave(mesh: Mesh) -> None:
 
 
 def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
-    place, timeout = f"{world.address}:{world.port}", datetime.timedelta(seconds=timeout_seconds)
-    try:
-        socket.getaddrinfo(world.address, world.port)
-    except OSError as error:
-        raise ValueError(
-            f"rank {world.rank} of {world.size} cannot resolve the meeting place {place} ({error}); "
-            f"the environment of {world.launcher} names it: set MASTER_ADDR to a host that every rank can resolve"
-        ) from None
-    backend = backend_for(device)
+    timeout, backend = datetime.timedelta(seconds=timeout_seconds), backend_for(device)
     try:
         dist.init_process_group(
             backend=backend,
             rank=world.rank,
             world_size=world.size,
             timeout=timeout,
-            store=store_of_meeting(place=place, rank=world.rank, size=world.size, timeout=timeout),
+            store=store_of_meeting(world, timeout=timeout, gpu=gpu_of(device) if "nccl" in backend else None),
             device_id=device if "nccl" in backend else None,
         )
     except dist.DistError as error:
         raise ValueError(
-            f"rank {world.rank} of {world.size} did not meet the others at {place} within {timeout_seconds:.0f} s ({error}); "
-            "see that all ranks were started and that the port is open between their machines"
+            f"rank {world.rank} of {world.size} did not meet the others at {world.place} within {timeout_seconds:.0f} s "
+            f"({error}); see that all ranks were started and that the port is open between their machines"
         ) from None

@@ -11,17 +11,19 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from widefield.comm.world import FILE, World
 from widefield.config import PipelineConfig, RecomputeConfig, ShardingConfig
 from widefield.naming import load, names_in
 from widefield.plans import Plan
 
 if TYPE_CHECKING:
-    from widefield.comm.mesh import Mesh, World
+    from widefield.comm.mesh import Mesh
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
     """Whether a launcher seems to have started this process.  A guess that loads nothing: `world_from` knows."""
-    return any(name in environment for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PET_NODE_RANK"))
+    own = ("WIDEFIELD_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PET_NODE_RANK")
+    return any(name in environment for name in own)
 
 
 def world_from(environment: Mapping[str, str]) -> World | None:
@@ -60,7 +62,7 @@ def build_mesh(
     recompute: save less for the backward and compute it again there: True, or modules by name or pattern, as ["layer*.*"].
     ValueError or NotImplementedError, before any message: the axes do not fit the number of ranks, or cannot run exactly.
     """
-    from widefield.comm.mesh import World, current_world, join
+    from widefield.comm.mesh import current_world, join
 
     world = current_world() or world_from(os.environ) or World()
     others = shard * math.prod(space) * channel * stage
@@ -117,11 +119,12 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 def _checked(world: World) -> World:
     """Return `world`.  ValueError: its numbers contradict each other."""
-    if world.rank >= world.size or world.local_rank >= world.local_size or world.local_size > world.size:
+    local_size = world.local_size or 1  # 0 is not known yet
+    if world.rank >= world.size or world.local_rank >= local_size or local_size > world.size:
         raise ValueError(
             f"the environment of {world.launcher} contradicts itself: rank {world.rank} of {world.size}, "
             f"{world.local_rank} of {world.local_size} on its machine (ranks count from 0); start under one launcher only"
         )
-    if world.size > 1 and not 0 < world.port < 65536:
+    if world.size > 1 and not 0 < world.port < 65536 and not world.address.startswith(FILE):
         raise ValueError(f"the environment of {world.launcher} gives port {world.port} to meet at; set MASTER_PORT to 1..65535")
     return world

@@ -5,14 +5,19 @@ Reads PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MAS
 with several processes per pod torchrun is what must be started: `torchrun -m widefield train ... --run-dir DIR` reads
 them itself.  With one process per pod a pod is a rank.  For a single pod with `auto` processes the result is None, so that
 local.py starts a rank per GPU in it, which is what auto means.
+
+`widefield launch kubernetes` writes the manifests, see _kubernetes_manifests.py; its Indexed Job sets the same variables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from widefield.comm.mesh import World
+from widefield.comm.world import World
 from widefield.launchers import numbers, require
+from widefield.launchers._kubernetes_manifests import HELP, JOB, JOBS, write
+
+__all__ = ["CASES", "HELP", "JOB", "JOBS", "PRIORITY", "detect", "write"]
 
 PRIORITY = 10
 """Before mpi.py and slurm.py, which do not run inside of such a pod; after torchrun.py, which does."""

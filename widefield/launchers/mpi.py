@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Mapping
 
-from widefield.comm.mesh import World
+from widefield.comm.world import World
 from widefield.launchers import numbers
 
 PRIORITY = 20
@@ -35,7 +35,7 @@ def detect(environment: Mapping[str, str]) -> World | None:
         return None
     rank, size, local_rank, local_size = numbers(environment, names, launcher="mpirun")
     address, port = _meeting_place(environment, rank, size, local_size)
-    return World(rank, size, local_rank, local_size, address, port, "mpi")
+    return World(rank, size, local_rank, local_size, address, port, "mpi", _job_name(environment) or "")
 
 
 def _is_from_srun(environment: Mapping[str, str]) -> bool:
@@ -58,8 +58,12 @@ def _meeting_place(environment: Mapping[str, str], rank: int, size: int, local_s
 
 def _port(environment: Mapping[str, str]) -> int:
     """A port from 10000 to 29999 by the job's name or, without one, by the parent process, the same for all ranks."""
-    job = next((environment[name] for name in JOB_NAMES if environment.get(name)), f"parent {os.getppid()}")
+    job = _job_name(environment) or f"parent {os.getppid()}"
     return 10000 + zlib.crc32(job.encode()) % 20000
+
+
+def _job_name(environment: Mapping[str, str]) -> str | None:
+    return next((environment[name] for name in JOB_NAMES if environment.get(name)), None)
 
 
 _OPEN_MPI = {**dict(zip(OPEN_MPI, ("1", "2", "1", "2"), strict=True)), "PMIX_NAMESPACE": "3141592653"}
@@ -69,14 +73,17 @@ _ON_SEVERAL = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "6"}
 
 CASES: list[tuple[dict[str, str], World | str | None]] = [
     ({}, None),
-    (_OPEN_MPI, World(1, 2, 1, 2, "127.0.0.1", 10000 + zlib.crc32(b"3141592653") % 20000, "mpi")),
-    (_HYDRA, World(1, 2, 1, 2, "127.0.0.1", 10000 + zlib.crc32(b"kvs_8_0") % 20000, "mpi")),
-    ({**_OPEN_MPI, **_ON_SEVERAL, **_MEET}, World(6, 8, 1, 2, "n1", 29500, "mpi")),
+    (_OPEN_MPI, World(1, 2, 1, 2, "127.0.0.1", 10000 + zlib.crc32(b"3141592653") % 20000, "mpi", "3141592653")),
+    (_HYDRA, World(1, 2, 1, 2, "127.0.0.1", 10000 + zlib.crc32(b"kvs_8_0") % 20000, "mpi", "kvs_8_0")),
+    ({**_OPEN_MPI, **_ON_SEVERAL, **_MEET}, World(6, 8, 1, 2, "n1", 29500, "mpi", "3141592653")),
     ({**_OPEN_MPI, **_MEET, "MASTER_PORT": "x"}, "MASTER_PORT='x' is not a whole number"),
     ({**_OPEN_MPI, **_ON_SEVERAL}, "rank 6 of 8 .* MASTER_ADDR and MASTER_PORT not set"),
     ({**_OPEN_MPI, **_ON_SEVERAL, "MASTER_ADDR": "n1"}, "where to meet; MASTER_PORT not set"),
     ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "lacks MPI_LOCALRANKID, MPI_LOCALNRANKS"),
     ({"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_STEP_ID": "0"}, None),  # srun --mpi=pmi2
-    ({**_HYDRA, **_MEET, "SLURM_STEP_ID": "0"}, World(1, 2, 1, 2, "n1", 29500, "mpi")),  # mpiexec that reached us through srun
+    (
+        {**_HYDRA, **_MEET, "SLURM_STEP_ID": "0"},
+        World(1, 2, 1, 2, "n1", 29500, "mpi", "kvs_8_0"),
+    ),  # mpiexec that reached us through srun
     ({"OMPI_COMM_WORLD_SIZE": "2"}, "lacks OMPI_COMM_WORLD_RANK"),
 ]

@@ -8,6 +8,8 @@ Ranks meet on the step's first node, where rank 0 runs.  SLURM_LAUNCH_NODE_IPADD
 often a login node.  Host lists are read here, because scontrol is missing in most containers.
 
 One task alone gets None: it is how a GPU node is used by hand (`srun --pty bash`), and local ranks may be started there.
+
+`widefield launch slurm` writes the batch script, see _slurm_script.py.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from widefield.comm.mesh import World
+from widefield.comm.world import World
 from widefield.launchers import numbers, require
+from widefield.launchers._slurm_script import HELP, JOB, JOBS, write
+
+__all__ = ["CASES", "HELP", "JOB", "JOBS", "PRIORITY", "detect", "hosts", "tasks_per_node", "write"]
 
 PRIORITY = 30
 """After mpi.py: mpirun starts its ranks through srun, so that they have Slurm's variables too, with other values."""
@@ -48,7 +53,14 @@ def detect(environment: Mapping[str, str]) -> World | None:
             "start with one plain srun, or with torchrun"
         )
     address = environment.get("MASTER_ADDR") or _meeting_host(environment, one_node=len(local_sizes) == 1)
-    return World(rank, size, local_rank, local_sizes[node], address, _port(environment), "slurm")
+    return World(rank, size, local_rank, local_sizes[node], address, _port(environment), "slurm", _job(environment))
+
+
+def _job(environment: Mapping[str, str]) -> str:
+    """As `123.0`, or `123.0 restart 2` where the job was queued again."""
+    restarts = environment.get("SLURM_RESTART_COUNT") or "0"
+    again = f" restart {restarts}" if restarts != "0" else ""
+    return f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}{again}"
 
 
 def _in_step(environment: Mapping[str, str]) -> bool:
@@ -167,10 +179,14 @@ _FOUR_NODES = {
 
 CASES: list[tuple[dict[str, str], World | str | None]] = [
     ({}, None),
-    (_ONE_NODE, World(1, 2, 1, 2, "127.0.0.1", 10048, "slurm")),
-    ({**_ONE_NODE, "SLURM_STEP_ID": "1"}, World(1, 2, 1, 2, "127.0.0.1", 10049, "slurm")),
-    (_FOUR_NODES, World(6, 7, 0, 1, "n08", 25298, "slurm")),
-    ({**_FOUR_NODES, "MASTER_ADDR": "n08-ib", "MASTER_PORT": "29500"}, World(6, 7, 0, 1, "n08-ib", 29500, "slurm")),
+    (_ONE_NODE, World(1, 2, 1, 2, "127.0.0.1", 10048, "slurm", "3.0")),
+    ({**_ONE_NODE, "SLURM_STEP_ID": "1"}, World(1, 2, 1, 2, "127.0.0.1", 10049, "slurm", "3.1")),
+    ({**_ONE_NODE, "SLURM_RESTART_COUNT": "2"}, World(1, 2, 1, 2, "127.0.0.1", 10048, "slurm", "3.0 restart 2")),
+    (_FOUR_NODES, World(6, 7, 0, 1, "n08", 25298, "slurm", "123456.2")),
+    (
+        {**_FOUR_NODES, "MASTER_ADDR": "n08-ib", "MASTER_PORT": "29500"},
+        World(6, 7, 0, 1, "n08-ib", 29500, "slurm", "123456.2"),
+    ),
     (_ALONE, None),
     (_SALLOC, "job 5 has 2 tasks on 1 nodes and this process is none of them.*srun widefield"),
     (_BATCH, "this process is none of them"),

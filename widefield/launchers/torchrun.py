@@ -3,14 +3,19 @@
 Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
 https://docs.pytorch.org/docs/stable/elastic/run.html ("Environment Variables") lists them.  The ranks that widefield
 starts itself (local.py) are torchrun's too.
+
+`widefield launch torchrun` writes the command of each of several hosts, see _torchrun_hosts.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from widefield.comm.mesh import World
+from widefield.comm.world import World
 from widefield.launchers import numbers, require
+from widefield.launchers._torchrun_hosts import HELP, JOB, JOBS, write
+
+__all__ = ["CASES", "HELP", "JOB", "JOBS", "MEETING", "OWN", "PRIORITY", "detect", "write"]
 
 PRIORITY = 0
 """First: torchrun runs inside the others, whose variables its ranks inherit."""
@@ -27,7 +32,8 @@ def detect(environment: Mapping[str, str]) -> World | None:
         return None  # a PyTorchJob gives every pod RANK and WORLD_SIZE and no LOCAL_RANK: kubernetes.py reads it
     require(environment, (*OWN, *MEETING), launcher="torchrun")
     rank, size, local_rank, local_size, port = numbers(environment, (*OWN, "MASTER_PORT"), launcher="torchrun")
-    return World(rank, size, local_rank, local_size, environment["MASTER_ADDR"], port, "torchrun")
+    job = environment.get("TORCHELASTIC_RUN_ID") or ""
+    return World(rank, size, local_rank, local_size, environment["MASTER_ADDR"], port, "torchrun", job)
 
 
 _RANK_5 = {
@@ -41,6 +47,7 @@ _RANK_5 = {
 
 CASES: list[tuple[dict[str, str], World | str | None]] = [
     (_RANK_5, World(5, 8, 1, 4, "node0", 29500, "torchrun")),
+    ({**_RANK_5, "TORCHELASTIC_RUN_ID": "one"}, World(5, 8, 1, 4, "node0", 29500, "torchrun", "one")),
     ({}, None),
     ({"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}, None),  # set for Slurm or MPI: says where, not who
     (

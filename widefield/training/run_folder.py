@@ -55,14 +55,19 @@ _FURTHER = re.compile(
 def fresh_folder(root: Path = Path("runs")) -> Path:
     """Create the next free numbered folder, as `runs/0001`, and return it."""
     root.mkdir(parents=True, exist_ok=True)
-    taken = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit()]
-    for number in range(max(taken, default=0) + 1, 10**9):
+    while True:
+        folder = next_free(root)
         try:
-            (root / f"{number:04}").mkdir()
+            folder.mkdir()
         except FileExistsError:  # another run took it just now
             continue
-        return root / f"{number:04}"
-    raise AssertionError("a billion runs")
+        return folder
+
+
+def next_free(root: Path = Path("runs")) -> Path:
+    """The next free numbered folder, as `runs/0001`, which is not created."""
+    taken = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit()] if root.is_dir() else []
+    return root / f"{max(taken, default=0) + 1:04}"
 
 
 def existing_folder(path: str | Path) -> Path:

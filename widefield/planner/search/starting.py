@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from widefield.comm.devices import ranks_per_gpu
-from widefield.comm.meeting import said_by_first_rank
+from widefield.comm.meeting import placed_on_machine, rendezvous_seconds, said_by_first_rank
 from widefield.comm.mesh import AgreedError, World
 from widefield.config import RunConfig
 from widefield.planner.search.automatic import planned_run, predict_into
@@ -33,9 +34,9 @@ def planned_together(config: RunConfig, folder: Path, world: World, given: Given
 
     AgreedError, on every rank: nothing fits, or the model cannot be planned.
     """
-    nodes = _nodes(world)
     if world.size == 1:
         return planned_run(config, folder, ranks=1, given=given, say=say).applied(config)
+    nodes = _nodes(world)
 
     def plan() -> str:
         try:
@@ -43,9 +44,7 @@ def planned_together(config: RunConfig, folder: Path, world: World, given: Given
         except (ValueError, NotImplementedError) as error:
             return f"{REFUSED}{error}"
 
-    text = said_by_first_rank(
-        plan, place=f"{world.address}:{world.port}", rank=world.rank, size=world.size, seconds=PLANNING_SECONDS
-    )
+    text = said_by_first_rank(plan, world, seconds=PLANNING_SECONDS)
     if text.startswith(REFUSED):
         raise AgreedError(text.removeprefix(REFUSED))
     return planned_from(text).applied(config)
@@ -54,9 +53,11 @@ def planned_together(config: RunConfig, folder: Path, world: World, given: Given
 def predicted_first(config: RunConfig, folder: Path, world: World, given: Given) -> None:
     """Predict the run on rank 0, for which the others wait; a run that cannot be predicted goes on, with words that say why."""
 
+    nodes = _nodes(world)
+
     def predict() -> str:
         try:
-            predict_into(folder, config, ranks=world.size, nodes=_nodes(world), given=given)
+            predict_into(folder, config, ranks=world.size, nodes=nodes, given=given)
         except (ValueError, NotImplementedError, OSError) as error:
             say(f"log.predict: the run is not predicted: {error}")
         return "done"
@@ -64,10 +65,10 @@ def predicted_first(config: RunConfig, folder: Path, world: World, given: Given)
     if world.size == 1:
         predict()
         return
-    said_by_first_rank(
-        predict, place=f"{world.address}:{world.port}", rank=world.rank, size=world.size, seconds=PLANNING_SECONDS
-    )
+    said_by_first_rank(predict, world, seconds=PLANNING_SECONDS)
 
 
 def _nodes(world: World) -> int:
-    return max(1, world.size // max(1, world.local_size))
+    """The number of machines, which every rank asks for, since the ranks may have to meet for it."""
+    placed = world if world.size == 1 else placed_on_machine(world, timeout=timedelta(seconds=rendezvous_seconds()))
+    return max(1, placed.size // max(1, placed.local_size))
