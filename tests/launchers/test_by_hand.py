@@ -40,17 +40,24 @@ def listeners(*processes: subprocess.Popen) -> set[str]:
     return {address.removeprefix("::ffff:") for address in found}
 
 
+def ended(process: subprocess.Popen) -> int:
+    """The status of a process; what it printed is shown where a test fails."""
+    output, _ = process.communicate(timeout=240)
+    print(output)
+    return process.returncode
+
+
 def test_ranks_by_hand_train_as_those_of_the_command_and_none_listens_to_the_outside(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     whole = start("train", DIGITS, *SHORT, "mesh.replicate=2", "--run", tmp_path / "local")
     wait_for_step(whole, tmp_path / "local", 1)
     assert listeners(whole) == {"127.0.0.1"}
-    assert whole.wait(120) == 0
+    assert ended(whole) == 0
     place = ("--rendezvous", f"127.0.0.1:{free_port()}", "--job", "seven")
     ranks = [by_hand(tmp_path / "hand", rank, *place) for rank in (0, 1)]
     wait_for_step(ranks[0], tmp_path / "hand", 1)
     assert listeners(*ranks) == {"127.0.0.1"}
-    assert [rank.wait(120) for rank in ranks] == [0, 0], [rank.stdout.read() for rank in ranks]
+    assert [ended(rank) for rank in ranks] == [0, 0]
     assert losses(tmp_path / "hand") == losses(tmp_path / "local") and losses(tmp_path / "hand")
 
 
@@ -58,7 +65,7 @@ def test_two_first_ranks_by_a_file_are_refused_on_both(tmp_path, monkeypatch):
     monkeypatch.setenv("WIDEFIELD_RENDEZVOUS_SECONDS", "120")
     ranks = [by_hand(tmp_path / "run", 0, "--rendezvous", f"file://{tmp_path}/meet") for _ in range(2)]
     for rank in ranks:
-        output, _ = rank.communicate(timeout=120)
+        output, _ = rank.communicate(timeout=240)
         assert rank.returncode == 2 and output.count("two processes say that they are rank 0 of 2: process ") == 1, output
     assert not (tmp_path / "run").exists()
 
@@ -69,7 +76,6 @@ def test_two_first_ranks_by_a_file_are_refused_on_both(tmp_path, monkeypatch):
         (["--rank", "0"], "half set: it has WIDEFIELD_RANK=0 and lacks WIDEFIELD_WORLD_SIZE, WIDEFIELD_RENDEZVOUS"),
         (["--rank", "2", "--world-size", "2", "--rendezvous", "a:1"], "rank 2 of 2"),
         (["--rank", "0", "--world-size", "2", "--rendezvous", "a"], "the rendezvous 'a' is no host and port"),
-        (["--rank", "0", "--world-size", "2", "--rendezvous", "a:1"], "without --run, and each would make a folder of its own"),
     ],
 )
 def test_what_is_typed_wrongly_is_said_at_once(options, words, monkeypatch, capsys):
