@@ -16,11 +16,12 @@ from typing import Any
 
 from widefield.config import RunConfig, read_config
 from widefield.config.recipe import packaged_recipes, recipe_path
-from widefield.launchers._job import Allocation, JobFiles, TrainCommand, refuse_secrets, shell, without_logins
+from widefield.launchers._job import Allocation, JobFiles, TrainCommand, refuse_secrets, shell
 from widefield.launchers._together import run_together
 from widefield.naming import did_you_mean, load, load_all
 from widefield.plans import check, plan_of
 from widefield.plans.links import slow_links
+from widefield.redaction import redacted
 from widefield.section import parse_section, text_of
 
 PACKAGE = "widefield.launchers"
@@ -183,7 +184,7 @@ def _submit(job: JobFiles) -> str:
     for words in job.submit:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = without_logins((done.stderr or done.stdout).strip())
+            said = redacted((done.stderr or done.stdout).strip())
             raise ValueError(f"{shell(words)} failed with status {done.returncode}: {said}")
         printed.append(done.stdout.strip())
     return "\n".join(printed)
