@@ -181,12 +181,12 @@ CASES: list[tuple[dict[str, str], World | str | None]] = [
     ({}, None),
     (_ONE_NODE, World(1, 2, 1, 2, "127.0.0.1", 10048, "slurm", "3.0")),
     ({**_ONE_NODE, "SLURM_STEP_ID": "1"}, World(1, 2, 1, 2, "127.0.0.1", 10049, "slurm", "3.1")),
-    ({**_ONE_NODE, "SLURM_RESTART_COUNT": "2"}, World(1, 2, 1, 2, "127.0.0.1", 10048, "slurm", "3.0 restart 2")),
     (_FOUR_NODES, World(6, 7, 0, 1, "n08", 25298, "slurm", "123456.2")),
     (
         {**_FOUR_NODES, "MASTER_ADDR": "n08-ib", "MASTER_PORT": "29500"},
         World(6, 7, 0, 1, "n08-ib", 29500, "slurm", "123456.2"),
     ),
+    ({**_ONE_NODE, "SLURM_RESTART_COUNT": "2"}, World(1, 2, 1, 2, "127.0.0.1", 10048, "slurm", "3.0 restart 2")),
     (_ALONE, None),
     (_SALLOC, "job 5 has 2 tasks on 1 nodes and this process is none of them.*srun widefield"),
     (_BATCH, "this process is none of them"),
