@@ -70,8 +70,9 @@ def train(config: RunConfig, folder: Path, world: World, given: Given = NOTHING)
     check_guard(config)
     try:
         with ExitStack() as stack:
-            interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=world.rank == 0))
+            # A signal until then ends this rank at once, as there is nothing to save.
             mesh = join(world, plan, timeout_seconds=_longest_wait(config))
+            interrupt = stack.enter_context(Interrupt(watch_parent=world.launcher == "torchrun", tells=world.rank == 0))
             stack.callback(leave, mesh)
             with FailureWatch(mesh) as watch:  # ends before the contexts of the stack, so it sees an error first
                 _with_faults(stack, folder, mesh)
