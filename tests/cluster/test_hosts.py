@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from cluster.cable import Cable
 from cluster.hosts import Network, environment, network
-from cluster.runs import Run, assert_as_undisturbed, run_in
+from cluster.runs import PYTHON, Run, assert_as_undisturbed, run_in
 
 from widefield.comm.keepalive import LOST_AFTER
 
@@ -33,7 +33,11 @@ def torchrun(run: Run, number: int) -> list[str]:
     return [*launcher, "--master-addr=n0", f"--master-port={PORT}", "-m", "--", "widefield", *run.words]
 
 
-WAYS = pytest.mark.parametrize("words_of", [torchrun])
+def by_hand(run: Run, number: int) -> list[str]:
+    return [*PYTHON, *run.words, f"--rank={number}", "--world-size=2", f"--rendezvous=n0:{PORT}"]
+
+
+WAYS = pytest.mark.parametrize("words_of", [torchrun, by_hand])
 
 
 def started(net: Network, run: Run, words_of) -> list[subprocess.Popen]:
@@ -68,6 +72,14 @@ def test_two_hosts_train_as_two_ranks_of_one_machine(words_of, two_hosts, undist
 
 
 @WAYS
+def test_hosts_that_have_their_own_name_at_a_loopback_address_find_each_other(words_of, undisturbed, tmp_path):
+    run = run_in(tmp_path)
+    with network(NAMES, own_loopback_name=True) as net:
+        train(net, run, words_of)
+    assert_as_undisturbed(run, undisturbed)
+
+
+@WAYS
 def test_a_slow_cable_that_loses_frames_gives_the_same_weights(words_of, undisturbed, tmp_path):
     run = run_in(tmp_path)
     with network(NAMES, cable=SLOW) as net:
@@ -83,7 +95,7 @@ def test_a_cut_cable_ends_both_ranks_in_words_and_the_same_command_goes_on(words
     run.wait_for_step(7)
     two_hosts.hosts["n1"].cut_cable()
     try:
-        results = ended(processes, seconds=120)
+        results = ended(processes, seconds=LOST_AFTER_SECONDS + 60)
     finally:
         two_hosts.hosts["n1"].mend_cable()
     assert all(status != 0 for status, _ in results), results

@@ -96,6 +96,8 @@ def test_a_batch_script_is_one_that_bash_takes_and_its_words_arrive_as_they_are(
         (0, "RUNNING", False, False),
         (75, "RUNNING", False, True),
         (75, "COMPLETING", True, False),
+        (143, "RUNNING", False, True),  # asked to stop while the ranks loaded
+        (138, "RUNNING", False, True),
         (1, "RUNNING", False, False),
         (137, "RUNNING", True, True),
     ]:

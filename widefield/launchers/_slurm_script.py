@@ -220,8 +220,12 @@ def _container(command: TrainCommand, options: SlurmJob) -> list[str]:
 
 
 REQUEUE = f"""\
-# {TO_BE_CONTINUED}, unless srun has killed a task that was about to end with it
-if [ "$status" -eq {TO_BE_CONTINUED} ] || {{ [ "$status" -ne 0 ] && [ -e "$folder/stopped.json" ]; }}; then
+# {TO_BE_CONTINUED}, unless srun has killed a task that was about to end with it; 138, 143: SIGUSR1 or SIGTERM while ranks load
+case "$status" in
+  {TO_BE_CONTINUED} | 138 | 143) goes_on=yes ;;
+  *) goes_on=$([ "$status" -ne 0 ] && [ -e "$folder/stopped.json" ] && echo yes) ;;
+esac
+if [ "$goes_on" ]; then
   # a cancelled job, whose ranks have saved too, is no longer running
   [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ] && scontrol requeue "$SLURM_JOB_ID"
 fi"""
@@ -236,7 +240,7 @@ JOBS: list[tuple[dict[str, Any], list[str] | str]] = [
         [
             "#SBATCH --nodes=4\n", "#SBATCH --ntasks-per-node=8\n", "#SBATCH --gpus-per-node=8\n", "#SBATCH --time=12:00:00\n",
             "#SBATCH --partition=gpu\n", "#SBATCH --account=me\n", "#SBATCH --signal=USR1@120\n", "#SBATCH --requeue\n",
-            "srun --kill-on-bad-exit=1 ", '"$status" -eq 75 ]', "scontrol requeue", ' --run-dir "$folder"\n',
+            "srun --kill-on-bad-exit=1 ", '  75 | 138 | 143) goes_on=yes', "scontrol requeue", ' --run-dir "$folder"\n',
         ],
     ),
     ({"requeue": False}, ["#SBATCH --no-requeue\n", "status=$?\n\nexit $status\n"]),
