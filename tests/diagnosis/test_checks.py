@@ -124,7 +124,7 @@ def test_ranks_that_do_not_meet_leave_a_table_of_one(tmp_path):
     world = World(1, 2, 1, 2, "127.0.0.1", 1, "torchrun")  # nobody serves at port 1
     found = check_up(CheckupRequest(folder=tmp_path), world, seconds=1.0)
     assert not found.ok and not found.has_met
-    assert found["meeting"].state == "bad" and "did not meet the others at 127.0.0.1:1 within 1 s" in found["meeting"].figure
+    assert found["meeting"].state == "bad" and "did not meet the others at 127.0.0.1:1 " in found["meeting"].figure
     assert "host name mismatch" in found["meeting"].figure, "a rule knows it"
     assert found["parity"].figure.startswith("needs messages between ranks, which failed: ")
     assert found["disk"].state != "not here" and "alone, as the ranks did not meet" in str(found)

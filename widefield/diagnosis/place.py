@@ -37,7 +37,7 @@ class Surroundings:
     @property
     def several(self) -> bool:
         """Whether ranks are on more than one host."""
-        return self.world.local_size < self.world.size
+        return 0 < self.world.local_size < self.world.size
 
     def existing_folder(self) -> Path:
         """The folder, or the nearest one above it that is there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 TITLE = "two ranks are on the same GPU"
 KIND = "cause"
 PATTERNS = (
+    r"have the same GPU of \S+, and NCCL takes one",
     r"Duplicate GPU detected : rank \d+ and rank \d+",
     r"rank \d+ is number \d+ on its machine and that has \d+ GPUs",
 )

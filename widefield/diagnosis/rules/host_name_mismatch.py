@@ -9,7 +9,7 @@ PATTERNS = (
     r"The client socket has timed out after \d+ ?m?s while trying to connect to \(?\S+",
     r"The client socket has failed to connect to any network address of \(?\S+",
     r"RendezvousConnectionError",
-    r"did not meet the others at \S+ within \d+ s",
+    r"did not meet the others at \S+ (?:within|in) \d+ s",
     r"the connection to the C10d store has failed",
     r"did not hear from rank 0 at",
 )

@@ -26,7 +26,10 @@ def find(evidence: Evidence) -> Sighting | None:
     """A taken port, where no other process waits for ranks that never come: that would be two rank 0s."""
     if evidence.has(r"\d+/\d+ clients joined"):
         return None
-    return evidence.first(r"EADDRINUSE", r"Address already in use", r"[Ff]ailed to (?:bind|listen).*[Aa]ddress already in use")
+    told = (r"another program has port \d+ of", r"came to \S+, where job .* meets")
+    return evidence.first(
+        *told, r"EADDRINUSE", r"Address already in use", r"[Ff]ailed to (?:bind|listen).*[Aa]ddress already in use"
+    )
 
 
 CASES: list[tuple[str, str | None]] = [
@@ -35,6 +38,7 @@ CASES: list[tuple[str, str | None]] = [
         "address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
         "EADDRINUSE",
     ),
+    ("widefield: rank 0 cannot listen at n1:29500: another program has port 29500 of n1; end it", "another program"),
     ("OSError: [Errno 98] Address already in use", "Errno 98"),
     (
         "EADDRINUSE, message: address already in use\n"

@@ -28,7 +28,11 @@ def find(evidence: Evidence) -> Sighting | None:
         there, wanted = int(seen.groups["there"]), int(seen.groups["all"])
         if there < wanted:
             return Sighting(seen.line, seen.groups, f"{wanted - there} of {wanted} ranks did not come.")
-    return evidence.first(r"RendezvousTimeoutError", r"Waiting for \d+ more nodes.*timed out")
+    return evidence.first(
+        r"ranks? [\d, and]+ (?:and \d+ more )?of \d+ did not come to \S+ within",
+        r"RendezvousTimeoutError",
+        r"Waiting for \d+ more nodes.*timed out",
+    )
 
 
 CASES: list[tuple[str, str | None]] = [
@@ -41,5 +45,6 @@ CASES: list[tuple[str, str | None]] = [
         "EADDRINUSE\ntorch.distributed.DistStoreError: Timed out after 31 seconds waiting for clients. 1/2 clients joined.",
         None,
     ),
+    ("widefield: rank 1 of 2 did not come to n1:29500 within 600 s; 1 came, as rank 0, process 7 on n1.", "rank 1 of 2"),
     ("8/8 clients joined.", None),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from widefield.diagnosis.evidence import Evidence, Sighting
 
-TITLE = "two processes are rank 0"
+TITLE = "two processes have the same rank, mostly 0"
 KIND = "cause"
 IS_WEAK = True
 CAUSE = (
@@ -26,7 +26,7 @@ SOURCE = "dougsouza/pytorch-sync-batchnorm-example (rank=local_rank); pytorch/py
 def find(evidence: Evidence) -> Sighting | None:
     """What widefield says of it; or a taken port beside a store that waits for ranks that never come."""
     told = evidence.first(
-        r"\b(?:two|\d+) (?:processes|ranks) (?:say|claim|are|call)\b.*\brank 0\b", r"rank 0 (?:twice|is there twice|came twice)"
+        r"\b(?:two|\d+) (?:processes|ranks) (?:say|claim|are)\b.*\brank \d+\b", r"rank 0 (?:twice|is there twice|came twice)"
     )
     if told is not None:
         return told
@@ -41,6 +41,9 @@ CASES: list[tuple[str, str | None]] = [
         "torch.distributed.DistStoreError: Timed out after 31 seconds waiting for clients. 1/2 clients joined.",
         "EADDRINUSE",
     ),
-    ("widefield: two processes say that they are rank 0 of 2: one on n1, one on n2", "two processes"),
+    (
+        "widefield: two processes say that they are rank 0 of 2: process 71 on n1, and process 80 on n2; give each its own",
+        "two processes",
+    ),
     ("name: EADDRINUSE, message: address already in use", None),
 ]
