@@ -47,22 +47,34 @@ def test_a_missing_bound_is_seen(line, monkeypatch):
     assert oldest_versions.unbounded() == [line]
 
 
+SKIPPED = {"name": "numpy", "skip_reason": "Dependency not found and could not be audited"}
+SOUND = {"name": "numpy", "version": "2.4", "vulns": []}
+BAD = {"name": "pillow", "version": "10.4", "vulns": [{"id": "CVE-1", "fix_versions": ["11.0"]}]}
+
+
 @pytest.mark.parametrize(
-    ("program", "status", "words"),
+    ("packages", "status", "words"),
     [
         (
-            "import sys; sys.exit('requests.exceptions.ConnectionError: Max retries exceeded')",
+            None,
             audit.NOT_AUDITED,
-            "not audited: ",
+            "not audited: the database of vulnerabilities was not reached (pip-audit ended with 1: Max retries",
         ),
-        ("import sys; print('Found 1 known vulnerability'); sys.exit(1)", 1, "Found 1 known vulnerability"),
-        ("print('No known vulnerabilities found')", 0, "No known vulnerabilities found"),
+        ([SKIPPED, {"name": "widefield", "skip_reason": "x"}], audit.NOT_AUDITED, "it knows none of 1 packages"),
+        ([SOUND], 0, "1 of 1 packages were looked up, and 0 have known vulnerabilities"),
+        ([SOUND, {**SKIPPED, "name": "mine"}], 0, "not looked up, as the database does not know them: mine"),
+        ([SOUND, BAD], 1, "pillow 10.4: CVE-1; mended in 11.0"),
     ],
 )
-def test_an_audit_without_a_network_says_so_and_is_no_success(program, status, words, capfd):
-    assert audit.audit([sys.executable, "-c", program]) == status
-    told = capfd.readouterr()
-    assert words in told.out + told.err
+def test_an_audit_that_could_not_ask_is_no_success(packages, status, words, capfd):
+    told = (
+        "import sys; sys.exit('Max retries exceeded')"
+        if packages is None
+        else f"import json; print(json.dumps({{'dependencies': {packages!r}}}))"
+    )
+    assert audit.audit([sys.executable, "-c", told]) == status
+    printed = capfd.readouterr()
+    assert words in printed.out + printed.err
 
 
 # ---------------------------------------------------------------------------------------------- secrets

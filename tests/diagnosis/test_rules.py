@@ -18,7 +18,7 @@ from widefield.diagnosis.evidence import (
     rank_in,
     read_evidence,
 )
-from widefield.diagnosis.findings import KINDS, RULES, Failure, diagnose, diagnosis_of, sighting
+from widefield.diagnosis.findings import KINDS, RULES, KnownFailure, diagnose, diagnosis_of, sighting
 from widefield.naming import load, load_all, names_in
 from widefield.section import Section
 
@@ -175,7 +175,7 @@ def test_a_diagnosis_is_data_too():
     found = diagnosis_of(evidence_of_text("OSError: [Errno 24] Too many open files"))
     tree = json.loads(json.dumps(found.to_tree()))
     assert (tree["ok"], tree["files"], tree["lines"]) == (False, 1, 1)
-    assert [Failure(**one).name for one in tree["failures"]] == ["open_files"]
+    assert [KnownFailure(**one).name for one in tree["failures"]] == ["open_files"]
 
 
 # ---------------------------------------------------------------------------------------------- evidence
@@ -243,7 +243,7 @@ def test_any_text_is_read_without_an_error():
         assert str(found) and json.dumps(found.to_tree()) and found.ok == (not set(map(_kind, found.failures)) - {"notice"})
 
 
-def _kind(failure: Failure) -> str:
+def _kind(failure: KnownFailure) -> str:
     return failure.kind
 
 

@@ -22,7 +22,7 @@ WIDTH = 116
 
 
 @dataclass(frozen=True)
-class Failure:
+class KnownFailure:
     """One failure that the files tell of.
 
     name: of the rule's file.  kind: cause, inferred, consequence or notice; see rules/.
@@ -52,7 +52,7 @@ class Failure:
 class Diagnosis:
     """What the files of a run tell.  failures: causes first, each kind in the order of files and lines."""
 
-    failures: tuple[Failure, ...]
+    failures: tuple[KnownFailure, ...]
     files: int
     lines: int
     left_out: int = 0
@@ -126,11 +126,13 @@ def sighting(rule: ModuleType, evidence: Evidence) -> Sighting | None:
     return find(evidence) if find is not None else evidence.first(*rule.PATTERNS)
 
 
-def _failure(rule: ModuleType, seen: Sighting) -> Failure:
+def _failure(rule: ModuleType, seen: Sighting) -> KnownFailure:
     name = rule.__name__.rpartition(".")[2]
     detail = seen.detail or (_of_rank(seen) if rule.KIND == "cause" else "")
     cause = f"{detail} {rule.CAUSE}".strip()
-    return Failure(name, rule.KIND, rule.TITLE, str(seen.line), cause, rule.REMEDY, getattr(rule, "WRONG", {}), rule.SOURCE)
+    return KnownFailure(
+        name, rule.KIND, rule.TITLE, str(seen.line), cause, rule.REMEDY, getattr(rule, "WRONG", {}), rule.SOURCE
+    )
 
 
 def _of_rank(seen: Sighting) -> str:
