@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ sys.path.insert(0, str(TESTS))
 from accounted import FOLDER, problems_of  # noqa: E402
 from command import DIGITS, fingerprint, losses, ranks_of, record, start, wait_for_step  # noqa: E402
 
-STEPS, EVERY, BATCH = 69, 10, 64
+STEPS, EVERY, BATCH = 46, 10, 64
 PLANS = {
     "replicate=2": (2, ["mesh.replicate=2"]),
     "replicate=3": (3, ["mesh.replicate=3"]),
@@ -94,7 +95,7 @@ def _next_step(process: Any, folder: Path, when: float) -> tuple[float, int | No
 
 def moved(root: Path, before: int, after: int, whole: list[float], draw: random.Random, precision: str) -> dict[str, Any]:
     """A run that is stopped on `before` ranks and goes on on `after`."""
-    folder, at = root / f"move{before}to{after}", draw.randrange(5, STEPS - 25)
+    folder, at = root / f"move{before}to{after}", draw.randrange(5, STEPS - 10)
     how = [f"precision={precision}"]
     process = begin(folder, before, [f"mesh.replicate={before}", *how])
     wait_for_step(process, folder / "run", at)
@@ -109,7 +110,7 @@ def moved(root: Path, before: int, after: int, whole: list[float], draw: random.
     return {**row, "problems_of_samples": problems}
 
 
-def measure(root: Path, asked: argparse.Namespace) -> dict[str, Any]:
+def measure(root: Path, asked: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     draw, left = random.Random(asked.seed), set(os.listdir("/dev/shm"))
     plans = list(PLANS)[: asked.plans]
     wholes: dict[str, dict[str, str]] = {}
@@ -122,6 +123,7 @@ def measure(root: Path, asked: argparse.Namespace) -> dict[str, Any]:
         plan = plans[number % len(plans)]
         kills.append(killed(root, number, plan, wholes[plan], draw))
         print(json.dumps(kills[-1]), flush=True)
+        write(summary(kills, []) | {"kills": kills})  # so that a benchmark that is cut short has measured something
     moves = []
     if asked.moves:
         ended(begin(root / "alone", 1, ["mesh.replicate=1", f"precision={asked.precision}"]), root / "alone")
@@ -181,10 +183,14 @@ def main() -> None:
         "steps": STEPS,
         "precision_of_moves": asked.precision,
     }
+
+    def write(figures: dict[str, Any]) -> None:
+        told = {"conditions": conditions | {"load_at_end": os.getloadavg()[0]}, **figures}
+        asked.output.write_text(json.dumps(told, indent=2) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="recovery_") as root:
-        figures = measure(Path(root), asked)
-    figures = {"conditions": conditions | {"load_at_end": os.getloadavg()[0]}, **figures}
-    asked.output.write_text(json.dumps(figures, indent=2) + "\n")
+        figures = measure(Path(root), asked, write)
+    write(figures)
     print(json.dumps({key: value for key, value in figures.items() if key not in ("kills", "moves")}, indent=2))
 
 
