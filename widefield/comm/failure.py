@@ -13,6 +13,7 @@ A run that hangs has no rank that fails.  All ranks but the first leave at once 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -227,7 +228,8 @@ class FailureWatch:
         if self._over.wait(leave_seconds):
             return
         place = place_of(sys._current_frames().get(self._main or 0))
-        self.stuck(text)
+        with contextlib.suppress(Exception):  # the main thread may just be closing what this writes to; the end must come
+            self.stuck(text)
         print(
             f"widefield: rank {self._mesh.rank}: {text}\nwidefield: rank {self._mesh.rank} did not come back from {place} "
             f"within {leave_seconds:.0f} s and is ended"
