@@ -373,3 +373,17 @@ def test_a_recipe_that_holds_itself_or_is_endlessly_deep_is_refused(text):
         ValueError, match="recipe.yaml is nested too deep, or holds itself through an alias; write its values out"
     ):
         parse_config(text, name="recipe.yaml")
+
+
+@pytest.mark.parametrize("text", ["&a [*a]", "[" * 60 + "]" * 60, "{a: &b {c: *b}}"])
+def test_a_value_that_holds_itself_or_is_nested_deep_is_refused(text):
+    with pytest.raises(ValueError, match="nested more than 50 deep, or has more than 1,000,000 values, as where one holds itself"):
+        parse_config(DIGITS_TEXT, [f"model.options.blocks={text}"])
+
+
+def test_values_that_grow_endless_through_aliases_are_refused_at_once():
+    bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    with pytest.raises(ValueError, match="more than 1,000,000 values"):
+        parse_config(bomb)

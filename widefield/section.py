@@ -54,6 +54,8 @@ for _yaml in (_Loader, _Dumper):
     _yaml.add_implicit_resolver(_FLOAT, _NUMBER, list("-+0123456789."))
 
 Path_ = tuple[str | int, ...]
+DEEPEST, MOST_VALUES = 50, 1_000_000
+"""Of a text's values: those of a recipe are nested some six deep."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,13 @@ def parse_section(kind: type[AnySection], text: str, overrides: Sequence[str] = 
     try:
         root = yaml.compose(text, Loader=_Loader)
         values = yaml.load(text, Loader=_Loader) or {}
+        _check_nesting(values, name)
         if isinstance(values, dict) and root is not None:
             _note_lines(root, (), line_of, name)
     except yaml.YAMLError as error:
         raise ValueError(f"{name} is not YAML: {error}") from None
     except RecursionError:
-        raise ValueError(f"{name} is nested too deep, or holds itself through an alias; write its values out") from None
+        raise ValueError(f"{name} is nested too deep; write its values out") from None
     if not isinstance(values, dict):
         raise ValueError(f"{name} holds a {type(values).__name__}; a mapping of keys to values is wanted, as seed: 0")
     given = {_override(values, override): override for override in overrides}
@@ -101,6 +104,21 @@ def parse_section(kind: type[AnySection], text: str, overrides: Sequence[str] = 
             path = _path_in(values, tuple(problem["loc"])) if problem["type"] != "missing" else tuple(problem["loc"])
             problems.setdefault(path, _explain(kind, problem, path, source))
         raise ValueError("\n".join(problems.values())) from None
+
+
+def _check_nesting(values: Any, name: str) -> None:
+    """ValueError: values hold themselves, or each other so often that they are endless, through aliases, or are nested deep."""
+    left, count = [(values, 0)], 0
+    while left:
+        one, depth = left.pop()
+        count += 1
+        if depth > DEEPEST or count > MOST_VALUES:
+            raise ValueError(
+                f"{name} is nested more than {DEEPEST} deep, or has more than {MOST_VALUES:,} values, as where one holds itself "
+                "through an alias; write its values out"
+            )
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        left += [(part, depth + 1) for part in inner]
 
 
 def _path_in(values: Any, path: Path_) -> Path_:
@@ -145,8 +163,11 @@ def _override(values: dict[str, Any], override: str) -> Path_:
         place = inner
     try:
         place[last] = yaml.load(text, Loader=_Loader) if text else None
+        _check_nesting(place[last], f"command line: {override[:100]}")
     except yaml.YAMLError as error:
         raise ValueError(f"command line: {override}: {text!r} is not YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"command line: {override[:100]}: it is nested too deep") from None
     return (*parents, last)
 
 
