@@ -34,6 +34,9 @@ _HERE = [torch.device("cpu")]
 """The device of the body that this process runs now, last."""
 
 NOT_ON_GPUS = {
+    ("losses", "mse of integers"): "Found dtype Long but expected Double",
+    ("normalization", "batch, bias alone"): "tensor does not have a device",
+    ("products", "addmv of integers"): '"addmv_impl_cuda" not implemented for',
     ("normalization", "no update"): "batch_norm_cpu",  # torch 2.14 runs the CPU's kernel for it
     ("resize", "lanczos"): "aten::_upsample_lanczos2d_aa",
 }

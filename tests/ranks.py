@@ -283,6 +283,7 @@ def _run(message: bytes, mesh_of: Callable[[Plan], Any]) -> Any:
     with warnings.catch_warnings(), devices.running_on(mesh.device):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context", UserWarning)
         found = body(mesh, *devices.moved(args, mesh.device))
     return devices.moved(found, "cpu")
 

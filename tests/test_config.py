@@ -369,16 +369,16 @@ def test_the_json_schema_knows_every_section_with_its_words():
 
 @pytest.mark.parametrize("text", ["a: &x {b: *x}\n", "a: &x [*x]\n", "[" * 5000, "{a: " * 5000])
 def test_a_recipe_that_holds_itself_or_is_endlessly_deep_is_refused(text):
-    with pytest.raises(
-        ValueError, match="recipe.yaml is nested too deep, or holds itself through an alias; write its values out"
-    ):
+    with pytest.raises(ValueError, match="recipe.yaml is nested .*write its values out"):
         parse_config(text, name="recipe.yaml")
 
 
 @pytest.mark.parametrize("text", ["&a [*a]", "[" * 60 + "]" * 60, "{a: &b {c: *b}}"])
 def test_a_value_that_holds_itself_or_is_nested_deep_is_refused(text):
-    with pytest.raises(ValueError, match="nested more than 50 deep, or has more than 1,000,000 values, as where one holds itself"):
-        parse_config(DIGITS_TEXT, [f"model.options.blocks={text}"])
+    with pytest.raises(
+        ValueError, match="nested more than 50 deep, or has more than 1,000,000 values, as where one holds itself"
+    ):
+        parse_config(RECIPE, [f"model.options.blocks={text}"])
 
 
 def test_values_that_grow_endless_through_aliases_are_refused_at_once():

@@ -114,8 +114,8 @@ def _check_nesting(values: Any, name: str) -> None:
         count += 1
         if depth > DEEPEST or count > MOST_VALUES:
             raise ValueError(
-                f"{name} is nested more than {DEEPEST} deep, or has more than {MOST_VALUES:,} values, as where one holds itself "
-                "through an alias; write its values out"
+                f"{name} is nested more than {DEEPEST} deep, or has more than {MOST_VALUES:,} values, as where one holds "
+                "itself through an alias; write its values out"
             )
         inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
         left += [(part, depth + 1) for part in inner]

@@ -119,7 +119,10 @@ def _problem_of(case: RuleCase, mesh: Mesh, how: str) -> str | None:
     problems = [_difference(whole(a).detach(), b.detach(), f"output {n}") for n, (a, b) in pairs]
     weights = [torch.randn_like(out) for out in expected if out.requires_grad]
     if weights:
-        _pull(expected, weights)
+        try:
+            _pull(expected, weights)
+        except RuntimeError as error:
+            return f"torch cannot go back through the whole: {error}"
         _pull(got, [_like(w, g, mesh, how) for w, g in zip(weights, _with_grad(got), strict=True)])
         for n, (a, b) in enumerate(zip(given, wholes, strict=True)):
             assert a.grad is None or type(a.grad) is torch.Tensor
@@ -130,7 +133,8 @@ def _problem_of(case: RuleCase, mesh: Mesh, how: str) -> str | None:
 
 def _problem_of_torch(case: RuleCase, mesh: Mesh, reason: str) -> str | None:
     try:
-        _ran(case, [torch.randn(shape).requires_grad_() for shape in case.shapes], mesh)
+        outputs = tensors_of(_ran(case, [torch.randn(shape).requires_grad_() for shape in case.shapes], mesh))
+        _pull(outputs, [torch.ones_like(out) for out in _with_grad(outputs)])
     except (NotImplementedError, RuntimeError) as error:
         return None if reason in str(error) else f"torch has other words on a GPU: {error}"
     return "torch runs this on a GPU by now; take it out of NOT_ON_GPUS"

@@ -82,8 +82,11 @@ NOT_ON_GPUS = {
 """Beginnings of the names of cases that torch cannot run whole on a GPU, or of which it gives something else there."""
 
 if torch.__version__ < "2.14":  # so with 2.11, and mended by 2.14
-    REFUSED["ordering: quantile along a cut dim"] = ASKS  # torch compares its numbers first
+    REFUSED["ordering: quantile along a cut dim"] = ASKS  # torch compares its numbers first, on a CPU
     UNDEFINED.add("slices: a row that is not there")  # followed, it raises where the case can no longer catch it
+
+REFUSED_ON_CPUS = {"ordering: quantile along a cut dim"}
+"""Those of REFUSED that a GPU's kernels do not need to refuse."""
 
 ON_THE_WHOLE = {
     "_scaled_dot_product_flash_attention_for_cpu", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
@@ -178,7 +181,8 @@ def _pull(outputs: list[Tensor]) -> None:
 def problems_of(case: RuleCase, name: str, tiles: tuple[int, ...]) -> Iterator[str]:
     """What is wrong, a text each.  name: under which the tables have it."""
     plain, streamed = plain_and_streamed(case, tiles)
-    refused, whole = REFUSED.get(name), ON_THE_WHOLE | ON_THE_WHOLE_IN.get(name, set())
+    refused = None if devices.here().type == "cuda" and name in REFUSED_ON_CPUS else REFUSED.get(name)
+    whole = ON_THE_WHOLE | ON_THE_WHOLE_IN.get(name, set())
     if refused is not None:
         yield from _not_refused(plain, streamed, refused)
     elif plain.error is not None or streamed.error is not None:

@@ -14,6 +14,7 @@ from widefield.rules import COMPOSED, Local, Meta, Reduced
 from widefield.tiled import sync_batch_norm as normalization  # noqa: F401  it registers an operation
 from widefield.tiled.dispatch import load_rules
 from widefield.tiled.redistribute import inverse, is_dense
+from widefield.tiled.rng import with_gaps
 
 aten = torch.ops.aten
 load_rules()
@@ -21,13 +22,16 @@ from widefield.ops.normalization import batch_norm  # noqa: E402
 
 
 @torch.library.custom_op("widefield::dropout_mask", mutates_args=())
-def dropout_mask(image: Tensor, p: float) -> Tensor:
-    """The mask that `native_dropout` draws for an image of this shape and memory format; True where a number is kept."""
-    return aten.native_dropout.default(image, p, True)[1]
+def dropout_mask(image: Tensor, p: float, has_gaps: bool) -> Tensor:
+    """The mask that `native_dropout` draws for an image of this shape and memory format; True where a number is kept.
+
+    has_gaps: the image's memory has gaps or overlaps where the model runs on one device.
+    """
+    return aten.native_dropout.default(with_gaps(image) if has_gaps else image, p, True)[1]
 
 
 @dropout_mask.register_fake
-def _(image: Tensor, p: float) -> Tensor:
+def _(image: Tensor, p: float, has_gaps: bool) -> Tensor:
     return torch.empty_like(image, dtype=torch.bool)
 
 
@@ -51,7 +55,7 @@ DRAWS = {torch.ops.widefield.dropout_mask.default, torch.ops.widefield.rrelu_noi
 def _dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
     if train is False or p == 0 or image.numel() == 0:
         return aten.clone.default(image), aten.ones_like.default(image, dtype=torch.bool)
-    mask = torch.ops.widefield.dropout_mask(image, p)
+    mask = torch.ops.widefield.dropout_mask(image, p, not is_dense(image))
     kept = aten.mul.Tensor(image, mask)
     return aten.mul.Tensor(kept, 0.0 if p == 1 else 1 / (1 - p)), mask
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from widefield.cli._errors import say
 from widefield.cli._help import HelpLayout
+from widefield.installed import version_of
 from widefield.naming import load_all
 
 HELP = """\
@@ -99,13 +100,6 @@ class _Version(argparse.Action):
     """Prints the versions of widefield, Python and torch, without loading torch, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version
-
-        names = []
-        for name in ("widefield", "torch"):
-            try:
-                names.append(f"{name} {version(name)}")
-            except PackageNotFoundError:
-                names.append(f"{name} (not installed as a package)")
+        names = [f"{name} {version_of(name, otherwise='(not installed as a package)')}" for name in ("widefield", "torch")]
         print(f"{names[0]}, Python {sys.version.split()[0]}, {names[1]}")
         parser.exit()

@@ -2,7 +2,8 @@
 
 Each rank writes a card into the rendezvous store.  Rank 0 waits for all of them, compares, and writes the verdict, which all
 ranks read: "" or a problem in words.  A rank that is there twice writes the problem itself.  So whatever is wrong is said on
-every rank that came, within the time for the rendezvous.
+every rank that came, within the time for the rendezvous.  Where the ranks are, rank 0 writes in one piece: a rank that read the
+cards of all would make a million reads of a thousand ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from widefield.comm.world import World
+from widefield.installed import version_of
 
-_JOB, _ALL_HERE, _VERDICT = "job", "all here", "verdict"
+_JOB, _ALL_HERE, _PLACES, _VERDICT = "job", "all here", "places", "verdict"
 _PROCESSES, _HERE, _HEARD = "processes", "here", "heard"
 """Keys of the store."""
 HEARD_SECONDS = 3.0
@@ -38,7 +39,7 @@ Card = Mapping[str, Any]
 
 
 def answer(store: dist.Store, world: World, *, address: str, gpu: str | None, seconds: float) -> list[Card]:
-    """Wait until all ranks of `world` are here; returns every rank's card, in order.
+    """Wait until all ranks of `world` are here; returns every rank's "rank", "machine" and "address", in order.
 
     address: at which this rank reached the store.  gpu: the identity of this rank's GPU, where no other rank may have it.
     ValueError: a rank is missing, or there twice, or of another job; sizes of the run or versions differ; ranks share a GPU.
@@ -52,9 +53,9 @@ def answer(store: dist.Store, world: World, *, address: str, gpu: str | None, se
     store.set(f"card/{world.rank}/{number}", json.dumps(mine))
     first = mine if world.rank == 0 and number == 1 else json.loads(store.get("card/0/1"))
     if number > 1:
-        _tell(store, _twice(world, json.loads(store.get(f"card/{world.rank}/1")), mine))
+        _announce(store, _twice(world, json.loads(store.get(f"card/{world.rank}/1")), mine))
     elif first["size"] != world.size:
-        _tell(store, _other_size(first, mine))
+        _announce(store, _other_size(first, mine))
     elif store.add(_HERE, 1) == world.size:
         store.set(_ALL_HERE, "1")
     if world.rank == 0:
@@ -80,7 +81,7 @@ def _check_job(store: dist.Store, world: World, left: Callable[[], datetime.time
         )
 
 
-def _tell(store: dist.Store, problem: str) -> None:
+def _announce(store: dist.Store, problem: str) -> None:
     """Tell all ranks of a problem that this one has found."""
     store.compare_set(_VERDICT, "", problem)
     store.set(_ALL_HERE, "1")
@@ -104,21 +105,23 @@ def _decide(store: dist.Store, world: World, wait: datetime.timedelta, seconds: 
     """Rank 0 waits for the others and writes the verdict, unless there is one."""
     try:
         store.wait([_ALL_HERE], wait)
-        verdict = "" if store.check([_VERDICT]) else problem_of(_cards(store, world.size))
+        cards = [] if store.check([_VERDICT]) else [json.loads(store.get(f"card/{rank}/1")) for rank in range(world.size)]
+        verdict = problem_of(cards)
+        store.set(_PLACES, json.dumps([{name: card[name] for name in ("rank", "machine", "address")} for card in cards]))
     except dist.DistError:
         verdict = _missing(store, world, seconds)
     store.compare_set(_VERDICT, "", verdict or "-")
 
 
 def _hear(store: dist.Store, world: World, wait: datetime.timedelta, seconds: float) -> list[Card]:
-    """The cards.  ValueError: the verdict is a problem, or does not come."""
+    """Where the ranks are.  ValueError: the verdict is a problem, or does not come."""
     try:
         store.wait([_VERDICT], wait)
     except dist.DistError:
         raise ValueError(_missing(store, world, seconds)) from None
     verdict = store.get(_VERDICT).decode().removeprefix("-")
     if not verdict:
-        return _cards(store, world.size)
+        return json.loads(store.get(_PLACES))  # type: ignore[no-any-return]
     with contextlib.suppress(dist.DistError):  # the store may be that of another process, which has heard it all
         store.add(_HEARD, 1)
         deadline = time.monotonic() + HEARD_SECONDS
@@ -129,10 +132,6 @@ def _hear(store: dist.Store, world: World, wait: datetime.timedelta, seconds: fl
 
 def _all_heard(store: dist.Store, world: World) -> bool:
     return store.add(_HERE, 0) >= world.size and store.add(_HEARD, 0) >= store.add(_PROCESSES, 0)
-
-
-def _cards(store: dist.Store, size: int) -> list[Card]:
-    return [json.loads(store.get(f"card/{rank}/1")) for rank in range(size)]
 
 
 def _missing(store: dist.Store, world: World, seconds: float) -> str:
@@ -172,13 +171,9 @@ def machine() -> str:
 
 def versions() -> dict[str, str]:
     """What must be the same on all ranks, by name."""
-    try:
-        own = version("widefield")
-    except PackageNotFoundError:
-        own = "not installed"
     nccl = {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if torch.cuda.is_available() else {}
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"widefield": own, "torch": str(torch.__version__), "Python": python, **nccl}
+    return {"widefield": version_of("widefield"), "torch": str(torch.__version__), "Python": python, **nccl}
 
 
 @functools.cache

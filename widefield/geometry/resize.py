@@ -74,6 +74,15 @@ class Resize:
         doubles = self.kind == "nearest" and self.count == 2 * self.extent and self.step != 0.5
         return doubles or self.extent == self.count and self.step not in (0.0, 1.0)
 
+    @property
+    def is_clamped(self) -> bool:
+        """Whether the last outputs of a nearest resize would read beyond the image, and read its last pixel instead.
+
+        In the backward a CPU's kernel adds their gradients to that pixel, and a GPU's leaves them out.
+        """
+        at = {"nearest": 0.0, "nearest-exact": 0.5}.get(self.kind)
+        return at is not None and math.floor(_single((self.count - 1 + at) * self.step)) >= self.extent
+
     @cached_property
     def _table(self) -> list[Taps]:
         return [_TAPS[self.kind](self, output) for output in range(self.count)]

@@ -176,8 +176,9 @@ class _Normalized(torch.autograd.Function):
         weight = torch.ones_like(mean) if weight is None else weight  # its dtype is that of the sums
         to_image, to_mean, to_var, to_weight, to_bias, _ = ctx.needs_input_grad
         mask = [to_image, to_weight or to_var, to_bias or to_mean]
+        saved = (mean.new_empty(0),) * 2  # as the forward in evaluation saves; a GPU's kernel does not take None
         found, along_normalized, along_mean = aten.native_batch_norm_backward.default(
-            in_format_of(image, grad), image, weight, mean, var, None, None, False, ctx.eps, mask
+            in_format_of(image, grad), image, weight, mean, var, *saved, False, ctx.eps, mask
         )
         # The two sums are the gradients of weight and bias; those of mean and variance follow from them.
         grad_mean = -along_mean * weight * invstd_of(var, ctx.eps) if to_mean else None

@@ -230,8 +230,9 @@ def _backward_in_evaluation(grad: Meta, image: Meta, weight, running_mean, runni
         if tile.numel() == 0:
             return torch.empty_like(tile), *zeros_of(sums, tile)
         statistics = (pick(tensors, running_mean), pick(tensors, running_var))
+        saved = (statistics[0].new_empty(0),) * 2  # as the forward saves; a GPU's kernel does not take None
         grad_tile = moments.in_format_of(tile, tensors[grad.number])
-        return aten.native_batch_norm_backward.default(grad_tile, tile, scale, *statistics, None, None, False, eps, mask)
+        return aten.native_batch_norm_backward.default(grad_tile, tile, scale, *statistics, *saved, False, eps, mask)
 
     dtype = image.dtype if weight is None else weight.dtype
     sums = [PartialSum(gives_partial_gradient(weight), (image.shape[1],), dtype) if wanted else None for wanted in mask[1:]]

@@ -22,8 +22,8 @@ from widefield.geometry.layout import Layout
 from widefield.private_torch.dispatcher import schema_of
 from widefield.private_torch.tensors import base_of, standard_gamma
 from widefield.rules import case, composed
-from widefield.tiled.redistribute import to_layout, whole_of
-from widefield.tiled.rng import check_generators, drawn
+from widefield.tiled.redistribute import is_dense, to_layout, whole_of
+from widefield.tiled.rng import check_generators, drawn, with_gaps
 from widefield.tiled.tensor import TiledTensor, wrap, wrap_uncut
 
 aten = torch.ops.aten
@@ -82,7 +82,8 @@ def native_dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[
     if not image.tile_layout.is_cut and image.writeback is None:
         out, mask = aten.native_dropout.default(image.local, p, train)
         return wrap_uncut(out, image.tile_layout.grid), wrap_uncut(mask, image.tile_layout.grid)
-    mask = drawn(image, lambda whole: aten.native_dropout.default(whole, p, train)[1]).clone()
+    has_gaps = base_of(image) is not None and not is_dense(image.local)
+    mask = drawn(image, lambda whole: aten.native_dropout.default(with_gaps(whole) if has_gaps else whole, p, train)[1]).clone()
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return wrap(image.local * mask * scale, image.tile_layout), wrap(mask, image.tile_layout)
 

@@ -166,8 +166,8 @@ def _side(reach: Resize | Resized, read: Interval, write: Interval) -> _Side | N
     found = Resized(local) if backward else local
     if local.is_odd or local.extent == local.count and whole.extent != whole.count:  # torch would copy, not resample
         return None
-    if not all(local.taps(at)[1] for at in range(local.count)):  # some outputs would read no pixel of the tile
-        return None
+    if backward and local.is_clamped or not all(local.taps(at)[1] for at in range(local.count)):
+        return None  # the tile's kernel would leave a gradient out; or some outputs would read no pixel of the tile
     if all(_is_same(reach, found, at, first, read) for at in write):
         return _Side(count, scale, write.start - first)
     return None

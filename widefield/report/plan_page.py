@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from widefield.installed import version_of
 from widefield.quantity import bytes_text, count_of
 from widefield.report import plan_pictures as pictures
 from widefield.report.filling import from_files, render
@@ -77,15 +77,8 @@ def page(tree: Tree) -> str:
         stops=tree["stops"],
         overrides=" ".join(best["overrides"]) if best else "",
         planning=f"{count_of(tree['emulations'], 'rank')} emulated in {tree['planning_seconds']:.0f} s",
-        version=_version(),
+        version=version_of("widefield", otherwise=""),
     )
-
-
-def _version() -> str:
-    try:
-        return version("widefield")
-    except PackageNotFoundError:
-        return ""
 
 
 def _cards(tree: Tree, plan: Tree) -> list[dict[str, str]]:

@@ -33,6 +33,11 @@ def drawn(tensor: TiledTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
     return draw(torch.empty_like(like, device=tile.device))[within(full_box(layout.shape), layout.box)]
 
 
+def with_gaps(like: Tensor) -> Tensor:
+    """An empty tensor of the same shape with gaps in memory, for which a GPU's dropout draws in another order than without."""
+    return like.new_empty((*like.shape, 2))[..., 0] if like.is_cuda else like
+
+
 # ---------------------------------------------------------------------------------------------- the order in memory
 
 

@@ -26,7 +26,6 @@ A number that is not finite is written as the text "nan", "inf" or "-inf", which
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import io
 import json
 import math
@@ -42,6 +41,7 @@ from typing import Any, Literal, TextIO
 
 from widefield.config import LogConfig
 from widefield.fallback import Fallback, by_size
+from widefield.installed import version_of
 from widefield.redaction import redacted
 from widefield.refusal import printable
 from widefield.training.disk import MOST_BYTES, Attempts, Lines, in_words, replace_text
@@ -75,7 +75,7 @@ def read(folder: str | Path) -> list[Line]:
 
 def versions() -> dict[str, str]:
     """The versions of Python, torch, torchvision and widefield."""
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "widefield")}
+    packages = {name: version_of(name) for name in ("torch", "torchvision", "widefield")}
     return {"python": platform.python_version(), **packages}
 
 

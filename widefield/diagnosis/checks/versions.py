@@ -10,6 +10,7 @@ from typing import Any
 
 from widefield.diagnosis.finding import Facts, Finding, State, differing
 from widefield.diagnosis.place import Surroundings
+from widefield.installed import version_of
 
 ORDER, TITLE, MESSAGES = 20, "versions", False
 PACKAGES = ("widefield", "torch", "torchvision", "numpy", "torchmetrics", "safetensors")
@@ -17,15 +18,8 @@ _BOUND = re.compile(r"(>=|<=|<|>|==|!=)\s*([\d.]+)")
 
 
 def look(surroundings: Surroundings) -> dict[str, Any]:
-    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    versions = {"python": platform.python_version(), **{name: version_of(name, otherwise="none") for name in PACKAGES}}
     return {**versions, "outside": _outside()}
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def _outside() -> list[str]:
@@ -39,7 +33,7 @@ def _outside() -> list[str]:
         name, bounds = re.match(r"[\w.-]+", line), line.partition(";")[0]
         if name is None or "extra" in line.partition(";")[2]:
             continue
-        version = _version(name[0])
+        version = version_of(name[0], otherwise="none")
         if not is_within(version, bounds[name.end() :]):
             found.append(f"{name[0]} {version} ({bounds[name.end() :].strip()})")
     return found
