@@ -36,6 +36,9 @@ _HERE = [torch.device("cpu")]
 NOT_ON_GPUS = {
     ("losses", "mse of integers"): "Found dtype Long but expected Double",
     ("normalization", "batch, bias alone"): "tensor does not have a device",
+    ("normalization", "evaluation, bias alone"): "tensor does not have a device",
+    ("ordering", "aminmax"): "derivative for aten::aminmax is not implemented",  # torch 2.11
+    ("sampling", "channel_shuffle, channels cut"): "view size is not compatible with input tensor's size and stride",
     ("products", "addmv of integers"): '"addmv_impl_cuda" not implemented for',
     ("normalization", "no update"): "batch_norm_cpu",  # torch 2.14 runs the CPU's kernel for it
     ("resize", "lanczos"): "aten::_upsample_lanczos2d_aa",

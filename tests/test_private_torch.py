@@ -474,6 +474,18 @@ def check_group_hooks(hooked) -> None:
     assert called == [("ALLREDUCE", torch.Size([3]))]
 
 
+def check_sequence_number(number) -> None:
+    """Of a group as ranks on GPUs have it: with a backend for each kind of device, of which the group itself says 0."""
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = number(dist.group.WORLD)
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3))
+        assert number(dist.group.WORLD) - before == 2
+    finally:
+        dist.destroy_process_group()
+
+
 def check_messages_of_stages(replaced) -> None:
     from torch.distributed.pipelining import schedules
 
@@ -581,7 +593,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "get_default_store": callable,
     "resolve_process_group": callable,
     "abort": lambda _: holds(dist.ProcessGroup._get_backend),
-    "sequence_number": lambda _: holds(dist.ProcessGroup._get_sequence_number_for_group),
+    "sequence_number": check_sequence_number,
     "flight_records": check_flight_records,
     "group_hooks": check_group_hooks,
     # pipelining.py, dtensor.py

@@ -116,7 +116,7 @@ def with_a_ghost(mesh):
 
 def offloaded(mesh):
     """Three steps; the optimizer of parts that lie in the host's memory steps there."""
-    alone, model = net(), parallelize(net(), mesh)
+    alone, model = net().to(mesh.device), parallelize(net(), mesh)
     assert {local(p).device.type for p in model.parameters()} == {"cpu"}
     one, many = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (alone, model))
     for _ in range(3):

@@ -34,6 +34,7 @@ from widefield.pipelining.sample_mixing import where_samples_meet
 from widefield.pipelining.schedule_view import STAGES_PER_RANK, idle_share, orders, schedule_grid
 from widefield.pipelining.split_backward import merge_groups
 from widefield.plans import Plan, check
+from widefield.private_torch.process_groups import sequence_number
 from widefield.sharded_state import gather_full_on_main, parts, shapes, total_norm
 from widefield.training.state import optimizer_state
 
@@ -444,9 +445,9 @@ def keeps_its_checkpoint(mesh):
     backward_of(model, x, y, loss_of=loss_of)
     optimizer.step()
     state = {"model": dict(model.state_dict()), "optimizer": optimizer_state(model, optimizer)}
-    before = mesh.group._get_sequence_number_for_group()
+    before = sequence_number(mesh.group)
     found = gather_full_on_main(model, mesh, state)
-    begun = mesh.gather_objects(mesh.group._get_sequence_number_for_group() - before)
+    begun = mesh.gather_objects(sequence_number(mesh.group) - before)
     assert begun == [begun[0]] * mesh.size, "a watch for missing ranks counts collectives"
     if mesh.rank:
         return None
@@ -773,18 +774,16 @@ def torchs_order(mesh, schedule, micro):
     return [text for text in map(str, filter(None, made.pipeline_order[mesh.stage])) if re.fullmatch(r"\d+[FBIW]\d+", text)]
 
 
-def test_weights_that_meet_at_the_same_places_are_one_group():
+def test_weights_that_meet_at_the_same_places_are_one_group_and_the_last_node_comes_first():
+    v, w, x, y, z = ((torch.ones(1, requires_grad=True) + 1).grad_fn for _ in range(5))
     groups = [
-        {"params": {"a"}, "intermediates": ["x", "y"], "grads": [1, 2]},
-        {"params": {"b"}, "intermediates": ["z"], "grads": [3]},
-        {"params": {"c"}, "intermediates": ["y", "w"], "grads": [2, 4]},
-        {"params": {"c", "d"}, "intermediates": ["v"], "grads": [5]},
+        {"params": {"a"}, "intermediates": [x, y], "grads": [1, 2]},
+        {"params": {"b"}, "intermediates": [z], "grads": [3]},
+        {"params": {"c"}, "intermediates": [y, w], "grads": [2, 4]},
+        {"params": {"c", "d"}, "intermediates": [v], "grads": [5]},
     ]
-    found = {
-        frozenset(group["params"]): dict(zip(group["intermediates"], group["grads"], strict=True))
-        for group in merge_groups(groups)
-    }
-    assert found == {frozenset("b"): {"z": 3}, frozenset("acd"): {"x": 1, "y": 2, "w": 4, "v": 5}}
+    found = {frozenset(group["params"]): (group["intermediates"], group["grads"]) for group in merge_groups(groups)}
+    assert found == {frozenset("b"): ([z], [3]), frozenset("acd"): ([y, x, w, v], [2, 1, 4, 5])}
 
 
 @pytest.mark.parametrize("micro", [3, 4, 6])

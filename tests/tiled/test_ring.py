@@ -91,7 +91,7 @@ def _errors_of_attention(mesh, kind: str, dtype: torch.dtype) -> list[float]:
     pull = torch.randn(expected.shape, dtype=torch.float64).to(dtype)
     right = [expected, *torch.autograd.grad(expected, wholes, pull.double())]
     layout = layout_of((2, 4, 96, 32), (None, None, Cut((0,), even_cut(96, 2)), None), mesh.grid)
-    tiles = [_Tile.apply(whole.detach().to(dtype), layout).detach().requires_grad_() for whole in wholes]
+    tiles = [_Tile.apply(each.detach().to(dtype), layout).detach().requires_grad_() for each in wholes]
     got = F.scaled_dot_product_attention(*tiles, attn_mask=bias, **options)
     found = [got, *torch.autograd.grad(got, tiles, _Tile.apply(pull, layout))]
     return [((whole(a).double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, right, strict=True)]

@@ -188,7 +188,7 @@ def code_digest() -> str:
 def problem_of(cards: list[Card]) -> str:
     """What keeps ranks with these cards from running together; "" where nothing does."""
     for name in dict.fromkeys(name for card in cards for name in card["versions"]):
-        having = _grouped(cards, lambda card, name=name: card["versions"].get(name, "not there"))
+        having = _grouped(cards, lambda card: card["versions"].get(name, "not there"))  # noqa: B023  called at once
         if len(having) > 1:
             each = "; ".join(f"{value} on {_hosts(those)}" for value, those in having.items())
             return (

@@ -82,7 +82,7 @@ def native_dropout(image: Tensor, p: float, train: bool | None = True) -> tuple[
     if not image.tile_layout.is_cut and image.writeback is None:
         out, mask = aten.native_dropout.default(image.local, p, train)
         return wrap_uncut(out, image.tile_layout.grid), wrap_uncut(mask, image.tile_layout.grid)
-    has_gaps = base_of(image) is not None and not is_dense(image.local)
+    has_gaps = base_of(image) is not None and not is_dense(image)
     mask = drawn(image, lambda whole: aten.native_dropout.default(with_gaps(whole) if has_gaps else whole, p, train)[1]).clone()
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return wrap(image.local * mask * scale, image.tile_layout), wrap(mask, image.tile_layout)

@@ -176,7 +176,7 @@ def channel_shuffle(image: Meta, groups: int) -> Local:
         return [(layout.shape, layout.cuts)]
 
     def run(layout: Layout, tile: Tensor) -> Tensor:
-        return aten.channel_shuffle.default(tile, groups)
+        return aten.channel_shuffle.default(tile.contiguous() if tile.is_cuda else tile, groups)  # a GPU's takes no other
 
     return Local([image], outs, run, whole=(1,))
 

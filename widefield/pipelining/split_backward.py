@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
+from widefield.private_torch.autograd import node_number_of
 from widefield.private_torch.pipelining import stage_backward
 from widefield.private_torch.tensors import cdata
 
@@ -87,7 +88,8 @@ def merge_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge those of torch's parameter groups that share a parameter or an intermediate node, so that none is counted twice.
 
     A group is a dict: `params`; `intermediates`, the autograd nodes where their paths meet those of inputs; `grads`, the
-    gradients that these nodes got.
+    gradients that these nodes got.  The nodes are in the order in which a backward pass runs them: autograd's thread of a GPU
+    begins with the first that it is handed, and ranks that hold tiles of the same images must begin with the same.
     """
     disjoint: list[tuple[set, dict[Node, Any]]] = []
     for group in groups:
@@ -96,7 +98,12 @@ def merge_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             disjoint.remove(other)
             params, met = other[0] | params, other[1] | met
         disjoint.append((params, met))
-    return [{"params": params, "intermediates": [*met], "grads": [*met.values()]} for params, met in disjoint]
+    return [{"params": params, **_in_order_of_the_backward(met)} for params, met in disjoint]
+
+
+def _in_order_of_the_backward(met: dict[Node, Any]) -> dict[str, list]:
+    nodes = sorted(met, key=node_number_of, reverse=True)
+    return {"intermediates": nodes, "grads": [met[node] for node in nodes]}
 
 
 def _all_lead_to(outputs: Iterable[Any], inputs: Iterable[Any]) -> bool:

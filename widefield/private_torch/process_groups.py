@@ -26,9 +26,13 @@ def abort(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def sequence_number(group: dist.ProcessGroup) -> int:
-    """How many collectives a group has begun on this rank: of a rank that hangs, it says which message others wait for."""
+    """How many collectives a group has begun on this rank: of a rank that hangs, it says which message others wait for.
+
+    A group that has one backend for the CPU and one for GPUs counts in each; the group itself gives 0 or an error then.
+    """
     counted: Any = group
-    return counted._get_sequence_number_for_group()
+    backends = {counted._get_backend(device) for device in counted._device_types}
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
 def flight_records() -> list[str]:

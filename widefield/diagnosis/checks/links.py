@@ -66,7 +66,9 @@ def judge(facts: Sequence[Facts]) -> Finding:
             "warn", ", ".join(parts), "slow between hosts: keep tiles and shards inside a host (mesh.replicate between)"
         )
     return (
-        Finding("ok", ", ".join(parts)) if parts else Finding("not here", "one host without GPUs, or none that tells its links")
+        Finding("ok", ", ".join(parts))
+        if parts
+        else Finding("not here", "one GPU or none on one host, or none that tells its links")
     )
 
 
