@@ -14,7 +14,7 @@ from torch import nn
 from widefield.planner.cost import step_time
 from widefield.planner.cost.op_time import OpTimes, convolution_form
 from widefield.planner.machines import cluster_of
-from widefield.planner.machines.calibrate import host_seconds, local_messages
+from widefield.planner.machines.calibrate import _fitted, host_seconds, local_messages
 from widefield.planner.machines.calibration import (
     Calibration,
     Kernel,
@@ -81,6 +81,38 @@ def test_a_calibrations_kernels_all_run():
             call = call_of(event.signature, CPU)
             assert call is not None, event
             call()
+
+
+def test_a_gpus_peaks_stay_those_of_its_data_sheet():
+    """An H200 took 55 us for a convolution of 0.6 GFLOP in float32, 11 TFLOP/s of 67, most of which was its launch."""
+    kernel = Kernel(("aten.convolution.default", (), ()), "aten.convolution.default", "float32", 603979776.0, 4341760, 5.47e-05)
+    sheet = gpu_named("NVIDIA H200")
+    assert _fitted(sheet, [kernel]) == replace(sheet, source=f"{sheet.source}; kernels measured on this machine")
+    assert _fitted(cpu_core(), [kernel]).flops_per_second["float32"] == pytest.approx(1.104e13, rel=1e-3)
+
+
+def test_a_gpus_kernel_that_is_mostly_its_launch_is_no_neighbour():
+    cluster = cluster_of("1xH200")
+    small, large = (next(convolution((batch, 64, 32, 32), 64, 3, 1, "bfloat16", last=True)) for batch in (8, 16))
+    times = {}
+    for seconds in (None, 5.5e-5, 5.5e-4):
+        rows = (
+            {}
+            if seconds is None
+            else {small.signature: Kernel(small.signature, small.name, small.dtype, small.flops, 2**21, seconds)}
+        )
+        measured = replace(cluster, calibration=Calibration({}, cluster.device, CPU_LINK, rows, [], 0.0, 0.0))
+        times[seconds] = OpTimes(measured).of(large)
+    assert times[5.5e-5] == times[None] and times[None].source == "roofline"
+    assert times[5.5e-4].source == "interpolated" and times[5.5e-4].seconds > 3e-4
+
+
+def test_a_gpu_is_asked_for_large_batches_first_and_for_channels_last_in_half_precision():
+    first, *others = cnn_kernels(torch.device("cuda"))
+    shape, strides, dtype = first.signature[1][0][1:]
+    assert (shape, strides, dtype) == ((512, 64, 32, 32), (65536, 1, 2048, 64), "bfloat16")
+    batches = [event.signature[1][0][1][0] for event in others if event.name == "aten.convolution.default"]
+    assert min(batches[: len(batches) // 2]) == 64 and max(batches[len(batches) // 2 :]) == 32
 
 
 def test_convolutions_of_the_calibration_count_as_recorded_ones_do():

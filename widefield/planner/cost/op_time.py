@@ -31,8 +31,8 @@ FILLING_SECONDS = 6e-6
 """A GPU's kernels reach their share of the peak from this time at the peak on; below, the share falls with the square root."""
 CONVERTED = 2.5
 """Passes of a convolution on tensor cores over an image with its channels first: to channels last, itself, and back."""
-
-
+LAUNCHES = 15
+"""A GPU's kernel that is no longer than so many launches is no neighbour: it tells what the host needed to start it."""
 FEW_NUMBERS = 20480
 """Up to so many, not counting the last dim, an image alone is not oneDNN's (ConvParams::use_mkldnn of torch)."""
 WITHOUT_KERNEL = ("aten.empty", "aten.new_empty")
@@ -61,7 +61,8 @@ class OpTimes:
         self.device, self.precision = cluster.device, precision
         calibration = cluster.calibration
         self.kernels = {} if calibration is None else calibration.kernels
-        self.neighbours = _by_operation(self.kernels.values())
+        least = 0.0 if self.device.is_cpu else LAUNCHES * self.device.launch_seconds
+        self.neighbours = _by_operation(row for row in self.kernels.values() if row.seconds >= least)
         self.known: dict[object, Timed] = {}
 
     def of(self, event: OpEvent) -> Timed:

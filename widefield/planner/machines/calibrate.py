@@ -115,7 +115,13 @@ def _guess(device: torch.device) -> Device:
 
 
 def _fitted(device: Device, kernels: Iterable[Kernel]) -> Device:
-    """The device with the best rates that were measured as its peaks, and what kernels reach of them in the median."""
+    """The device with the best rates that were measured as its peaks, and what kernels reach of them in the median.
+
+    A GPU's peaks stay those of its data sheet: a kernel that is hardly longer than its launch, or whose numbers fit the cache,
+    says nothing of them, and the nearest of those that were measured count anyway.
+    """
+    if not device.is_cpu:
+        return replace(device, source=f"{device.source}; kernels measured on this machine")
     kernels = list(kernels)
     flops, reached = dict(device.flops_per_second), []
     for dtype in {kernel.dtype for kernel in kernels}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -12,21 +12,36 @@ from widefield.planner.step_record import OpEvent
 
 
 def cnn_kernels(device: torch.device) -> Iterator[OpEvent]:
-    """Events of the operations that CNNs are made of, the most telling first.  GPUs are asked in half precision too."""
-    dtypes = ("float32", "bfloat16", "float16") if device.type == "cuda" else ("float32", "float64")
-    for dtype in dtypes:
-        for batch, channels, size, out, kernel, stride in CONVOLUTIONS[: 8 if dtype == "float64" else None]:
-            yield from convolution((batch, channels, size, size), out, kernel, stride, dtype)
-        for batch, channels, size, kernel, stride in DEPTHWISE:
-            yield from convolution((batch, channels, size, size), channels, kernel, stride, dtype, groups=channels)
-        for batch, channels, size, out, kernel in VOLUMES:
-            yield from convolution((batch, channels, size, size, size), out, kernel, 1, dtype)
-        for rows, inner, columns in ((8, 512, 1000), (512, 512, 512), (64, 2048, 1000)):
-            yield product(rows, inner, columns, dtype)
-        for shape in ((8, 64, 32, 32), (8, 64, 64, 64), (4, 256, 16, 16), (2, 32, 256, 256)):
-            yield from pointwise(shape, dtype)
-        for numbers in (512, 2**16, 2**20, 2**22):
-            yield from optimizer_steps(numbers, dtype)
+    """Events of the operations that CNNs are made of, the most telling first.
+
+    GPUs are asked in half precision too, whose images have their channels last, and for LARGER batches first: what fills a
+    core of a CPU takes a GPU no longer than its launch.
+    """
+    if device.type != "cuda":
+        for dtype in ("float32", "float64"):
+            yield from _kernels(dtype, CONVOLUTIONS[: 8 if dtype == "float64" else None])
+        return
+    for times in (LARGER, 1):
+        for dtype in ("bfloat16", "float32", "float16"):
+            yield from _kernels(dtype, CONVOLUTIONS, times)
+
+
+def _kernels(dtype: str, convolutions: Iterable[tuple[int, ...]], times: int = 1) -> Iterator[OpEvent]:
+    """times: of the batches in the tables below."""
+    last = dtype in ("bfloat16", "float16")
+    for batch, channels, size, out, kernel, stride in convolutions:
+        yield from convolution((times * batch, channels, size, size), out, kernel, stride, dtype, last=last)
+    for batch, channels, size, kernel, stride in DEPTHWISE:
+        shape = (times * batch, channels, size, size)
+        yield from convolution(shape, channels, kernel, stride, dtype, groups=channels, last=last)
+    for batch, channels, size, out, kernel in VOLUMES:
+        yield from convolution((times * batch, channels, size, size, size), out, kernel, 1, dtype, last=last)
+    for rows, inner, columns in ((8, 512, 1000), (512, 512, 512), (64, 2048, 1000)):
+        yield product(times * rows, inner, columns, dtype)
+    for batch, channels, size in ((8, 64, 32), (8, 64, 64), (4, 256, 16), (2, 32, 256)):
+        yield from pointwise((times * batch, channels, size, size), dtype)
+    for numbers in (512, 2**16, 2**20, 2**22):
+        yield from optimizer_steps(numbers, dtype)
 
 
 CONVOLUTIONS = (
@@ -41,6 +56,9 @@ CONVOLUTIONS = (
 )  # fmt: skip
 """Batch, channels, pixels a side, channels out, kernel, stride: of ResNets, DenseNets and U-Nets."""
 
+LARGER = 64
+"""Times the batches of the tables, with which kernels of GPUs take 0.1 ms and more."""
+
 DEPTHWISE = ((4, 96, 32, 3, 1), (4, 96, 32, 3, 2), (4, 240, 16, 5, 1), (4, 128, 32, 7, 1))
 """Batch, channels, pixels a side, kernel, stride: of MobileNets, EfficientNets and ConvNeXts."""
 
@@ -48,10 +66,13 @@ VOLUMES = ((1, 16, 32, 32, 3), (2, 8, 32, 16, 3), (1, 32, 16, 32, 3), (2, 8, 32,
 """Batch, channels, voxels a side, channels out, kernel: of U-Nets."""
 
 
-def spec(shape: tuple[int, ...], dtype: str) -> tuple:
-    """A contiguous tensor in a signature."""
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return ("tensor", shape, strides, dtype)
+def spec(shape: tuple[int, ...], dtype: str, *, last: bool = False) -> tuple:
+    """A dense tensor in a signature, row-major or with its channels last."""
+    order = (0, *range(2, len(shape)), 1) if last else range(len(shape))
+    strides, stride = [1] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], stride = stride, stride * shape[dim]
+    return ("tensor", shape, tuple(strides), dtype)
 
 
 def event(name: str, args: tuple, *, flops: float, read: int, written: int, dtype: str) -> OpEvent:
@@ -61,18 +82,19 @@ def event(name: str, args: tuple, *, flops: float, read: int, written: int, dtyp
 
 
 def convolution(
-    shape: tuple[int, ...], out: int, kernel: int, stride: int, dtype: str, *, groups: int = 1
+    shape: tuple[int, ...], out: int, kernel: int, stride: int, dtype: str, *, groups: int = 1, last: bool = False
 ) -> Iterator[OpEvent]:
-    """Forward and backward of a convolution that keeps the size, up to its stride."""
+    """Forward and backward of a convolution that keeps the size, up to its stride.  last: of images with channels last."""
     dims = len(shape) - 2
     weight = (out, shape[1] // groups, *[kernel] * dims)
     image_out = (shape[0], out, *((size - 1) // stride + 1 for size in shape[2:]))
     x, w, y = math.prod(shape), math.prod(weight), math.prod(image_out)
     flops = 2.0 * y * w / out
     rest = ((stride,) * dims, (kernel // 2,) * dims, (1,) * dims, False, (0,) * dims, groups)
-    forward = (spec(shape, dtype), spec(weight, dtype), None, *rest)
+    image, kernels, grad = (spec(one, dtype, last=last) for one in (shape, weight, image_out))
+    forward = (image, kernels, None, *rest)
     yield event("aten.convolution.default", forward, flops=flops, read=x + w, written=y, dtype=dtype)
-    backward = (spec(image_out, dtype), spec(shape, dtype), spec(weight, dtype), (0,), *rest, (True, True, False))
+    backward = (grad, image, kernels, (0,), *rest, (True, True, False))
     yield event("aten.convolution_backward.default", backward, flops=2 * flops, read=y + x + w, written=x + w, dtype=dtype)
 
 

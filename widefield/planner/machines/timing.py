@@ -22,9 +22,9 @@ OTHER_BYTES = 64 * 2**20
 """Read between two runs, to have other numbers in the caches; larger than a core's share of any."""
 SMALL_BYTES = 2**18
 """Below it a kernel is timed with its operands in the caches alone: after other numbers it would wait for its own code, which
-in a
-step is there."""
+in a step is there."""
 REPEATS_MOST, SECONDS_EACH = 15, 0.3
+GPU_SECONDS_EACH = 0.03
 NOT_TIMED = ("resize", "set_", "_local_scalar_dense", "record_stream", "empty", "random_", "bernoulli", "dropout")
 """Parts of names of operations that change their operands' storages, wait for numbers, or do nothing."""
 
@@ -113,9 +113,13 @@ def _filler() -> torch.Tensor:
 
 def _on_gpu(call: Call) -> float:
     """The mean of runs that follow each other.  A kernel shorter than its launch counts as the launch."""
+    first = _run_of(call, 3)
+    return _run_of(call, max(3, min(50, int(GPU_SECONDS_EACH / max(first, 1e-6)))))
+
+
+def _run_of(call: Call, repeats: int) -> float:
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    repeats = 50
     begin.record()
     for _ in range(repeats):
         call()
