@@ -15,6 +15,10 @@ def entry() -> None:
         signal.signal(signal.SIGINT, _interrupted)
     from widefield.cli import main
 
+    if "RANK" in os.environ:
+        from widefield.launchers._scratch import use_own_folder
+
+        use_own_folder(os.environ)
     sys.excepthook = _without_secrets
     sys.exit(main())
 

@@ -396,14 +396,20 @@ def test_a_failing_rank_leaves_the_others_time_to_say_what_is_wrong(launch):
 
 def test_a_killed_rank_ends_all_and_not_even_what_it_started_is_left(launch):
     body = """
+import multiprocessing.util
+from widefield.launchers._scratch import use_own_folder
+use_own_folder(os.environ)
+(pathlib.Path(multiprocessing.util.get_temp_dir()) / "a socket").touch()
 subprocess.Popen(["sleep", "100"])
 subprocess.Popen(["sleep", "100"], start_new_session=True)
+note(f"kept{rank}", len(list((here / "tmp").glob(f"*-{rank}/a socket"))))
 ready()
 time.sleep(100)
 """
     launched = launch(body)
     launched.until("ready0", "ready1")
     assert len(launched.left()) == 7 + (launched.way == "forked")  # the launcher, 2 ranks, 2 processes of each; what forks
+    assert launched.read("kept0") == launched.read("kept1") == "1"
     os.kill(int(launched.read("ready1")), signal.SIGKILL)
     killed = time.monotonic()
     assert launched.ends() == 137

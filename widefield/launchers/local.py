@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from widefield.launchers._forking import Forking
 from widefield.launchers._rank_processes import POLL_SECONDS, RankProcesses, name_of, verdict
 from widefield.launchers._restarting import Again, Restarts
+from widefield.launchers._scratch import OURS, remove_folders
 from widefield.refusal import TO_BE_CONTINUED
 
 if TYPE_CHECKING:
@@ -159,11 +160,12 @@ def _run(what: Again, group: RankProcesses, command: list[str], forked: Forking 
                 group.watch()
         finally:
             group.kill()
+            remove_folders(group.run_id)
 
 
 def new_run_id() -> str:
     """What the environment of all processes of one start names, so that none is left behind."""
-    return f"widefield-{uuid.uuid4().hex}"
+    return f"{OURS}{uuid.uuid4().hex}"
 
 
 def python_of_ranks() -> list[str]:
